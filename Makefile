@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python 3.11+ and make, nothing else: they create .venv by themselves.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+export OMP_NUM_THREADS ?= 1
+export DS_ACCELERATOR ?= cpu
+
+.PHONY: demo test check format bench clean
+
+demo: $(VENV)/ready
+	rm -rf run/demo
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m torchwhere run --out run/demo examples/train_fsdp2.py
+	$(BIN)/torchwhere comms run/demo
+	@echo
+	@echo "More: $(BIN)/torchwhere events run/demo --last 5"
+
+test: $(VENV)/tested
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/tested
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/tested
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/ready
+	$(BIN)/python -m bench $(ARGS)
+
+# What a user of the library has: torch (their own build; here the one the suite was checked with) and torchwhere.
+$(VENV)/ready: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+# What the suite needs on top: the tools, and the real libraries that torchwhere is tried with.
+$(VENV)/tested: $(VENV)/ready
+	$(BIN)/python -m pip install -q -e ".[test,check,peers]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) run .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,94 @@
+"""Keeps a job alive when somebody truncates its box.
+
+A store into a mapped page whose file has shrunk is SIGBUS: a dead job. No check before the store can help, the file may
+shrink between the two. So while a box is open, a signal handler stands by: a fault inside the box's own map puts anonymous
+memory there, the store is repeated by the processor and succeeds, and the box is marked lost. Any other fault goes to
+whoever handled SIGBUS before (faulthandler, the default action), by putting that handler back and letting the fault repeat.
+
+The handler is a ctypes callback. That is sound here and only here: the faulting store is our own, made by a thread that
+holds the GIL, inside a C function that may call back into Python anyway. Linux with a 64-bit glibc or musl; elsewhere a
+box is simply not guarded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+_SA_SIGINFO = 4
+_FAULT_ADDRESS_AT = 16  # si_addr within siginfo_t, 64-bit Linux
+_MAP_FIXED, _MAP_ANONYMOUS = 0x10, 0x20
+
+
+class _Action(ctypes.Structure):
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_uint8 * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def supported() -> bool:
+    return sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
+
+
+class Guard:
+    """Guards one mapped region from `start` on until `close`. `lost` says whether the file behind it was taken away."""
+
+    def __init__(self, region: mmap.mmap, on_lost: Callable[[], None]) -> None:
+        self.lost = False
+        self._on_lost = on_lost
+        self._length = len(region)
+        view = ctypes.c_char.from_buffer(region)
+        self._start = ctypes.addressof(view)
+        del view  # an exported buffer would keep the map from being closed
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._libc.mmap.restype = ctypes.c_void_p
+        self._libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        self._callback = _Handler(self._on_fault)
+        self._before = _Action()
+        self._install()
+
+    def _install(self) -> None:
+        ours = _Action(handler=ctypes.cast(self._callback, ctypes.c_void_p).value, flags=_SA_SIGINFO)
+        self._sigaction(ours, self._before)
+
+    def _sigaction(self, new: _Action | None, old: _Action | None) -> None:
+        self._libc.sigaction(
+            int(signal.SIGBUS),
+            ctypes.byref(new) if new is not None else None,
+            ctypes.byref(old) if old is not None else None,
+        )
+
+    def _on_fault(self, _signum: int, info: int, _context: int) -> None:
+        address = ctypes.c_void_p.from_address(info + _FAULT_ADDRESS_AT).value or 0
+        if self._start <= address < self._start + self._length:
+            protection = mmap.PROT_READ | mmap.PROT_WRITE
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
+            self._libc.mmap(self._start, self._length, protection, flags, -1, 0)
+            if not self.lost:
+                self.lost = True
+                # Not from in here: logging takes locks that the interrupted thread may hold.
+                threading.Timer(0, self._on_lost).start()
+        else:
+            self._sigaction(self._before, None)
+
+    def close(self) -> None:
+        """Put back the handler found at the start, unless somebody has installed another one since."""
+        now = _Action()
+        self._sigaction(None, now)
+        if now.handler == ctypes.cast(self._callback, ctypes.c_void_p).value:
+            self._sigaction(self._before, None)
+        else:
+            _outlived.append(self)  # somebody may have kept our address to chain to
+
+
+_outlived: list[Guard] = []

@@ -1,0 +1,132 @@
+"""The file format of a black box, version 1. `docs/format.md` says the same in words.
+
+    header (twice) | cursors | tallies | ring of records | ring of texts | table, growing to the end of the file
+
+All numbers are little-endian. Everything but the table has a fixed size, is allocated when the box is made and written
+through one memory map. The table is appended to with ordinary writes, so it can grow without remapping, and a full disk is
+an error code there instead of a signal.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum
+
+MAGIC = b"TRCHWHRE"
+VERSION = 1
+
+HEADER_BYTES = 2048
+HEADER_COPIES = 2
+# magic, version, header bytes, cursors, tallies, ring capacity, text bytes, table offset, meta length
+HEADER = struct.Struct("<8s II IIIII Q I")
+HEADER_CRC = struct.Struct("<I")
+META_BYTES = HEADER_BYTES - HEADER.size - HEADER_CRC.size
+
+CURSOR_BYTES = 64
+CURSORS = 16
+TALLY_BYTES = 32
+TALLIES = 512
+
+# number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more; the CRC follows
+RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
+RECORD_BYTES = 64
+RECORD_CRC_AT = RECORD_BYTES - 4
+
+TEXT = struct.Struct("<II")  # length, CRC of the text
+TEXT_BYTES = 1 << 18
+
+# mark, id, sort, length, CRC of everything before it and the payload
+ENTRY = struct.Struct("<4s II I I")
+ENTRY_MARK = b"\xa7tw\xb6"
+ENTRY_MOST_BYTES = 1 << 20
+
+NO_CALL = 0xFFFFFFFF  # a call number that is not known
+NO_STEP = 0xFFFFFFFF
+
+# Words of a cursor slot, 8 bytes each, each written in one store.
+CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE = range(7)
+# Words of a tally slot.
+TALLY_WHO, TALLY_COUNT, TALLY_TIME, TALLY_RECORD = range(4)
+
+# A place in one word: module (table id) above, then the pass, then the call.
+PASS_SHIFT = 32
+MODULE_SHIFT = 36
+CALL_MASK = 0xFFFFFFFF
+PASS_MASK = 0xF
+
+FLAG_ASYNC = 1
+FLAG_INFERRED = 2
+FLAG_UNKNOWN = 4
+
+
+class Sort(IntEnum):
+    """What a table entry is. An entry's id is unique over all sorts, so a record needs no sort beside an id."""
+
+    META = 1  # JSON object: what did not fit into the header
+    MODULE = 2  # the name of a module
+    LINE = 3  # file:line
+    GROUP = 4  # JSON object: a process group
+    COLLECTIVE = 5  # JSON object: everything of a collective that repeats
+    AIM = 6  # JSON: the beneficiary of a collective, a unit's name or a list of parameters
+    PARAM = 7  # the name of a parameter
+    GRAPH = 8  # a compiled graph
+    THREAD = 9  # the name of a thread
+    PHASE = 10  # the name of a phase
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where everything is in one file."""
+
+    capacity: int
+    cursors: int = CURSORS
+    tallies: int = TALLIES
+    text_bytes: int = TEXT_BYTES
+
+    @property
+    def cursors_at(self) -> int:
+        return HEADER_BYTES * HEADER_COPIES
+
+    @property
+    def tallies_at(self) -> int:
+        return self.cursors_at + self.cursors * CURSOR_BYTES
+
+    @property
+    def ring_at(self) -> int:
+        return self.tallies_at + self.tallies * TALLY_BYTES
+
+    @property
+    def texts_at(self) -> int:
+        return self.ring_at + self.capacity * RECORD_BYTES
+
+    @property
+    def table_at(self) -> int:
+        return self.texts_at + self.text_bytes
+
+
+def pack_header(geometry: Geometry, meta: bytes) -> bytes:
+    """One header block, padded to its full size, sealed with a CRC."""
+    if len(meta) > META_BYTES:
+        raise ValueError(f"header meta of {len(meta)} bytes; at most {META_BYTES} fit")
+    fixed = HEADER.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        geometry.cursors,
+        geometry.tallies,
+        geometry.capacity,
+        geometry.text_bytes,
+        0,
+        geometry.table_at,
+        len(meta),
+    )
+    body = (fixed + meta).ljust(HEADER_BYTES - HEADER_CRC.size, b"\0")
+    return body + HEADER_CRC.pack(zlib.crc32(body))
+
+
+def pack_entry(entry_id: int, sort: int, payload: bytes) -> bytes:
+    """One entry of the table."""
+    head = ENTRY.pack(ENTRY_MARK, entry_id, sort, len(payload), 0)[:-4]
+    return head + zlib.crc32(payload, zlib.crc32(head)).to_bytes(4, "little") + payload

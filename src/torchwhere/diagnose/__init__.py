@@ -1,0 +1,1 @@
+"""Pure: boxes in, answers out. No torch, no printing."""

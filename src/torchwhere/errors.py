@@ -1,0 +1,11 @@
+"""The one exception of torchwhere's own: something about a *run* (its folder, its boxes, its process) is not as needed.
+
+Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python. Nothing in here is ever raised into a training
+step: the senses catch, count and say their own errors (see `sense/trouble.py`).
+"""
+
+from __future__ import annotations
+
+
+class TorchwhereError(Exception):
+    """A run cannot be recorded or read as asked; the message says what happened and what to do."""

@@ -1,0 +1,59 @@
+"""Who this process is: rank, world, run, host. Goes into the header of its box."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchwhere.version import __version__
+
+
+def rank_and_world() -> tuple[int, int]:
+    """From the process group if there is one, else from the launcher's environment, else a world of one."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return _number("RANK", 0), _number("WORLD_SIZE", 1)
+
+
+def _number(variable: str, default: int) -> int:
+    try:
+        return int(os.environ.get(variable, default))
+    except ValueError:
+        return default
+
+
+def run_id() -> str:
+    """The same on all ranks of one launch, as far as the launcher says so."""
+    elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if elastic != "none":
+        return elastic
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")
+
+
+def describe() -> dict[str, Any]:
+    """Everything about this process that a reader may want, short facts first."""
+    rank, world = rank_and_world()
+    wall, monotonic = time.time_ns(), time.monotonic_ns()
+    return {
+        "rank": rank,
+        "world_size": world,
+        "local_rank": _number("LOCAL_RANK", 0),
+        "run_id": run_id(),
+        "restart": _number("TORCHELASTIC_RESTART_COUNT", 0),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "started_ns": wall,
+        "clock_offset_ns": wall - monotonic,
+        "torchwhere": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "folder": os.getcwd(),
+        "argv": sys.argv,
+    }

@@ -1,0 +1,1 @@
+"""Answers questions about live objects. Records nothing, installs nothing."""

@@ -1,0 +1,235 @@
+"""Turns what the senses notice into records: adds the place, the step and the numbers, and writes them down.
+
+Takes calls from the senses, from any thread; gives records to the box. Holds the little that must be known between events: the
+step, the rank, the last collectives.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from types import FrameType
+from typing import Any
+
+import torch
+
+from torchwhere.blackbox.layout import (
+    CALL_MASK,
+    CURSOR_LINE,
+    CURSOR_PHASE,
+    CURSOR_RECORD,
+    CURSOR_STEP,
+    CURSOR_TIME,
+    MODULE_SHIFT,
+    PASS_SHIFT,
+    TALLY_COUNT,
+    TALLY_RECORD,
+    TALLY_TIME,
+    Sort,
+)
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.events import TEXT_FIELD, Kind
+from torchwhere.place import Pass, Place
+from torchwhere.sense import _torch, compilation, stack
+from torchwhere.sense.collectives import Call
+from torchwhere.sense.ddp import Reducers
+from torchwhere.sense.exceptions import NOTE_START
+from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.tracks import BACKWARD_WORD, Track
+
+_LAST_COLLECTIVES = 3  # in the note on an exception
+
+
+class Recorder:
+    """Writes events with their places."""
+
+    def __init__(self, box: BoxWriter, locator: Locator, *, rank: int) -> None:
+        self.box = box
+        self.locator = locator
+        self.rank = rank
+        self.step = 0
+        self.step_is_users = False  # the user counts steps; optimizers no longer do
+        self.reducers = Reducers(locator.names)
+        self.last: deque[str] = deque(maxlen=_LAST_COLLECTIVES)
+        self._task_id = _torch.private("graph_task_id") or (lambda: -1)
+        self._node = _torch.private("current_node") or (lambda: None)
+
+    # -- threads -----------------------------------------------------------------------------------------------------
+
+    def meet_thread(self, track: Track) -> None:
+        track.cursor = self.box.cursor_at(track.slot)
+        self.box.intern(Sort.THREAD, f"{track.number}\t{track.name}")
+        self.box.words[track.cursor + CURSOR_STEP] = self.step
+        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+
+    def move(self, track: Track, word: int) -> None:
+        """A thread went from one pass to another, outside any module."""
+        track.top = word
+        self.box.words[track.cursor] = word
+        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def event(self, kind: Kind, *, what: int = 0, text: dict[str, Any] | None = None, frame: FrameType | None = None) -> int:
+        """One event at the place of the calling thread."""
+        track = self.locator.threads.here()
+        spot, looked = self.locator.spot(track), stack.read(frame or stack.caller(1))
+        return self._write(
+            kind,
+            track,
+            spot,
+            line=self.locator.line_id(looked.file, looked.line),
+            graph=self._graph_id(looked.graph),
+            what=what,
+            more=self._text(text),
+        )
+
+    def _write(self, kind: Kind, track: Track, spot: Spot, **fields: int) -> int:
+        number = self.box.record(
+            kind,
+            pass_=spot.pass_,
+            module=spot.module,
+            call=spot.call,
+            param=spot.param,
+            flags=spot.flags | fields.pop("flags", 0),
+            thread=track.number,
+            step=fields.pop("step", self.step),
+            **fields,
+        )
+        self.box.words[track.cursor + CURSOR_RECORD] = number
+        return number
+
+    def _text(self, fields: dict[str, Any] | None) -> int:
+        return 0 if fields is None else self.box.text(json.dumps(fields, default=str))
+
+    def _graph_id(self, graph: str | None) -> int:
+        graph = graph or compilation.being_compiled()
+        return self.box.intern(Sort.GRAPH, graph) if graph else 0
+
+    def note(self, text: str, fields: dict[str, Any], *, frame: FrameType | None) -> None:
+        self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
+
+    def compile_begins(self, compile_id: str) -> None:
+        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id))
+
+    def compile_ends(self, compile_id: str) -> None:
+        self.event(Kind.COMPILE_END, what=self.box.intern(Sort.GRAPH, compile_id))
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def optimizer_stepped(self, name: str) -> None:
+        self.event(Kind.OPTIMIZER, what=self.box.intern(Sort.PHASE, name))
+
+    def set_step(self, step: int) -> None:
+        """The step is over, another begins."""
+        self.event(Kind.STEP_END)
+        self.step = step
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        track = self.locator.threads.here()
+        self.box.words[track.cursor + CURSOR_STEP] = self.step
+        self.event(Kind.STEP_BEGIN)
+        self.box.check_file()
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def phase_begins(self, name: str, *, frame: FrameType | None) -> None:
+        track = self.locator.threads.here()
+        phase = self.box.intern(Sort.PHASE, name)
+        track.phases.append(phase)
+        self.box.words[track.cursor + CURSOR_PHASE] = phase
+        self.event(Kind.PHASE_BEGIN, what=phase, frame=frame)
+
+    def phase_ends(self, name: str, *, frame: FrameType | None) -> None:
+        track = self.locator.threads.here()
+        phase = self.box.intern(Sort.PHASE, name)
+        self.event(Kind.PHASE_END, what=phase, frame=frame)
+        if phase in track.phases:  # a phase that an exception cut short ends here too
+            del track.phases[len(track.phases) - 1 - track.phases[::-1].index(phase) :]
+        self.box.words[track.cursor + CURSOR_PHASE] = track.phases[-1] if track.phases else 0
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def collective(self, call: Call) -> None:
+        track = self.locator.threads.here()
+        spot = self.locator.spot(track)
+        graph = call.stack.graph
+        if graph is None and spot.pass_ == Pass.BACKWARD:
+            graph = compilation.backward_graph(self._node())
+        number = self._write(
+            Kind.COLLECTIVE,
+            track,
+            spot,
+            line=self.locator.line_id(call.stack.file, call.stack.line) or self._line_of_backward(spot),
+            graph=self._graph_id(graph),
+            what=call.signature,
+            aim=self._aim(call, spot),
+            more=call.number,
+            flags=call.flags,
+        )
+        self._tally(call, number)
+        if track.top == BACKWARD_WORD or not track.top:
+            self._show(track, spot)
+        self.last.append(f"{call.op.name} #{call.number} on {call.group.desc}")
+
+    def _line_of_backward(self, spot: Spot) -> int:
+        """On a device thread there is no Python stack: the line that called backward led here."""
+        if spot.pass_ != Pass.BACKWARD:
+            return 0
+        main = self.locator.threads.main()
+        return int(self.box.words[main.cursor + CURSOR_LINE]) if main is not None else 0
+
+    def _show(self, track: Track, spot: Spot) -> None:
+        """In backward nothing but a collective says where it is: show it to those who read the cursor."""
+        word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+        self.box.words[track.cursor] = word
+        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+
+    def _tally(self, call: Call, record: int) -> None:
+        at = self.box.tally_at((call.group.entry, *call.stream))
+        if at is not None:
+            self.box.words[at + TALLY_COUNT] = call.number + 1
+            self.box.words[at + TALLY_TIME] = time.monotonic_ns()
+            self.box.words[at + TALLY_RECORD] = record
+
+    def _aim(self, call: Call, spot: Spot) -> int:
+        aim: str | list[str] | None = None
+        if call.stack.unit is not None:
+            names = self.locator.names.module_names(call.stack.unit)
+            aim = names[0] if names else None
+        elif call.stack.variables is not None:
+            aim = self._names_of(_params_in(call.stack.variables))
+        elif spot.pass_ == Pass.BACKWARD and call.stack.api is None and call.tensors:  # straight from DDP's C++ reducer
+            aim = self.reducers.aim(_variable(self._node()), call.tensors[0], self._task_id)
+        return self.box.intern(Sort.AIM, json.dumps(aim)) if aim is not None else 0
+
+    def _names_of(self, params: list[torch.Tensor]) -> list[str] | None:
+        names = [found[0] for param in params if (found := self.locator.names.params.get(id(param)))]
+        return names or None
+
+    # -- exceptions --------------------------------------------------------------------------------------------------
+
+    def exception(self, error: BaseException, track: Track, spot: Spot, line: str | None) -> None:
+        place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
+        last = "; last collectives: " + ", ".join(self.last) if self.last else "; no collective so far"
+        error.add_note(f"{NOTE_START}{place}{last}")
+        text = {"text": f"{type(error).__name__}: {error}", "type": type(error).__name__, "last": list(self.last)}
+        line_id = self.box.intern(Sort.LINE, line) if line else 0
+        self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
+
+    def place(self, frame: FrameType | None) -> Place:
+        return self.locator.place(self.locator.threads.here(), frame, rank=self.rank, step=self.step)
+
+
+def _variable(node: Any) -> torch.Tensor | None:
+    return getattr(node, "variable", None)
+
+
+def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:
+    """The parameters a frame works on: those of a DDP bucket given to a hook, or a list of them."""
+    bucket, params = variables.get("bucket"), variables.get("params")
+    if bucket is not None and hasattr(bucket, "parameters"):
+        return list(bucket.parameters())
+    return [p for p in params if isinstance(p, torch.Tensor)] if isinstance(params, (list, tuple)) else []

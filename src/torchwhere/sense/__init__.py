@@ -1,0 +1,1 @@
+"""Notices things inside a training process. A sense installs one thing, removes it, and lets no error of its own out."""

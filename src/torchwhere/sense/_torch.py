@@ -1,0 +1,181 @@
+"""Every private or version-bound torch name that torchwhere touches, each with its reason. Nowhere else.
+
+`private(key)` gives the object, or None on a torch that lacks it; `missing(sense)` says what that costs. Names of modules
+that are expensive to import (dynamo) are only resolved when the job itself has imported them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """One name: where it is, which sense needs it, why, and what is lost without it."""
+
+    path: str
+    sense: str
+    why: str
+    without: str
+    lazy: bool = False  # never import its module for this; use it if the job has
+
+
+# Versions: all of these were found in torch 2.11, 2.13 (checked by the suite), unless a line says otherwise.
+NAMES = {
+    "sequence_nr": Private(
+        "torch._C._autograd._get_sequence_nr",
+        "modules",
+        "the number the next autograd node of this thread will get: brackets the nodes a module call makes",
+        "places in backward have no module",
+    ),
+    "current_node": Private(
+        "torch._C._current_autograd_node",
+        "modules",
+        "the node the engine is running on this thread",
+        "places in backward have no module",
+    ),
+    "graph_task_id": Private(
+        "torch._C._current_graph_task_id",
+        "modules",
+        "not -1 while the engine runs on this thread, also in its final callbacks, where there is no node",
+        "backward on device threads looks like `outside`",
+    ),
+    "run_backward": Private(
+        "torch.autograd.graph._engine_run_backward",
+        "backward",
+        "every backward() and grad() goes through it: the one place to see a backward begin and end",
+        "the cursor does not show backward, exceptions in backward carry no note",
+    ),
+    "dispatch_key": Private(
+        "torch._C.DispatchKey",
+        "collectives",
+        "BackendSelect: the first key every c10d op passes that nobody else uses",
+        "collectives are not recorded",
+    ),
+    "keyset_after": Private(
+        "torch._C._dispatch_keyset_full_after",
+        "collectives",
+        "to send a c10d op on its way below our kernel",
+        "collectives are not recorded",
+    ),
+    "all_schemas": Private(
+        "torch._C._jit_get_all_schemas",
+        "collectives",
+        "lists the ops of the c10d namespace, so that a new one is recorded too",
+        "collectives are not recorded",
+    ),
+    "process_groups": Private(
+        "torch.distributed.distributed_c10d._world",
+        "collectives",
+        "the table of all process groups, used or not",
+        "groups are known by name only",
+    ),
+    "bucket_assignment": Private(
+        "torch.distributed._compute_bucket_assignment_by_size",
+        "collectives",
+        "DDP's own bucketing, to name the parameters in a bucket before its logger knows them",
+        "DDP all-reduces before the third step do not name their parameters",
+    ),
+    "step_pre_hook": Private(
+        "torch.optim.optimizer.register_optimizer_step_pre_hook",
+        "optimizers",
+        "hooks for every optimizer's step",
+        "steps are not counted by themselves; call torchwhere.step()",
+    ),
+    "step_post_hook": Private(
+        "torch.optim.optimizer.register_optimizer_step_post_hook",
+        "optimizers",
+        "hooks for every optimizer's step",
+        "steps are not counted by themselves; call torchwhere.step()",
+    ),
+    "eval_frame": Private(
+        "torch._C._dynamo.eval_frame",
+        "modules",
+        "to tell dynamo to step over our wrapper's frame instead of trying to compile it, a counted graph break",
+        "dynamo may count graph breaks at module calls",
+    ),
+    "compile_callbacks": Private(
+        "torch._dynamo.callback.callback_handler",
+        "compilation",
+        "told when a compilation begins and ends",
+        "compilations are not recorded",
+        lazy=True,
+    ),
+    "compile_context": Private(
+        "torch._guards.CompileContext",
+        "compilation",
+        "the id (0/0) of what is being compiled",
+        "a place inside a compilation does not name the graph",
+    ),
+    "original_code": Private(
+        "torch._dynamo.utils.orig_code_map",
+        "compilation",
+        "from the code dynamo made to the code it was made from: tells compiled frames from others",
+        "places inside compiled graphs do not name them",
+        lazy=True,
+    ),
+    "cache_entries": Private(
+        "torch._C._dynamo.eval_frame._debug_get_cache_entry_list",
+        "compilation",
+        "the compiled variants of a code object, each with its id",
+        "places inside compiled graphs do not name them",
+    ),
+}
+
+
+def resolve(path: str, *, lazy: bool = False) -> Any:
+    """The object at a dotted path, or None."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        module = _module(".".join(parts[:cut]), lazy=lazy)
+        if module is None:
+            continue
+        found: Any = module
+        for attribute in parts[cut:]:
+            found = getattr(found, attribute, None)
+        return found
+    return None
+
+
+def _module(name: str, *, lazy: bool) -> Any:
+    if name in sys.modules or lazy:
+        return sys.modules.get(name)
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@cache
+def _eager(key: str) -> Any:
+    return resolve(NAMES[key].path)
+
+
+def private(key: str) -> Any:
+    """The private name behind `key`, or None where this torch does not have it (or, if lazy, not yet)."""
+    return resolve(NAMES[key].path, lazy=True) if NAMES[key].lazy else _eager(key)
+
+
+def missing(sense: str) -> list[str]:
+    """What this torch lacks for one sense, as sentences to say once."""
+    return [
+        f"this torch has no {name.path}: {name.without}"
+        for key, name in NAMES.items()
+        if name.sense == sense and not name.lazy and private(key) is None
+    ]
+
+
+def skip_frame_in_dynamo(code: Any) -> None:
+    """Have dynamo leave frames of `code` alone, while what they call is compiled as ever. Lasts as long as `code`."""
+    eval_frame = private("eval_frame")
+    action = getattr(eval_frame, "_FrameAction", None)
+    if action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
+        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+def is_dynamo_loaded() -> bool:
+    return "torch._dynamo.callback" in sys.modules

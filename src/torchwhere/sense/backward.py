@@ -1,0 +1,137 @@
+"""When a backward begins and ends: wraps the one function through which every backward() and grad() calls the engine.
+
+Nothing is registered on tensors or nodes, with one exception: a backward that itself builds a graph (`create_graph=True`)
+makes nodes whose numbers say nothing about modules, so for its duration each node of the graph it runs announces itself with
+a hook. They are removed when it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchwhere.blackbox.layout import CALL_MASK, CURSOR_LINE, CURSOR_TIME, MODULE_SHIFT, NO_CALL
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.sense import _torch, stack
+from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.sense.modules import FORWARD_BITS
+from torchwhere.sense.tracks import BACKWARD_WORD, Track
+from torchwhere.sense.trouble import Trouble
+
+OnBackwardError = Callable[[BaseException, Track, Any], None]
+
+
+class BackwardSense:
+    """Marks a thread as being in backward while it is in the engine."""
+
+    def __init__(
+        self,
+        box: BoxWriter,
+        locator: Locator,
+        *,
+        on_error: OnBackwardError,
+        on_end: Callable[[], None],
+    ) -> None:
+        self._box = box
+        self._locator = locator
+        self._on_error = on_error
+        self._on_end = on_end
+        self.trouble = Trouble("backward", self.remove)
+        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
+        self._original: Any = None
+        self._wrapper: Any = None
+
+    def install(self) -> list[str]:
+        self._original = _torch.private("run_backward")
+        if self._original is not None:
+            self._wrapper = self._make_wrapper()
+            for module in (torch.autograd, torch.autograd.graph):
+                module._engine_run_backward = self._wrapper  # type: ignore[attr-defined]
+        return _torch.missing("backward")
+
+    def remove(self) -> None:
+        for module in (torch.autograd, torch.autograd.graph):
+            if self._wrapper is not None and module._engine_run_backward is self._wrapper:  # type: ignore[attr-defined]
+                module._engine_run_backward = self._original  # type: ignore[attr-defined]
+
+    def _make_wrapper(self) -> Any:
+        original, enter, leave, trouble = self._original, self._enter, self._leave, self.trouble
+
+        def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                track, below, handles = enter(t_outputs, args)
+            except Exception as error:
+                trouble(error)
+                return original(t_outputs, *args, **kwargs)
+            try:
+                return original(t_outputs, *args, **kwargs)
+            except BaseException as error:
+                self._on_error(error, track, t_outputs)
+                raise
+            finally:
+                try:
+                    leave(track, below, handles)
+                except Exception as error:
+                    trouble(error)
+
+        return _engine_run_backward
+
+    def _enter(self, outputs: Any, args: tuple[Any, ...]) -> tuple[Track, int, list[Any]]:
+        track = self._locator.threads.here()
+        below = track.top
+        create_graph = len(args) > 2 and bool(args[2])
+        handles = self._announce(outputs, track) if create_graph else []
+        looked = stack.read(stack.caller(1))
+        self._move(track, BACKWARD_WORD, line=self._locator.line_id(looked.file, looked.line))
+        return track, below, handles
+
+    def _leave(self, track: Track, below: int, handles: list[Any]) -> None:
+        for handle in handles:
+            handle.remove()
+        self._move(track, below, line=0)
+        if below != BACKWARD_WORD:
+            self._on_end()
+
+    def _move(self, track: Track, word: int, *, line: int) -> None:
+        track.top = word
+        track.log(self._sequence_nr(), word)
+        words, cursor = self._box.words, track.cursor
+        words[cursor] = word
+        words[cursor + CURSOR_LINE] = line
+        words[cursor + CURSOR_TIME] = time.monotonic_ns()
+
+    def _announce(self, outputs: Any, track: Track) -> list[Any]:
+        """Have every node of this graph log its module when it runs, for the nodes that it makes."""
+        handles = []
+        for node in graph_of(outputs):
+            if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
+                spot = self._locator.spot_of_node(node, track)
+                call = spot.call if spot.call != NO_CALL else 0
+                word = (spot.module << MODULE_SHIFT | FORWARD_BITS | call & CALL_MASK) if spot.module else 0
+                handles.append(node.register_prehook(partial(self._announced, word)))
+        return handles
+
+    def _announced(self, word: int, _gradients: Any) -> None:
+        try:
+            self._locator.threads.here().log(self._sequence_nr(), word)
+        except Exception as error:
+            self.trouble(error)
+
+
+def graph_of(outputs: Iterable[Any]) -> list[Any]:
+    """Every node of the graph behind some tensors, once."""
+    pending = [node for output in outputs if (node := getattr(output, "grad_fn", None) or getattr(output, "node", None))]
+    seen = set(pending)
+    found = []
+    while pending:
+        node = pending.pop()
+        found.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found

@@ -1,0 +1,237 @@
+"""Every collective: a Python kernel on the `BackendSelect` key of each `c10d::` op.
+
+Whatever starts a collective (torch.distributed, functional collectives, DDP's C++ reducer, FSDP, DTensor, inductor's code,
+DeepSpeed) ends in such an op and passes this key, on every thread. No other op pays anything. The kernel records and sends
+the op on its way; an error of ours is caught before that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.sense import _torch, stack
+from torchwhere.sense.groups import Group, Groups
+from torchwhere.sense.trouble import Trouble
+
+# The public name of an op. One that is not listed is called what it is called, less the underscores.
+PUBLIC_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "recv_any_source_": "recv",
+}
+_REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+_WHOLE_GROUP = (-1, -1)
+_MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """Where the arguments of one c10d op are, read off its schema."""
+
+    raw: str
+    name: str
+    group_at: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    reduce_op_at: int | None
+    root_at: int | None  # root_rank, src or dst
+    async_at: int | None
+
+    @property
+    def is_p2p(self) -> bool:
+        return self.name in ("send", "recv")
+
+    @property
+    def is_barrier(self) -> bool:
+        return self.name in ("barrier", "monitored_barrier")
+
+
+def read_schema(schema: Any) -> Op | None:
+    """How to read the calls of an op; None for one that is no collective (it takes no process group)."""
+    at = {argument.name: index for index, argument in enumerate(schema.arguments)}
+    if "process_group" not in at:
+        return None
+    tensors = [
+        (index, a.name) for index, a in enumerate(schema.arguments) if "Tensor" in str(a.type) and "?" not in str(a.type)
+    ]
+    outputs = tuple(index for index, name in tensors if name.startswith("output"))
+    raw = schema.name.removeprefix("c10d::")
+    return Op(
+        raw=raw,
+        name=PUBLIC_NAMES.get(raw, raw.strip("_")),
+        group_at=at["process_group"],
+        inputs=tuple(index for index, _ in tensors if index not in outputs),
+        outputs=outputs,
+        reduce_op_at=at.get("reduce_op"),
+        root_at=next((at[name] for name in ("root_rank", "src", "dst") if name in at), None),
+        async_at=at.get("async_op"),
+    )
+
+
+@dataclass(slots=True)
+class Call:
+    """One collective as it is issued, ready to be recorded."""
+
+    op: Op
+    group: Group
+    number: int
+    stream: tuple[int, int]
+    signature: int
+    flags: int
+    stack: stack.Stack
+    tensors: list[torch.Tensor]
+
+
+class CollectiveSense:
+    """Hands every collective to `on_call` before it is launched."""
+
+    def __init__(self, box: BoxWriter, groups: Groups, *, on_call: Callable[[Call], None]) -> None:
+        self._box = box
+        self._groups = groups
+        self._on_call = on_call
+        self._library: Any = None
+        self._active = False
+        self.trouble = Trouble("collectives", self.switch_off)
+
+    def install(self) -> list[str]:
+        lacking = _torch.missing("collectives")
+        if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas")):
+            return lacking
+        self._active = True
+        self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        for schema in _torch.private("all_schemas")():
+            op = read_schema(schema) if schema.name.startswith("c10d::") and not schema.overload_name else None
+            if op is not None:
+                self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
+        return lacking
+
+    def switch_off(self) -> None:
+        """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
+        self._active = False
+
+    def remove(self) -> None:
+        self._active = False
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+    def _make_kernel(self, op: Op) -> Any:
+        overload = getattr(torch.ops.c10d, op.raw).default
+        below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
+        redispatch, issue, trouble = overload.redispatch, self._issue, self.trouble
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._active:
+                try:
+                    issue(op, args)
+                except Exception as error:
+                    trouble(error)
+            return redispatch(keyset & below, *args, **kwargs)
+
+        return kernel
+
+    def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
+        group = self._groups.of(args[op.group_at])
+        looked = stack.read(stack.caller(1))
+        inputs = [] if op.is_barrier else _tensors(args, op.inputs)
+        outputs = _tensors(args, op.outputs)
+        peer = group.global_rank(args[op.root_at]) if op.root_at is not None else None
+        stream = self._stream(op, group, peer)
+        self._on_call(
+            Call(
+                op=op,
+                group=group,
+                number=group.number(stream),
+                stream=stream,
+                signature=self._signature(op, group, args, inputs, outputs, peer, looked.api),
+                flags=FLAG_ASYNC if _is_async(op, args, looked.api) else 0,
+                stack=looked,
+                tensors=inputs or outputs,
+            )
+        )
+
+    def _stream(self, op: Op, group: Group, peer: int | None) -> tuple[int, int]:
+        """Which sequence a call is counted in: its group's, or that of the pair of ranks it goes between."""
+        if not op.is_p2p:
+            return _WHOLE_GROUP
+        me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        other = -1 if peer is None else peer
+        return (me, other) if op.name == "send" else (other, me)
+
+    def _signature(
+        self,
+        op: Op,
+        group: Group,
+        args: tuple[Any, ...],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        peer: int | None,
+        api: str | None,
+    ) -> int:
+        """The id of what repeats: everything about a call but its number, place and time."""
+        reduce_op = args[op.reduce_op_at].op() if op.reduce_op_at is not None else None
+        tensors = inputs or outputs
+        dtype = tensors[0].dtype if tensors else None
+        shapes, out_shapes = [t.shape for t in inputs], [t.shape for t in outputs]
+        key = (op.raw, dtype, tuple(shapes), tuple(out_shapes), peer, reduce_op, api)
+        known = group.signatures.get(key)
+        if known is None:
+            fields = {
+                "op": op.name,
+                "raw_op": f"c10d::{op.raw}",
+                "group": group.name,
+                "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+                "shapes": [list(map(int, shape)) for shape in (shapes or out_shapes)],
+                "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
+                "bytes": max(_bytes(inputs), _bytes(outputs)),
+                "peer": peer,
+                "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
+                "api": api,
+            }
+            known = self._box.intern(Sort.COLLECTIVE, json.dumps(fields))
+            if len(group.signatures) < _MOST_SIGNATURES:
+                group.signatures[key] = known
+        return known
+
+
+def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Tensor]:
+    """The tensors in some arguments, lists and lists of lists laid flat."""
+    found: list[torch.Tensor] = []
+    for position in positions:
+        pending = [args[position]]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            elif isinstance(value, (list, tuple)):
+                pending.extend(reversed(value))
+    return found
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors)
+
+
+def _is_async(op: Op, args: tuple[Any, ...], api: str | None) -> bool:
+    """Whether the caller waits at once. Point-to-point ops carry no such argument; the function's name tells."""
+    if op.is_p2p:
+        return api in ("isend", "irecv", "batch_isend_irecv")
+    if op.async_at is None:
+        return False
+    return bool(args[op.async_at]) if op.async_at < len(args) else True

@@ -1,0 +1,66 @@
+"""When a graph is being compiled, and which one is running.
+
+Compilations are told by dynamo's own callbacks, registered once the job has loaded dynamo. A running graph is known from the
+code object of its frame (`stack.py`); a compiled backward has no such frame, but its autograd node carries the id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchwhere.sense import _torch
+from torchwhere.sense.trouble import Trouble
+
+
+class CompilationSense:
+    """Tells when a compilation begins and ends, with dynamo's id of it."""
+
+    def __init__(self, *, on_begin: Callable[[str], None], on_end: Callable[[str], None]) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._handler: Any = None
+        self.trouble = Trouble("compilation", self.remove)
+
+    def install(self) -> None:
+        """Call once dynamo is loaded."""
+        self._handler = _torch.private("compile_callbacks")
+        if self._handler is not None:
+            self._handler.register_start_callback(self._begin)
+            self._handler.register_end_callback(self._end)
+
+    def remove(self) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            # Removing while dynamo walks the list would skip a callback: leave the lists it walks alone.
+            handler.start_callbacks = [callback for callback in handler.start_callbacks if callback != self._begin]
+            handler.end_callbacks = [callback for callback in handler.end_callbacks if callback != self._end]
+
+    def _begin(self, args: Any) -> None:
+        try:
+            self._on_begin(str(getattr(args, "compile_id", "?")))
+        except Exception as error:
+            self.trouble(error)
+
+    def _end(self, args: Any) -> None:
+        try:
+            self._on_end(str(getattr(args, "compile_id", "?")))
+        except Exception as error:
+            self.trouble(error)
+
+
+def being_compiled() -> str | None:
+    """The id of the graph that this thread is compiling."""
+    context = _torch.private("compile_context") if _torch.is_dynamo_loaded() else None
+    compile_id = context.current_compile_id() if context is not None else None
+    return None if compile_id is None else str(compile_id)
+
+
+def backward_graph(node: Any) -> str | None:
+    """The id of the graph whose compiled backward an autograd node runs."""
+    compiled = getattr(node, "_forward_cls", None)
+    if compiled is None or not hasattr(compiled, "_aot_id"):
+        return None
+    context = getattr(getattr(compiled, "_lazy_backward_info", None), "saved_compile_context", None)
+    compile_id = getattr(context, "compile_id", None)
+    return str(compile_id) if compile_id is not None else f"aot {compiled._aot_id}"

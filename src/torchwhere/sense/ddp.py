@@ -1,0 +1,103 @@
+"""Whose gradients a DDP all-reduce carries: the parameters of its bucket.
+
+DDP's C++ reducer launches buckets in order, 0 first, once per backward, from the hook of the parameter that completed one. It
+does not say which. Its logger knows the buckets once they were rebuilt, from the third step on; before that they follow from
+DDP's own bucketing function. A plan is believed only if the bucket's size is that of the tensor that is reduced.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.inspect.names import NameTable
+from torchwhere.sense import _torch
+
+_DEFAULT_CAP_BYTES = 25 << 20
+_FIRST_BUCKET_BYTES = 1 << 20  # of the default cap: a small first bucket gets the reduction going
+
+
+class Reducer:
+    """One DDP instance: its parameters, and how far through its buckets the current backward is."""
+
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._params = [p for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
+        self._task = -1
+        self._next = 0
+        self._plan: list[list[int]] | None = None
+
+    def bucket(self, task: int, numel: int) -> list[torch.Tensor] | None:
+        """The parameters in the bucket that is being reduced in graph task `task`; None if that cannot be told."""
+        if task != self._task:
+            self._task, self._next = task, 0
+        index, self._next = self._next, self._next + 1
+        for plan in self._plans():
+            if index < len(plan) and sum(self._params[i].numel() for i in plan[index]) == numel:
+                return [self._params[i] for i in plan[index]]
+        return None
+
+    def _plans(self) -> list[list[list[int]]]:
+        """How the parameters may be bucketed right now, the surest first."""
+        if self._plan is not None:
+            return [self._plan]
+        ddp = self._ddp()
+        if ddp is None:
+            return []
+        said = ddp.logger._get_ddp_logging_data().strs_map
+        rebuilt = said.get("rebuilt_per_bucket_param_indices")
+        if rebuilt:
+            self._plan = [[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]
+            return [self._plan]
+        order = [int(i) for i in said.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
+        plans = [self._assigned(order, rebuilding=True)] if order else []
+        return [*plans, self._assigned(list(range(len(self._params))), rebuilding=False)]
+
+    def _assigned(self, order: list[int], *, rebuilding: bool) -> list[list[int]]:
+        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
+        ddp, assign = self._ddp(), _torch.private("bucket_assignment")
+        if ddp is None or assign is None:
+            return []
+        cap = int(ddp.logger._get_ddp_logging_data().ints_map["bucket_cap_bytes"])
+        first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
+        limits = [first, cap] if rebuilding or ddp.find_unused_parameters else [sys.maxsize]
+        tensors = [self._params[i] for i in order]
+        indices, _ = assign(tensors, limits, [False] * len(tensors), order if rebuilding else [])
+        buckets = [list(bucket) for bucket in indices]
+        return buckets if rebuilding else buckets[::-1]
+
+
+def _ignored(ddp: Any) -> set[Any]:
+    names = getattr(ddp, "parameters_to_ignore", ())
+    return {param for name, param in ddp.module.named_parameters() if name in names}
+
+
+class Reducers:
+    """Finds the DDP instance, and with it the bucket, behind an all-reduce in backward."""
+
+    def __init__(self, names: NameTable) -> None:
+        self._names = names
+        self._of_param: dict[int, Reducer] = {}
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._last: Reducer | None = None
+
+    def add(self, ddp: nn.Module) -> None:
+        if ddp not in self._seen:
+            self._seen.add(ddp)
+            reducer = Reducer(ddp)
+            for param in ddp.parameters():
+                self._of_param[id(param)] = reducer
+
+    def aim(self, param: torch.Tensor | None, tensor: torch.Tensor, task: Callable[[], int]) -> list[str] | None:
+        """The names of the parameters whose gradients `tensor` carries, launched by the gradient of `param`."""
+        reducer = self._of_param.get(id(param)) if param is not None else self._last
+        if reducer is None:
+            return None
+        self._last = reducer
+        params = reducer.bucket(task(), tensor.numel())
+        return None if params is None else [(self._names.param_names(p) or ["?"])[0] for p in params]

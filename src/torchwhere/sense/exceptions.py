@@ -1,0 +1,114 @@
+"""What an exception of the user's carries away: a note with the place and the last collectives, and an event in the box.
+
+The exception itself propagates unchanged. The innermost module call, or the backward, that it passes through adds the note;
+those further out see it and add nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.blackbox.layout import FLAG_INFERRED
+from torchwhere.place import Pass
+from torchwhere.sense import stack
+from torchwhere.sense.backward import graph_of
+from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.tracks import Track
+from torchwhere.sense.trouble import Trouble
+
+NOTE_START = "torchwhere: "
+_MOST_NODES = 100_000
+
+# Control flow of torch's own that happens to be an exception: early stop of a recomputation.
+_CONTROL_FLOW = (GeneratorExit, StopIteration)
+_CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
+
+# Called with the exception, the thread's track, where it was raised and the user's line; adds note and event.
+Report = Callable[[BaseException, Track, Spot, str | None], None]
+
+
+class ExceptionSense:
+    """Sees exceptions leave a module call or a backward."""
+
+    def __init__(self, locator: Locator, *, report: Report) -> None:
+        self._locator = locator
+        self._report = report
+        self.active = True
+        self.trouble = Trouble("exceptions", self.remove)
+
+    def remove(self) -> None:
+        self.active = False
+
+    def in_module(self, error: BaseException, track: Track) -> None:
+        """`error` is leaving a module call; `track` still points at that call."""
+        if self.active and _is_news(error):
+            try:
+                self._tell(error, track, self._locator.spot(track))
+            except Exception as own:
+                self.trouble(own)
+
+    def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
+        """`error` is leaving the autograd engine: the node that raised it is no longer running."""
+        if self.active and _is_news(error):
+            try:
+                self._tell(error, track, self._spot_in_backward(error, track, outputs))
+            except Exception as own:
+                self.trouble(own)
+
+    def _tell(self, error: BaseException, track: Track, spot: Spot) -> None:
+        found = stack.deepest_user_line(error.__traceback__)
+        line = stack.shortened(*found, folder=self._locator.folder) if found is not None else None
+        self._report(error, track, spot, line)
+
+    def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> Spot:
+        return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(outputs, track)
+
+    def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> Spot | None:
+        """From what the Python code that raised was given: a node (`ctx`), a module's hook, a parameter."""
+        found = None
+        while traceback is not None:
+            for value in list(traceback.tb_frame.f_locals.values()):
+                found = self._spot_of_value(value, track) or found
+            traceback = traceback.tb_next
+        return found
+
+    def _spot_of_value(self, value: Any, track: Track) -> Spot | None:
+        if isinstance(value, torch.autograd.graph.Node):
+            return self._locator.spot_of_node(value, track)
+        if isinstance(value, nn.Parameter) and (names := self._locator.names.params.get(id(value))):
+            return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
+        module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
+        if module is not None and (names := self._locator.names.module_names(module)):
+            return Spot(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
+        return None
+
+    def _spot_of_frontier(self, outputs: Any, track: Track) -> Spot:
+        """From how far the engine got: it runs the highest number first and frees what a node saved once it has run.
+
+        So the highest node that still holds what it saved is the one that raised, or the next one below it.
+        """
+        nodes = graph_of(outputs)[:_MOST_NODES]
+        left = [node for node in nodes if _holds_saved(node)]
+        if not left:
+            return Spot(Pass.BACKWARD)
+        last = max(left, key=lambda node: int(node._sequence_nr()))
+        return self._locator.spot_of_node(last, track)._replace(flags=FLAG_INFERRED)
+
+
+def _is_news(error: BaseException) -> bool:
+    if isinstance(error, _CONTROL_FLOW) or type(error).__module__.startswith(_CONTROL_FLOW_MODULES):
+        return False
+    return not any(note.startswith(NOTE_START) for note in getattr(error, "__notes__", ()))
+
+
+def _holds_saved(node: Any) -> bool:
+    saved = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
+    try:
+        return any(getattr(node, name) is not None for name in saved)
+    except RuntimeError:  # freed: the node has run
+        return False

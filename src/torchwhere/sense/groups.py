@@ -1,0 +1,143 @@
+"""Process groups: who is in them, what they are called, and how far each has counted.
+
+A collective is matched between ranks by its group and its number in that group, never by a clock. Numbers start where the
+group's own sequence number stands when we first see it, so ranks that begin to watch at different moments still agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.sense import _torch
+
+_COUNTING_BACKENDS = ("gloo", "nccl")  # their own sequence number goes up by one per collective, as ours does
+
+
+@dataclass(slots=True)
+class Group:
+    """One process group as seen from this rank."""
+
+    name: str
+    desc: str
+    ranks: list[int]
+    backend: str
+    mesh_dim: str | None
+    entry: int = 0  # id in the table
+    signatures: dict[Any, int] = field(default_factory=dict)  # what repeats of a collective, to its id in the table
+    next_number: dict[tuple[int, int], int] = field(default_factory=dict)  # (-1, -1): the group; else (source, destination)
+
+    def number(self, stream: tuple[int, int]) -> int:
+        """The number of the next call; calls of one group are ordered, those between two ranks by themselves."""
+        number = self.next_number.get(stream, 0)
+        self.next_number[stream] = number + 1
+        return number
+
+    def global_rank(self, rank: int) -> int:
+        return self.ranks[rank] if 0 <= rank < len(self.ranks) else rank
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "desc": self.desc,
+            "ranks": self.ranks,
+            "backend": self.backend,
+            "mesh_dim": self.mesh_dim,
+        }
+
+
+class Groups:
+    """All groups of this process, those made before the watch began too."""
+
+    def __init__(self, box: BoxWriter, *, on_new: Callable[[], None]) -> None:
+        self._box = box
+        self._on_new = on_new
+        self._known: dict[Any, Group] = {}
+
+    def of(self, boxed: Any) -> Group:
+        """The group of a c10d call, from the boxed process group in its arguments."""
+        pg = dist.ProcessGroup.unbox(boxed)
+        return self._known.get(pg) or self._meet(pg)
+
+    def refresh(self) -> None:
+        """Meet every group there is, used or not. Called at the start and between steps."""
+        world = _torch.private("process_groups")
+        if world is None or not dist.is_initialized() or len(world.pg_map) == len(self._known):
+            return
+        for pg in list(world.pg_map):
+            if isinstance(pg, dist.ProcessGroup) and pg not in self._known:
+                self._meet(pg)
+
+    def finish(self) -> None:
+        """At the end: meet the last groups, and name the mesh dimensions of groups that existed before their mesh."""
+        self.refresh()
+        dims = _mesh_dims()
+        for group in self._known.values():
+            if group.mesh_dim is None and group.name in dims:
+                group.mesh_dim = dims[group.name]
+                self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+
+    def _meet(self, pg: Any) -> Group:
+        group = Group(
+            name=pg.group_name,
+            desc=pg.group_desc,
+            ranks=_ranks(pg),
+            backend=_backend(pg),
+            mesh_dim=_mesh_dim(pg),
+        )
+        group.next_number[-1, -1] = _counted_so_far(pg, group.backend)
+        group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+        self._known[pg] = group
+        self._on_new()
+        return group
+
+
+def _ranks(pg: Any) -> list[int]:
+    try:
+        return list(dist.get_process_group_ranks(pg))
+    except (KeyError, ValueError, RuntimeError):  # not in the public table: known by its size only
+        return list(range(pg.size()))
+
+
+def _backend(pg: Any) -> str:
+    world = _torch.private("process_groups")
+    entry = world.pg_map.get(pg) if world is not None else None
+    return str(entry[0]) if entry else str(pg.name())
+
+
+def _mesh_dim(pg: Any) -> str | None:
+    """DeviceMesh describes the groups it makes as `mesh_<dimension>`; a dimension as wide as the world has no own group."""
+    if pg.group_desc.startswith("mesh_"):
+        return str(pg.group_desc.removeprefix("mesh_"))
+    return _mesh_dims().get(pg.group_name)
+
+
+def _mesh_dims() -> dict[str, str]:
+    """Group name to mesh dimension name, from the meshes alive in this process (nothing else lists them)."""
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    if device_mesh is None:
+        return {}
+    found: dict[str, str] = {}
+    for mesh in gc.get_referrers(device_mesh.DeviceMesh):
+        if isinstance(mesh, device_mesh.DeviceMesh) and mesh.mesh_dim_names:
+            with contextlib.suppress(Exception):  # a mesh that this rank is not part of, or whose world is gone
+                found |= {pg.group_name: dim for dim, pg in zip(mesh.mesh_dim_names, mesh.get_all_groups(), strict=True)}
+    return found
+
+
+def _counted_so_far(pg: Any, backend: str) -> int:
+    if backend not in _COUNTING_BACKENDS:
+        return 0
+    try:
+        return int(pg._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0

@@ -1,0 +1,246 @@
+"""Which module runs: wraps `nn.Module.__call__` while watching.
+
+This file is the hot path: `__call__` below runs for every module call and costs about 1 us. It allocates nothing the garbage
+collector tracks. The wrapper keeps a module's no-hook fast path, unwinds on exceptions, and ends after the module's own
+forward hooks: the all-reduce of a row-parallel linear, issued in such a hook, lands on that linear.
+
+Dynamo traces through it as if it were not there: under `is_dynamo_compiling()`, which it folds to a constant, the original is
+called and nothing else is touched, so no guard depends on us. Its own frame is marked for dynamo to step over.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, PASS_SHIFT
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.events import Kind
+from torchwhere.inspect.names import topmost, wrapped
+from torchwhere.place import Pass
+from torchwhere.sense import _torch
+from torchwhere.sense.locate import Locator
+from torchwhere.sense.tracks import FIRST_MODULE_WORD, LOG_MASK, RECOMPUTE_BIT, Track, pass_of
+from torchwhere.sense.trouble import Trouble
+
+FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
+_TRANSPARENT = 0  # what dynamo calls a module inside a compiled graph: not one of the user's
+
+OnError = Callable[[BaseException, Track], None]
+
+
+class ModuleSense:
+    """Keeps every thread's track and cursor on the module it is in."""
+
+    def __init__(
+        self,
+        box: BoxWriter,
+        locator: Locator,
+        *,
+        on_error: OnError,
+        on_ddp: Callable[[nn.Module], None],
+        current_step: Callable[[], int],
+        events: bool,
+    ) -> None:
+        self._box = box
+        self._locator = locator
+        self._on_error = on_error
+        self._on_ddp = on_ddp
+        self._current_step = current_step
+        self._events = events
+        self._bases: dict[int, int] = {}  # id of a module to its word without a call; negative for a wrapper
+        self._refs: dict[int, weakref.ref[nn.Module]] = {}
+        self._regions = 0
+        self._has_root = False
+        self._foreign: dict[str, int] = {}
+        self.calls: dict[int, int] = {}  # calls of each module in this step
+        self._quick = box.quick_recorder()
+        self.trouble = Trouble("modules", self.remove)
+        self._original: Any = None
+        self._wrapper: Any = None
+
+    def install(self, model: nn.Module | None) -> list[str]:
+        if model is not None:
+            self.add_model(model)
+        self._original = nn.Module.__call__
+        self._wrapper = self._make_wrapper()
+        _torch.skip_frame_in_dynamo(self._wrapper.__code__)
+        nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
+        return _torch.missing("modules")
+
+    def remove(self) -> None:
+        if self._wrapper is not None and nn.Module.__call__ is self._wrapper:
+            nn.Module.__call__ = self._original  # type: ignore[method-assign]
+
+    def add_model(self, model: nn.Module) -> None:
+        """Name a model given by the user. The first one is the root; another one given later has its class as prefix."""
+        if not self._locator.names.modules.get(id(model)):
+            self._locator.names.add_root(model, prefix=self._prefix(model) if self._has_root else "")
+        self._has_root = True
+
+    def forget_calls(self) -> None:
+        """A step has begun: calls are counted from 0 again."""
+        self.calls.clear()
+
+    # -- the hot path ------------------------------------------------------------------------------------------------
+
+    def _make_wrapper(self) -> Any:
+        original, slowly, on_error, trouble = self._original, self._enter_slowly, self._on_error, self.trouble
+        local, here = self._locator.threads.local, self._locator.threads.here
+        base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
+        sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
+        words, now = self._box.words, time.monotonic_ns
+        compiling = torch.compiler.is_dynamo_compiling
+        emit = self._emit if self._events else None
+
+        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
+            if compiling():
+                return original(self, *args, **kwargs)
+            try:
+                try:
+                    track = local.track
+                except AttributeError:
+                    track = here()
+                below = track.top
+                base = base_of(id(self), -1)
+                if base <= 0 or below < FIRST_MODULE_WORD:
+                    word = slowly(self, track, below)
+                elif below & RECOMPUTE_BIT:
+                    word = base | RECOMPUTE_BIT | below & CALL_MASK
+                else:
+                    call = calls_of(base, 0)
+                    calls[base] = call + 1
+                    word = base | call
+                at = track.count & LOG_MASK
+                track.seqs[at] = sequence_nr()
+                track.marks[at] = word
+                track.count += 1
+                track.top = word
+                cursor = track.cursor
+                words[cursor] = word
+                words[cursor + CURSOR_TIME] = now()
+                if emit is not None and word != below:
+                    emit(Kind.MODULE_ENTER, word, track)
+            except Exception as error:
+                trouble(error)
+                return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            except BaseException as error:
+                on_error(error, track)
+                raise
+            finally:
+                try:
+                    if emit is not None and word != below:  # a wrapper and what it wraps are one call
+                        emit(Kind.MODULE_EXIT, word, track)
+                    track.top = below
+                    at = track.count & LOG_MASK
+                    track.seqs[at] = sequence_nr()
+                    track.marks[at] = below
+                    track.count += 1
+                    words[cursor] = below
+                    words[cursor + CURSOR_TIME] = now()
+                except Exception as error:
+                    trouble(error)
+
+        return __call__
+
+    def _emit(self, kind: int, word: int, track: Track) -> None:
+        if word >= FIRST_MODULE_WORD:
+            if word & RECOMPUTE_BIT:
+                word = word & ~CALL_MASK | self._locator.recomputed_call(word, track)[0]
+            self._quick(kind, time.monotonic_ns(), word, track.number, self._current_step(), 0)
+
+    # -- the first time, and the outermost call ----------------------------------------------------------------------
+
+    def _enter_slowly(self, module: nn.Module, track: Track, below: int) -> int:
+        """The word for a module that is unknown, a wrapper, or called outside any other."""
+        track.ready()
+        base = self._bases.get(id(module))
+        if base is None:
+            base = self._bases[id(module)] = self._name(module, below)
+            self._refs[id(module)] = weakref.ref(module, self._forgetter(id(module)))
+        if base == _TRANSPARENT:
+            return below
+        is_wrapper, base = base < 0, abs(base)
+        if below & RECOMPUTE_BIT and below >= FIRST_MODULE_WORD:
+            return base | RECOMPUTE_BIT | below & CALL_MASK
+        if below < FIRST_MODULE_WORD and self._in_backward(below):
+            return base | RECOMPUTE_BIT | self._new_region(track)
+        call = self.calls.get(base, 0)
+        if not is_wrapper:  # a wrapper's call is that of the module inside it
+            self.calls[base] = call + 1
+        return base | call
+
+    def _in_backward(self, below: int) -> bool:
+        task_id = _torch.private("graph_task_id")
+        return pass_of(below) == Pass.BACKWARD or (task_id is not None and task_id() != -1)
+
+    def _new_region(self, track: Track) -> int:
+        current_node = _torch.private("current_node")
+        node = current_node() if current_node is not None else None
+        self._regions = (self._regions + 1) & (CALL_MASK >> 1)
+        if node is not None:
+            reentrant = "CheckpointFunction" in node.name()
+            track.add_region(self._regions, node._sequence_nr(), reentrant=reentrant)
+        return self._regions
+
+    def _forgetter(self, key: int) -> Callable[[object], None]:
+        return lambda _dead: self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        self._bases.pop(key, None)
+        self._refs.pop(key, None)
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def _name(self, module: nn.Module, below: int) -> int:
+        if _made_by_dynamo(module):
+            return _TRANSPARENT
+        name = self._known_name(module)
+        if name is None:
+            name = self._foreign_name(module, below)
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self._on_ddp(module)
+        word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
+        return -word if wrapped(module) is not None else word
+
+    def _known_name(self, module: nn.Module) -> str | None:
+        """The name of a module of a known model, or of what it wraps."""
+        inner: nn.Module | None = module
+        while inner is not None:
+            names = self._locator.names.module_names(inner)
+            if names:
+                return names[0]
+            inner = wrapped(inner)
+        return None
+
+    def _foreign_name(self, module: nn.Module, below: int) -> str:
+        """A name for a module that belongs to no model known so far."""
+        if below >= FIRST_MODULE_WORD:  # held in a plain list, or made on the fly: no name of its own
+            parent = self._locator.text_of(below >> MODULE_SHIFT)
+            return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+        root = topmost(module)
+        is_model = not self._has_root and any(p.requires_grad for p in root.parameters())
+        self._locator.names.add_root(root, prefix="" if is_model else self._prefix(root))
+        self._has_root = self._has_root or is_model
+        name = self._known_name(module)
+        return f"<{type(module).__name__}>" if name is None else name
+
+    def _prefix(self, root: nn.Module) -> str:
+        """A second model, a loss: `<CrossEntropyLoss>`, `<Discriminator>.layers.0`. Angle brackets: not a state_dict name."""
+        while (inner := wrapped(root)) is not None:
+            root = inner
+        name = type(root).__name__
+        self._foreign[name] = self._foreign.get(name, 0) + 1
+        return f"<{name}>" if self._foreign[name] == 1 else f"<{name}#{self._foreign[name]}>"
+
+
+def _made_by_dynamo(module: nn.Module) -> bool:
+    meta = getattr(module, "meta", None)
+    return isinstance(module, torch.fx.GraphModule) and isinstance(meta, dict) and any("dynamo" in str(k) for k in meta)

@@ -1,0 +1,1 @@
+"""Formats what others computed. No torch."""
