@@ -36,7 +36,7 @@ from torchwhere.sense.collectives import Call
 from torchwhere.sense.ddp import Reducers
 from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
-from torchwhere.sense.tracks import BACKWARD_WORD, Track
+from torchwhere.sense.tracks import Track
 
 _LAST_COLLECTIVES = 3  # in the note on an exception
 
@@ -51,7 +51,9 @@ class Recorder:
         self.step = 0
         self.step_is_users = False  # the user counts steps; optimizers no longer do
         self.reducers = Reducers(locator.names)
-        self.last: deque[str] = deque(maxlen=_LAST_COLLECTIVES)
+        self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
+        self._compiling = 0  # compilations under way
+        self._here = locator.threads.here
         self._task_id = _torch.private("graph_task_id") or (lambda: -1)
         self._node = _torch.private("current_node") or (lambda: None)
 
@@ -85,17 +87,10 @@ class Recorder:
             more=self._text(text),
         )
 
-    def _write(self, kind: Kind, track: Track, spot: Spot, **fields: int) -> int:
+    def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
         number = self.box.record(
-            kind,
-            pass_=spot.pass_,
-            module=spot.module,
-            call=spot.call,
-            param=spot.param,
-            flags=spot.flags | fields.pop("flags", 0),
-            thread=track.number,
-            step=fields.pop("step", self.step),
-            **fields,
+            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self.step, spot.module, spot.call),
+            *(line, graph, what, 0, spot.param, more),
         )
         self.box.words[track.cursor + CURSOR_RECORD] = number
         return number
@@ -111,9 +106,11 @@ class Recorder:
         self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
 
     def compile_begins(self, compile_id: str) -> None:
+        self._compiling += 1
         self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id))
 
     def compile_ends(self, compile_id: str) -> None:
+        self._compiling = max(0, self._compiling - 1)
         self.event(Kind.COMPILE_END, what=self.box.intern(Sort.GRAPH, compile_id))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -153,26 +150,28 @@ class Recorder:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, call: Call) -> None:
-        track = self.locator.threads.here()
-        spot = self.locator.spot(track)
-        graph = call.stack.graph
+        box, locator, looked = self.box, self.locator, call.stack
+        track = self._here()
+        spot = locator.spot(track)
+        graph = looked.graph
         if graph is None and spot.pass_ == Pass.BACKWARD:
             graph = compilation.backward_graph(self._node())
-        number = self._write(
-            Kind.COLLECTIVE,
-            track,
-            spot,
-            line=self.locator.line_id(call.stack.file, call.stack.line) or self._line_of_backward(spot),
-            graph=self._graph_id(graph),
-            what=call.signature,
-            aim=self._aim(call, spot),
-            more=call.number,
-            flags=call.flags,
+        line = locator.line_id(looked.file, looked.line) or self._line_of_backward(spot)
+        graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
+        aim, t_ns = self._aim(call, spot), time.monotonic_ns()
+        number = box.record(
+            *(Kind.COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call),
+            *(line, graph_id, call.signature, aim, spot.param, call.number),
         )
-        self._tally(call, number)
-        if track.top == BACKWARD_WORD or not track.top:
+        words, tally = box.words, call.stream.tally
+        if tally is not None:
+            words[tally + TALLY_COUNT] = call.number + 1
+            words[tally + TALLY_TIME] = t_ns
+            words[tally + TALLY_RECORD] = number
+        words[track.cursor + CURSOR_RECORD] = number
+        if spot.pass_ == Pass.BACKWARD:
             self._show(track, spot)
-        self.last.append(f"{call.op.name} #{call.number} on {call.group.desc}")
+        self._last.append((call.op.name, call.number, call.group.desc))
 
     def _line_of_backward(self, spot: Spot) -> int:
         """On a device thread there is no Python stack: the line that called backward led here."""
@@ -186,13 +185,6 @@ class Recorder:
         word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
         self.box.words[track.cursor] = word
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
-
-    def _tally(self, call: Call, record: int) -> None:
-        at = self.box.tally_at((call.group.entry, *call.stream))
-        if at is not None:
-            self.box.words[at + TALLY_COUNT] = call.number + 1
-            self.box.words[at + TALLY_TIME] = time.monotonic_ns()
-            self.box.words[at + TALLY_RECORD] = record
 
     def _aim(self, call: Call, spot: Spot) -> int:
         aim: str | list[str] | None = None
@@ -213,9 +205,9 @@ class Recorder:
 
     def exception(self, error: BaseException, track: Track, spot: Spot, line: str | None) -> None:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
-        last = "; last collectives: " + ", ".join(self.last) if self.last else "; no collective so far"
-        error.add_note(f"{NOTE_START}{place}{last}")
-        text = {"text": f"{type(error).__name__}: {error}", "type": type(error).__name__, "last": list(self.last)}
+        last = [f"{op} #{number} on {group}" for op, number, group in self._last]
+        error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
+        text = {"text": f"{type(error).__name__}: {error}", "type": type(error).__name__, "last": last}
         line_id = self.box.intern(Sort.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
 

@@ -106,7 +106,7 @@ class Session:
         self._backward.remove()
         self.modules.remove()
         self._exceptions.remove()
-        stack.forget_graphs()
+        stack.forget()
         self._box.close()
 
     def close(self, reason: str) -> None:

@@ -16,10 +16,10 @@ import mmap
 import os
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from torchwhere.blackbox import guard
 from torchwhere.blackbox.layout import (
@@ -76,6 +76,7 @@ class BoxWriter:
         self._map = self._open() if path is not None else mmap.mmap(-1, self.geometry.table_at)
         self._words32 = memoryview(self._map).cast("I")
         self.words = memoryview(self._map).cast("Q")
+        self.record = self._make_record()
         self.closed = False
         self.write_meta()
         if self._fd is not None and guard.supported():
@@ -154,49 +155,38 @@ class BoxWriter:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def record(
-        self,
-        kind: int,
-        *,
-        pass_: int = 0,
-        flags: int = 0,
-        thread: int = 0,
-        step: int = 0,
-        module: int = 0,
-        call: int = 0,
-        line: int = 0,
-        graph: int = 0,
-        what: int = 0,
-        aim: int = 0,
-        param: int = 0,
-        more: int = 0,
-        t_ns: int | None = None,
-    ) -> int:
-        """Store one record and return its number."""
-        if t_ns is None:
-            t_ns = time.monotonic_ns()
-        number = next(self._numbers)
-        data = RECORD.pack(number, t_ns, kind, pass_, flags, thread, step, module, call, line, graph, what, aim, param, more)
-        at = self.geometry.ring_at + number % self.geometry.capacity * RECORD_BYTES
-        self._map[at : at + RECORD_CRC_AT] = data
-        self._words32[(at + RECORD_CRC_AT) >> 2] = zlib.crc32(data)
-        return number
+    def _make_record(self) -> Callable[..., int]:
+        """`record(kind, t_ns, ...)`: store one record, fields in the order of the format, and return its number.
 
-    def quick_recorder(self) -> Callable[[int, int, int, int, int, int], None]:
-        """`record` for module events, with everything but six fields fixed: the hot path calls this one."""
-        pack, crc32, region, words32 = RECORD.pack, zlib.crc32, self._map, self._words32
-        numbers, capacity, ring_at = self._numbers, self.geometry.capacity, self.geometry.ring_at
+        A closure with positional arguments: a method with keywords takes twice the time, and this is the hot path.
+        """
+        numbers, pack, region, words32 = self._numbers, RECORD.pack, self._map, self._words32
+        ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
 
-        def quick(kind: int, t_ns: int, word: int, thread: int, step: int, param: int) -> None:
+        def record(
+            kind: int,
+            t_ns: int,
+            pass_: int = 0,
+            flags: int = 0,
+            thread: int = 0,
+            step: int = 0,
+            module: int = 0,
+            call: int = 0,
+            line: int = 0,
+            graph: int = 0,
+            what: int = 0,
+            aim: int = 0,
+            param: int = 0,
+            more: int = 0,
+        ) -> int:
             number = next(numbers)
-            data = pack(
-                number, t_ns, kind, word >> 32 & 15, 0, thread, step, word >> 36, word & 0xFFFFFFFF, 0, 0, 0, 0, param, 0
-            )
+            data = pack(number, t_ns, kind, pass_, flags, thread, step, module, call, line, graph, what, aim, param, more)
             at = ring_at + number % capacity * RECORD_BYTES
             region[at : at + RECORD_CRC_AT] = data
             words32[(at + RECORD_CRC_AT) >> 2] = crc32(data)
+            return number
 
-        return quick
+        return record
 
     # -- texts and names ---------------------------------------------------------------------------------------------
 
@@ -204,7 +194,7 @@ class BoxWriter:
         """Store a text in the ring of texts and return where (the count of bytes written before it)."""
         room = self.geometry.text_bytes
         payload = text.encode("utf-8", "replace")[: room // 4]
-        data = TEXT.pack(len(payload), zlib.crc32(payload)) + payload
+        data = TEXT.pack(len(payload), crc32(payload)) + payload
         with self._lock:
             start = self._text_end
             if start % room + len(data) > room:  # texts do not wrap around: the reader copies one slice

@@ -8,16 +8,17 @@ the op on its way; an error of ours is caught before that.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
-from torchwhere.sense.groups import Group, Groups
+from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
 from torchwhere.sense.trouble import Trouble
 
 # The public name of an op. One that is not listed is called what it is called, less the underscores.
@@ -36,7 +37,6 @@ PUBLIC_NAMES = {
     "recv_any_source_": "recv",
 }
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-_WHOLE_GROUP = (-1, -1)
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
 
 
@@ -52,14 +52,8 @@ class Op:
     reduce_op_at: int | None
     root_at: int | None  # root_rank, src or dst
     async_at: int | None
-
-    @property
-    def is_p2p(self) -> bool:
-        return self.name in ("send", "recv")
-
-    @property
-    def is_barrier(self) -> bool:
-        return self.name in ("barrier", "monitored_barrier")
+    is_p2p: bool
+    is_barrier: bool
 
 
 def read_schema(schema: Any) -> Op | None:
@@ -68,13 +62,16 @@ def read_schema(schema: Any) -> Op | None:
     if "process_group" not in at:
         return None
     tensors = [
-        (index, a.name) for index, a in enumerate(schema.arguments) if "Tensor" in str(a.type) and "?" not in str(a.type)
+        (index, a.name) for index, a in enumerate(schema.arguments) if "Tensor" in str(a.type) and "Optional" not in str(a.type)
     ]
     outputs = tuple(index for index, name in tensors if name.startswith("output"))
     raw = schema.name.removeprefix("c10d::")
+    name = PUBLIC_NAMES.get(raw, raw.strip("_"))
     return Op(
         raw=raw,
-        name=PUBLIC_NAMES.get(raw, raw.strip("_")),
+        name=name,
+        is_p2p=name in ("send", "recv"),
+        is_barrier=name in ("barrier", "monitored_barrier"),
         group_at=at["process_group"],
         inputs=tuple(index for index, _ in tensors if index not in outputs),
         outputs=outputs,
@@ -84,14 +81,13 @@ def read_schema(schema: Any) -> Op | None:
     )
 
 
-@dataclass(slots=True)
-class Call:
+class Call(NamedTuple):
     """One collective as it is issued, ready to be recorded."""
 
     op: Op
     group: Group
     number: int
-    stream: tuple[int, int]
+    stream: Stream
     signature: int
     flags: int
     stack: stack.Stack
@@ -134,7 +130,7 @@ class CollectiveSense:
     def _make_kernel(self, op: Op) -> Any:
         overload = getattr(torch.ops.c10d, op.raw).default
         below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
-        redispatch, issue, trouble = overload.redispatch, self._issue, self.trouble
+        redispatch, issue, trouble = overload._handle.redispatch_boxed, self._issue, self.trouble
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._active:
@@ -148,31 +144,16 @@ class CollectiveSense:
 
     def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
         group = self._groups.of(args[op.group_at])
-        looked = stack.read(stack.caller(1))
+        looked = stack.read(sys._getframe(2))
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
-        outputs = _tensors(args, op.outputs)
-        peer = group.global_rank(args[op.root_at]) if op.root_at is not None else None
-        stream = self._stream(op, group, peer)
-        self._on_call(
-            Call(
-                op=op,
-                group=group,
-                number=group.number(stream),
-                stream=stream,
-                signature=self._signature(op, group, args, inputs, outputs, peer, looked.api),
-                flags=FLAG_ASYNC if _is_async(op, args, looked.api) else 0,
-                stack=looked,
-                tensors=inputs or outputs,
-            )
-        )
-
-    def _stream(self, op: Op, group: Group, peer: int | None) -> tuple[int, int]:
-        """Which sequence a call is counted in: its group's, or that of the pair of ranks it goes between."""
-        if not op.is_p2p:
-            return _WHOLE_GROUP
-        me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        other = -1 if peer is None else peer
-        return (me, other) if op.name == "send" else (other, me)
+        outputs = _tensors(args, op.outputs) if op.outputs else []
+        peer = None if op.root_at is None else group.global_rank(args[op.root_at])
+        stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
+        signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
+        flags = FLAG_ASYNC if _is_async(op, args, looked.api) else 0
+        number = stream.next_number
+        stream.next_number = number + 1
+        self._on_call(Call(op, group, number, stream, signature, flags, looked, inputs or outputs))
 
     def _signature(
         self,
@@ -188,8 +169,8 @@ class CollectiveSense:
         reduce_op = args[op.reduce_op_at].op() if op.reduce_op_at is not None else None
         tensors = inputs or outputs
         dtype = tensors[0].dtype if tensors else None
-        shapes, out_shapes = [t.shape for t in inputs], [t.shape for t in outputs]
-        key = (op.raw, dtype, tuple(shapes), tuple(out_shapes), peer, reduce_op, api)
+        shapes, out_shapes = tuple([t.shape for t in inputs]), tuple([t.shape for t in outputs])
+        key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api)
         known = group.signatures.get(key)
         if known is None:
             fields = {
@@ -210,17 +191,24 @@ class CollectiveSense:
         return known
 
 
+def _pair(op: Op, peer: int | None) -> tuple[int, int]:
+    """The two ranks a message goes between: each pair, in each direction, is counted by itself."""
+    me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    other = -1 if peer is None else peer
+    return (me, other) if op.name == "send" else (other, me)
+
+
 def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Tensor]:
     """The tensors in some arguments, lists and lists of lists laid flat."""
     found: list[torch.Tensor] = []
     for position in positions:
-        pending = [args[position]]
-        while pending:
-            value = pending.pop()
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                pending.extend(reversed(value))
+        value = args[position]
+        if not isinstance(value, list):
+            found.append(value)
+        elif value and isinstance(value[0], list):
+            found += [tensor for inner in value for tensor in inner]
+        else:
+            found += value
     return found
 
 

@@ -23,6 +23,17 @@ from torchwhere.sense import _torch
 _COUNTING_BACKENDS = ("gloo", "nccl")  # their own sequence number goes up by one per collective, as ours does
 
 
+WHOLE_GROUP = (-1, -1)
+
+
+@dataclass(slots=True)
+class Stream:
+    """What is counted in one sequence: the collectives of a group, or the messages from one rank to another."""
+
+    next_number: int
+    tally: int | None  # index of its words in the box; None when there are more streams than room for them
+
+
 @dataclass(slots=True)
 class Group:
     """One process group as seen from this rank."""
@@ -34,13 +45,7 @@ class Group:
     mesh_dim: str | None
     entry: int = 0  # id in the table
     signatures: dict[Any, int] = field(default_factory=dict)  # what repeats of a collective, to its id in the table
-    next_number: dict[tuple[int, int], int] = field(default_factory=dict)  # (-1, -1): the group; else (source, destination)
-
-    def number(self, stream: tuple[int, int]) -> int:
-        """The number of the next call; calls of one group are ordered, those between two ranks by themselves."""
-        number = self.next_number.get(stream, 0)
-        self.next_number[stream] = number + 1
-        return number
+    streams: dict[tuple[int, int], Stream] = field(default_factory=dict)  # by (source, destination), or WHOLE_GROUP
 
     def global_rank(self, rank: int) -> int:
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else rank
@@ -68,6 +73,13 @@ class Groups:
         pg = dist.ProcessGroup.unbox(boxed)
         return self._known.get(pg) or self._meet(pg)
 
+    def stream(self, group: Group, ends: tuple[int, int]) -> Stream:
+        """The sequence that messages between `ends` are counted in."""
+        stream = group.streams.get(ends)
+        if stream is None:
+            stream = group.streams[ends] = Stream(0, self._box.tally_at((group.entry, *ends)))
+        return stream
+
     def refresh(self) -> None:
         """Meet every group there is, used or not. Called at the start and between steps."""
         world = _torch.private("process_groups")
@@ -94,8 +106,8 @@ class Groups:
             backend=_backend(pg),
             mesh_dim=_mesh_dim(pg),
         )
-        group.next_number[-1, -1] = _counted_so_far(pg, group.backend)
         group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+        self.stream(group, WHOLE_GROUP).next_number = _counted_so_far(pg, group.backend)
         self._known[pg] = group
         self._on_new()
         return group

@@ -41,6 +41,9 @@ class Spot(NamedTuple):
     flags: int = 0
 
 
+_PLAIN = {int(pass_): Spot(int(pass_)) for pass_ in Pass}
+
+
 class Locator:
     """Finds the place of the calling thread."""
 
@@ -68,7 +71,7 @@ class Locator:
             track.below_optimizer.clear()
             return self.spot(track)
         if not running:
-            return Spot(pass_)
+            return _PLAIN[pass_]
         node = self._node()
         pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
         return Spot(pass_) if node is None else self.spot_of_node(node, track, pass_)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, PASS_SHIFT
+from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, PASS_MASK, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
 from torchwhere.inspect.names import topmost, wrapped
@@ -29,6 +29,7 @@ from torchwhere.sense.tracks import FIRST_MODULE_WORD, LOG_MASK, RECOMPUTE_BIT, 
 from torchwhere.sense.trouble import Trouble
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
+ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
 _TRANSPARENT = 0  # what dynamo calls a module inside a compiled graph: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
@@ -59,7 +60,6 @@ class ModuleSense:
         self._has_root = False
         self._foreign: dict[str, int] = {}
         self.calls: dict[int, int] = {}  # calls of each module in this step
-        self._quick = box.quick_recorder()
         self.trouble = Trouble("modules", self.remove)
         self._original: Any = None
         self._wrapper: Any = None
@@ -96,7 +96,7 @@ class ModuleSense:
         sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
         words, now = self._box.words, time.monotonic_ns
         compiling = torch.compiler.is_dynamo_compiling
-        emit = self._emit if self._events else None
+        emit = self._make_emit() if self._events else None
 
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
             if compiling():
@@ -125,7 +125,7 @@ class ModuleSense:
                 words[cursor] = word
                 words[cursor + CURSOR_TIME] = now()
                 if emit is not None and word != below:
-                    emit(Kind.MODULE_ENTER, word, track)
+                    emit(ENTER, word, track)
             except Exception as error:
                 trouble(error)
                 return original(self, *args, **kwargs)
@@ -137,7 +137,7 @@ class ModuleSense:
             finally:
                 try:
                     if emit is not None and word != below:  # a wrapper and what it wraps are one call
-                        emit(Kind.MODULE_EXIT, word, track)
+                        emit(EXIT, word, track)
                     track.top = below
                     at = track.count & LOG_MASK
                     track.seqs[at] = sequence_nr()
@@ -150,11 +150,19 @@ class ModuleSense:
 
         return __call__
 
-    def _emit(self, kind: int, word: int, track: Track) -> None:
-        if word >= FIRST_MODULE_WORD:
+    def _make_emit(self) -> Callable[[int, int, Track], None]:
+        """Records a module event; only there when they were asked for."""
+        record, now, current_step, locator = self._box.record, time.monotonic_ns, self._current_step, self._locator
+
+        def emit(kind: int, word: int, track: Track) -> None:
+            if word < FIRST_MODULE_WORD:
+                return
+            call = word & CALL_MASK
             if word & RECOMPUTE_BIT:
-                word = word & ~CALL_MASK | self._locator.recomputed_call(word, track)[0]
-            self._quick(kind, time.monotonic_ns(), word, track.number, self._current_step(), 0)
+                call = locator.recomputed_call(word, track)[0]
+            record(kind, now(), word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
+
+        return emit
 
     # -- the first time, and the outermost call ----------------------------------------------------------------------
 
