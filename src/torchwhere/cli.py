@@ -1,20 +1,29 @@
 """The command: `torchwhere run`, `events`, `comms`, `groups`.
 
-Exit codes: 0 done; 2 wrong arguments, or nothing there to read (the message says what to do). `run` ends as the script does.
+Exit codes: 0 done, also when `| head` has seen enough; 2 wrong arguments, nothing there to read, or a script that cannot be
+started (the message says what to do). Once its script has started, `run` ends exactly as the script does.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import KIND_LABELS
 from torchwhere.version import __version__
+
+if TYPE_CHECKING:
+    from torchwhere.blackbox.run import Run
+    from torchwhere.events import Event
 
 BAD_INPUT = 2
 _DEFAULT_RECORDS = 1 << 16
@@ -22,14 +31,27 @@ _DEFAULT_RECORDS = 1 << 16
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
-    try:
-        return int(arguments.command(arguments))
-    except TorchwhereError as error:
-        print(f"torchwhere: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return int(arguments.command(arguments))
+
+
+def _reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that reads a run: what it cannot read it says on one line; `| head` may stop it at any time."""
+
+    def read(arguments: argparse.Namespace) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Unicode gets question marks, not a traceback
+        try:
+            code = command(arguments)
+            sys.stdout.flush()
+        except TorchwhereError as error:
+            _say(error)
+            return BAD_INPUT
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return code
+
+    return read
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         sub = commands.add_parser(name, help=text, description=text)
         _add_folder(sub)
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=_reading(command))
     return parser
 
 
@@ -69,7 +91,7 @@ def _add_events(commands: Any) -> None:
     _add_folder(sub)
     sub.add_argument("--last", type=_count, metavar="N", help="only the last N of each rank")
     sub.add_argument("--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS))
-    sub.set_defaults(command=_events)
+    sub.set_defaults(command=_reading(_events))
 
 
 def _add_folder(sub: argparse.ArgumentParser) -> None:
@@ -94,31 +116,45 @@ def _ring_size(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from torchwhere import launch
+
     try:
-        from torchwhere import launch
-    except ModuleNotFoundError as error:
-        raise TorchwhereError(f"run needs {error.name}, which is not installed here: pip install {error.name}") from None
-    return launch.run(
-        arguments.script,
-        arguments.arguments,
-        out=arguments.out,
-        is_module=arguments.is_module,
-        module_events=arguments.module_events,
-        records=arguments.records,
-    )
+        execute = launch.begin(
+            arguments.script,
+            arguments.arguments,
+            out=arguments.out,
+            is_module=arguments.is_module,
+            module_events=arguments.module_events,
+            records=arguments.records,
+        )
+    except TorchwhereError as error:
+        _say(error)
+        return BAD_INPUT
+    execute()  # outside the try: what is raised from here on is the script's own
+    return 0
 
 
 def _events(arguments: argparse.Namespace) -> int:
     run = _read(arguments)
     kinds = set(arguments.kind) if arguments.kind else None
-    events = run.events(ranks=_ranks(arguments), kinds=kinds, last=arguments.last)
+    events: Iterator[Event] = run.events(ranks=_ranks(arguments), kinds=kinds, last=arguments.last)
+    first = next(events, None)
+    if first is None:
+        _say(f"no such events in {arguments.folder}")
+        return 0
+    events = itertools.chain([first], events)
     if arguments.json:
         _print_json(event.to_dict() for event in events)
     else:
         from torchwhere.show import text
 
-        text.console().print(text.events_table(events))
+        text.print_lines(partial(text.events_lines, events, started_ns=_started_ns(run)))
     return 0
+
+
+def _started_ns(run: Run) -> int:
+    started = [box.meta.get("started_ns") for box in run.boxes.values()]
+    return min((value for value in started if isinstance(value, int)), default=0)
 
 
 def _comms(arguments: argparse.Namespace) -> int:
@@ -130,7 +166,7 @@ def _comms(arguments: argparse.Namespace) -> int:
     else:
         from torchwhere.show import text
 
-        text.console().print(text.comms_tree(found))
+        text.print_lines(partial(text.comms_lines, found))
     return 0
 
 
@@ -141,16 +177,17 @@ def _groups(arguments: argparse.Namespace) -> int:
     for rank, box in sorted(run.boxes.items()):
         if ranks is None or rank in ranks:
             found |= box.groups()
+    groups = [found[name] for name in sorted(found, key=lambda name: (len(name), name))]
     if arguments.json:
-        _print_json(found.values())
+        _print_json(groups)
     else:
         from torchwhere.show import text
 
-        text.console().print(text.groups_table(found.values()))
+        text.print_lines(partial(text.groups_lines, groups))
     return 0
 
 
-def _read(arguments: argparse.Namespace) -> Any:
+def _read(arguments: argparse.Namespace) -> Run:
     from torchwhere.blackbox.run import read_run
 
     run = read_run(arguments.folder)
@@ -158,7 +195,7 @@ def _read(arguments: argparse.Namespace) -> Any:
     if unknown:
         raise TorchwhereError(f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")
     for caveat in run.caveats():
-        print(f"torchwhere: {caveat}", file=sys.stderr)
+        _say(caveat)
     return run
 
 
@@ -170,6 +207,27 @@ def _span(ranks: list[int]) -> str:
     return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
 
 
+# -- output ----------------------------------------------------------------------------------------------------------------
+
+
 def _print_json(values: Iterable[Any]) -> None:
+    """One object a line. NaN and infinities, which JSON does not have, become texts."""
     for value in values:
-        print(json.dumps(value))
+        try:
+            line = json.dumps(value, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(value))
+        print(line)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _say(message: object) -> None:
+    """To stderr, on one line; a folder's name may hold anything."""
+    print("torchwhere:", "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(message)), file=sys.stderr)

@@ -14,7 +14,8 @@ class Pass(IntEnum):
     """Which part of a step is running.
 
     The values are those of the file format. `RECOMPUTE` is `FORWARD` with one more bit, so that the hot path turns a
-    forward word into a recompute word with a single `|`.
+    forward word into a recompute word with a single `|`. `REHEARSAL` is a forward that only finds out shapes (a pipeline's
+    metadata inference, fake tensors): it is shown as forward, and its calls are not counted.
     """
 
     OUTSIDE = 0
@@ -22,10 +23,11 @@ class Pass(IntEnum):
     BACKWARD = 2
     OPTIMIZER = 4
     RECOMPUTE = 9
+    REHEARSAL = 13
 
     @property
     def label(self) -> str:
-        return self.name.lower()
+        return "forward" if self is Pass.REHEARSAL else self.name.lower()
 
 
 class Certainty(StrEnum):

@@ -69,7 +69,11 @@ class Session:
             locator, on_move=recorder.move, on_optimizer=recorder.optimizer_stepped, on_step_end=self._step_ended
         )
         self._backward = BackwardSense(
-            self._box, locator, on_error=self._exceptions.in_backward, on_end=self._optimizers.backward_ended
+            self._box,
+            locator,
+            on_error=self._exceptions.in_backward,
+            on_begin=recorder.reducers.look,
+            on_end=self._optimizers.backward_ended,
         )
         self._groups = Groups(self._box, on_new=self._settle_rank)
         self._collectives = CollectiveSense(self._box, self._groups, on_call=recorder.collective)
@@ -98,6 +102,8 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
+        for sense in (self.modules, self._backward, self._optimizers, self._exceptions, self._collectives):
+            sense.trouble.is_over = True
         atexit.unregister(self._at_exit)
         self._imports.remove()
         self._compilation.remove()
@@ -107,6 +113,7 @@ class Session:
         self.modules.remove()
         self._exceptions.remove()
         stack.forget()
+        self._threads.close()
         self._box.close()
 
     def close(self, reason: str) -> None:
@@ -145,6 +152,7 @@ class Session:
         self.recorder.set_step(step)
         self.modules.forget_calls()
         self._groups.refresh()
+        self._compilation.refresh()
 
     def _settle_rank(self) -> None:
         """A process group exists now: the rank that was assumed may not be the real one."""

@@ -5,6 +5,9 @@ shrink between the two. So while a box is open, a signal handler stands by: a fa
 memory there, the store is repeated by the processor and succeeds, and the box is marked lost. Any other fault goes to
 whoever handled SIGBUS before (faulthandler, the default action), by putting that handler back and letting the fault repeat.
 
+A signal that was sent rather than caused (`kill -BUS`, or faulthandler passing on the fault it was told of first) carries no
+address: it is ours if the file has really shrunk.
+
 The handler is a ctypes callback. That is sound here and only here: the faulting store is our own, made by a thread that
 holds the GIL, inside a C function that may call back into Python anyway. Linux with a 64-bit glibc or musl; elsewhere a
 box is simply not guarded.
@@ -20,7 +23,7 @@ import threading
 from collections.abc import Callable
 
 _SA_SIGINFO = 4
-_FAULT_ADDRESS_AT = 16  # si_addr within siginfo_t, 64-bit Linux
+_CODE_AT, _ADDRESS_AT = 8, 16  # si_code and si_addr within siginfo_t, 64-bit Linux
 _MAP_FIXED, _MAP_ANONYMOUS = 0x10, 0x20
 
 
@@ -36,15 +39,22 @@ class _Action(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def supported() -> bool:
-    return sys.platform == "linux" and ctypes.sizeof(ctypes.c_void_p) == 8
+def stand_by(region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> Guard | None:
+    """Guard a mapped region; None where that is not possible (another system, or one that forbids callbacks from C)."""
+    if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    try:
+        return Guard(region, is_short=is_short, on_lost=on_lost)
+    except (AttributeError, MemoryError, OSError):
+        return None
 
 
 class Guard:
-    """Guards one mapped region from `start` on until `close`. `lost` says whether the file behind it was taken away."""
+    """Guards one mapped region until `close`. `lost` says whether the file behind it was taken away."""
 
-    def __init__(self, region: mmap.mmap, on_lost: Callable[[], None]) -> None:
+    def __init__(self, region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> None:
         self.lost = False
+        self._is_short = is_short
         self._on_lost = on_lost
         self._length = len(region)
         view = ctypes.c_char.from_buffer(region)
@@ -53,13 +63,10 @@ class Guard:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
         self._libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-        self._callback = _Handler(self._on_fault)
+        self._callback = _Handler(self._on_signal)
+        self._address = ctypes.cast(self._callback, ctypes.c_void_p).value
         self._before = _Action()
-        self._install()
-
-    def _install(self) -> None:
-        ours = _Action(handler=ctypes.cast(self._callback, ctypes.c_void_p).value, flags=_SA_SIGINFO)
-        self._sigaction(ours, self._before)
+        self._sigaction(_Action(handler=self._address, flags=_SA_SIGINFO), self._before)
 
     def _sigaction(self, new: _Action | None, old: _Action | None) -> None:
         self._libc.sigaction(
@@ -68,27 +75,38 @@ class Guard:
             ctypes.byref(old) if old is not None else None,
         )
 
-    def _on_fault(self, _signum: int, info: int, _context: int) -> None:
-        address = ctypes.c_void_p.from_address(info + _FAULT_ADDRESS_AT).value or 0
-        if self._start <= address < self._start + self._length:
-            protection = mmap.PROT_READ | mmap.PROT_WRITE
-            flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
-            self._libc.mmap(self._start, self._length, protection, flags, -1, 0)
+    def _on_signal(self, signum: int, info: int, _context: int) -> None:
+        was_sent = ctypes.c_int.from_address(info + _CODE_AT).value <= 0
+        if (self._is_short() if was_sent else self._holds(info)) and self.detach():
             if not self.lost:
                 self.lost = True
                 # Not from in here: logging takes locks that the interrupted thread may hold.
                 threading.Timer(0, self._on_lost).start()
-        else:
-            self._sigaction(self._before, None)
+            return
+        self._sigaction(self._before, None)  # the fault repeats and meets the handler that was there before us
+        if was_sent:  # nothing repeats: send it again; it waits until this handler has returned
+            getattr(self._libc, "raise")(signum)
+
+    def _holds(self, info: int) -> bool:
+        address = ctypes.c_void_p.from_address(info + _ADDRESS_AT).value or 0
+        return self._start <= address < self._start + self._length
+
+    def detach(self) -> bool:
+        """Put memory of our own in the place of the file's. The kernel does it in one go, whoever is storing there now."""
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
+        found = self._libc.mmap(self._start, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        return bool(found == self._start)
 
     def close(self) -> None:
         """Put back the handler found at the start, unless somebody has installed another one since."""
         now = _Action()
         self._sigaction(None, now)
-        if now.handler == ctypes.cast(self._callback, ctypes.c_void_p).value:
+        if now.handler == self._address:
             self._sigaction(self._before, None)
         else:
             _outlived.append(self)  # somebody may have kept our address to chain to
+        self._length = 0  # from here on no fault is ours, whatever gets mapped there next
+        self._is_short = lambda: False
 
 
 _outlived: list[Guard] = []

@@ -21,20 +21,23 @@ HEADER_BYTES = 2048
 HEADER_COPIES = 2
 # magic, version, header bytes, cursors, tallies, ring capacity, text bytes, table offset, meta length
 HEADER = struct.Struct("<8s II IIIII Q I")
-HEADER_CRC = struct.Struct("<I")
-META_BYTES = HEADER_BYTES - HEADER.size - HEADER_CRC.size
+CRC = struct.Struct("<I")
+META_BYTES = HEADER_BYTES - HEADER.size - CRC.size
 
 CURSOR_BYTES = 64
 CURSORS = 16
 TALLY_BYTES = 32
 TALLIES = 512
+TALLY_RANKS = (1 << 20) - 1  # ranks are below this: a tally keeps rank + 1 in 20 bits
 
 # number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more; the CRC follows
 RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
 RECORD_BYTES = 64
 RECORD_CRC_AT = RECORD_BYTES - 4
 
-TEXT = struct.Struct("<II")  # length, CRC of the text
+# position, length, CRC of everything before it and the text. Without the position a text that was overwritten by one of the
+# same length, a lap later, would pass for it.
+TEXT = struct.Struct("<QII")
 TEXT_BYTES = 1 << 18
 
 # mark, id, sort, length, CRC of everything before it and the payload
@@ -46,6 +49,7 @@ NO_CALL = 0xFFFFFFFF  # a call number that is not known
 NO_STEP = 0xFFFFFFFF
 
 # Words of a cursor slot, 8 bytes each, each written in one store.
+# The thread is its number + 1: 0 says that it was not written.
 CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE = range(7)
 # Words of a tally slot.
 TALLY_WHO, TALLY_COUNT, TALLY_TIME, TALLY_RECORD = range(4)
@@ -122,11 +126,17 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
         geometry.table_at,
         len(meta),
     )
-    body = (fixed + meta).ljust(HEADER_BYTES - HEADER_CRC.size, b"\0")
-    return body + HEADER_CRC.pack(zlib.crc32(body))
+    body = (fixed + meta).ljust(HEADER_BYTES - CRC.size, b"\0")
+    return body + CRC.pack(zlib.crc32(body))
 
 
 def pack_entry(entry_id: int, sort: int, payload: bytes) -> bytes:
     """One entry of the table."""
-    head = ENTRY.pack(ENTRY_MARK, entry_id, sort, len(payload), 0)[:-4]
-    return head + zlib.crc32(payload, zlib.crc32(head)).to_bytes(4, "little") + payload
+    head = ENTRY.pack(ENTRY_MARK, entry_id, sort, len(payload), 0)[: -CRC.size]
+    return head + CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
+
+
+def pack_text(position: int, payload: bytes) -> bytes:
+    """One text of the ring of texts."""
+    head = TEXT.pack(position, len(payload), 0)[: -CRC.size]
+    return head + CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload

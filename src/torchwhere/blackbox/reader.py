@@ -44,7 +44,7 @@ class Counts:
     unknown: int = 0  # of a kind this version does not know
     overwritten: int = 0  # older than the ring
     torn_entries: int = 0
-    lost_texts: int = 0
+    lost_texts: int = 0  # asked for, and overwritten or damaged
 
 
 @dataclass(slots=True)
@@ -70,7 +70,8 @@ class Box:
     geometry: Geometry | None = None
     _data: bytes = b""
     _json: dict[int, Any] = field(default_factory=dict)
-    _threads: dict[str, str] = field(default_factory=dict)
+    _threads: dict[str, str] | None = None
+    _lost_texts: set[int] = field(default_factory=set)
     _groups: dict[str, dict[str, Any]] | None = None
 
     @property
@@ -81,7 +82,8 @@ class Box:
     @property
     def run(self) -> tuple[str, int]:
         """Which run this box belongs to: run id and restart count. Elastic restarts renumber ranks."""
-        return str(self.meta.get("run_id", "")), int(self.meta.get("restart", 0) or 0)
+        restart = self.meta.get("restart")
+        return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
 
     def name(self, entry_id: int) -> str | None:
         entry = self.names.get(entry_id)
@@ -90,10 +92,7 @@ class Box:
     def value(self, entry_id: int) -> Any:
         """A JSON entry of the table, parsed once."""
         if entry_id not in self._json:
-            try:
-                self._json[entry_id] = json.loads(self.name(entry_id) or "null")
-            except ValueError:
-                self._json[entry_id] = None
+            self._json[entry_id] = _loads(self.name(entry_id))
         return self._json[entry_id]
 
     def groups(self) -> dict[str, dict[str, Any]]:
@@ -115,14 +114,16 @@ class Box:
         """A text by its position, or None if it was overwritten since."""
         if self.geometry is None:
             return None
-        room = self.geometry.text_bytes
-        at = self.geometry.texts_at + start % room
-        length, crc = layout.TEXT.unpack(self._data[at : at + 8].ljust(8, b"\0"))
-        payload = self._data[at + 8 : at + 8 + length] if length <= room else b""
-        if start % room + 8 + length > room or zlib.crc32(payload) != crc or (not length and crc):
-            self.counts.lost_texts += 1
-            return None
-        return payload.decode("utf-8", "replace")
+        data, end = self._data, min(self.geometry.table_at, len(self._data))
+        at = self.geometry.texts_at + start % self.geometry.text_bytes
+        body = at + layout.TEXT.size
+        if body <= end:
+            position, length, crc = layout.TEXT.unpack_from(data, at)
+            if position == start and body + length <= end and _sealed(data[at : body - 4], data[body : body + length]) == crc:
+                return data[body : body + length].decode("utf-8", "replace")
+        self._lost_texts.add(start)
+        self.counts.lost_texts = len(self._lost_texts)
+        return None
 
     def events(self, *, kinds: set[str] | None = None, last: int | None = None) -> Iterator[Event]:
         """The events in order, oldest first; only those of `kinds`, only the `last` so many."""
@@ -146,28 +147,30 @@ class Box:
         )
 
     def _place(self, row: Any) -> Place:
-        flags, call, step = int(row["flags"]), int(row["call"]), int(row["step"])
-        certainty = Certainty.EXACT
-        if flags & layout.FLAG_UNKNOWN:
-            certainty = Certainty.UNKNOWN
-        elif flags & layout.FLAG_INFERRED:
-            certainty = Certainty.INFERRED
-        module = self.name(int(row["module"])) if row["module"] else None
+        call, step, pass_ = int(row["call"]), int(row["step"]), int(row["pass"])
+        module = self.name(int(row["module"]))
         return Place(
             rank=self.rank,
             step=None if step == NO_STEP else step,
-            pass_=_PASS_LABELS.get(int(row["pass"]), "outside"),
+            pass_=_PASS_LABELS.get(pass_, "outside"),
             module=module,
             call=None if module is None or call == NO_CALL else call,
             line=self.name(int(row["line"])),
             graph=self.name(int(row["graph"])),
             thread=self.thread(int(row["thread"])),
-            certainty=certainty,
+            certainty=self._certainty(row, module),
             param=self.name(int(row["param"])),
         )
 
+    def _certainty(self, row: Any, module: str | None) -> Certainty:
+        flags = int(row["flags"])
+        is_lost = row["module"] and module is None  # the name is not in the table: not the same as outside any module
+        if flags & layout.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in _PASS_LABELS:
+            return Certainty.UNKNOWN
+        return Certainty.INFERRED if flags & layout.FLAG_INFERRED else Certainty.EXACT
+
     def thread(self, number: int) -> str | None:
-        if not self._threads:
+        if self._threads is None:
             texts = [text for sort, text in self.names.values() if sort == Sort.THREAD]
             self._threads = {found: name for found, _, name in (text.partition("\t") for text in texts)}
         return self._threads.get(str(number))
@@ -184,18 +187,16 @@ class Box:
         return {}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
-        """A text is a JSON object: the text itself and the fields that came with it."""
-        try:
-            fields = json.loads(self.text(start) or "null")
-        except ValueError:
-            fields = None
-        return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: None}
+        """A text is a JSON object: the text itself and the fields that came with it. One that was cut is given as it is."""
+        text = self.text(start)
+        fields = _loads(text)
+        return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}
 
     def _collective_fields(self, row: Any) -> dict[str, Any]:
         signature = self.value(int(row["what"]))
         fields = dict(signature) if isinstance(signature, dict) else {"op": None, "raw_op": None, "group": None}
         group = self.groups().get(str(fields.get("group")), {})
-        members = group.get("ranks") or []
+        members = ranks if isinstance(ranks := group.get("ranks"), list) else []
         fields["group_desc"] = group.get("desc")
         fields["mesh_dim"] = group.get("mesh_dim")
         fields["backend"] = group.get("backend")
@@ -211,13 +212,13 @@ class Box:
         geometry = self.geometry
         if geometry is None:
             return []
-        slots = self._data[geometry.cursors_at : geometry.tallies_at]
-        words = np.frombuffer(slots[: len(slots) // 64 * 64], "<u8").reshape(-1, 8)
-        return [self._cursor(number, row) for number, row in enumerate(words) if row[layout.CURSOR_TIME]]
+        words = _rows(self._data, geometry.cursors_at, geometry.tallies_at, layout.CURSOR_BYTES).view("<u8")
+        return [self._cursor(slot, row) for slot, row in enumerate(words) if row[layout.CURSOR_TIME]]
 
-    def _cursor(self, number: int, row: Any) -> Cursor:
+    def _cursor(self, slot: int, row: Any) -> Cursor:
         word, call = int(row[layout.CURSOR_PLACE]), int(row[layout.CURSOR_PLACE]) & layout.CALL_MASK
         module, pass_ = self.name(word >> layout.MODULE_SHIFT), word >> layout.PASS_SHIFT & layout.PASS_MASK
+        is_lost = pass_ not in _PASS_LABELS or (word >> layout.MODULE_SHIFT and module is None)
         place = Place(
             rank=self.rank,
             step=int(row[layout.CURSOR_STEP]),
@@ -226,7 +227,8 @@ class Box:
             # A recomputed call is not resolved in the cursor: what stands there is not a call number.
             call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
             line=self.name(int(row[layout.CURSOR_LINE])),
-            thread=self.thread(number),
+            thread=self.thread(int(row[layout.CURSOR_THREAD] or slot + 1) - 1),
+            certainty=Certainty.UNKNOWN if is_lost else Certainty.EXACT,
         )
         return Cursor(
             place=place,
@@ -240,8 +242,7 @@ class Box:
         geometry = self.geometry
         if geometry is None:
             return {}
-        slots = self._data[geometry.tallies_at : geometry.ring_at]
-        words = np.frombuffer(slots[: len(slots) // 32 * 32], "<u8").reshape(-1, 4)
+        words = _rows(self._data, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
         found = {}
         for who, count, _, _ in words[words[:, 0] != 0].tolist():
             found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
@@ -264,17 +265,29 @@ def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
     if box.geometry is not None:
         _parse_table(box)
         _parse_ring(box)
+        whole: dict[str, Any] = {}  # what did not fit into the header
         for sort, text in box.names.values():
             if sort == Sort.META and isinstance(meta := _loads(text), dict):
-                box.meta = meta | box.meta
+                whole |= meta
+        box.meta = whole | box.meta
     return box
 
 
-def _loads(text: str) -> Any:
+def _loads(text: str | None) -> Any:
     try:
-        return json.loads(text)
-    except ValueError:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError):
         return None
+
+
+def _sealed(head: bytes, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(head))
+
+
+def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint8]:
+    """A section as rows of bytes, without a copy; of a file that was cut, the rows that are there."""
+    section = memoryview(data)[start:end]
+    return np.frombuffer(section[: len(section) // width * width], np.uint8).reshape(-1, width)
 
 
 def _parse_header(box: Box) -> None:
@@ -303,8 +316,8 @@ def _parse_table(box: Box) -> None:
     at = box.geometry.table_at
     while at + head <= len(data):
         found_mark, entry_id, sort, length, crc = layout.ENTRY.unpack_from(data, at)
-        payload = data[at + head : at + head + length]
-        if found_mark == mark and len(payload) == length and zlib.crc32(payload, zlib.crc32(data[at : at + head - 4])) == crc:
+        payload = data[at + head : at + head + min(length, layout.ENTRY_MOST_BYTES)]
+        if found_mark == mark and len(payload) == length and _sealed(data[at : at + head - 4], payload) == crc:
             box.names[entry_id] = sort, payload.decode("utf-8", "replace")
             at += head + length
             continue
@@ -317,19 +330,22 @@ def _parse_table(box: Box) -> None:
 
 def _parse_ring(box: Box) -> None:
     assert box.geometry is not None
-    ring = box._data[box.geometry.ring_at : box.geometry.texts_at]
-    rows = np.frombuffer(ring[: len(ring) // RECORD_BYTES * RECORD_BYTES], RECORD_DTYPE)
-    used = np.flatnonzero(np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, RECORD_BYTES).any(axis=1))
-    rows = rows[used]
-    whole = (_crcs(rows) == rows["crc"]) & (rows["number"] % box.geometry.capacity == used)
+    capacity = box.geometry.capacity
+    slots = _rows(box._data, box.geometry.ring_at, box.geometry.texts_at, RECORD_BYTES)
+    used = np.flatnonzero(slots.view("<u8").any(axis=1))
+    raw = slots[used]
+    rows = raw.view(RECORD_DTYPE)[:, 0]
+    whole = (_crcs(raw) == rows["crc"]) & (rows["number"] % capacity == used)
     known = np.isin(rows["kind"], list(_KINDS))
-    box.counts.torn = int((~whole).sum())
-    box.counts.unknown = int((whole & ~known).sum())
     good = rows[whole & known]
     box.records = good[np.argsort(good["number"], kind="stable")]
+    written = int(rows["number"][whole].max()) + 1 if whole.any() else 0
+    # A slot that must have been written and is empty was begun and not finished, or is cut off.
+    empty = min(written, capacity) - int((used < written).sum())
     box.counts.good = len(box.records)
-    if len(box.records):
-        box.counts.overwritten = int(box.records["number"][0])
+    box.counts.torn = int((~whole).sum()) + empty
+    box.counts.unknown = int((whole & ~known).sum())
+    box.counts.overwritten = max(0, written - capacity)
 
 
 @cache
@@ -345,12 +361,11 @@ def _crc_tables() -> tuple[npt.NDArray[np.uint32], int]:
     return tables, zero
 
 
-def _crcs(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+def _crcs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
     """The CRC of every record at once, block by block so that the working set stays in the cache."""
     tables, zero = _crc_tables()
-    found = np.full(len(rows), zero, np.uint32)
-    columns = np.frombuffer(rows.tobytes(), np.uint8).reshape(-1, RECORD_BYTES)
-    for start in range(0, len(rows), 8192):
+    found = np.full(len(columns), zero, np.uint32)
+    for start in range(0, len(columns), 8192):
         block = columns[start : start + 8192]
         out = found[start : start + 8192]
         for position in range(layout.RECORD_CRC_AT):

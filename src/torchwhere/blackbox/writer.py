@@ -1,46 +1,47 @@
 """Writes a black box: records, texts, table entries, cursors and tallies.
 
 Hot: `record` is called for every event (about 0.6 us), the cursor words for every module call. A record is packed, sealed
-with a CRC and stored with two copies into the map; each is one C call under the GIL, so threads never mix inside a record,
-and a process killed between the two leaves a record that the reader counts as torn and never shows.
+with a CRC and copied into the map by one C call under the GIL, so threads never mix inside a record, and a process killed
+in the middle of the copy leaves a record that the reader counts as torn and never shows.
 
 Every store goes to the page cache: what `record` has returned for survives SIGKILL. It does not survive the machine.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from torchwhere.blackbox import guard
+from torchwhere.blackbox.claim import claim
 from torchwhere.blackbox.layout import (
+    CRC,
     CURSOR_BYTES,
     CURSORS,
+    ENTRY,
     ENTRY_MOST_BYTES,
     HEADER_BYTES,
     HEADER_COPIES,
     META_BYTES,
     RECORD,
     RECORD_BYTES,
-    RECORD_CRC_AT,
     TALLIES,
     TALLY_BYTES,
+    TALLY_RANKS,
     TEXT,
     Geometry,
     Sort,
     pack_entry,
     pack_header,
+    pack_text,
 )
-from torchwhere.errors import TorchwhereError
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
@@ -64,81 +65,115 @@ class BoxWriter:
         self.path = path
         self.geometry = Geometry(capacity=records)
         self._on_lost = on_lost
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler or a finalizer of the job may come to us from inside one of our own calls.
+        self._lock = threading.RLock()
         self._fd: int | None = None
-        self._guard: guard.Guard | None = None
         self._ids: dict[tuple[int, str], int] = {}
-        self._table_end = self.geometry.table_at
+        self._entries = itertools.count(1)
+        self._table_end = self._written_end = self.geometry.table_at
         self._tally_slots: dict[object, int] = {}
         self._text_end = 0
         self._numbers = itertools.count()
         self.meta = meta
-        self._map = self._open() if path is not None else mmap.mmap(-1, self.geometry.table_at)
-        self._words32 = memoryview(self._map).cast("I")
+        self._map = self._open(path) if path is not None else _memory(self.geometry.table_at)
         self.words = memoryview(self._map).cast("Q")
         self.record = self._make_record()
         self.closed = False
         self.write_meta()
-        if self._fd is not None and guard.supported():
-            self._guard = guard.Guard(self._map, lambda: self._lose("was truncated by somebody else"))
+        self._guard = None
+        if path is not None:
+            self._guard = guard.stand_by(self._map, is_short=self._is_short, on_lost=self._lose_truncated)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> mmap.mmap:
-        assert self.path is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _set_aside(self.path)
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    def _open(self, path: Path) -> mmap.mmap:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = claim(path)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A sparse file would turn a full disk into SIGBUS at some later store; allocated, it is an OSError here.
             os.posix_fallocate(fd, 0, self.geometry.table_at)
-            mapped = mmap.mmap(fd, self.geometry.table_at)
+            # The map keeps a copy of the descriptor it is made from, in forked children too. Made from the locked one, it
+            # would keep the box locked after the death of its writer, for as long as a data loader's worker lives.
+            with path.open("r+b") as unlocked:
+                mapped = mmap.mmap(unlocked.fileno(), self.geometry.table_at)
         except BaseException:
+            path.unlink(missing_ok=True)
             os.close(fd)
-            self.path.unlink(missing_ok=True)
             raise
         self._fd = fd
         return mapped
 
     def write_meta(self) -> None:
-        """Write `self.meta` into both header copies; what is too long for them goes to the table whole."""
-        payload = json.dumps(self.meta, default=str).encode()
+        """Write `self.meta` into both header copies. Where it is too long it goes to the table whole, and here what fits."""
+        payload = json.dumps(self.meta, default=str)
         if len(payload) > META_BYTES:
-            self.intern(Sort.META, payload.decode())
-            short = {k: v for k, v in self.meta.items() if len(json.dumps(v, default=str)) < 100}
-            payload = json.dumps(short, default=str).encode()[:META_BYTES]
-        block = pack_header(self.geometry, payload)
+            self.intern(Sort.META, payload)
+            short: dict[str, Any] = {}
+            for key, value in self.meta.items():
+                if len(json.dumps(short | {key: value}, default=str)) <= META_BYTES:
+                    short[key] = value
+            payload = json.dumps(short, default=str)
+        block = pack_header(self.geometry, payload.encode())
         for copy in range(HEADER_COPIES):
             self._map[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES] = block
 
     def rename(self, path: Path) -> None:
         """Give the box another name (a rank became known). Map and descriptor are those of the file, not of the name."""
-        if self._fd is None or self.path is None:
+        self.check_file()
+        if self._fd is None or self.path is None or path == self.path:
             return
-        _set_aside(path)
-        os.rename(self.path, path)
+        place = claim(path)  # nobody else can take the name between making room for it and moving there
+        try:
+            os.rename(self.path, path)
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(place)
         self.path = path
 
     def _lose(self, why: str) -> None:
-        if self._fd is not None:
-            self._drop_file()
+        """Say once that the file is gone. Not under the lock: what is told may log, and logging has locks of its own."""
+        if self._drop_file():
             self._on_lost(f"{self.path} {why}; the job goes on, this rank is no longer recorded")
 
-    def _drop_file(self) -> None:
-        fd, self._fd = self._fd, None
+    def _lose_truncated(self) -> None:
+        self._lose("was truncated by somebody else")
+
+    def _drop_file(self) -> bool:
+        with self._lock:  # nobody is writing to it now
+            fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
+        return fd is not None
+
+    def _is_short(self) -> bool:
+        written_end = self._written_end  # before the size: a signal handler may make both grow in between
+        return self._fd is not None and os.fstat(self._fd).st_size < written_end
 
     def check_file(self) -> None:
-        """Say it once if the file has been deleted under us. Called now and then, never on the hot path."""
-        if self._fd is not None and os.fstat(self._fd).st_nlink == 0:
+        """Say it once if the file has been deleted or cut under us. Called now and then, never on the hot path."""
+        try:
+            with self._lock:
+                is_deleted = self._fd is not None and os.fstat(self._fd).st_nlink == 0
+                is_short = self._is_short()
+        except OSError as error:  # a server that has forgotten the file
+            self._lose(f"is gone ({error.strerror})")
+            return
+        if is_deleted:
             self._lose("was deleted")
+        elif is_short:
+            self._lose_truncated()
 
     def abandon(self) -> None:
-        """In a forked child: let go of the file without a word. The parent's map must not be written to."""
+        """In a forked child: let go of the file without a word. What the child still stores goes to memory of its own."""
         self.closed = True
+        self._lock = threading.RLock()  # a thread of the parent may have held it at the fork
         self._drop_file()
+        if self._guard is not None:
+            self._guard.detach()
+            self._guard.close()
+            self._guard = None
 
     def close(self) -> None:
         if self.closed:
@@ -146,7 +181,6 @@ class BoxWriter:
         self.closed = True
         self.check_file()
         self.words.release()
-        self._words32.release()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -160,7 +194,7 @@ class BoxWriter:
 
         A closure with positional arguments: a method with keywords takes twice the time, and this is the hot path.
         """
-        numbers, pack, region, words32 = self._numbers, RECORD.pack, self._map, self._words32
+        numbers, pack, pack_crc, region = self._numbers, RECORD.pack, CRC.pack, self._map
         ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
 
         def record(
@@ -182,8 +216,7 @@ class BoxWriter:
             number = next(numbers)
             data = pack(number, t_ns, kind, pass_, flags, thread, step, module, call, line, graph, what, aim, param, more)
             at = ring_at + number % capacity * RECORD_BYTES
-            region[at : at + RECORD_CRC_AT] = data
-            words32[(at + RECORD_CRC_AT) >> 2] = crc32(data)
+            region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
             return number
 
         return record
@@ -193,15 +226,15 @@ class BoxWriter:
     def text(self, text: str) -> int:
         """Store a text in the ring of texts and return where (the count of bytes written before it)."""
         room = self.geometry.text_bytes
-        payload = text.encode("utf-8", "replace")[: room // 4]
-        data = TEXT.pack(len(payload), crc32(payload)) + payload
+        payload = _encoded(text, room // 4)
+        size = TEXT.size + len(payload)
         with self._lock:
             start = self._text_end
-            if start % room + len(data) > room:  # texts do not wrap around: the reader copies one slice
+            if start % room + size > room:  # texts do not wrap around: the reader copies one slice
                 start += room - start % room
-            self._text_end = start + len(data)
+            self._text_end = start + size
             at = self.geometry.texts_at + start % room
-            self._map[at : at + len(data)] = data
+            self._map[at : at + size] = pack_text(start, payload)
         return start
 
     def intern(self, sort: int, text: str) -> int:
@@ -211,31 +244,37 @@ class BoxWriter:
 
     def intern_many(self, sort: int, texts: Iterable[str]) -> list[int]:
         """`intern` for many names with one write."""
+        keys = [(sort, text) for text in texts]
         with self._lock:
-            fresh: list[bytes] = []
-            ids = [self._ids.get((sort, text)) or self._add(sort, text, fresh) for text in texts]
-            self._append(b"".join(fresh))
-        return ids
+            room = self.geometry.table_at + TABLE_MOST_BYTES - self._table_end
+            fresh: dict[tuple[int, str], int] = {}
+            entries: list[bytes] = []
+            for key in keys:
+                payload = _encoded(key[1], ENTRY_MOST_BYTES)
+                if key not in self._ids and key not in fresh and ENTRY.size + len(payload) <= room:
+                    fresh[key] = next(self._entries)
+                    entries.append(pack_entry(fresh[key], sort, payload))
+                    room -= len(entries[-1])
+            trouble = self._append(b"".join(entries))
+            self._ids.update(fresh)  # after the write: other threads look here without the lock
+        if trouble is not None:
+            self._lose(trouble)
+        return [self._ids.get(key, 0) for key in keys]
 
-    def _add(self, sort: int, text: str, fresh: list[bytes]) -> int:
-        payload = text.encode("utf-8", "replace")[:ENTRY_MOST_BYTES]
-        used = self._table_end - self.geometry.table_at
-        if used + sum(map(len, fresh)) + len(payload) > TABLE_MOST_BYTES:
-            return 0
-        entry_id = len(self._ids) + 1
-        self._ids[sort, text] = entry_id
-        fresh.append(pack_entry(entry_id, sort, payload))
-        return entry_id
-
-    def _append(self, data: bytes) -> None:
-        if not data or self._fd is None:
-            return
+    def _append(self, data: bytes) -> str | None:
+        """Write at the end of the table; returns what went wrong. Without a file the table is only counted."""
+        size = len(data)
+        at = self._table_end
+        end = self._table_end = at + size
         try:
-            written = os.pwrite(self._fd, data, self._table_end)
+            if self._is_short():  # writing behind the end would fill the gap with zeros and hide it
+                return "was truncated by somebody else"
+            while self._fd is not None and at < end:
+                at += os.pwrite(self._fd, data[at - end :], at)
         except OSError as error:
-            self._lose(f"cannot grow ({error.strerror})")
-        else:
-            self._table_end += written
+            return f"cannot grow ({error.strerror})"
+        self._written_end = max(self._written_end, end)
+        return None
 
     # -- what is true right now --------------------------------------------------------------------------------------
 
@@ -244,34 +283,26 @@ class BoxWriter:
         return (self.geometry.cursors_at + min(slot, CURSORS - 1) * CURSOR_BYTES) >> 3
 
     def tally_at(self, who: tuple[int, int, int]) -> int | None:
-        """Index of the tally words of one counted stream (group, source, destination); None when all are taken."""
-        at = self._tally_slots.get(who)
-        if at is None and len(self._tally_slots) < TALLIES:
-            at = (self.geometry.tallies_at + len(self._tally_slots) * TALLY_BYTES) >> 3
-            self._tally_slots[who] = at
-            group, source, destination = who
-            self.words[at] = group << 40 | (source + 1) << 20 | (destination + 1)
+        """Index of the tally words of one counted stream (group, source, destination).
+
+        None when all are taken, for a group that found no room in the table, and for ranks no word can hold.
+        """
+        group, source, destination = who
+        with self._lock:
+            at = self._tally_slots.get(who)
+            if at is None and len(self._tally_slots) < TALLIES and group and min(who) >= -1 and max(who[1:]) < TALLY_RANKS:
+                at = (self.geometry.tallies_at + len(self._tally_slots) * TALLY_BYTES) >> 3
+                self.words[at] = group << 40 | (source + 1) << 20 | (destination + 1)
+                self._tally_slots[who] = at
         return at
 
 
-def _set_aside(path: Path) -> None:
-    """Make room for a new box at `path`: an older one keeps its evidence under another name, a live one is an error."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(os.fstat(fd).st_ctime))
-        for attempt in itertools.count():
-            aside = path.with_name(f"{path.stem}.{stamp}{f'.{attempt}' if attempt else ''}.box")
-            if not aside.exists():
-                os.rename(path, aside)
-                return
-    except BlockingIOError:
-        raise TorchwhereError(
-            f"{path} is being written by another process. Give every job its own folder (out=..., --out), and in processes "
-            "that do not have RANK set start watching after init_process_group, when the rank is known."
-        ) from None
-    finally:
-        os.close(fd)
+def _memory(size: int) -> mmap.mmap:
+    """Private: by default Python shares an anonymous map with forked children."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _encoded(text: str, most_bytes: int) -> bytes:
+    """UTF-8, cut between two characters where it is too long."""
+    payload = text.encode("utf-8", "replace")
+    return payload if len(payload) <= most_bytes else payload[:most_bytes].decode("utf-8", "ignore").encode()

@@ -98,6 +98,12 @@ NAMES = {
         "to tell dynamo to step over our wrapper's frame instead of trying to compile it, a counted graph break",
         "dynamo may count graph breaks at module calls",
     ),
+    "fake_mode": Private(
+        "torch._guards.active_fake_mode",
+        "modules",
+        "tells a forward that only finds out shapes from a real one: its calls do not count",
+        "call numbers count forwards under fake tensors too",
+    ),
     "compile_callbacks": Private(
         "torch._dynamo.callback.callback_handler",
         "compilation",

@@ -34,11 +34,13 @@ class BackwardSense:
         locator: Locator,
         *,
         on_error: OnBackwardError,
+        on_begin: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self._box = box
         self._locator = locator
         self._on_error = on_error
+        self._on_begin = on_begin
         self._on_end = on_end
         self.trouble = Trouble("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
@@ -86,6 +88,8 @@ class BackwardSense:
         create_graph = len(args) > 2 and bool(args[2])
         handles = self._announce(outputs, track) if create_graph else []
         looked = stack.read(stack.caller(1))
+        if below != BACKWARD_WORD:
+            self._on_begin()
         self._move(track, BACKWARD_WORD, line=self._locator.line_id(looked.file, looked.line))
         return track, below, handles
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ class Op:
     async_at: int | None
     is_p2p: bool
     is_barrier: bool
+    of_one: Op | None = None  # what a coalesced op is called when it carries a single tensor, as functional ones do
 
 
 def read_schema(schema: Any) -> Op | None:
@@ -67,7 +68,7 @@ def read_schema(schema: Any) -> Op | None:
     outputs = tuple(index for index, name in tensors if name.startswith("output"))
     raw = schema.name.removeprefix("c10d::")
     name = PUBLIC_NAMES.get(raw, raw.strip("_"))
-    return Op(
+    op = Op(
         raw=raw,
         name=name,
         is_p2p=name in ("send", "recv"),
@@ -79,6 +80,9 @@ def read_schema(schema: Any) -> Op | None:
         root_at=next((at[name] for name in ("root_rank", "src", "dst") if name in at), None),
         async_at=at.get("async_op"),
     )
+    if name.endswith("_coalesced"):
+        op = replace(op, of_one=replace(op, name=name.removesuffix("_coalesced")))
+    return op
 
 
 class Call(NamedTuple):
@@ -147,6 +151,8 @@ class CollectiveSense:
         looked = stack.read(sys._getframe(2))
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
         outputs = _tensors(args, op.outputs) if op.outputs else []
+        if op.of_one is not None and len(inputs) == 1:
+            op = op.of_one
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)

@@ -25,9 +25,14 @@ class CompilationSense:
     def install(self) -> None:
         """Call once dynamo is loaded."""
         self._handler = _torch.private("compile_callbacks")
-        if self._handler is not None:
-            self._handler.register_start_callback(self._begin)
-            self._handler.register_end_callback(self._end)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Register, if we are not: `torch.compiler.reset()` drops everybody's callbacks. Called between steps."""
+        handler = self._handler
+        if handler is not None and self._begin not in handler.start_callbacks:
+            handler.register_start_callback(self._begin)
+            handler.register_end_callback(self._end)
 
     def remove(self) -> None:
         handler, self._handler = self._handler, None
@@ -62,5 +67,5 @@ def backward_graph(node: Any) -> str | None:
     if compiled is None or not hasattr(compiled, "_aot_id"):
         return None
     context = getattr(getattr(compiled, "_lazy_backward_info", None), "saved_compile_context", None)
-    compile_id = getattr(context, "compile_id", None)
+    compile_id = getattr(getattr(compiled, "metadata", None), "compile_id_str", None) or getattr(context, "compile_id", None)
     return str(compile_id) if compile_id is not None else f"aot {compiled._aot_id}"

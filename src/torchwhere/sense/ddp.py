@@ -19,57 +19,62 @@ from torchwhere.inspect.names import NameTable
 from torchwhere.sense import _torch
 
 _DEFAULT_CAP_BYTES = 25 << 20
+_MOST_LOOKS = 8  # backwards after which buckets that were not rebuilt never will be
 _FIRST_BUCKET_BYTES = 1 << 20  # of the default cap: a small first bucket gets the reduction going
 
 
 class Reducer:
-    """One DDP instance: its parameters, and how far through its buckets the current backward is."""
+    """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a backward is."""
 
     def __init__(self, ddp: Any) -> None:
         self._ddp = weakref.ref(ddp)
         self._params = [p for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
+        self._plans: list[list[list[int]]] = []  # the surest first
         self._task = -1
         self._next = 0
-        self._plan: list[list[int]] | None = None
+        self._looks_left = _MOST_LOOKS
+
+    def look(self) -> None:
+        """Ask DDP's logger how things stand, until it knows for good.
+
+        Before a backward, never inside: the logger waits for a lock that the reducer holds while it launches a bucket.
+        """
+        ddp = self._ddp()
+        if ddp is None or not self._looks_left:
+            return
+        self._looks_left -= 1
+        said = ddp.logger._get_ddp_logging_data()
+        rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
+        if rebuilt:
+            self._plans = [[[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]]
+            self._looks_left = 0
+            return
+        cap = int(said.ints_map["bucket_cap_bytes"])
+        order = [int(i) for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
+        rebuilds = ddp.static_graph or not ddp.find_unused_parameters
+        self._plans = [self._assigned(order, cap, rebuilding=True)] if order and rebuilds else []
+        self._plans.append(self._assigned(list(range(len(self._params))), sys.maxsize if rebuilds else cap, rebuilding=False))
+
+    def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[list[int]]:
+        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
+        assign = _torch.private("bucket_assignment")
+        if assign is None:
+            return []
+        first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
+        tensors = [self._params[i] for i in order]
+        indices, _ = assign(tensors, [first, cap], [False] * len(tensors), order if rebuilding else [])
+        buckets = [list(bucket) for bucket in indices]
+        return buckets if rebuilding else buckets[::-1]
 
     def bucket(self, task: int, numel: int) -> list[torch.Tensor] | None:
         """The parameters in the bucket that is being reduced in graph task `task`; None if that cannot be told."""
         if task != self._task:
             self._task, self._next = task, 0
         index, self._next = self._next, self._next + 1
-        for plan in self._plans():
+        for plan in self._plans:
             if index < len(plan) and sum(self._params[i].numel() for i in plan[index]) == numel:
                 return [self._params[i] for i in plan[index]]
         return None
-
-    def _plans(self) -> list[list[list[int]]]:
-        """How the parameters may be bucketed right now, the surest first."""
-        if self._plan is not None:
-            return [self._plan]
-        ddp = self._ddp()
-        if ddp is None:
-            return []
-        said = ddp.logger._get_ddp_logging_data().strs_map
-        rebuilt = said.get("rebuilt_per_bucket_param_indices")
-        if rebuilt:
-            self._plan = [[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]
-            return [self._plan]
-        order = [int(i) for i in said.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
-        plans = [self._assigned(order, rebuilding=True)] if order else []
-        return [*plans, self._assigned(list(range(len(self._params))), rebuilding=False)]
-
-    def _assigned(self, order: list[int], *, rebuilding: bool) -> list[list[int]]:
-        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
-        ddp, assign = self._ddp(), _torch.private("bucket_assignment")
-        if ddp is None or assign is None:
-            return []
-        cap = int(ddp.logger._get_ddp_logging_data().ints_map["bucket_cap_bytes"])
-        first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
-        limits = [first, cap] if rebuilding or ddp.find_unused_parameters else [sys.maxsize]
-        tensors = [self._params[i] for i in order]
-        indices, _ = assign(tensors, limits, [False] * len(tensors), order if rebuilding else [])
-        buckets = [list(bucket) for bucket in indices]
-        return buckets if rebuilding else buckets[::-1]
 
 
 def _ignored(ddp: Any) -> set[Any]:
@@ -83,15 +88,19 @@ class Reducers:
     def __init__(self, names: NameTable) -> None:
         self._names = names
         self._of_param: dict[int, Reducer] = {}
-        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
         self._last: Reducer | None = None
 
     def add(self, ddp: nn.Module) -> None:
         if ddp not in self._seen:
-            self._seen.add(ddp)
-            reducer = Reducer(ddp)
+            reducer = self._seen[ddp] = Reducer(ddp)
             for param in ddp.parameters():
                 self._of_param[id(param)] = reducer
+
+    def look(self) -> None:
+        """A backward is about to begin."""
+        for reducer in self._seen.values():
+            reducer.look()
 
     def aim(self, param: torch.Tensor | None, tensor: torch.Tensor, task: Callable[[], int]) -> list[str] | None:
         """The names of the parameters whose gradients `tensor` carries, launched by the gradient of `param`."""

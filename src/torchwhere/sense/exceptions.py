@@ -107,8 +107,6 @@ def _is_news(error: BaseException) -> bool:
 
 
 def _holds_saved(node: Any) -> bool:
-    saved = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
-    try:
-        return any(getattr(node, name) is not None for name in saved)
-    except RuntimeError:  # freed: the node has run
-        return False
+    """Whether a node still has a tensor it saved. Looks without unpacking: that could run a recomputation."""
+    saved = [getattr(node, name, None) for name in dir(type(node)) if name.startswith("_raw_saved_")]
+    return any(getattr(raw, "data", None) is not None for raw in saved)

@@ -82,6 +82,8 @@ class Locator:
         call, flags = word & CALL_MASK, 0
         if pass_of(word) == Pass.RECOMPUTE:
             call, flags = self.recomputed_call(word, track)
+        elif pass_ == Pass.REHEARSAL:
+            pass_ = int(Pass.FORWARD)
         return Spot(pass_, word >> MODULE_SHIFT, call, 0, flags)
 
     def recomputed_call(self, word: int, track: Track) -> tuple[int, int]:

@@ -10,6 +10,7 @@ called and nothing else is touched, so no guard depends on us. Its own frame is 
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -18,19 +19,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, PASS_MASK, PASS_SHIFT
+from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
 from torchwhere.inspect.names import topmost, wrapped
 from torchwhere.place import Pass
-from torchwhere.sense import _torch
+from torchwhere.sense import _torch, stack
 from torchwhere.sense.locate import Locator
-from torchwhere.sense.tracks import FIRST_MODULE_WORD, LOG_MASK, RECOMPUTE_BIT, Track, pass_of
+from torchwhere.sense.tracks import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, REHEARSAL_BITS, Track, pass_of
 from torchwhere.sense.trouble import Trouble
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
-_TRANSPARENT = 0  # what dynamo calls a module inside a compiled graph: not one of the user's
+_TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
 
@@ -111,7 +112,7 @@ class ModuleSense:
                 if base <= 0 or below < FIRST_MODULE_WORD:
                     word = slowly(self, track, below)
                 elif below & RECOMPUTE_BIT:
-                    word = base | RECOMPUTE_BIT | below & CALL_MASK
+                    word = base | below & INHERITED
                 else:
                     call = calls_of(base, 0)
                     calls[base] = call + 1
@@ -158,7 +159,7 @@ class ModuleSense:
             if word < FIRST_MODULE_WORD:
                 return
             call = word & CALL_MASK
-            if word & RECOMPUTE_BIT:
+            if word & RECOMPUTE_BIT and call != NO_CALL:
                 call = locator.recomputed_call(word, track)[0]
             record(kind, now(), word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
 
@@ -176,10 +177,13 @@ class ModuleSense:
         if base == _TRANSPARENT:
             return below
         is_wrapper, base = base < 0, abs(base)
-        if below & RECOMPUTE_BIT and below >= FIRST_MODULE_WORD:
-            return base | RECOMPUTE_BIT | below & CALL_MASK
-        if below < FIRST_MODULE_WORD and self._in_backward(below):
+        if below >= FIRST_MODULE_WORD:
+            if below & RECOMPUTE_BIT:
+                return base | below & INHERITED
+        elif self._in_backward(below):
             return base | RECOMPUTE_BIT | self._new_region(track)
+        elif _rehearses():
+            return base | REHEARSAL_BITS | NO_CALL
         call = self.calls.get(base, 0)
         if not is_wrapper:  # a wrapper's call is that of the module inside it
             self.calls[base] = call + 1
@@ -208,9 +212,9 @@ class ModuleSense:
     # -- names -------------------------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module, below: int) -> int:
-        if _made_by_dynamo(module):
-            return _TRANSPARENT
         name = self._known_name(module)
+        if name is None and _is_graph(module):
+            return _TRANSPARENT
         if name is None:
             name = self._foreign_name(module, below)
         if isinstance(module, nn.parallel.DistributedDataParallel):
@@ -249,6 +253,23 @@ class ModuleSense:
         return f"<{name}>" if self._foreign[name] == 1 else f"<{name}#{self._foreign[name]}>"
 
 
-def _made_by_dynamo(module: nn.Module) -> bool:
-    meta = getattr(module, "meta", None)
-    return isinstance(module, torch.fx.GraphModule) and isinstance(meta, dict) and any("dynamo" in str(k) for k in meta)
+def _rehearses() -> bool:
+    """Whether this call only finds out shapes: under fake tensors, or in a pipeline's metadata inference."""
+    fake_mode = _torch.private("fake_mode")
+    if fake_mode is not None and fake_mode() is not None:
+        return True
+    if "torch.distributed.pipelining.stage" not in sys.modules:
+        return False
+    frame = stack.caller(2)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_forward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_graph(module: nn.Module) -> bool:
+    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model that was traced."""
+    return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None

@@ -25,7 +25,9 @@ FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
 
 BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
 OPTIMIZER_WORD = Pass.OPTIMIZER << PASS_SHIFT
-RECOMPUTE_BIT = (Pass.RECOMPUTE ^ Pass.FORWARD) << PASS_SHIFT
+RECOMPUTE_BIT = (Pass.RECOMPUTE ^ Pass.FORWARD) << PASS_SHIFT  # set in a rehearsal too
+REHEARSAL_BITS = (Pass.REHEARSAL ^ Pass.FORWARD) << PASS_SHIFT
+INHERITED = REHEARSAL_BITS | CALL_MASK  # what a module called inside a recomputation or rehearsal has from its caller
 
 
 def pass_of(word: int) -> int:
@@ -163,6 +165,12 @@ class Threads:
             if thread.ident == ident:
                 return thread.name
         return f"native-{threading.get_native_id()}"
+
+    def close(self) -> None:
+        """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
+        for track in list(self._all):
+            track.seqs = track.marks = track.regions = _NOTHING
+            track.count = 0
 
     def main(self) -> Track | None:
         return next((track for track in self._all if track.name == "MainThread"), None)

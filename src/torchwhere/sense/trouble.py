@@ -21,9 +21,12 @@ class Trouble:
     def __init__(self, sense: str, switch_off: Callable[[], None]) -> None:
         self.sense = sense
         self.count = 0
+        self.is_over = False  # the watch has ended; a thread that was inside a call finds nothing to write to
         self._switch_off = switch_off
 
     def __call__(self, error: Exception) -> None:
+        if self.is_over:
+            return
         self.count += 1
         with contextlib.suppress(Exception):  # the job's own logging handlers may raise
             if self.count == 1:

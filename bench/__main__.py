@@ -1,0 +1,86 @@
+"""`python -m bench [--device cuda] [--json] [--only WORKLOAD ...]`: one interleaved run, one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench import imports, rounds, table
+from bench.contenders import CONTENDERS
+from bench.data_parallel import CUDA
+from bench.figures import TARGETS, Column, column
+from bench.workloads import CPU, Workload
+
+
+def main() -> int:
+    warnings.simplefilter("ignore")  # ModTracker warns on every step
+    workloads = {"cpu": CPU, "cuda": CUDA}
+    arguments = _parse(workloads)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("bench: --device cuda, but torch sees no CUDA device here", file=sys.stderr)
+        return 2
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+    columns = [_measure(workload) for workload in workloads[arguments.device] if _wanted(workload.key, arguments.only)]
+    if _wanted("import", arguments.only):
+        columns.append(imports.column())
+    machine = _machine(arguments.device)
+    print(_as_json(machine, columns) if arguments.json else table.render(", ".join(machine.values()), columns))
+    return 0
+
+
+def _parse(workloads: dict[str, tuple[Workload, ...]]) -> argparse.Namespace:
+    keys = [workload.key for each in workloads.values() for workload in each] + ["import"]
+    parser = argparse.ArgumentParser(prog="python -m bench", description="What watching a training costs.")
+    parser.add_argument("--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU")
+    parser.add_argument("--json", action="store_true", help="the same figures as one JSON object, with every round")
+    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"some of: {', '.join(keys)}")
+    return parser.parse_args()
+
+
+def _wanted(key: str, only: Sequence[str] | None) -> bool:
+    return only is None or key in only
+
+
+def _measure(workload: Workload) -> Column:
+    start = time.monotonic()
+    names = workload.contenders
+    found = column(workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names]))
+    print(f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def _machine(device: str) -> dict[str, str]:
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu, one thread",
+        "cpu": f"{os.cpu_count()} x {_cpu_model()}",
+        "torch": f"torch {torch.__version__}",
+        "python": f"Python {platform.python_version()}",
+    }
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _as_json(machine: dict[str, str], columns: Sequence[Column]) -> str:
+    targets = [
+        {"workload": target.workload, "target": target.text, "measured": target.measured(columns)}
+        for target in TARGETS
+        if any(found.key == target.workload for found in columns)
+    ]
+    return json.dumps({"machine": machine, "workloads": [found.to_dict() for found in columns], "targets": targets}, indent=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Who is compared: nobody watching, torchwhere, and what torch itself offers for the same questions.
+
+A peer is imported when it is entered. One that a torch version does not have fails in its own cells, not in the run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+UNWATCHED = "unwatched"
+AGAIN = "unwatched, again"  # its figures are the noise of the run, and what a peer left behind
+TORCHWHERE = "torchwhere"
+MODULE_EVENTS = "torchwhere, module events"
+MOD_TRACKER = "ModTracker"
+COMM_DEBUG = "CommDebugMode"
+COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way of watching. `enter` makes a fresh context manager around the model, where there is one."""
+
+    name: str
+    enter: Callable[[nn.Module | None], AbstractContextManager[Any]]
+    anew_each_step: bool = False  # entered for every single step (untimed), as it survives no second one
+
+
+@contextmanager
+def _watched(model: nn.Module | None, *, module_events: bool = False) -> Iterator[None]:
+    import torchwhere
+
+    with tempfile.TemporaryDirectory() as folder, torchwhere.watch(model, out=folder, module_events=module_events):
+        yield
+
+
+def _module_events(model: nn.Module | None) -> AbstractContextManager[Any]:
+    return _watched(model, module_events=True)
+
+
+def _mod_tracker(_model: nn.Module | None) -> AbstractContextManager[Any]:
+    from torch.distributed._tools.mod_tracker import ModTracker
+
+    return ModTracker()
+
+
+def _comm_debug(_model: nn.Module | None) -> AbstractContextManager[Any]:
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    return CommDebugMode()
+
+
+def _debug_mode(_model: nn.Module | None) -> AbstractContextManager[Any]:
+    from torch.utils._debug_mode import DebugMode
+
+    return DebugMode(record_nn_module=True)
+
+
+def _flop_counter(_model: nn.Module | None) -> AbstractContextManager[Any]:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
+def _profiler(_model: nn.Module | None) -> AbstractContextManager[Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available())
+
+
+CONTENDERS = (
+    Contender(UNWATCHED, lambda _model: nullcontext()),
+    Contender(TORCHWHERE, _watched),
+    Contender(MODULE_EVENTS, _module_events),
+    Contender(MOD_TRACKER, _mod_tracker),
+    Contender(COMM_DEBUG, _comm_debug),
+    Contender(COMM_DEBUG_ANEW, _comm_debug, anew_each_step=True),
+    Contender("DebugMode(record_nn_module=True)", _debug_mode),
+    Contender("FlopCounterMode", _flop_counter),
+    Contender("torch.profiler", _profiler),
+    Contender(AGAIN, lambda _model: nullcontext()),
+)

@@ -1,0 +1,60 @@
+"""What is timed on a GPU: steps of GPT-2 124M in bf16, under DDP and under FSDP2, on one rank.
+
+Batch 1 leaves the GPU waiting for the CPU, so that a step shows what watching costs the CPU; batch 8 keeps the GPU busy.
+With one rank DDP still all-reduces its buckets; FSDP2 leaves its collectives out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.gpt2 import GPT2, Size
+from bench.workloads import Job, Workload, training_step
+
+GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
+
+
+def ddp(model: GPT2, device: str) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = model.to(torch.bfloat16)
+    return DistributedDataParallel(model, device_ids=[0] if device == "cuda" else None)
+
+
+def fsdp2(model: GPT2, device: str) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, policy = init_device_mesh(device, (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.h:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda") -> Iterator[Job]:
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = wrap(GPT2(size).to(device), device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
+        yield Job(training_step(model, size, optimizer, device), model, finish)
+    finally:
+        dist.destroy_process_group()
+
+
+def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
+    name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
+    title = f"{name.upper()}, batch {batch}, % of a step"
+    return Workload(f"{name}_batch{batch}", title, partial(job, wrap, size), steps=20, budget_s=50)
+
+
+CUDA = tuple(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8))

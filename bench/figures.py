@@ -1,0 +1,125 @@
+"""From times to figures: what each contender adds, round by round, and what torchwhere was meant to add."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.contenders import MOD_TRACKER, MODULE_EVENTS, TORCHWHERE, UNWATCHED
+from bench.rounds import Times
+from bench.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One contender on one workload. `added` has a number per round, in the unit of its column."""
+
+    contender: str
+    added: tuple[float, ...] = ()
+    times_torchwhere: float | None = None  # how many times as much as torchwhere adds
+    error: str | None = None
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.added) if self.added and self.error is None else None
+
+    @property
+    def spread(self) -> float:
+        """The median distance from the median."""
+        middle = statistics.median(self.added)
+        return statistics.median(abs(value - middle) for value in self.added)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "contender": self.contender,
+            "median": self.median,
+            "spread": self.spread if self.added else None,
+            "least": min(self.added, default=None),
+            "most": max(self.added, default=None),
+            "times_torchwhere": self.times_torchwhere,
+            "error": self.error,
+            "rounds": list(self.added),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """All figures of one workload."""
+
+    key: str
+    title: str
+    unit: str
+    unwatched_ms: float  # a step, or an interpreter, that nobody watches
+    figures: tuple[Figure, ...]
+    rounds: int
+    remark: str = ""
+
+    def of(self, contender: str) -> Figure | None:
+        return next((figure for figure in self.figures if figure.contender == contender), None)
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "workload": self.key,
+            "title": self.title,
+            "unit": self.unit,
+            "unwatched_ms": self.unwatched_ms,
+            "rounds": self.rounds,
+            "remark": self.remark,
+            "figures": [figure.to_dict() for figure in self.figures],
+        }
+
+
+def column(workload: Workload, times: Sequence[Times]) -> Column:
+    """Each contender against the unwatched time of the same round."""
+    plain = next(found.seconds for found in times if found.contender == UNWATCHED)
+    added = {found.contender: _added(found.seconds, plain, workload.units) for found in times}
+    figures = [
+        Figure(found.contender, added[found.contender], _ratio(added[found.contender], added[TORCHWHERE]), found.error)
+        for found in times
+        if found.contender != UNWATCHED
+    ]
+    return Column(workload.key, workload.title, workload.unit, statistics.median(plain) * 1e3, tuple(figures), len(plain))
+
+
+def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) -> tuple[float, ...]:
+    """Per round: microseconds for each of the `units` of a step, or percent of the step."""
+    pairs = list(zip(seconds, plain, strict=False))  # a contender that failed has fewer rounds
+    if units is None:
+        return tuple((watched / alone - 1) * 100 for watched, alone in pairs)
+    return tuple((watched - alone) / units * 1e6 for watched, alone in pairs)
+
+
+def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | None:
+    """The median of the rounds' ratios; None where torchwhere's own cost drowned in the noise."""
+    pairs = list(zip(added, by_torchwhere, strict=False))
+    if not pairs or any(own <= 0 for _, own in pairs):
+        return None
+    return statistics.median(other / own for other, own in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What was aimed at, for people to compare with: nothing here fails over a time."""
+
+    workload: str
+    text: str
+    contender: str = TORCHWHERE
+    as_ratio: bool = False
+
+    def measured(self, columns: Sequence[Column]) -> float | None:
+        figure = next((c.of(self.contender) for c in columns if c.key == self.workload), None)
+        return None if figure is None else figure.times_torchwhere if self.as_ratio else figure.median
+
+
+TARGETS = (
+    Target("modules", "at most 3 us a module call"),
+    Target("modules", "at most 5 us a module call with module events", MODULE_EVENTS),
+    Target("modules", "at least 25 times less than ModTracker", MOD_TRACKER, as_ratio=True),
+    Target("collectives", "at most 20 us a collective"),
+    Target("ddp_batch1", "at most 2 % of a CPU-bound step (DDP)"),
+    Target("fsdp2_batch1", "at most 2 % of a CPU-bound step (FSDP2)"),
+    Target("ddp_batch8", "at most 1 % of a GPU-bound step (DDP)"),
+    Target("fsdp2_batch8", "at most 1 % of a GPU-bound step (FSDP2)"),
+    Target("import", "at most 30 ms to import"),
+)

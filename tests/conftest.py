@@ -1,0 +1,52 @@
+"""Fixtures: every test is checked for what it leaves behind; ranks are real processes shared by all tests."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import leaks
+from rank_pool import Pool
+
+torch.set_num_threads(1)
+# pytest leaves SIGBUS to faulthandler: what the tests find before a watch must be there after it.
+faulthandler.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_outlives_a_test() -> Iterator[None]:
+    """No hook, kernel, patch, mode, thread, handler, open box or variable outlives a test."""
+    before = leaks.snapshot()
+    yield
+    left = leaks.differences(before, leaks.snapshot())
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Pool]:
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Pool]:
+    pool = Pool(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    hook = sys.excepthook
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    sys.excepthook = hook  # torch installs one of its own and leaves it

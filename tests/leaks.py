@@ -1,0 +1,100 @@
+"""What a watch could leave behind, as one comparable snapshot: hooks, kernels, patches, threads, handlers, descriptors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim_optimizer
+
+_SET_BY_OTHERS = (
+    "PYTEST_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "TRITON_",
+    "KINETO_",
+    "ACCELERATE_",
+    "DS_",
+    "TOKENIZERS_",
+    "CXX",
+    "_TORCH",
+)
+
+
+def snapshot() -> dict[str, Any]:
+    gc.collect()
+    return {
+        "patches": (nn.Module.__call__, torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
+        "global module hooks": [
+            len(getattr(nn_module, name))
+            for name in sorted(vars(nn_module))
+            if name.startswith("_global_") and name.endswith("hooks")
+        ],
+        "optimizer hooks": (
+            len(optim_optimizer._global_optimizer_pre_hooks),
+            len(optim_optimizer._global_optimizer_post_hooks),
+        ),
+        "kernels": _kernels(),
+        "modes": torch._C._len_torch_dispatch_stack(),
+        "import hooks": [type(finder).__name__ for finder in sys.meta_path],
+        "compile callbacks": _compile_callbacks(),
+        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"),
+        "signal handlers": [_handler(number) for number in (signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV)],
+        "files": _boxes_open(),
+        "hooks of Python": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.getprofile(), sys.gettrace()),
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith(_SET_BY_OTHERS)},
+    }
+
+
+def _kernels() -> list[str]:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")]
+    return [name for name in sorted(set(names)) if has(name, "BackendSelect")]
+
+
+def _compile_callbacks() -> tuple[int, int]:
+    callback = sys.modules.get("torch._dynamo.callback")
+    if callback is None:
+        return 0, 0
+    handler = callback.callback_handler
+    ours = [c for c in (*handler.start_callbacks, *handler.end_callbacks) if "torchwhere" in getattr(c, "__module__", "")]
+    return len(ours), 0
+
+
+def _handler(number: int) -> str:
+    """The handler as the kernel knows it: ours is installed below Python's own bookkeeping."""
+    with open("/proc/self/status") as status:
+        caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+    return f"{number}: {signal.getsignal(number)!r}, caught {bool(caught >> (number - 1) & 1)}"
+
+
+def _boxes_open() -> list[str]:
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if ".box" in target:
+            found.append(target)
+    with open("/proc/self/maps") as maps:
+        found += [line.split()[-1] for line in maps if line.rstrip().endswith(".box")]
+    return found
+
+
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    left = []
+    for key, was in before.items():
+        now = after[key]
+        if was != now and isinstance(was, dict):
+            was, now = ({k: v for k, v in one.items() if other.get(k) != v} for one, other in ((was, now), (now, was)))
+        if was != now:
+            left.append(f"{key}: {was!r} became {now!r}")
+    return left

@@ -1,0 +1,457 @@
+"""A watch from start to end: nothing is left, nothing grows, and no error of ours reaches the job."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import leaks
+import torchwhere
+from models import Model, batch
+from torchwhere import session
+
+
+def train(model: nn.Module, steps: int = 2) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(steps):
+        loss = model(batch(seed=step)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def kinds(folder: Path) -> list[str]:
+    return [event.kind for event in torchwhere.read_run(folder).events()]
+
+
+# -- lifetime --------------------------------------------------------------------------------------------------------------
+
+
+def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
+    """The three ways to watch record the same."""
+    model = Model()
+    with torchwhere.watch(model, out=tmp_path / "with"):
+        train(model)
+
+    @torchwhere.watch(model, out=tmp_path / "decorator")
+    def decorated() -> None:
+        train(model)
+
+    decorated()
+    torchwhere.start(model, out=tmp_path / "pair")
+    train(model)
+    torchwhere.stop()
+    first = kinds(tmp_path / "with")
+    assert first == kinds(tmp_path / "decorator") == kinds(tmp_path / "pair")
+    assert first == ["start", "step_begin", *["optimizer", "step_end", "step_begin"] * 2, "end"]
+
+
+def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A watch inside a watch joins it; the outer one ends it; another folder is said and not used."""
+    model = Model()
+    with torchwhere.watch(out=tmp_path / "outer"):
+        with torchwhere.watch(model, out=tmp_path / "inner"):
+            train(model, 1)
+        assert session.current() is not None
+        train(model, 1)
+    assert session.current() is None
+    assert kinds(tmp_path / "outer").count("optimizer") == 2
+    assert not (tmp_path / "inner").exists()
+    assert "is not used" in caplog.text
+
+
+def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
+    """An exception ends the watch, is recorded as its reason, and goes on unchanged."""
+    with pytest.raises(KeyError, match="mine"), torchwhere.watch(out=tmp_path):
+        raise KeyError("mine")
+    assert session.current() is None
+    *_, end = torchwhere.read_run(tmp_path).events()
+    assert end.fields["reason"] == "exception: KeyError: 'mine'"
+
+
+def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
+    """Only `Exception` is ever caught: an interrupt inside a sense belongs to the user."""
+
+    class Interrupts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), torchwhere.watch(out=tmp_path):
+        nn.Sequential(Interrupts())(batch())
+
+
+def test_stop_without_start_does_nothing() -> None:
+    """`stop`, `note`, `phase` and `step` without a watch are silent: they stay in training scripts."""
+    torchwhere.stop()
+    torchwhere.note("nobody listens", answer=42)
+    torchwhere.step()
+    with torchwhere.phase("data"):
+        place = torchwhere.where()
+    assert (place.rank, place.step, place.pass_, place.certainty) == (0, None, "outside", "unknown")
+
+
+def test_hundred_rounds_leave_nothing(tmp_path: Path) -> None:
+    """After 100 start/stop rounds, some ended by exceptions, nothing is left and memory has grown by less than 1 MB."""
+    model = Model()
+
+    def rounds(count: int) -> None:
+        for index in range(count):
+            try:
+                with torchwhere.watch(model, out=tmp_path, records=256), torchwhere.watch():
+                    train(model, 1)
+                    if index % 3 == 0:
+                        raise RuntimeError("as planned")
+            except RuntimeError:
+                pass
+            for box in tmp_path.glob("*.box"):
+                box.unlink()
+
+    rounds(30)  # what torch and the allocator keep for themselves
+    before, grown_from = leaks.snapshot(), _memory_bytes()
+    rounds(100)
+    assert leaks.differences(before, leaks.snapshot()) == []
+    assert _memory_bytes() - grown_from < 1_000_000
+
+
+def _memory_bytes() -> int:
+    gc.collect()
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGESIZE")
+
+
+# -- steps, notes, phases --------------------------------------------------------------------------------------------------
+
+
+def test_steps_set_by_the_user(tmp_path: Path) -> None:
+    """Once the user says which step it is, optimizers no longer count."""
+    model = Model()
+    with torchwhere.watch(model, out=tmp_path):
+        torchwhere.step(100)
+        train(model, 2)
+        assert torchwhere.where().step == 100
+        torchwhere.step()
+        assert torchwhere.where().step == 101
+
+
+def test_two_optimizers_make_one_step() -> None:
+    """Two optimizers that step one after the other make one step, and so do two that alternate."""
+    model = Model()
+    first = torch.optim.SGD(model.layers.parameters(), 0.1)
+    second = torch.optim.AdamW(model.head.parameters(), 0.1)
+    with torchwhere.watch(model):
+        for _ in range(3):
+            model(batch()).sum().backward()
+            first.step()
+            second.step()
+        assert torchwhere.where().step == 3
+
+
+def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
+    """A closure given to an optimizer (LBFGS, Lightning) has the pass that runs in it, not the optimizer's."""
+    model = Model()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    places = []
+    model.head.register_forward_hook(lambda *_: places.append(torchwhere.where()))
+    model.head.weight.register_post_accumulate_grad_hook(lambda _: places.append(torchwhere.where()))
+
+    def closure() -> Any:
+        places.append(torchwhere.where())
+        optimizer.zero_grad()
+        loss = model(batch()).pow(2).mean()
+        loss.backward()
+        return loss
+
+    with torchwhere.watch(model):
+        optimizer.step(closure)
+        after = torchwhere.where()
+    assert [place.pass_ for place in places[:3]] == ["optimizer", "forward", "backward"]
+    assert (after.pass_, after.step) == ("outside", 1)
+
+
+def test_optimizer_that_raises_leaves_no_stale_pass() -> None:
+    """After an optimizer step that raised, the place is no longer the optimizer."""
+    param = nn.Parameter(torch.ones(1))
+
+    class Breaks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise RuntimeError("as planned")
+
+    optimizer = Breaks([param], 0.1)
+    with torchwhere.watch():
+        with pytest.raises(RuntimeError, match="as planned"):
+            optimizer.step()
+        assert torchwhere.where().pass_ == "outside"
+
+
+def test_notes_and_phases(tmp_path: Path) -> None:
+    """Notes keep their fields, phases nest and end with exceptions too, and both have a place."""
+
+    @torchwhere.phase("epoch")
+    def epoch() -> None:
+        with torchwhere.phase("data"):
+            torchwhere.note("loaded", rows=3, tensor=torch.ones(1))
+        raise ValueError("no data")
+
+    with torchwhere.watch(out=tmp_path), pytest.raises(ValueError, match="no data"):
+        epoch()
+    events = list(torchwhere.read_run(tmp_path).events(kinds={"note", "phase_begin", "phase_end"}))
+    assert [(event.kind, event.fields.get("phase")) for event in events] == [
+        ("phase_begin", "epoch"),
+        ("phase_begin", "data"),
+        ("note", None),
+        ("phase_end", "data"),
+        ("phase_end", "epoch"),
+    ]
+    note = events[2]
+    assert note.fields == {"text": "loaded", "rows": 3, "tensor": "tensor([1.])"}
+    assert note.place.line is not None
+    assert "test_session.py:" in note.place.line
+
+
+def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
+    """With module events on, each call of a module is an enter and an exit; a wrapper and what it wraps are one call."""
+    model = torch.nn.parallel.DataParallel(Model(depth=1))
+    with torchwhere.watch(model, out=tmp_path, module_events=True):
+        model(batch())
+    events = torchwhere.read_run(tmp_path).events(kinds={"module_enter", "module_exit"})
+    assert [(event.kind.removeprefix("module_"), event.place.module, event.place.call) for event in events] == [
+        ("enter", "", 0),
+        ("enter", "layers.0", 0),
+        ("enter", "layers.0.up", 0),
+        ("exit", "layers.0.up", 0),
+        ("enter", "layers.0.down", 0),
+        ("exit", "layers.0.down", 0),
+        ("exit", "layers.0", 0),
+        ("enter", "head", 0),
+        ("exit", "head", 0),
+        ("exit", "", 0),
+    ]
+
+
+def test_exception_is_an_event(tmp_path: Path) -> None:
+    """An exception that leaves a module is recorded with its place, once, although it passes several modules."""
+
+    class Raises(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("deep inside")
+
+    with torchwhere.watch(out=tmp_path), pytest.raises(ValueError, match="deep inside"):
+        nn.Sequential(nn.Sequential(nn.Linear(8, 8), Raises()))(batch())
+    (event,) = torchwhere.read_run(tmp_path).events(kinds={"exception"})
+    assert (event.place.module, event.fields["text"]) == ("0.1", "ValueError: deep inside")
+
+
+# -- our own errors --------------------------------------------------------------------------------------------------------
+
+
+class Bug(Exception):
+    """An error of ours, planted."""
+
+
+def _plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int, ...]) -> list[int]:
+    """Make a function of ours raise at its first, second and seventeenth call."""
+    original, count = getattr(owner, name), [0]
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] in at:
+            raise Bug(name)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, planted)
+    return count
+
+
+SENSES = {
+    "modules": ("torchwhere.sense.modules.ModuleSense", "_enter_slowly"),
+    "backward": ("torchwhere.sense.backward.BackwardSense", "_move"),
+    "optimizers": ("torchwhere.recorder.Recorder", "optimizer_stepped"),
+    "exceptions": ("torchwhere.recorder.Recorder", "exception"),
+    "collectives": ("torchwhere.sense.groups.Groups", "of"),
+    "compilation": ("torchwhere.recorder.Recorder", "compile_begins"),
+    "notes and phases": ("torchwhere.recorder.Recorder", "note"),
+}
+
+
+def _busy(model: nn.Module) -> list[float]:
+    """Training that uses every sense."""
+    import torch.distributed as dist
+
+    losses = []
+    for step in range(8):
+        torchwhere.note("step", step=step)
+        losses += train(model, 1)
+        dist.all_reduce(torch.ones(1))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(3, 3))
+        torch.compile(eval("lambda x: x + 1"), backend="eager")(torch.ones(1))
+    return losses
+
+
+@pytest.mark.parametrize("sense", SENSES)
+def test_our_own_errors_never_reach_the_job(
+    sense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, one_rank: None
+) -> None:
+    """A sense that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once and switches itself off."""
+    path, name = SENSES[sense]
+    module, _, class_name = path.rpartition(".")
+    torch.manual_seed(0)
+    expected = _busy(Model())
+    for calls in ((1, 2, 17), tuple(range(1, 1000))):
+        caplog.clear()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+            count = _plant(patch, getattr(sys.modules[module], class_name), name, calls)
+            torch.manual_seed(0)
+            with torchwhere.watch(out=tmp_path):
+                assert _busy(Model()) == expected
+        assert count[0] >= 3
+        said = [record for record in caplog.records if f"the sense for {sense} failed" in record.getMessage()]
+        assert len(said) <= 1 if sense == "notes and phases" else len(said) == 1
+
+
+# -- processes and threads -------------------------------------------------------------------------------------------------
+
+
+class Squares(torch.utils.data.Dataset[torch.Tensor]):
+    """A dataset whose workers run a module, as transforms do."""
+
+    def __init__(self) -> None:
+        self.transform = nn.Linear(2, 2)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        torchwhere.note("in a worker")
+        assert torchwhere.where().step is None
+        return self.transform(torch.full((2,), float(index))).detach()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_data_loader_workers_leave_the_box_alone(tmp_path: Path, start_method: str) -> None:
+    """Forked and spawned workers do not write into the parent's box; the parent goes on recording."""
+    loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
+    with torchwhere.watch(out=tmp_path, module_events=True):
+        torchwhere.note("before")
+        assert len(list(loader)) == 4
+        torchwhere.note("after")
+    run = torchwhere.read_run(tmp_path)
+    assert [event.fields.get("text") for event in run.events(kinds={"note"})] == ["before", "after"]
+    assert not list(run.events(kinds={"module_enter"}))
+    assert run.boxes[0].counts.torn == 0
+
+
+def test_threads_lose_nothing(tmp_path: Path) -> None:
+    """Sixteen threads that note and call modules at once: every note is there, each with its own thread."""
+    model = Model()
+
+    def work(number: int) -> None:
+        for index in range(200):
+            model(batch())
+            torchwhere.note("n", thread=number, index=index)
+
+    with torchwhere.watch(model, out=tmp_path):
+        threads = [threading.Thread(target=work, args=(n,), name=f"writer-{n}") for n in range(16)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    run = torchwhere.read_run(tmp_path)
+    notes = list(run.events(kinds={"note"}))
+    assert sorted((e.fields["thread"], e.fields["index"]) for e in notes) == [(t, i) for t in range(16) for i in range(200)]
+    assert all(event.place.thread == f"writer-{event.fields['thread']}" for event in notes)
+    assert run.boxes[0].counts.torn == 0
+
+
+def run_python(code: str, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | environment,
+    )
+
+
+JOB = """
+    import sys, torch, torchwhere
+    from torch import nn
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    def train(steps=3):
+        for _ in range(steps):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    def where_is_it(path): return sys.argv[1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "reason"),
+    [
+        ("", 0, "exit"),
+        ("sys.exit(3)", 3, "exit"),
+        ("raise ValueError('last words')", 1, "exception: ValueError: last words"),
+    ],
+)
+def test_interpreter_shutdown(tmp_path: Path, ending: str, code: int, reason: str) -> None:
+    """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason is in the box."""
+    program = textwrap.dedent(JOB) + f"\ntorchwhere.start(model, out=sys.argv[1])\ntrain()\n{ending}\n"
+    done = run_python(program, tmp_path)
+    assert done.returncode == code, done.stderr
+    *_, end = torchwhere.read_run(tmp_path).events()
+    assert (end.kind, end.fields["reason"]) == ("end", reason)
+
+
+@pytest.mark.parametrize("trouble", ["read-only", "truncated", "deleted", "not a folder"])
+def test_trouble_with_the_folder(tmp_path: Path, trouble: str) -> None:
+    """Whatever happens to the folder, the job goes on with one warning."""
+    folder = tmp_path / "run"
+    if trouble == "not a folder":
+        folder.write_text("a file")
+    if trouble == "read-only":
+        folder = Path("/proc/torchwhere-run")
+    during = {
+        "truncated": "import os; os.truncate(sys.argv[1] + '/rank0.box', 0)",
+        "deleted": "import shutil; shutil.rmtree(sys.argv[1])",
+    }.get(trouble, "")
+    program = (
+        textwrap.dedent(JOB)
+        + f"""
+with torchwhere.watch(model, out=sys.argv[1], module_events=True):
+    train()
+    {during or "pass"}
+    train(50)
+print("done")
+"""
+    )
+    done = run_python(program, folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "done\n"
+    assert done.stderr.count("torchwhere:") == 1, done.stderr
+
+
+def test_place_as_text_and_json() -> None:
+    """A place is one line as text, and a dict that JSON can hold."""
+    model = Model()
+    places = []
+    model.layers[1].up.register_forward_hook(lambda *_: places.append(torchwhere.where()))
+    with torchwhere.watch(model):
+        model(batch())
+    (place,) = places
+    assert "\n" not in str(place)
+    assert str(place).startswith("rank 0, step 0, forward of layers.1.up, ")
+    assert json.loads(json.dumps(place.to_dict()))["pass"] == "forward"
