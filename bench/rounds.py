@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -56,7 +56,7 @@ def _round(job: Job, workload: Workload, times: dict[Contender, Times], stack: E
         if found.error is not None:
             continue
         try:
-            found.seconds.append(_time(job, contender, steps))
+            found.seconds.append(_time(job, contender, steps, workload.clock))
         except Exception as error:
             found.error = f"{type(error).__name__}: {error}".partition("\n")[0]
             stack.close()
@@ -78,22 +78,22 @@ def _turned(contenders: Sequence[Contender], by: int) -> Sequence[Contender]:
     return (*contenders[at:], *contenders[:at])
 
 
-def _time(job: Job, contender: Contender, steps: int) -> float:
+def _time(job: Job, contender: Contender, steps: int, clock: Callable[[], float]) -> float:
     """Seconds a step under one contender."""
     if contender.anew_each_step:
-        return sum(_time_inside(job, contender, 1, warm=False) for _ in range(steps)) / steps
-    return _time_inside(job, contender, steps, warm=True)
+        return sum(_time_inside(job, contender, 1, clock, warm=False) for _ in range(steps)) / steps
+    return _time_inside(job, contender, steps, clock, warm=True)
 
 
-def _time_inside(job: Job, contender: Contender, steps: int, *, warm: bool) -> float:
+def _time_inside(job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: bool) -> float:
     gc.collect()
     gc.freeze()
     with contender.enter(job.model):
         if warm:
             job.step()
         job.finish()
-        start = time.perf_counter()
+        start = clock()
         for _ in range(steps):
             job.step()
         job.finish()
-        return (time.perf_counter() - start) / steps
+        return (clock() - start) / steps

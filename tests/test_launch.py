@@ -135,7 +135,12 @@ def test_module_as_script(tmp_path: Path) -> None:
 
 NESTED = "def fails():\n    raise {error}\n\ndef calls():\n    fails()\n\ncalls()\n"
 SCRIPTS = {
-    "raises": "def fails():\n    1 / 0\n\ntry:\n    fails()\nexcept ArithmeticError as e:\n    raise ValueError('two\\nlines') from e\n",
+    "raises": """
+try:
+    1 / 0
+except ArithmeticError as error:
+    raise ValueError("two\\nlines") from error
+""",
     "exits": "import sys\nsys.exit(3)\n",
     "exits_with_text": "import sys\nsys.exit('no data in /data')\n",
     "interrupted": "raise KeyboardInterrupt\n",
@@ -178,7 +183,7 @@ REASONS = {
     "main_stays": "exit 0",
 }
 NOTES = {
-    "raises": "torchwhere: rank 0, step 0, outside any module, raises.py:7; no collective so far",
+    "raises": "torchwhere: rank 0, step 0, outside any module, raises.py:5; no collective so far",
     "in_a_module": "torchwhere: rank 0, step 0, forward of 1, in_a_module.py:7; no collective so far",
 }
 

@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from torchwhere import identity
 from torchwhere.blackbox.writer import DEFAULT_RECORDS, BoxWriter, box_name
@@ -24,7 +25,7 @@ from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.inspect.names import NameTable
 from torchwhere.place import Certainty, Place
 from torchwhere.recorder import Recorder
-from torchwhere.sense import stack
+from torchwhere.sense import _torch, stack
 from torchwhere.sense.backward import BackwardSense
 from torchwhere.sense.collectives import CollectiveSense
 from torchwhere.sense.compilation import CompilationSense
@@ -291,6 +292,7 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
         return watched  # type: ignore[return-value]
 
 
+@_torch.unseen
 def where() -> Place:
     """The place of the calling thread, now. Without a watch: the rank, and that nothing is known."""
     session = _current
@@ -304,7 +306,7 @@ def step(number: int | None = None) -> None:
     if number is not None and (not isinstance(number, int) or number < 0):
         raise ValueError(f"step({number!r}): expected a step number of 0 or more, or nothing for the next one")
     session = _current
-    if session is not None:
+    if session is not None and not is_dynamo_compiling():
         session.recorder.step_is_users = True
         session.next_step(session.recorder.step + 1 if number is None else number)
 
@@ -312,7 +314,7 @@ def step(number: int | None = None) -> None:
 def note(text: str, /, **fields: Any) -> None:
     """Leave a note at this place, with any fields that JSON can hold. Does nothing while nobody watches."""
     session = _current
-    if session is not None:
+    if session is not None and not is_dynamo_compiling():
         _quietly(session.recorder.note, str(text), fields, frame=stack.caller(0))
 
 
@@ -326,13 +328,13 @@ class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):
 
     def __enter__(self) -> Self:
         session = _current
-        if session is not None:
+        if session is not None and not is_dynamo_compiling():
             _quietly(session.recorder.phase_begins, self._name, frame=stack.caller(0))
         return self
 
     def __exit__(self, *_error: object) -> None:
         session = _current
-        if session is not None:
+        if session is not None and not is_dynamo_compiling():
             _quietly(session.recorder.phase_ends, self._name, frame=stack.caller(0))
 
     def __call__(self, function: Function) -> Function:
@@ -344,6 +346,7 @@ class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):
         return timed  # type: ignore[return-value]
 
 
+@_torch.unseen
 def _quietly(tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Notes and phases are ours, not the job's: what goes wrong in them is said once and goes no further."""
     try:

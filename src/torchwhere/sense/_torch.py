@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +176,29 @@ def missing(sense: str) -> list[str]:
     ]
 
 
-def skip_frame_in_dynamo(code: Any) -> None:
-    """Have dynamo leave frames of `code` alone, while what they call is compiled as ever. Lasts as long as `code`."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def stepped_over(function: Function) -> Function:
+    """Have dynamo step over frames of a wrapper of ours, while what it calls is compiled as ever."""
+    return _tell_dynamo(function, what_it_calls="DEFAULT")
+
+
+def unseen(function: Function) -> Function:
+    """Have dynamo leave a function of ours alone, and everything it calls.
+
+    Where a graph breaks, dynamo tries to compile every Python frame that runs next: without this, our own.
+    """
+    return _tell_dynamo(function, what_it_calls="SKIP")
+
+
+def _tell_dynamo(function: Function, *, what_it_calls: str) -> Function:
     eval_frame = private("eval_frame")
     action = getattr(eval_frame, "_FrameAction", None)
     if action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
-        eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT))
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, what_it_calls))
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def is_dynamo_loaded() -> bool:

@@ -63,6 +63,7 @@ class BackwardSense:
     def _make_wrapper(self) -> Any:
         original, enter, leave, trouble = self._original, self._enter, self._leave, self.trouble
 
+        @_torch.stepped_over
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 track, below, handles = enter(t_outputs, args)
@@ -82,6 +83,7 @@ class BackwardSense:
 
         return _engine_run_backward
 
+    @_torch.unseen
     def _enter(self, outputs: Any, args: tuple[Any, ...]) -> tuple[Track, int, list[Any]]:
         track = self._locator.threads.here()
         below = track.top
@@ -93,6 +95,7 @@ class BackwardSense:
         self._move(track, BACKWARD_WORD, line=self._locator.line_id(looked.file, looked.line))
         return track, below, handles
 
+    @_torch.unseen
     def _leave(self, track: Track, below: int, handles: list[Any]) -> None:
         for handle in handles:
             handle.remove()
@@ -119,6 +122,7 @@ class BackwardSense:
                 handles.append(node.register_prehook(partial(self._announced, word)))
         return handles
 
+    @_torch.unseen
     def _announced(self, word: int, _gradients: Any) -> None:
         try:
             self._locator.threads.here().log(self._sequence_nr(), word)

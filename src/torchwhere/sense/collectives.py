@@ -136,6 +136,7 @@ class CollectiveSense:
         below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
         redispatch, issue, trouble = overload._handle.redispatch_boxed, self._issue, self.trouble
 
+        @_torch.stepped_over
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self._active:
                 try:
@@ -146,6 +147,7 @@ class CollectiveSense:
 
         return kernel
 
+    @_torch.unseen
     def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
         group = self._groups.of(args[op.group_at])
         looked = stack.read(sys._getframe(2))

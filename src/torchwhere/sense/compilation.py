@@ -41,12 +41,14 @@ class CompilationSense:
             handler.start_callbacks = [callback for callback in handler.start_callbacks if callback != self._begin]
             handler.end_callbacks = [callback for callback in handler.end_callbacks if callback != self._end]
 
+    @_torch.unseen
     def _begin(self, args: Any) -> None:
         try:
             self._on_begin(str(getattr(args, "compile_id", "?")))
         except Exception as error:
             self.trouble(error)
 
+    @_torch.unseen
     def _end(self, args: Any) -> None:
         try:
             self._on_end(str(getattr(args, "compile_id", "?")))

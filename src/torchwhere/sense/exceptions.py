@@ -15,7 +15,7 @@ from torch import nn
 
 from torchwhere.blackbox.layout import FLAG_INFERRED
 from torchwhere.place import Pass
-from torchwhere.sense import stack
+from torchwhere.sense import _torch, stack
 from torchwhere.sense.backward import graph_of
 from torchwhere.sense.locate import Locator, Spot
 from torchwhere.sense.tracks import Track
@@ -44,6 +44,7 @@ class ExceptionSense:
     def remove(self) -> None:
         self.active = False
 
+    @_torch.unseen
     def in_module(self, error: BaseException, track: Track) -> None:
         """`error` is leaving a module call; `track` still points at that call."""
         if self.active and _is_news(error):
@@ -52,6 +53,7 @@ class ExceptionSense:
             except Exception as own:
                 self.trouble(own)
 
+    @_torch.unseen
     def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
         """`error` is leaving the autograd engine: the node that raised it is no longer running."""
         if self.active and _is_news(error):

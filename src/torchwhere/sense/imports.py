@@ -8,6 +8,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from torchwhere.sense import _torch
 from torchwhere.sense.trouble import Trouble
 
 
@@ -28,6 +29,7 @@ class Imports:
         if self in sys.meta_path:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
+    @_torch.unseen
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Part of the import protocol. Finds nothing by itself: asks the others, and listens in on the loading."""
         callback = self._waiting.pop(name, None)
@@ -43,6 +45,7 @@ class Imports:
     def _listen(self, loader: Any, callback: Callable[[], object]) -> None:
         original = loader.exec_module
 
+        @_torch.stepped_over
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             original(module)
@@ -50,6 +53,7 @@ class Imports:
 
         loader.exec_module = exec_module
 
+    @_torch.unseen
     def _arrived(self, callback: Callable[[], object]) -> None:
         try:
             callback()

@@ -70,7 +70,6 @@ class ModuleSense:
             self.add_model(model)
         self._original = nn.Module.__call__
         self._wrapper = self._make_wrapper()
-        _torch.skip_frame_in_dynamo(self._wrapper.__code__)
         nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         return _torch.missing("modules")
 
@@ -99,6 +98,7 @@ class ModuleSense:
         compiling = torch.compiler.is_dynamo_compiling
         emit = self._make_emit() if self._events else None
 
+        @_torch.stepped_over
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
             if compiling():
                 return original(self, *args, **kwargs)
@@ -155,6 +155,7 @@ class ModuleSense:
         """Records a module event; only there when they were asked for."""
         record, now, current_step, locator = self._box.record, time.monotonic_ns, self._current_step, self._locator
 
+        @_torch.unseen
         def emit(kind: int, word: int, track: Track) -> None:
             if word < FIRST_MODULE_WORD:
                 return
@@ -167,6 +168,7 @@ class ModuleSense:
 
     # -- the first time, and the outermost call ----------------------------------------------------------------------
 
+    @_torch.unseen
     def _enter_slowly(self, module: nn.Module, track: Track, below: int) -> int:
         """The word for a module that is unknown, a wrapper, or called outside any other."""
         track.ready()

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch.compiler import is_dynamo_compiling
+
 from torchwhere.place import Pass
 from torchwhere.sense import _torch
 from torchwhere.sense.locate import Locator
@@ -54,7 +56,10 @@ class OptimizerSense:
         if self._engine_wrapper is not None and engine.step is self._engine_wrapper:
             engine.step = self._engine_step
 
+    @_torch.unseen
     def _before(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if is_dynamo_compiling():
+            return
         try:
             track = self._locator.threads.here()
             track.below_optimizer.append(track.top)
@@ -62,7 +67,10 @@ class OptimizerSense:
         except Exception as error:
             self.trouble(error)
 
+    @_torch.unseen
     def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        if is_dynamo_compiling():
+            return
         try:
             track = self._locator.threads.here()
             self._on_optimizer(type(optimizer).__name__)
@@ -78,6 +86,7 @@ class OptimizerSense:
         original = self._engine_step = engine.step
         begin, end = self._engine_begins, self._engine_ends
 
+        @_torch.stepped_over
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             begun = begin(self)
             try:
@@ -87,6 +96,7 @@ class OptimizerSense:
 
         self._engine_wrapper = engine.step = step
 
+    @_torch.unseen
     def _engine_begins(self, engine: Any) -> int | None:
         try:
             self._before(None, None, None)
@@ -96,6 +106,7 @@ class OptimizerSense:
             self.trouble(error)
             return None
 
+    @_torch.unseen
     def _engine_ends(self, engine: Any, begun: int | None) -> None:
         try:
             track = self._locator.threads.here()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from torchwhere.blackbox.layout import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.place import Pass
+from torchwhere.sense import _torch
 
 LOG_LENGTH = 1 << 16  # transitions kept per thread, a power of two: 1 MiB
 LOG_MASK = LOG_LENGTH - 1
@@ -138,6 +139,7 @@ class Threads:
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
 
+    @_torch.unseen
     def here(self) -> Track:
         """The calling thread's track."""
         try:

@@ -10,6 +10,8 @@ import contextlib
 import logging
 from collections.abc import Callable
 
+from torchwhere.sense import _torch
+
 log = logging.getLogger("torchwhere")
 
 FEW = 3
@@ -24,6 +26,7 @@ class Trouble:
         self.is_over = False  # the watch has ended; a thread that was inside a call finds nothing to write to
         self._switch_off = switch_off
 
+    @_torch.unseen
     def __call__(self, error: Exception) -> None:
         if self.is_over:
             return

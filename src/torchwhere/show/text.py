@@ -8,6 +8,7 @@ program and may hold anything: they are shown with control characters replaced, 
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -327,7 +328,7 @@ def _group_row(group: dict[str, Any]) -> list[Cell]:
 def print_lines(make: Callable[..., Iterator[Line]]) -> None:
     """Print what `make(width=...)` gives: coloured and as wide as the terminal; uncut and uncoloured into a file or pipe."""
     console = Console(highlight=False)
-    lines = make(width=console.width if sys.stdout.isatty() else None)
+    lines = make(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     render = _plain_lines if console.color_system is None else partial(_coloured_lines, console=console)
     while block := list(itertools.islice(lines, _BLOCK)):
         sys.stdout.write(render(block))

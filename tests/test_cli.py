@@ -1,0 +1,407 @@
+"""The command line: what each command prints for a real run, and what it says when it cannot. Golden outputs are in `golden/`.
+
+TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchwhere
+from torchwhere.blackbox import layout
+from torchwhere.events import KIND_LABELS
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden"
+BIN = Path(sys.executable).parent
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR", "NO_COLOR")
+}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "COLUMNS": "", "TERM": "xterm-256color"}
+
+PLACE_FIELDS = {"kind", "rank", "step", "pass", "module", "call", "line", "graph", "thread", "t_ns"}
+COLLECTIVE_FIELDS = {"op", "raw_op", "group", "number", "dtype", "shapes", "bytes", "for", "async", "peer"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that `make demo` makes: two ranks, FSDP2."""
+    folder = tmp_path_factory.mktemp("demo") / "run"
+    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "torchwhere", "run", "--out", folder]
+    subprocess.run(
+        [*command, "examples/train_fsdp2.py"], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=120
+    )
+    return folder
+
+
+@pytest.fixture
+def copy(demo: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be damaged."""
+    return Path(shutil.copytree(demo, tmp_path / "run"))
+
+
+def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [BIN / "torchwhere", *map(str, arguments)]
+    return subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60)
+
+
+def out(*arguments: object) -> str:
+    done = call(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def refused(*arguments: object) -> str:
+    """What a command says that ends with exit code 2 and prints nothing else."""
+    done = call(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr.removeprefix("torchwhere: ").removesuffix("\n")
+
+
+def objects(*arguments: object) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out(*arguments, "--json").splitlines()]
+
+
+def assert_golden(name: str, text: str) -> None:
+    path = GOLDEN / name
+    if os.environ.get("TORCHWHERE_REGENERATE"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def without_times(text: str) -> str:
+    """Events without the one column that is never the same."""
+    text = re.sub(r"^(rank +step) +time", r"\1   time", text)
+    return re.sub(r"^( +\d+ +\d+) +\d+\.\d{3} ", r"\1  0.000 ", text, flags=re.MULTILINE)
+
+
+# -- what is printed -------------------------------------------------------------------------------------------------------
+
+
+def test_events_table(demo: Path) -> None:
+    """`events` prints one line an event: where and what, aligned, rank after rank."""
+    assert_golden("demo-events.txt", without_times(out("events", demo, "--last", 30)))
+
+
+def test_comms_tree(demo: Path) -> None:
+    """`comms` prints the collectives below the modules that issued them."""
+    assert_golden("demo-comms.txt", out("comms", demo))
+
+
+def test_comms_json(demo: Path) -> None:
+    """`comms --json` prints the same tree, with full names, as one object."""
+    (found,) = objects("comms", demo)
+    assert_golden("demo-comms.json", json.dumps(found, indent=1) + "\n")
+
+
+def test_groups(demo: Path) -> None:
+    """`groups` lists the process groups and who is in them."""
+    assert out("groups", demo) == (
+        "group  description  mesh dimension  backend  ranks\n0      default_pg   -               gloo     0-1\n"
+    )
+    (group,) = objects("groups", demo)
+    assert {key: group[key] for key in ("name", "desc", "ranks")} == {"name": "0", "desc": "default_pg", "ranks": [0, 1]}
+
+
+def test_events_json_contract(demo: Path) -> None:
+    """`events --json` prints one object a line with the fields that are promised, and the same numbers on both ranks."""
+    events = objects("events", demo)
+    assert all(event.keys() >= PLACE_FIELDS for event in events)
+    collectives = [event for event in events if event["kind"] == "collective"]
+    assert all(event.keys() >= PLACE_FIELDS | COLLECTIVE_FIELDS for event in collectives)
+    streams = [[(e["group"], e["number"], e["op"], e["bytes"]) for e in collectives if e["rank"] == rank] for rank in (0, 1)]
+    assert streams[0] == streams[1]
+    first = collectives[0]
+    assert first | {"t_ns": 0, "thread": ""} == first | {
+        "t_ns": 0,
+        "thread": "",
+        "kind": "collective",
+        "rank": 0,
+        "step": 0,
+        "pass": "forward",
+        "module": "",
+        "call": 0,
+        "line": "examples/train_fsdp2.py:44",
+        "graph": None,
+        "op": "all_gather_into_tensor",
+        "group": "0",
+        "number": 0,
+        "dtype": "float32",
+        "for": "",
+        "peer": None,
+    }
+
+
+def test_events_can_be_chosen(demo: Path) -> None:
+    """`--rank`, `--last` and `--kind` choose, and may be combined and repeated."""
+    assert {event["rank"] for event in objects("events", demo, "--rank", 1)} == {1}
+    assert [event["rank"] for event in objects("events", demo, "--last", 2)] == [0, 0, 1, 1]
+    kinds = objects("events", demo, "--kind", "optimizer", "--kind", "end", "--rank", 0, "--last", 2)
+    assert [event["kind"] for event in kinds] == ["optimizer", "end"]
+    assert {event["rank"] for event in objects("events", demo, "--rank", 0, "--rank", 1)} == {0, 1}
+    (one,) = objects("comms", demo, "--rank", 1)
+    assert one["ranks"] == [1]
+
+
+def test_nothing_chosen(demo: Path) -> None:
+    """When no event is of the kind asked for, that is said, and is no error."""
+    done = call("events", demo, "--kind", "compile_begin")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", f"torchwhere: no such events in {demo}\n")
+
+
+def test_head_may_stop_it(demo: Path) -> None:
+    """`| head` ends a command early without a word, whoever writes first."""
+    for command in ("events", "events --json", "comms", "groups"):
+        for reader in ("head -n 1", "true"):
+            script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
+            done = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def terminal(*arguments: object, width: int, **environment: str) -> str:
+    """What a command prints on a terminal of some width."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
+    process = subprocess.Popen([BIN / "torchwhere", *map(str, arguments)], stdout=slave, env=ENVIRONMENT | environment)
+    os.close(slave)
+    printed = b""
+    try:
+        while block := os.read(master, 65536):
+            printed += block
+    except OSError:  # the other side is closed
+        pass
+    finally:
+        os.close(master)
+    assert process.wait(60) == 0
+    return printed.decode().replace("\r\n", "\n")
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_fits_the_terminal(demo: Path, width: int) -> None:
+    """On a terminal no line is longer than the terminal is wide, and names are cut where they tell least."""
+    comms = terminal("comms", demo, width=width, TERM="dumb")
+    events = terminal("events", demo, "--last", 12, "--rank", 0, width=width, TERM="dumb")
+    assert max(map(len, (comms + events).splitlines())) <= width
+    assert_golden(f"demo-{width}-columns.txt", comms + "\n" + without_times(events))
+
+
+def test_colours(demo: Path) -> None:
+    """A terminal gets colours unless NO_COLOR asks for none; a pipe gets none unless FORCE_COLOR asks for them."""
+    assert "\x1b[32mforward" in terminal("comms", demo, width=120)
+    assert "\x1b[32mforward" in call("comms", demo, FORCE_COLOR="1").stdout
+    assert "\x1b[3" not in terminal("comms", demo, width=120, NO_COLOR="1")
+    assert "\x1b" not in out("comms", demo)
+
+
+def test_terminal_without_unicode(demo: Path) -> None:
+    """Where the output knows no Unicode, signs are replaced instead of failing."""
+    done = call("comms", demo, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? forward   all_gather_into_tensor" in done.stdout
+
+
+def test_hostile_notes(tmp_path: Path) -> None:
+    """Whatever a program puts into its notes, names and fields stays text on the terminal and valid JSON in a pipe."""
+    evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202eevil\x9b31m"
+    with torchwhere.watch(out=tmp_path):
+        torchwhere.note(evil, loss=float("nan"), **{evil: float("-inf")})
+        torchwhere.note("long " * 10_000)
+        with torchwhere.phase(evil):
+            pass
+    table = out("events", tmp_path)
+    assert all(line.isprintable() and len(line) < 1200 for line in table.splitlines())
+    assert "evil" in table
+    assert all(line.isprintable() for line in terminal("events", tmp_path, width=80, TERM="dumb").splitlines())
+
+    def not_json(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = out("events", tmp_path, "--json").splitlines()
+    note = next(found for line in lines if (found := json.loads(line, parse_constant=not_json))["kind"] == "note")
+    assert (note["text"], note["loss"], note[evil]) == (evil, "nan", "-inf")
+
+
+# -- what cannot be read ---------------------------------------------------------------------------------------------------
+
+
+def test_unknown_folder(tmp_path: Path) -> None:
+    """A folder that is not there is refused, with what to type to make one."""
+    nowhere = tmp_path / "nowhere"
+    expected = f"there is no folder {nowhere}. Record one with: torchwhere run --out {nowhere} train.py"
+    assert [refused(command, nowhere) for command in ("events", "comms", "groups")] == [expected] * 3
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    """A folder without boxes is refused, with what to type to make some."""
+    expected = f"{tmp_path} holds no black box (*.box). Record one with: torchwhere run --out {tmp_path} train.py"
+    assert refused("events", tmp_path) == expected
+
+
+def with_version(box: Path, version: int) -> None:
+    """Rewrite both headers of a box as those of another version of the format."""
+    data = bytearray(box.read_bytes())
+    for start in (copy * layout.HEADER_BYTES for copy in range(layout.HEADER_COPIES)):
+        struct.pack_into("<I", data, start + len(layout.MAGIC), version)
+        end = start + layout.HEADER_BYTES - 4
+        struct.pack_into("<I", data, end, zlib.crc32(data[start:end]))
+    box.write_bytes(data)
+
+
+def test_folder_of_another_version(copy: Path) -> None:
+    """Boxes of another version of the format are refused by that version's number; one among readable ones is only said."""
+    with_version(copy / "rank1.box", 99)
+    problem = f"written in format 99, this torchwhere reads {layout.VERSION}: use the other version"
+    done = call("groups", copy)
+    assert (done.returncode, "default_pg" in done.stdout) == (0, True)
+    assert done.stderr == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
+    with_version(copy / "rank0.box", 99)
+    assert refused("events", copy) == f"none of the 2 boxes in {copy} can be read: {problem}"
+
+
+def test_not_a_box(copy: Path) -> None:
+    """A file that only looks like a box is named, and the rest is shown."""
+    (copy / "rank7\x1b[2J.box").write_bytes(b"hello")
+    done = call("comms", copy)
+    assert done.returncode == 0
+    assert done.stderr == "torchwhere: rank7\N{REPLACEMENT CHARACTER}[2J.box: no readable header: not a black box, or damaged\n"
+
+
+def test_missing_rank(copy: Path) -> None:
+    """A run with missing ranks is shown as far as it is there, and what is missing is said."""
+    (copy / "rank1.box").unlink()
+    done = call("comms", copy)
+    assert (done.returncode, done.stderr) == (0, "torchwhere: 1 of 2 ranks: no box of rank 1\n")
+    assert done.stdout.startswith("1 rank, steps 0-5, all on default_pg")
+
+
+def test_rank_that_does_not_exist(demo: Path) -> None:
+    """A rank that is not there is refused, with those that are."""
+    for command in ("events", "comms", "groups"):
+        assert refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0, 1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["events", "x", "--kind", "colective"], "argument --kind: invalid choice: 'colective'"),
+        (["events", "x", "--last", "0"], "argument --last: '0' is not a number of 1 or more"),
+        (["events", "x", "--rank", "one"], "argument --rank: invalid int value: 'one'"),
+        (["run", "--records", "15", "x.py"], "argument --records: '15' is not a number of 16 or more"),
+        (["run"], "the following arguments are required: script"),
+        ([], "the following arguments are required: COMMAND"),
+        (["coms"], "invalid choice: 'coms'"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str) -> None:
+    """Wrong arguments end with exit code 2 and a message that names the argument."""
+    done = call(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_kinds_are_named_in_the_help() -> None:
+    """The help of `events` names every kind there is."""
+    words = set(re.findall(r"\w+", out("events", "--help")))
+    assert set(KIND_LABELS) <= words
+
+
+def test_version() -> None:
+    """`--version` says which."""
+    assert out("--version") == f"torchwhere {torchwhere.__version__}\n"
+
+
+# -- without torch ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def torchless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Python on a machine that has torchwhere, numpy and rich, and no torch."""
+    import numpy
+    import rich
+
+    folder = tmp_path_factory.mktemp("torchless")
+    for home, names in ((Path(numpy.__file__).parents[1], ("numpy", "numpy.libs")), (Path(rich.__file__).parents[1], RICH)):
+        for name in names:
+            if (home / name).exists():
+                (folder / name).symlink_to(home / name)
+    (folder / "torchwhere").symlink_to(ROOT / "src" / "torchwhere")
+
+    def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-P", *map(str, arguments)]
+        environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+    assert "No module named 'torch'" in python("-c", "import torch").stderr
+    return python
+
+
+RICH = ("rich", "pygments", "markdown_it", "mdurl")
+
+
+def test_reading_without_torch(demo: Path, torchless: Callable[..., Any]) -> None:
+    """A run can be read where there is no torch: table, tree, groups and JSON are the same."""
+    for command in (["events"], ["events", "--json"], ["comms"], ["comms", "--json"], ["groups"]):
+        done = torchless("-m", "torchwhere", *command, demo)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == out(*command, demo)
+
+
+NEEDS_TORCH = (
+    "torchwhere.{} needs PyTorch, which is not installed here: pip install torch. "
+    "Reading what was recorded (torchwhere events, comms) works without it."
+)
+
+
+def test_watching_without_torch(tmp_path: Path, torchless: Callable[..., Any]) -> None:
+    """Where there is no torch, watching says what to install; the rest of the package can be imported."""
+    (tmp_path / "train.py").write_text("print('ran')")
+    done = torchless("-m", "torchwhere", "run", "--out", tmp_path / "boxes", tmp_path / "train.py")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"torchwhere: {NEEDS_TORCH.format('start')}\n")
+    done = torchless(
+        "-c", "import torchwhere\ntry: torchwhere.watch()\nexcept torchwhere.TorchwhereError as error: print(error)"
+    )
+    assert (done.stdout, done.stderr) == (f"{NEEDS_TORCH.format('watch')}\n", "")
+
+
+# -- wrong calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_calls() -> None:
+    """Wrong arguments of the functions raise at once what Python raises for such things, and say what was expected."""
+    with pytest.raises(TypeError, match=r"^watch\(model\): expected a torch.nn.Module or None, got str$"):
+        torchwhere.watch("run/")  # type: ignore[arg-type]
+    for records in (15, 0, -1, 1e6, None):
+        expected = re.escape(f"records={records!r}: the ring needs at least 16 records (the default is 65536)")
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            torchwhere.watch(records=records)  # type: ignore[arg-type]
+    for name in ("", None, 3):
+        with pytest.raises(ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"):
+            torchwhere.phase(name)  # type: ignore[arg-type]
+    for number in (-1, 1.5, "2"):
+        expected = re.escape(f"step({number!r}): expected a step number of 0 or more, or nothing for the next one")
+        with pytest.raises(ValueError, match=f"^{expected}$"):
+            torchwhere.step(number)  # type: ignore[arg-type]
+
+
+def test_nobody_watches() -> None:
+    """While nobody watches, every function may be called: it does nothing, and `where` says that nothing is known."""
+    torchwhere.note("text")
+    torchwhere.step(3)
+    torchwhere.stop()
+    with torchwhere.phase("data"):
+        assert str(torchwhere.where()) == "rank 0, outside any module, (unknown)"
