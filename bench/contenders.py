@@ -47,13 +47,13 @@ def _module_events(model: nn.Module | None) -> AbstractContextManager[Any]:
 def _mod_tracker(_model: nn.Module | None) -> AbstractContextManager[Any]:
     from torch.distributed._tools.mod_tracker import ModTracker
 
-    return ModTracker()
+    return ModTracker()  # type: ignore[no-untyped-call]
 
 
 def _comm_debug(_model: nn.Module | None) -> AbstractContextManager[Any]:
     from torch.distributed.tensor.debug import CommDebugMode
 
-    return CommDebugMode()
+    return CommDebugMode()  # type: ignore[no-untyped-call]
 
 
 def _debug_mode(_model: nn.Module | None) -> AbstractContextManager[Any]:

@@ -36,12 +36,14 @@ def fsdp2(model: GPT2, device: str) -> nn.Module:
     mesh, policy = init_device_mesh(device, (1,)), MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.h:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 @contextmanager
 def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda") -> Iterator[Job]:
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         torch.manual_seed(0)
         model = wrap(GPT2(size).to(device), device)

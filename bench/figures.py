@@ -74,8 +74,11 @@ def column(workload: Workload, times: Sequence[Times]) -> Column:
     """Each contender against the unwatched time of the same round."""
     plain = next(found.seconds for found in times if found.contender == UNWATCHED)
     added = {found.contender: _added(found.seconds, plain, workload.units) for found in times}
+    by_torchwhere = added[TORCHWHERE]
     figures = [
-        Figure(found.contender, added[found.contender], _ratio(added[found.contender], added[TORCHWHERE]), found.error)
+        Figure(found.contender, added[found.contender], _ratio(added[found.contender], by_torchwhere))
+        if found.error is None
+        else Figure(found.contender, error=found.error)
         for found in times
         if found.contender != UNWATCHED
     ]
@@ -84,7 +87,7 @@ def column(workload: Workload, times: Sequence[Times]) -> Column:
 
 def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) -> tuple[float, ...]:
     """Per round: microseconds for each of the `units` of a step, or percent of the step."""
-    pairs = list(zip(seconds, plain, strict=False))  # a contender that failed has fewer rounds
+    pairs = list(zip(seconds, plain, strict=False))  # one that failed has fewer rounds
     if units is None:
         return tuple((watched / alone - 1) * 100 for watched, alone in pairs)
     return tuple((watched - alone) / units * 1e6 for watched, alone in pairs)

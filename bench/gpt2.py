@@ -32,7 +32,8 @@ class Attention(nn.Module):
         batch, sequence, width = x.shape
         q, k, v = self.c_attn(x).view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(batch, sequence, width))
+        out: torch.Tensor = self.c_proj(y.transpose(1, 2).reshape(batch, sequence, width))
+        return out
 
 
 class MLP(nn.Module):
@@ -43,7 +44,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Linear(4 * size.width, size.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c_proj(self.act(self.c_fc(x)))
+        out: torch.Tensor = self.c_proj(self.act(self.c_fc(x)))
+        return out
 
 
 class Block(nn.Module):
@@ -56,7 +58,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        return x + self.mlp(self.ln_2(x))  # type: ignore[no-any-return]
 
 
 class GPT2(nn.Module):

@@ -32,8 +32,7 @@ def _cells(contender: str, columns: Sequence[Column]) -> list[str]:
         figure = column.of(contender)
         cells.append(_cell(figure))
         if column.key == _WITH_RATIO:
-            known = figure is not None and figure.error is None and figure.times_torchwhere is not None
-            cells.append(number(figure.times_torchwhere) if known else "-")
+            cells.append(number(figure.times_torchwhere if figure is not None else None))
     return cells
 
 

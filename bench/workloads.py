@@ -56,8 +56,9 @@ class Tree(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.children_ is None:
             return x + 1
-        left, right = self.children_
-        return right(left(x))
+        for child in self.children_:
+            x = child(x)
+        return x
 
 
 @contextmanager

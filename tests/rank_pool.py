@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing import get_context
 from typing import Any
 
-TIMEOUT_S = 120
+TIMEOUT_S = int(os.environ.get("RANK_TIMEOUT_S", "120"))  # DeepSpeed compiles an op the first time
 
 
 class RankError(AssertionError):
@@ -56,6 +56,8 @@ class Pool:
         return [answer[1] for answer in answers]
 
     def _answer(self, rank: int) -> tuple[bool, Any]:
+        if not self._pipes:
+            return False, "ended, because another rank did not answer"
         try:
             if self._pipes[rank].poll(TIMEOUT_S):
                 answer: tuple[bool, Any] = self._pipes[rank].recv()
@@ -77,7 +79,13 @@ class Pool:
 
 def _serve(rank: int, world: int, port: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     import torch
     import torch.distributed as dist
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import struct
 import sys
@@ -311,17 +312,39 @@ def test_names_and_texts_of_many_threads(box: BoxWriter) -> None:
     assert len({position for of_thread in texts for position in of_thread}) == 8 * 200
 
 
-def test_tallies_of_many_threads(box: BoxWriter) -> None:
-    """Threads that meet different streams at once get different tallies."""
-    given: dict[tuple[int, int, int], int | None] = {}
+def test_names_are_in_the_file_before_anybody_uses_them(box: BoxWriter) -> None:
+    """While one thread is writing a long name, another that asks for it waits until it is in the file."""
+    names = [f"{number:04d}" * (1 << 17) for number in range(40)]
+    begun = [threading.Event() for _ in names]
 
     def work(thread: int) -> None:
-        for number in range(50):
-            given[1, thread, number] = box.tally_at((1, thread, number))
+        for number, name in enumerate(names):
+            if thread == 0:
+                begun[number].set()
+            else:
+                begun[number].wait()
+                for _ in range(random.randrange(20_000)):
+                    pass
+            box.intern(Sort.LINE, name)
+            assert os.path.getsize(box.path or "") >= box.geometry.table_at + (number + 1) * (layout.ENTRY.size + len(name))
+
+    in_threads(4, work)
+
+
+def test_tallies_of_many_threads() -> None:
+    """Threads that meet different streams at once get different tallies."""
+    boxes = [BoxWriter(None, meta={}, records=16) for _ in range(100)]
+    given: list[dict[tuple[int, int], int | None]] = [{} for _ in boxes]
+
+    def work(thread: int) -> None:
+        for box, of_box in zip(boxes, given, strict=True):
+            for number in range(60):
+                of_box[thread, number] = box.tally_at((1, thread, number))
 
     in_threads(8, work)
-    assert len(set(given.values())) == 8 * 50
-    assert read_box(box.path or "").tallies() == dict.fromkeys(given, 0)
+    for box, of_box in zip(boxes, given, strict=True):
+        box.close()
+        assert len(set(of_box.values())) == 8 * 60
 
 
 def test_full_table_gives_0(box: BoxWriter) -> None:

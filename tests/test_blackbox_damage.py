@@ -93,9 +93,9 @@ def look_at_everything(box: Box) -> list[dict[str, Any]]:
 
 
 def assert_nothing_invented(box: Box, written: Sample) -> None:
-    """Every record, name, text and fact in `box` is one that was written."""
+    """Every record, name, text and fact in `box` is one that was written, and no record is there twice."""
     events = look_at_everything(box)
-    assert len(events) == len(box.records) == box.counts.good
+    assert len(events) == len(box.records) == box.counts.good == len(set(box.records["number"].tolist()))
     for row in box.records.tolist():
         assert row[:-1] == written.records[row[0]]
     for entry_id, name in box.names.items():
@@ -180,6 +180,17 @@ def test_splice_parts_of_itself(source: int, to: int, length: int, insert: bool)
     written = sample()
     data, part = written.data, written.data[source : source + length]
     assert_nothing_invented(parse_box(data[:to] + part + data[to + (0 if insert else len(part)) :]), written)
+
+
+def test_record_in_a_wrong_slot() -> None:
+    """A whole record in a slot that is not its own is torn: it is never shown twice."""
+    written, size = sample(), layout.RECORD_BYTES
+    ring_at = written.geometry.ring_at
+    data = bytearray(written.data)
+    data[ring_at + 3 * size : ring_at + 4 * size] = data[ring_at : ring_at + size]
+    box = parse_box(bytes(data))
+    assert_nothing_invented(box, written)
+    assert (box.counts.good, box.counts.torn) == (CAPACITY - 1, 1)
 
 
 @settings(max_examples=60, deadline=None)

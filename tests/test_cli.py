@@ -6,6 +6,8 @@ TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep
 from __future__ import annotations
 
 import fcntl
+import html
+import io
 import json
 import os
 import pty
@@ -21,13 +23,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 import torchwhere
 from torchwhere.blackbox import layout
+from torchwhere.blackbox.run import read_run
+from torchwhere.diagnose.comms import comms
 from torchwhere.events import KIND_LABELS
+from torchwhere.show.text import comms_lines
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
+PICTURE = ROOT / "docs" / "images" / "comms.svg"
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
     name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR", "NO_COLOR")
@@ -234,6 +242,40 @@ def test_hostile_notes(tmp_path: Path) -> None:
     lines = out("events", tmp_path, "--json").splitlines()
     note = next(found for line in lines if (found := json.loads(line, parse_constant=not_json))["kind"] == "note")
     assert (note["text"], note["loss"], note[evil]) == (evil, "nan", "-inf")
+
+
+# -- what the pages show ---------------------------------------------------------------------------------------------------
+
+
+def test_pages_show_what_is_printed(demo: Path) -> None:
+    """What the docs say a command prints for the demo's run is what it prints."""
+    shown = 0
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = page.read_text()
+        for command, old in re.findall(r"```console\n\$ torchwhere (.*)\n((?:.*\n)*?)```", text):
+            printed = out(*command.replace("run/demo", str(demo)).split())
+            shown += 1
+            if os.environ.get("TORCHWHERE_REGENERATE"):
+                text = text.replace(old, printed)
+                page.write_text(text)
+            else:
+                assert without_times(old) == without_times(printed)
+    assert shown == 2
+
+
+def test_picture_is_of_this_version(demo: Path) -> None:
+    """The picture in the README shows what `comms` prints today."""
+    lines = list(comms_lines(comms(read_run(demo)), width=100))
+    if os.environ.get("TORCHWHERE_REGENERATE"):
+        console = Console(record=True, width=96, file=io.StringIO(), highlight=False)
+        for line in [*lines, []]:
+            console.print(Text.assemble(*line), soft_wrap=True)
+        picture = console.export_svg(title="torchwhere comms run/demo", unique_id="comms")
+        PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # no fonts from elsewhere
+    texts = html.unescape("".join(re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text()))).replace("\xa0", " ")
+    assert "".join(texts.split()) == "torchwherecommsrun/demo" + "".join(part for line in lines for part, _ in line).replace(
+        " ", ""
+    )
 
 
 # -- what cannot be read ---------------------------------------------------------------------------------------------------

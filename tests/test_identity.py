@@ -47,12 +47,13 @@ def _fsdp1() -> nn.Module:
 
 
 def _fsdp2() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = Dropping()
+    model, mesh = Dropping(), init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def _tp() -> nn.Module:

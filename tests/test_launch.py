@@ -147,7 +147,16 @@ except ArithmeticError as error:
     "syntax": "def f(:\n    pass\n",
     "broken_pipe": NESTED.format(error="BrokenPipeError('mine')"),
     "torchwheres_own": "from torchwhere import read_run\nread_run('nowhere')\n",
-    "own_hook": "import sys\nsys.excepthook = lambda kind, error, tb: print(kind, tb.tb_frame.f_code.co_name)\n1 / 0\n",
+    "own_hook": """
+import sys
+
+class Odd(Exception):
+    def __str__(self):
+        raise RuntimeError("not to be printed")
+
+sys.excepthook = lambda kind, error, tb: print(kind, tb.tb_frame.f_code.co_filename, tb.tb_lineno)
+raise Odd
+""",
     "in_a_module": """
 import torch
 from torch import nn
@@ -165,12 +174,12 @@ class Thing:
     pass
 
 def answer(of: 1 + 1 = 2):
-    return 42, answer.__annotations__
+    return 42
 
 if __name__ == "__main__":
     atexit.register(lambda: print(pickle.loads(pickle.dumps(Thing())).__class__.__module__))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.apply(answer))
+        print(answer.__annotations__, pool.apply(answer))
 """,
 }
 REASONS = {
@@ -180,6 +189,7 @@ REASONS = {
     "interrupted": "exception: KeyboardInterrupt: ",
     "broken_pipe": "exception: BrokenPipeError: mine",
     "in_a_module": "exception: ValueError: boom",
+    "own_hook": "exception: Odd",
     "main_stays": "exit 0",
 }
 NOTES = {

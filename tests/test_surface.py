@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import torchwhere
+from torchwhere.events import KIND_LABELS
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden"
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "place", "collectives", "events"))]
 
 PUBLIC = [
@@ -69,3 +70,70 @@ def test_unknown_name() -> None:
     """A name that is not there is an ordinary AttributeError."""
     with pytest.raises(AttributeError, match=r"^module 'torchwhere' has no attribute 'nope'$"):
         torchwhere.nope  # noqa: B018
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------------
+
+# Runs every program it is given, each as `train.py` in a folder of its own, and gives back what each printed.
+RUNNER = """
+import contextlib, io, json, os, sys, tempfile, traceback
+printed = []
+for program in json.load(sys.stdin):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as out:
+        os.chdir(folder)
+        try:
+            exec(compile(program, os.path.join(os.getcwd(), "train.py"), "exec"), {"__name__": "__main__"})
+        except BaseException:
+            traceback.print_exc(file=out)
+        printed.append(out.getvalue())
+        os.chdir("/")
+json.dump(printed, sys.stdout)
+"""
+
+
+def test_examples_print_what_stands_below_them() -> None:
+    """Every Python example on the pages runs, and prints exactly what the page says it prints."""
+    found = [
+        (page.name, program, output)
+        for page in PAGES
+        for program, output in re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL)
+    ]
+    assert {name for name, _, _ in found} >= {"README.md", "quickstart.md", "place.md", "events.md"}
+    programs = json.dumps([program for _, program, _ in found])
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER], input=programs, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for (name, program, output), printed in zip(found, json.loads(done.stdout), strict=True):
+        assert printed == output, f"{name}: {program}"
+
+
+def test_links_lead_somewhere() -> None:
+    """Every link on the pages to a file of this repository leads to one."""
+    for page in [*PAGES, *(ROOT / name for name in ("docs/README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_documented_options_exist() -> None:
+    """The options on the quickstart page are those of `torchwhere run`."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    documented = set(re.findall(r"^\| `(--?[\w-]+)", page, re.MULTILINE))
+    done = subprocess.run([sys.executable, "-m", "torchwhere", "run", "--help"], capture_output=True, text=True, timeout=60)
+    assert set(re.findall(r"^  (--?[\w-]+)", done.stdout, re.MULTILINE)) - {"-h"} == documented
+
+
+def test_documented_kinds_exist() -> None:
+    """The kinds on the events page are those that are recorded."""
+    page = (ROOT / "docs" / "events.md").read_text()
+    table = page.partition("## Kinds")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(KIND_LABELS)
+
+
+def test_changelog_knows_the_version() -> None:
+    """The newest entry of the CHANGELOG is about this version."""
+    assert (
+        re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0].rstrip(",") == torchwhere.__version__
+    )

@@ -7,6 +7,7 @@ that says the place.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import os
@@ -61,7 +62,7 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
         reason = f"exit {_exit_code(error)}"
         raise
     except BaseException as error:
-        reason = f"exception: {type(error).__name__}: {error}"
+        reason = f"exception: {_described(error)}"
         _print_as(error, _without_launcher(error.__traceback__))
         _tell_place(error)
         raise
@@ -98,6 +99,13 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # the script's own `__str__`
+        return type(error).__name__
+
+
 # -- what a failed script says ---------------------------------------------------------------------------------------------
 
 
@@ -132,5 +140,5 @@ def _tell_place(error: BaseException) -> None:
     session = current()
     if session is not None:
         recorder = session.recorder
-        here = recorder.locator.threads.here()
-        ExceptionSense(recorder.locator, report=recorder.exception).in_module(error, here)
+        with contextlib.suppress(Exception):  # a script that has failed is not made to fail with something else
+            ExceptionSense(recorder.locator, report=recorder.exception).in_module(error, recorder.locator.threads.here())

@@ -8,7 +8,6 @@ the op on its way; an error of ours is caught before that.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -150,7 +149,7 @@ class CollectiveSense:
     @_torch.unseen
     def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
         group = self._groups.of(args[op.group_at])
-        looked = stack.read(sys._getframe(2))
+        looked = stack.read(stack.caller(1))  # none on a device thread of the engine
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
         outputs = _tensors(args, op.outputs) if op.outputs else []
         if op.of_one is not None and len(inputs) == 1:

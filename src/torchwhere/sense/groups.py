@@ -94,7 +94,7 @@ class Groups:
         self.refresh()
         dims = _mesh_dims()
         for group in self._known.values():
-            if group.mesh_dim is None and group.name in dims:
+            if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = dims[group.name]
                 self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
 
@@ -128,9 +128,10 @@ def _backend(pg: Any) -> str:
 
 def _mesh_dim(pg: Any) -> str | None:
     """DeviceMesh describes the groups it makes as `mesh_<dimension>`; a dimension as wide as the world has no own group."""
-    if pg.group_desc.startswith("mesh_"):
+    named = _mesh_dims().get(pg.group_name)
+    if named is None and pg.group_desc.startswith("mesh_"):
         return str(pg.group_desc.removeprefix("mesh_"))
-    return _mesh_dims().get(pg.group_name)
+    return named
 
 
 def _mesh_dims() -> dict[str, str]:

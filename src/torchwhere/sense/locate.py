@@ -81,17 +81,11 @@ class Locator:
             return Spot(pass_)
         call, flags = word & CALL_MASK, 0
         if pass_of(word) == Pass.RECOMPUTE:
-            call, flags = self.recomputed_call(word, track)
+            call = track.recomputed_call(word)
+            flags = FLAG_INFERRED if call == NO_CALL else 0
         elif pass_ == Pass.REHEARSAL:
             pass_ = int(Pass.FORWARD)
         return Spot(pass_, word >> MODULE_SHIFT, call, 0, flags)
-
-    def recomputed_call(self, word: int, track: Track) -> tuple[int, int]:
-        """The call that a recomputed module repeats, and the flag for how sure that is."""
-        seq = track.regions[word & CALL_MASK & (len(track.regions) - 1)] >> 1
-        forward, _ = self.threads.maker(seq, track)
-        call = track.recomputed_call(word, forward) if forward is not None else NO_CALL
-        return call, FLAG_INFERRED if call == NO_CALL else 0
 
     def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> Spot:
         """The place an autograd node belongs to: the call it was made in, or the parameter it accumulates into."""

@@ -153,7 +153,7 @@ class ModuleSense:
 
     def _make_emit(self) -> Callable[[int, int, Track], None]:
         """Records a module event; only there when they were asked for."""
-        record, now, current_step, locator = self._box.record, time.monotonic_ns, self._current_step, self._locator
+        record, now, current_step = self._box.record, time.monotonic_ns, self._current_step
 
         @_torch.unseen
         def emit(kind: int, word: int, track: Track) -> None:
@@ -161,7 +161,7 @@ class ModuleSense:
                 return
             call = word & CALL_MASK
             if word & RECOMPUTE_BIT and call != NO_CALL:
-                call = locator.recomputed_call(word, track)[0]
+                call = track.recomputed_call(word)
             record(kind, now(), word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
 
         return emit
@@ -200,8 +200,9 @@ class ModuleSense:
         node = current_node() if current_node is not None else None
         self._regions = (self._regions + 1) & (CALL_MASK >> 1)
         if node is not None:
-            reentrant = "CheckpointFunction" in node.name()
-            track.add_region(self._regions, node._sequence_nr(), reentrant=reentrant)
+            seq, reentrant = node._sequence_nr(), "CheckpointFunction" in node.name()
+            maker, _ = self._locator.threads.maker(seq, track)
+            track.add_region(self._regions, seq, maker, reentrant=reentrant)
         return self._regions
 
     def _forgetter(self, key: int) -> Callable[[object], None]:

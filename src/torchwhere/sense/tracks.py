@@ -43,6 +43,7 @@ class Track:
         "below_optimizer",
         "count",
         "cursor",
+        "makers",
         "marks",
         "name",
         "number",
@@ -60,6 +61,7 @@ class Track:
         self.cursor = 0  # index of that slot's first word
         self.top = 0
         self.seqs = self.marks = self.regions = _NOTHING  # a thread that runs no module needs no log
+        self.makers: list[Track | None] = []  # of each recomputed region: the track of its forward
         self.count = 0  # transitions ever logged
         self.below_optimizer: list[int] = []
         self.phases: list[int] = []
@@ -70,6 +72,7 @@ class Track:
             self.seqs = array("Q", bytes(8 * LOG_LENGTH))
             self.marks = array("Q", bytes(8 * LOG_LENGTH))
             self.regions = array("Q", bytes(8 * REGIONS))
+            self.makers = [None] * REGIONS
 
     def log(self, seq: int, word: int) -> None:
         self.ready()
@@ -98,20 +101,23 @@ class Track:
         position = self.position(seq)
         return None if position is None else self.marks[position & LOG_MASK]
 
-    def add_region(self, number: int, seq: int, *, reentrant: bool) -> None:
+    def add_region(self, number: int, seq: int, maker: Track | None, *, reentrant: bool) -> None:
+        """Remember which node, made by which thread, asked for a recomputation."""
         self.regions[number & (REGIONS - 1)] = (seq << 1 | reentrant) & 0xFFFFFFFFFFFFFFFF
+        self.makers[number & (REGIONS - 1)] = maker
 
-    def recomputed_call(self, word: int, forward: Track) -> int:
+    def recomputed_call(self, word: int) -> int:
         """The call number that a recomputed module had in its forward, NO_CALL where that is no longer known.
 
         A region remembers the node whose backward asked for it. Non-reentrant checkpointing asks from a node made inside
         the original call: the latest call of the module at that node. The reentrant kind asks from its own node, made just
         before the original call: the next call of the module after it.
         """
-        region = self.regions[word & CALL_MASK & (REGIONS - 1)]
-        seq, reentrant = region >> 1, region & 1
-        start = forward.position(seq)
-        if start is None:
+        number = word & CALL_MASK & (REGIONS - 1)
+        seq, reentrant = self.regions[number] >> 1, self.regions[number] & 1
+        forward = self.makers[number]
+        start = forward.position(seq) if forward is not None else None
+        if forward is None or start is None:
             return NO_CALL
         oldest, base = max(0, forward.count - LOG_LENGTH), (word & ~RECOMPUTE_BIT) >> PASS_SHIFT
         path = range(start + 1, forward.count) if reentrant else range(start, oldest - 1, -1)
@@ -172,6 +178,7 @@ class Threads:
         """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
         for track in list(self._all):
             track.seqs = track.marks = track.regions = _NOTHING
+            track.makers = []
             track.count = 0
 
     def main(self) -> Track | None:

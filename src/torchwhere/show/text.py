@@ -201,7 +201,7 @@ def _module(event: Event) -> str:
 def _what(event: Event) -> str:
     fields, place = event.fields, event.place
     parts = [_collective(fields, place.module)] if event.kind == "collective" else [event.kind, _detail(fields)]
-    if place.graph is not None:
+    if place.graph is not None and place.graph not in parts:
         parts.append(f"graph {place.graph}")
     if place.thread not in (None, "MainThread"):
         parts.append(f"thread {place.thread}")
@@ -214,10 +214,13 @@ def _detail(fields: dict[str, Any]) -> str:
     return _GAP.join([main, *(f"{key}={value}" for key, value in named.items())]).strip()
 
 
+_PEER = {"send": "to", "recv": "from"}
+
+
 def _collective(fields: dict[str, Any], module: str | None) -> str:
     parts = [f"{fields.get('op') or 'a collective'} #{fields.get('number')}"]
     if fields.get("peer") is not None:
-        parts.append(f"peer {fields['peer']}")
+        parts.append(f"{_PEER.get(str(fields.get('op')), 'root')} {fields['peer']}")
     if fields.get("bytes"):
         parts.append(f"{amount(fields['bytes'])} {fields.get('dtype')}")
     if fields.get("for") not in (None, module):
