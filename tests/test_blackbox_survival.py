@@ -281,6 +281,24 @@ def test_forked_child_leaves_the_box_alone(tmp_path: Path) -> None:
     assert [cursor.last_record for cursor in box.cursors()] == [1]
 
 
+IN_MEMORY = """
+box = BoxWriter(None, meta={"rank": 0}, records=CAPACITY)
+write(box, 0)
+if not os.fork():
+    box.abandon()
+    write(box, 1)
+    os._exit(0)
+os.wait()
+say(last=box.words[box.cursor_at(0) + CURSOR_RECORD])
+"""
+
+
+def test_forked_child_leaves_a_box_in_memory_alone(tmp_path: Path) -> None:
+    """A box without a file is not shared with forked children either."""
+    (answer,), _ = run(IN_MEMORY, tmp_path)
+    assert answer == {"last": 0}
+
+
 def test_orphan_does_not_keep_the_box(tmp_path: Path) -> None:
     """When the writer is dead, a child that outlives it (a data loader's worker) does not keep others from the name."""
     code = FORKED + "os.waitpid(child, 0)"
@@ -532,7 +550,7 @@ def race(start, results):
         os.write(results, f"{type(error).__name__}: {error}\\n".encode())
     os._exit(0)
 
-for round in range(200):
+for round in range(120):
     (waiting, start), (reading, results) = os.pipe(), os.pipe()
     children = []
     for _ in range(6):

@@ -172,7 +172,7 @@ def missing(sense: str) -> list[str]:
     return [
         f"this torch has no {name.path}: {name.without}"
         for key, name in NAMES.items()
-        if name.sense == sense and not name.lazy and private(key) is None
+        if name.sense == sense and (not name.lazy or is_dynamo_loaded()) and private(key) is None
     ]
 
 

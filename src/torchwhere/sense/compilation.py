@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchwhere.sense import _torch
-from torchwhere.sense.trouble import Trouble
+from torchwhere.sense.trouble import Trouble, log
 
 
 class CompilationSense:
@@ -24,6 +24,8 @@ class CompilationSense:
 
     def install(self) -> None:
         """Call once dynamo is loaded."""
+        for sentence in _torch.missing("compilation"):
+            log.warning("torchwhere: %s", sentence)
         self._handler = _torch.private("compile_callbacks")
         self.refresh()
 

@@ -322,7 +322,8 @@ def groups_lines(groups: Iterable[dict[str, Any]], *, width: int | None) -> Iter
 
 def _group_row(group: dict[str, Any]) -> list[Cell]:
     known = (group.get(key) for key in ("name", "desc", "mesh_dim", "backend"))
-    return [*("-" if value in (None, "") else plain(value) for value in known), ranks_text(group.get("ranks") or [])]
+    ranks = [rank for rank in group.get("ranks") or () if isinstance(rank, int)]
+    return [*("-" if value in (None, "") else plain(value) for value in known), ranks_text(ranks)]
 
 
 # -- where it goes ---------------------------------------------------------------------------------------------------------
