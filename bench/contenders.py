@@ -5,6 +5,7 @@ A peer is imported when it is entered. One that a torch version does not have fa
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,12 +33,30 @@ class Contender:
     anew_each_step: bool = False  # entered for every single step (untimed), as it survives no second one
 
 
+class _Complaints(logging.Handler):
+    """What torchwhere says while it watches. A sense that switched itself off would look cheap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 @contextmanager
 def _watched(model: nn.Module | None, *, module_events: bool = False) -> Iterator[None]:
     import torchwhere
 
-    with tempfile.TemporaryDirectory() as folder, torchwhere.watch(model, out=folder, module_events=module_events):
-        yield
+    complaints = _Complaints()
+    logging.getLogger("torchwhere").addHandler(complaints)
+    try:
+        with tempfile.TemporaryDirectory() as folder, torchwhere.watch(model, out=folder, module_events=module_events):
+            yield
+    finally:
+        logging.getLogger("torchwhere").removeHandler(complaints)
+    if complaints.said:
+        raise RuntimeError(complaints.said[0])
 
 
 def _module_events(model: nn.Module | None) -> AbstractContextManager[Any]:

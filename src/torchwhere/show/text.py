@@ -209,7 +209,8 @@ def _what(event: Event) -> str:
 
 
 def _detail(fields: dict[str, Any]) -> str:
-    named = {key: value for key, value in fields.items() if key not in _DETAIL_KEYS and value not in (None, [])}
+    said = (*_DETAIL_KEYS, "type")  # an exception's text begins with its type
+    named = {key: value for key, value in fields.items() if key not in said and value not in (None, [])}
     main = next((str(fields[key]) for key in _DETAIL_KEYS if fields.get(key)), "")
     return _GAP.join([main, *(f"{key}={value}" for key, value in named.items())]).strip()
 
@@ -256,7 +257,8 @@ def comms_lines(comms: Comms, *, width: int | None) -> Iterator[Line]:
 
 
 def _title(comms: Comms) -> str:
-    steps = "" if comms.steps is None else f", steps {comms.steps[0]}-{comms.steps[1]}"
+    first, last = comms.steps or (None, None)
+    steps = "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
     group = f", all on {plain(next(iter(comms.groups)))}" if len(comms.groups) == 1 else ""
     return f"{_plural(len(comms.ranks), 'rank')}{steps}{group}"
 
