@@ -23,6 +23,8 @@ MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
 COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
 
+_LACKING = "this torch has no"  # said of a version that cannot do everything, and no failure
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -34,14 +36,15 @@ class Contender:
 
 
 class _Complaints(logging.Handler):
-    """What torchwhere says while it watches. A sense that switched itself off would look cheap."""
+    """What torchwhere says went wrong while it watched: a sense that switched itself off would look cheap."""
 
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        if _LACKING not in record.getMessage():
+            self.said.append(record.getMessage())
 
 
 @contextmanager

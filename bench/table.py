@@ -15,7 +15,7 @@ def render(machine: str, columns: Sequence[Column]) -> str:
 
 
 def _table(columns: Sequence[Column]) -> list[str]:
-    head, plain = ["added by"], [UNWATCHED + ", ms a step"]
+    head, plain = ["added by"], [UNWATCHED + ", ms in all"]
     for column in columns:
         head.append(column.title)
         plain.append(number(column.unwatched_ms))

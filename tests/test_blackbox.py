@@ -119,14 +119,14 @@ def test_overwritten_texts_are_never_mistaken(box: BoxWriter) -> None:
     assert found.counts.lost_texts == len(lost)
 
 
-@pytest.mark.parametrize("size", [65_535, 65_536, 70_000, 3_000_000])
-def test_huge_texts_are_cut_between_characters(box: BoxWriter, size: int) -> None:
+def test_huge_texts_are_cut_between_characters(box: BoxWriter) -> None:
     """A text too long for its ring, or a name too long for the table, is kept up to its limit, without half a character."""
-    text = "é" * (size // 2)
-    found = (box.text(text), box.intern(Sort.LINE, text))
-    read = read_box(box.path or "")
-    assert read.text(found[0]) == "é" * min(size // 2, 32_768)
-    assert read.name(found[1]) == "é" * min(size // 2, 524_288)
+    for size in (65_535, 65_536, 65_537, 70_000, 3_000_000):
+        text = "x" + "é" * (size // 2)
+        position, entry = box.text(text), box.intern(Sort.LINE, text)
+        read = read_box(box.path or "")
+        assert read.text(position) == "x" + "é" * min(size // 2, 32_767)
+        assert read.name(entry) == "x" + "é" * min(size // 2, 524_287)
 
 
 def test_a_cut_note_shows_what_is_left(box: BoxWriter) -> None:
@@ -225,10 +225,10 @@ def test_tallies_of_more_streams_than_slots(box: BoxWriter) -> None:
     assert read_box(box.path or "").tallies() == {stream: count for count, stream in enumerate(streams[: layout.TALLIES])}
 
 
-@pytest.mark.parametrize("who", [(0, -1, -1), (1, -2, 0), (1, 0, -3), (1, 2**20, 0), (1, 0, 2**20 - 1)])
-def test_streams_that_no_word_can_hold_have_no_tally(box: BoxWriter, who: tuple[int, int, int]) -> None:
+def test_streams_that_no_word_can_hold_have_no_tally(box: BoxWriter) -> None:
     """A group without an id and ranks out of range get no tally and disturb no other."""
-    assert box.tally_at(who) is None
+    for who in ((0, -1, -1), (1, -2, 0), (1, 0, -3), (1, 2**20, 0), (1, 0, 2**20 - 1)):
+        assert box.tally_at(who) is None
     box.tally_at((1, 2**20 - 2, -1))
     assert read_box(box.path or "").tallies() == {(1, 2**20 - 2, -1): 0}
 

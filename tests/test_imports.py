@@ -37,6 +37,7 @@ HOME_OF_PRIVATE_NAMES = SOURCE / "sense" / "_torch.py"
 ONLY_COMPARED = {
     ("inspect/names.py", "torch._dynamo.eval_frame.OptimizedModule"),
     ("sense/exceptions.py", "torch._dynamo.exc"),
+    ("session.py", "torch._dynamo"),
     ("session.py", "torch._dynamo.callback"),
 }
 

@@ -52,8 +52,9 @@ class Event:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """One JSON object. A field that came with a note and has a name of ours gets an underscore: nothing is lost."""
         place = self.place
-        return {
+        found = {
             "kind": self.kind,
             "rank": place.rank,
             "step": place.step,
@@ -66,5 +67,5 @@ class Event:
             "certainty": str(place.certainty),
             "param": place.param,
             "t_ns": self.t_ns,
-            **self.fields,
         }
+        return found | {f"{key}_" if key in found else key: value for key, value in self.fields.items()}

@@ -20,6 +20,7 @@ from torchwhere.blackbox.layout import (
     CURSOR_PHASE,
     CURSOR_RECORD,
     CURSOR_STEP,
+    CURSOR_THREAD,
     CURSOR_TIME,
     MODULE_SHIFT,
     PASS_SHIFT,
@@ -38,6 +39,7 @@ from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
 from torchwhere.sense.tracks import Track
 
+_MOST_TEXT = 1 << 14
 _LAST_COLLECTIVES = 3  # in the note on an exception
 
 
@@ -62,8 +64,12 @@ class Recorder:
     def meet_thread(self, track: Track) -> None:
         track.cursor = self.box.cursor_at(track.slot)
         self.box.intern(Sort.THREAD, f"{track.number}\t{track.name}")
-        self.box.words[track.cursor + CURSOR_STEP] = self.step
-        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+        words, cursor = self.box.words, track.cursor
+        for word in (CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE):  # the slot may have been another thread's
+            words[cursor + word] = 0
+        words[cursor + CURSOR_THREAD] = track.number + 1
+        words[cursor + CURSOR_STEP] = self.step
+        words[cursor + CURSOR_TIME] = time.monotonic_ns()
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""
@@ -96,7 +102,13 @@ class Recorder:
         return number
 
     def _text(self, fields: dict[str, Any] | None) -> int:
-        return 0 if fields is None else self.box.text(json.dumps(fields, default=str))
+        if fields is None:
+            return 0
+        text = json.dumps(fields, default=str)
+        if len(text) > _MOST_TEXT:  # a text is kept whole or not at all: shorten it here, where its parts are known
+            short = {key: str(value)[: _MOST_TEXT // 8] for key, value in fields.items()}
+            text = json.dumps(dict(list(short.items())[:4]) | {"cut": True})
+        return self.box.text(text)
 
     def _graph_id(self, graph: str | None) -> int:
         graph = graph or compilation.being_compiled()

@@ -20,7 +20,9 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from torchwhere import identity
+from torchwhere.blackbox.layout import NO_STEP
 from torchwhere.blackbox.writer import DEFAULT_RECORDS, BoxWriter, box_name
+from torchwhere.errors import TorchwhereError
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.inspect.names import NameTable
 from torchwhere.place import Certainty, Place
@@ -81,7 +83,7 @@ class Session:
         self._compilation = CompilationSense(on_begin=recorder.compile_begins, on_end=recorder.compile_ends)
         self._imports = Imports(
             {
-                "torch._dynamo.callback": self._compilation.install,
+                "torch._dynamo": self._compilation.install,
                 "deepspeed.runtime.engine": self._optimizers.watch_deepspeed,
             }
         )
@@ -163,10 +165,16 @@ class Session:
         meta = self._box.meta
         if (rank, world) != (meta["rank"], meta["world_size"]):
             if rank != meta["rank"] and self._box.path is not None:
-                self._box.rename(self._box.path.with_name(box_name(rank)))
+                self._rename(self._box.path.with_name(box_name(rank)))
             self._box.meta = meta | {"rank": rank, "world_size": world, "run_id": identity.run_id()}
             self._box.write_meta()
             self.recorder.rank = rank
+
+    def _rename(self, path: Path) -> None:
+        try:
+            self._box.rename(path)
+        except (TorchwhereError, OSError) as error:
+            log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -303,12 +311,12 @@ def where() -> Place:
 
 def step(number: int | None = None) -> None:
     """Say that a training step begins: `number`, or the next one. From then on optimizers no longer count steps."""
-    if number is not None and (not isinstance(number, int) or number < 0):
-        raise ValueError(f"step({number!r}): expected a step number of 0 or more, or nothing for the next one")
+    if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
+        raise ValueError(f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing for the next one")
     session = _current
     if session is not None and not is_dynamo_compiling():
         session.recorder.step_is_users = True
-        session.next_step(session.recorder.step + 1 if number is None else number)
+        _quietly(session.next_step, session.recorder.step + 1 if number is None else number)
 
 
 def note(text: str, /, **fields: Any) -> None:

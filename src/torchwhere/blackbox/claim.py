@@ -27,9 +27,14 @@ def claim(path: Path) -> int:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
             continue  # another process was faster; the next round tells whether it lives
-        _lock(fd, fcntl.LOCK_EX)
-        if _is_at(path, fd):
-            return fd
+        try:
+            _lock(fd, fcntl.LOCK_EX)
+            if _is_at(path, fd):
+                return fd
+        except OSError:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
         os.close(fd)  # before it was locked, another process took it for the remains of a dead one
 
 

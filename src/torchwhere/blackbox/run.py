@@ -14,6 +14,8 @@ from torchwhere.blackbox.reader import Box, read_box
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import Event
 
+_LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
+
 
 @dataclass(slots=True)
 class Run:
@@ -76,13 +78,19 @@ def _newest(folder: Path, readable: list[Box], unreadable: list[Box]) -> Run:
     boxes: dict[int, Box] = {}
     earlier: list[Path] = []
     for box in readable:
-        if box.run != newest.run or box.meta.get("world_size") != newest.meta.get("world_size"):
+        if box.run != newest.run or box.meta.get("world_size") != newest.meta.get("world_size") or _was_over(box, newest):
             earlier.append(box.path)
             continue
         if box.rank in boxes:
             earlier.append(boxes[box.rank].path)
         boxes[box.rank] = box
     return Run(folder=folder, boxes=boxes, earlier=earlier, unreadable=unreadable)
+
+
+def _was_over(box: Box, newest: Box) -> bool:
+    """Whether a box was last written well before the newest one began: a rank of an earlier run under the same name."""
+    last_ns = box.wall_ns(int(box.records["t_ns"].max())) if len(box.records) else _started_ns(box)
+    return max(last_ns, _started_ns(box)) < _started_ns(newest) - _LATE_START_NS
 
 
 def _started_ns(box: Box) -> int:

@@ -33,6 +33,18 @@ NAMES = {
         "the number the next autograd node of this thread will get: brackets the nodes a module call makes",
         "places in backward have no module",
     ),
+    "wrapped_call": Private(
+        "torch.nn.Module._wrapped_call_impl",
+        "modules",
+        "what `nn.Module.__call__` is unless somebody else has wrapped it: then we do its work in our own frame",
+        "each module call costs one frame more",
+    ),
+    "call": Private(
+        "torch.nn.Module._call_impl",
+        "modules",
+        "what it calls for a module that was not compiled in place",
+        "each module call costs one frame more",
+    ),
     "current_node": Private(
         "torch._C._current_autograd_node",
         "modules",

@@ -97,6 +97,8 @@ class ModuleSense:
         words, now = self._box.words, time.monotonic_ns
         compiling = torch.compiler.is_dynamo_compiling
         emit = self._make_emit() if self._events else None
+        # What torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody else has wrapped it too.
+        direct = original is _torch.private("wrapped_call") and _torch.private("call") is not None
 
         @_torch.stepped_over
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
@@ -131,6 +133,8 @@ class ModuleSense:
                 trouble(error)
                 return original(self, *args, **kwargs)
             try:
+                if direct and self._compiled_call_impl is None:
+                    return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
                 return original(self, *args, **kwargs)
             except BaseException as error:
                 on_error(error, track)
