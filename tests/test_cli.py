@@ -434,8 +434,9 @@ def test_wrong_calls() -> None:
     for name in ("", None, 3):
         with pytest.raises(ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"):
             torchwhere.phase(name)  # type: ignore[arg-type]
-    for number in (-1, 1.5, "2"):
-        expected = re.escape(f"step({number!r}): expected a step number of 0 or more, or nothing for the next one")
+    for number in (-1, 1.5, "2", layout.NO_STEP):
+        expected = f"step({number!r}): expected a step number of 0 or more, below 4294967295, or nothing for the next one"
+        expected = re.escape(expected)
         with pytest.raises(ValueError, match=f"^{expected}$"):
             torchwhere.step(number)  # type: ignore[arg-type]
 

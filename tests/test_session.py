@@ -455,3 +455,50 @@ def test_place_as_text_and_json() -> None:
     assert "\n" not in str(place)
     assert str(place).startswith("rank 0, step 0, forward of layers.1.up, ")
     assert json.loads(json.dumps(place.to_dict()))["pass"] == "forward"
+
+
+def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
+    """An exception whose own text raises leaves the watch as itself."""
+
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    with pytest.raises(Odd), torchwhere.watch(out=tmp_path):
+        raise Odd
+    assert session.current() is None
+    *_, end = torchwhere.read_run(tmp_path).events()
+    assert end.fields["reason"] == "exception: Odd"
+
+
+def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
+    """What leaves the watch from between modules says where, once, and is an event."""
+    with pytest.raises(ValueError, match="between") as caught, torchwhere.watch(out=tmp_path):
+        raise ValueError("between modules")
+    (note,) = caught.value.__notes__
+    assert note.startswith("torchwhere: rank 0, step 0, outside any module, ")
+    assert len(list(torchwhere.read_run(tmp_path).events(kinds={"exception"}))) == 1
+
+
+def test_watching_does_not_import_dynamo() -> None:
+    """A watch waits for dynamo and does not load it: that alone takes a second."""
+    done = run_python(
+        """
+        import sys, torch, torchwhere
+        with torchwhere.watch(torch.nn.Linear(2, 2)) as watch:
+            torch.nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+            torchwhere.note("here")
+        print("torch._dynamo" in sys.modules, "torch._inductor" in sys.modules)
+        """
+    )
+    assert done.stdout == "False False\n", done.stderr
+
+
+def test_steps_counted_by_the_user_begin_at_zero() -> None:
+    """`step()` at the top of each iteration makes the first one step 0."""
+    steps = []
+    with torchwhere.watch():
+        for _ in range(3):
+            torchwhere.step()
+            steps.append(torchwhere.where().step)
+    assert steps == [0, 1, 2]

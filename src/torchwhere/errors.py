@@ -9,3 +9,11 @@ from __future__ import annotations
 
 class TorchwhereError(Exception):
     """A run cannot be recorded or read as asked; the message says what happened and what to do."""
+
+
+def described(error: BaseException) -> str:
+    """An exception of the user's in one line, also one whose own `__str__` raises."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__

@@ -7,7 +7,6 @@ that says the place.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import io
 import os
@@ -18,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.errors import TorchwhereError, described
 
 
 def begin(
@@ -53,7 +52,7 @@ def _put_first(folder: str) -> None:
 
 
 def _watched(execute: Callable[[str], None], script: str) -> None:
-    from torchwhere.session import stop
+    from torchwhere.session import stop, tell
 
     reason = "exit 0"
     try:
@@ -62,9 +61,9 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
         reason = f"exit {_exit_code(error)}"
         raise
     except BaseException as error:
-        reason = f"exception: {_described(error)}"
+        reason = f"exception: {described(error)}"
         _print_as(error, _without_launcher(error.__traceback__))
-        _tell_place(error)
+        tell(error)
         raise
     finally:
         stop(reason)
@@ -99,13 +98,6 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-def _described(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # the script's own `__str__`
-        return type(error).__name__
-
-
 # -- what a failed script says ---------------------------------------------------------------------------------------------
 
 
@@ -130,15 +122,3 @@ def _print_as(error: BaseException, traceback: TracebackType | None) -> None:
         hook(kind, value, found)
 
     sys.excepthook = print_as
-
-
-def _tell_place(error: BaseException) -> None:
-    """Note and event for an error that was raised outside any module; inside one, both are there already."""
-    from torchwhere.sense.exceptions import ExceptionSense
-    from torchwhere.session import current
-
-    session = current()
-    if session is not None:
-        recorder = session.recorder
-        with contextlib.suppress(Exception):  # a script that has failed is not made to fail with something else
-            ExceptionSense(recorder.locator, report=recorder.exception).in_module(error, recorder.locator.threads.here())

@@ -30,6 +30,7 @@ from torchwhere.blackbox.layout import (
     Sort,
 )
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.errors import described
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.place import Pass, Place
 from torchwhere.sense import _torch, compilation, stack
@@ -219,7 +220,7 @@ class Recorder:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
         last = [f"{op} #{number} on {group}" for op, number, group in self._last]
         error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
-        text = {"text": f"{type(error).__name__}: {error}", "type": type(error).__name__, "last": last}
+        text = {"text": described(error), "type": type(error).__name__, "last": last}
         line_id = self.box.intern(Sort.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
 

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 from torchwhere import identity
 from torchwhere.blackbox.layout import NO_STEP
 from torchwhere.blackbox.writer import DEFAULT_RECORDS, BoxWriter, box_name
-from torchwhere.errors import TorchwhereError
+from torchwhere.errors import TorchwhereError, described
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.inspect.names import NameTable
 from torchwhere.place import Certainty, Place
@@ -142,6 +142,10 @@ class Session:
         atexit.unregister(self._at_exit)
         self._box.abandon()
 
+    def tell(self, error: BaseException) -> None:
+        """Note and event for an exception that leaves the watch; one that came through a module has both already."""
+        self._exceptions.in_module(error, self._threads.here())
+
     # -- what the senses tell ----------------------------------------------------------------------------------------
 
     def _meet_thread(self, track: Track) -> None:
@@ -178,7 +182,7 @@ class Session:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        _stop_all("exit" if error is None else f"exception: {type(error).__name__}: {error}")
+        _stop_all("exit" if error is None else f"exception: {described(error)}")
 
 
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:
@@ -242,6 +246,13 @@ def _stop_all(reason: str) -> None:
             session.close(reason)
 
 
+def tell(error: BaseException) -> None:
+    """An exception is about to end the watch."""
+    session = _current
+    if session is not None and not isinstance(error, SystemExit):
+        _quietly(session.tell, error)
+
+
 def _check(model: object, records: int) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"watch(model): expected a torch.nn.Module or None, got {type(model).__name__}")
@@ -289,7 +300,9 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stop("stop" if error is None else f"exception: {type(error).__name__}: {error}")
+        if error is not None:
+            tell(error)
+        stop("stop" if error is None else f"exception: {described(error)}")
 
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)
@@ -310,13 +323,17 @@ def where() -> Place:
 
 
 def step(number: int | None = None) -> None:
-    """Say that a training step begins: `number`, or the next one. From then on optimizers no longer count steps."""
+    """Say that a training step begins: `number`, or the next one (0 at first). Optimizers no longer count steps then."""
     if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
         raise ValueError(f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing for the next one")
     session = _current
     if session is not None and not is_dynamo_compiling():
-        session.recorder.step_is_users = True
-        _quietly(session.next_step, session.recorder.step + 1 if number is None else number)
+        recorder = session.recorder
+        if number is None:  # the first time, what has been running since the start is the step that begins
+            number = recorder.step + recorder.step_is_users
+        recorder.step_is_users = True
+        if number != recorder.step:
+            _quietly(session.next_step, number)
 
 
 def note(text: str, /, **fields: Any) -> None:

@@ -32,6 +32,7 @@ RECORD_DTYPE = np.dtype(
 
 _PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
+_SIGNATURE = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
 _MOST_RANKS_SHOWN = 64  # a group's members in every one of its events; larger groups: `Box.groups`
 
 
@@ -194,7 +195,7 @@ class Box:
 
     def _collective_fields(self, row: Any) -> dict[str, Any]:
         signature = self.value(int(row["what"]))
-        fields = dict(signature) if isinstance(signature, dict) else {"op": None, "raw_op": None, "group": None}
+        fields = dict(signature) if isinstance(signature, dict) else dict.fromkeys(_SIGNATURE)
         group = self.groups().get(str(fields.get("group")), {})
         members = ranks if isinstance(ranks := group.get("ranks"), list) else []
         fields["group_desc"] = group.get("desc")

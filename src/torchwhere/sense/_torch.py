@@ -45,6 +45,24 @@ NAMES = {
         "what it calls for a module that was not compiled in place",
         "each module call costs one frame more",
     ),
+    "node_sequence_nr": Private(
+        "torch.autograd.graph.Node._sequence_nr",
+        "modules",
+        "the number of a node: which module call made it",
+        "places in backward have no module",
+    ),
+    "group_sequence_nr": Private(
+        "torch.distributed.ProcessGroup._get_sequence_number_for_group",
+        "collectives",
+        "how many collectives a group has done: where our own count begins, so that late watchers agree",
+        "collectives are counted from the start of the watch",
+    ),
+    "unbox_group": Private(
+        "torch.distributed.ProcessGroup.unbox",
+        "collectives",
+        "the process group behind the argument of a c10d op",
+        "collectives are not recorded",
+    ),
     "current_node": Private(
         "torch._C._current_autograd_node",
         "modules",
@@ -147,9 +165,12 @@ NAMES = {
 
 
 def resolve(path: str, *, lazy: bool = False) -> Any:
-    """The object at a dotted path, or None."""
+    """The object at a dotted path, or None. Lazy: only from the module before the last dot, and only if it is loaded.
+
+    `getattr(torch, "_dynamo")` would import it: torch's own `__getattr__` does that.
+    """
     parts = path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
+    for cut in range(len(parts) - 1, len(parts) - 2 if lazy else 0, -1):
         module = _module(".".join(parts[:cut]), lazy=lazy)
         if module is None:
             continue

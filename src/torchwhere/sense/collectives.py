@@ -110,7 +110,7 @@ class CollectiveSense:
 
     def install(self) -> list[str]:
         lacking = _torch.missing("collectives")
-        if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas")):
+        if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
             return lacking
         self._active = True
         self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]

@@ -121,9 +121,15 @@ def _ranks(pg: Any) -> list[int]:
 
 
 def _backend(pg: Any) -> str:
+    """`gloo`, `nccl`; where devices differ, which for which: `cpu:gloo,cuda:nccl`."""
     world = _torch.private("process_groups")
     entry = world.pg_map.get(pg) if world is not None else None
-    return str(entry[0]) if entry else str(pg.name())
+    name = str(entry[0]) if entry else str(pg.name())
+    if name == "undefined":  # made without naming one
+        per_device = str(world.pg_backend_config.get(pg, name))
+        names = {part.rpartition(":")[2] for part in per_device.split(",")}
+        return names.pop() if len(names) == 1 else per_device
+    return name
 
 
 def _mesh_dim(pg: Any) -> str | None:
@@ -148,9 +154,9 @@ def _mesh_dims() -> dict[str, str]:
 
 
 def _counted_so_far(pg: Any, backend: str) -> int:
-    if backend not in _COUNTING_BACKENDS:
+    if not any(name in backend for name in _COUNTING_BACKENDS):
         return 0
     try:
         return int(pg._get_sequence_number_for_group())
-    except RuntimeError:
+    except (AttributeError, RuntimeError):
         return 0
