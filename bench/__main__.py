@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bench import imports, rounds, table
-from bench.contenders import CONTENDERS
+from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, TORCHWHERE, UNWATCHED
 from bench.data_parallel import CUDA
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
@@ -30,7 +30,8 @@ def main() -> int:
         return 2
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    columns = [_measure(workload) for workload in workloads[arguments.device] if _wanted(workload.key, arguments.only)]
+    wanted = [workload for workload in workloads[arguments.device] if _wanted(workload.key, arguments.only)]
+    columns = [_measure(workload, alone=arguments.alone) for workload in wanted]
     if _wanted("import", arguments.only):
         columns.append(imports.column())
     machine = _machine(arguments.device)
@@ -44,6 +45,7 @@ def _parse(workloads: dict[str, tuple[Workload, ...]]) -> argparse.Namespace:
     parser.add_argument("--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU")
     parser.add_argument("--json", action="store_true", help="the same figures as one JSON object, with every round")
     parser.add_argument("--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"some of: {', '.join(keys)}")
+    parser.add_argument("--alone", action="store_true", help="without the peers: the same time gives several times the rounds")
     return parser.parse_args()
 
 
@@ -51,9 +53,9 @@ def _wanted(key: str, only: Sequence[str] | None) -> bool:
     return only is None or key in only
 
 
-def _measure(workload: Workload) -> Column:
+def _measure(workload: Workload, *, alone: bool) -> Column:
     start = time.monotonic()
-    names = workload.contenders
+    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, AGAIN) if alone else workload.contenders
     found = column(workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names]))
     print(f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr)
     return found

@@ -57,7 +57,9 @@ def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda"
 def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
     title = f"{name.upper()}, batch {batch}, % of a step"
-    return Workload(f"{name}_batch{batch}", title, partial(job, wrap, size), steps=10, clock=time.perf_counter, budget_s=45)
+    return Workload(
+        f"{name}_batch{batch}", title, partial(job, wrap, size), steps=10, clock=time.perf_counter, forks=False, budget_s=45
+    )
 
 
 CUDA = tuple(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8))

@@ -94,11 +94,11 @@ def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) 
 
 
 def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | None:
-    """The median of the rounds' ratios; None where torchwhere's own cost drowned in the noise."""
-    pairs = list(zip(added, by_torchwhere, strict=False))
-    if not pairs or any(own <= 0 for _, own in pairs):
+    """How the medians compare; None where torchwhere's own cost drowns in the noise."""
+    own = Figure(TORCHWHERE, tuple(by_torchwhere))
+    if not added or own.median is None or own.median <= own.spread:
         return None
-    return statistics.median(other / own for other, own in pairs)
+    return statistics.median(added) / own.median
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,31 @@
 """Times the contenders of one workload in turns: one round after another, in each round everyone once.
 
 A machine that is slow for a second is then slow for all of them, and what is told is each contender against the unwatched
-time of the same round. A contender is entered anew in every round and does one untimed step first. One that raises is left
-out from there on, and the workload is built anew, for it may have left hooks behind.
+time of the same round. A contender is entered anew in every round and does a few untimed steps first.
 
-The cycle collector stays on: what it costs is part of what watching costs. But all objects there are when a contender's turn
-comes are frozen out of it. A full collection of torch's own takes 0.4 s and would fall on anyone, and CommDebugMode and
-FlopCounterMode leave so many behind that it takes 0.2 s longer after each round.
+On a CPU every turn is a fork of one process, since CommDebugMode and FlopCounterMode leave so many objects behind that all
+who come after them are slower. On a GPU all turns are in one process; there, one that raises may have left hooks in the model,
+which is then built anew.
+
+The cycle collector stays on: what it costs is part of what watching costs. But objects older than the turn are frozen out of
+it: a full collection of torch's own takes 0.4 s and would fall on anyone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from bench import fork
 from bench.contenders import Contender
 from bench.workloads import Job, Workload
 
 MOST_ROUNDS = 25
-FIRST_STEPS = 3
+FIRST_STEPS = 3  # of a job: they make the optimizer's state and let DDP settle its buckets
 
 
 @dataclass(slots=True)
@@ -38,38 +42,36 @@ def run(workload: Workload, contenders: Sequence[Contender], *, most_rounds: int
     times = {contender: Times(contender.name) for contender in contenders}
     with ExitStack() as stack:
         job = _make(workload, stack)
-        job = _round(job, workload, times, stack, by=0, steps=1)
-        for found in times.values():
-            found.seconds.clear()
+        _rehearse(contenders)
+        _freeze()
         start = time.monotonic()
         for done in range(most_rounds):
             if done and (time.monotonic() - start) * (done + 1) / done > workload.budget_s:
                 break
-            job = _round(job, workload, times, stack, by=done, steps=workload.steps)
+            for contender in _turned(contenders, done):
+                if times[contender].error is None and not _turn(job, workload, contender, times[contender]):
+                    stack.close()
+                    job = _make(workload, stack)
     return list(times.values())
 
 
-def _round(job: Job, workload: Workload, times: dict[Contender, Times], stack: ExitStack, *, by: int, steps: int) -> Job:
-    """Everyone once; gives the job for the next round."""
-    for contender in _turned(list(times), by):
-        found = times[contender]
-        if found.error is not None:
-            continue
-        try:
-            found.seconds.append(_time(job, contender, steps, workload.clock))
-        except Exception as error:
-            found.error = f"{type(error).__name__}: {error}".partition("\n")[0]
-            stack.close()
-            job = _make(workload, stack)
-    return job
-
-
 def _make(workload: Workload, stack: ExitStack) -> Job:
-    """A job past its first steps, which make the optimizer's state and let DDP settle its buckets."""
     job = stack.enter_context(workload.make())
     for _ in range(FIRST_STEPS):
         job.step()
     return job
+
+
+def _rehearse(contenders: Sequence[Contender]) -> None:
+    """Import what they import. One that cannot be entered says so in its turn."""
+    for contender in contenders:
+        with contextlib.suppress(Exception), contender.enter(None):
+            pass
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def _turned(contenders: Sequence[Contender], by: int) -> Sequence[Contender]:
@@ -78,18 +80,28 @@ def _turned(contenders: Sequence[Contender], by: int) -> Sequence[Contender]:
     return (*contenders[at:], *contenders[:at])
 
 
-def _time(job: Job, contender: Contender, steps: int, clock: Callable[[], float]) -> float:
+def _turn(job: Job, workload: Workload, contender: Contender, times: Times) -> bool:
+    """Time one contender once; whether the job is as it was."""
+
+    def measure() -> float:
+        if contender.anew_each_step:
+            return sum(_time(job, contender, 1, workload.clock, warm=0) for _ in range(workload.steps)) / workload.steps
+        return _time(job, contender, workload.steps, workload.clock, warm=workload.warm_steps)
+
+    try:
+        times.seconds.append(fork.call(measure) if workload.forks else measure())
+    except Exception as error:
+        text = str(error) if workload.forks else f"{type(error).__name__}: {error}"
+        times.error = text.partition("\n")[0]
+        return workload.forks
+    return True
+
+
+def _time(job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: int) -> float:
     """Seconds a step under one contender."""
-    if contender.anew_each_step:
-        return sum(_time_inside(job, contender, 1, clock, warm=False) for _ in range(steps)) / steps
-    return _time_inside(job, contender, steps, clock, warm=True)
-
-
-def _time_inside(job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: bool) -> float:
-    gc.collect()
-    gc.freeze()
+    _freeze()
     with contender.enter(job.model):
-        if warm:
+        for _ in range(warm):
             job.step()
         job.finish()
         start = clock()

@@ -36,9 +36,11 @@ class Workload:
     title: str
     make: Callable[[], AbstractContextManager[Job]]
     steps: int  # timed in one go
+    warm_steps: int = 2  # before them, untimed
     units: int | None = None  # of which the cost is told, in one step; None: tell the added share of a step
     contenders: tuple[str, ...] | None = None  # None: all
     clock: Callable[[], float] = time.process_time  # all the work is one thread's: leave out what others take from it
+    forks: bool = True  # whether each turn gets a process of its own
     budget_s: float = 30.0
 
     @property
@@ -63,7 +65,7 @@ class Tree(nn.Module):
 
 @contextmanager
 def _modules() -> Iterator[Job]:
-    model = Tree(DEPTH)  # its input is new in each step: ModTracker would leave its hooks on one that stays
+    model = Tree(DEPTH)  # its input is new in each step, or ModTracker's hooks on it would pile up
     yield Job(lambda: model(torch.zeros(1, requires_grad=True)).backward(), model)
 
 
@@ -103,7 +105,7 @@ def _collectives() -> Iterator[Job]:
 
 
 CPU = (
-    Workload("modules", "tiny modules, us a call", _modules, steps=5, units=2**DEPTH - 1),
+    Workload("modules", "tiny modules, us a call", _modules, steps=10, warm_steps=5, units=2**DEPTH - 1, budget_s=60),
     Workload("gpt2", "small GPT-2, % of a step", _gpt2, steps=4, budget_s=60),
     Workload(
         *("collectives", "all_reduce, us a call", _collectives),

@@ -599,7 +599,8 @@ class PageReader:
 
     def collective(self, record: dict[str, int]) -> dict[str, Any]:
         payload, aim = self.name(record["what"]), self.name(record["aim"])
-        found = {"op": None, "raw_op": None, "group": None} if payload is None else json.loads(payload)
+        keys = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
+        found = dict.fromkeys(keys) if payload is None else json.loads(payload)
         group = self.groups().get(found["group"], {})
         ranks = group.get("ranks", [])
         return found | {

@@ -74,7 +74,7 @@ def _all_kinds(folder: Path) -> list[dict[str, Any]]:
         functional.all_reduce(x, "sum", dist.group.WORLD).sum()
         functional.all_gather_into_tensor_coalesced([x, wide], dist.group.WORLD)[0].sum()
         y = torch.ones(4, requires_grad=True)
-        functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD).sum().backward()
+        functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD).pow(2).sum().backward()
         dist.all_reduce_coalesced([x, wide])
     group_up()
     return collectives(folder)
@@ -272,7 +272,7 @@ def _compiled(folder: Path, backend: str) -> dict[str, Any]:
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
-        return functional.all_gather_tensor_autograd(y * x, 0, dist.group.WORLD).sum()
+        return functional.all_gather_tensor_autograd(y * x, 0, dist.group.WORLD).pow(2).sum()
 
     compiled = torch.compile(step, backend=backend, fullgraph=True)
     x = torch.ones(4, requires_grad=True)

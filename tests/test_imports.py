@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "inspect": {"blackbox", "events", "place"},
     "sense": {"blackbox", "errors", "events", "inspect", "place"},
     "identity": {"version"},
-    "recorder": {"blackbox", "events", "inspect", "place", "sense"},
+    "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
     "session": {"blackbox", "errors", "events", "identity", "inspect", "place", "recorder", "sense"},
     "diagnose": {"blackbox", "errors", "events", "place"},
     "show": {"blackbox", "diagnose", "errors", "events", "place"},

@@ -55,6 +55,7 @@ class Recorder:
         self.step_is_users = False  # the user counts steps; optimizers no longer do
         self.reducers = Reducers(locator.names)
         self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
+        self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
         self._here = locator.threads.here
         self._task_id = _torch.private("graph_task_id") or (lambda: -1)
@@ -190,7 +191,7 @@ class Recorder:
         """On a device thread there is no Python stack: the line that called backward led here."""
         if spot.pass_ != Pass.BACKWARD:
             return 0
-        main = self.locator.threads.main()
+        main = self.locator.threads.main
         return int(self.box.words[main.cursor + CURSOR_LINE]) if main is not None else 0
 
     def _show(self, track: Track, spot: Spot) -> None:
@@ -200,19 +201,29 @@ class Recorder:
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
 
     def _aim(self, call: Call, spot: Spot) -> int:
-        aim: str | list[str] | None = None
-        if call.stack.unit is not None:
-            names = self.locator.names.module_names(call.stack.unit)
-            aim = names[0] if names else None
-        elif call.stack.variables is not None:
-            aim = self._names_of(_params_in(call.stack.variables))
-        elif spot.pass_ == Pass.BACKWARD and call.stack.api is None and call.tensors:  # straight from DDP's C++ reducer
-            aim = self.reducers.aim(_variable(self._node()), call.tensors[0], self._task_id)
-        return self.box.intern(Sort.AIM, json.dumps(aim)) if aim is not None else 0
+        looked = call.stack
+        if looked.unit is not None:
+            names = self.locator.names.module_names(looked.unit)
+            return self._aim_id(names[0]) if names else 0
+        if looked.variables is not None:
+            return self._aim_of_params(_params_in(looked.variables))
+        if spot.pass_ != Pass.BACKWARD or looked.api is not None or not call.tensors:
+            return 0
+        bucket = self.reducers.bucket(_variable(self._node()), call.tensors[0], self._task_id)  # from DDP's C++ reducer
+        if bucket is None:
+            return 0
+        bucket.entry = bucket.entry or self.box.intern(Sort.AIM, json.dumps(bucket.names))
+        return bucket.entry
 
-    def _names_of(self, params: list[torch.Tensor]) -> list[str] | None:
+    def _aim_id(self, unit: str) -> int:
+        known = self._aims.get(unit)
+        if known is None:
+            known = self._aims[unit] = self.box.intern(Sort.AIM, json.dumps(unit))
+        return known
+
+    def _aim_of_params(self, params: list[torch.Tensor]) -> int:
         names = [found[0] for param in params if (found := self.locator.names.params.get(id(param)))]
-        return names or None
+        return self.box.intern(Sort.AIM, json.dumps(names)) if names else 0
 
     # -- exceptions --------------------------------------------------------------------------------------------------
 

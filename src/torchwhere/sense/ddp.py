@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,13 +24,23 @@ _MOST_LOOKS = 8  # backwards after which buckets that were not rebuilt never wil
 _FIRST_BUCKET_BYTES = 1 << 20  # of the default cap: a small first bucket gets the reduction going
 
 
+@dataclass(slots=True)
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    names: list[str]
+    numel: int
+    entry: int = 0  # id in the table, once it is there
+
+
 class Reducer:
     """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a backward is."""
 
-    def __init__(self, ddp: Any) -> None:
+    def __init__(self, ddp: Any, names: NameTable) -> None:
         self._ddp = weakref.ref(ddp)
+        self._names = names
         self._params = [p for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
-        self._plans: list[list[list[int]]] = []  # the surest first
+        self._plans: list[list[Bucket]] = []  # the surest first
         self._task = -1
         self._next = 0
         self._looks_left = _MOST_LOOKS
@@ -46,7 +57,7 @@ class Reducer:
         said = ddp.logger._get_ddp_logging_data()
         rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
         if rebuilt:
-            self._plans = [[[int(i) for i in bucket.split()] for bucket in rebuilt.split(",")]]
+            self._plans = [[self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]]
             self._looks_left = 0
             return
         cap = int(said.ints_map["bucket_cap_bytes"])
@@ -55,7 +66,11 @@ class Reducer:
         self._plans = [self._assigned(order, cap, rebuilding=True)] if order and rebuilds else []
         self._plans.append(self._assigned(list(range(len(self._params))), sys.maxsize if rebuilds else cap, rebuilding=False))
 
-    def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[list[int]]:
+    def _bucket(self, indices: list[int]) -> Bucket:
+        params = [self._params[i] for i in indices]
+        return Bucket([(self._names.param_names(p) or ["?"])[0] for p in params], sum(p.numel() for p in params))
+
+    def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[Bucket]:
         """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
         assign = _torch.private("bucket_assignment")
         if assign is None:
@@ -63,17 +78,17 @@ class Reducer:
         first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
         tensors = [self._params[i] for i in order]
         indices, _ = assign(tensors, [first, cap], [False] * len(tensors), order if rebuilding else [])
-        buckets = [list(bucket) for bucket in indices]
+        buckets = [self._bucket(list(bucket)) for bucket in indices]
         return buckets if rebuilding else buckets[::-1]
 
-    def bucket(self, task: int, numel: int) -> list[torch.Tensor] | None:
-        """The parameters in the bucket that is being reduced in graph task `task`; None if that cannot be told."""
+    def bucket(self, task: int, numel: int) -> Bucket | None:
+        """The bucket that is being reduced in graph task `task`; None if that cannot be told."""
         if task != self._task:
             self._task, self._next = task, 0
         index, self._next = self._next, self._next + 1
         for plan in self._plans:
-            if index < len(plan) and sum(self._params[i].numel() for i in plan[index]) == numel:
-                return [self._params[i] for i in plan[index]]
+            if index < len(plan) and plan[index].numel == numel:
+                return plan[index]
         return None
 
 
@@ -93,7 +108,7 @@ class Reducers:
 
     def add(self, ddp: nn.Module) -> None:
         if ddp not in self._seen:
-            reducer = self._seen[ddp] = Reducer(ddp)
+            reducer = self._seen[ddp] = Reducer(ddp, self._names)
             for param in ddp.parameters():
                 self._of_param[id(param)] = reducer
 
@@ -102,11 +117,10 @@ class Reducers:
         for reducer in self._seen.values():
             reducer.look()
 
-    def aim(self, param: torch.Tensor | None, tensor: torch.Tensor, task: Callable[[], int]) -> list[str] | None:
-        """The names of the parameters whose gradients `tensor` carries, launched by the gradient of `param`."""
+    def bucket(self, param: torch.Tensor | None, tensor: torch.Tensor, task: Callable[[], int]) -> Bucket | None:
+        """The bucket whose gradients `tensor` carries, launched by the gradient of `param`. Cheap: a GPU waits for it."""
         reducer = self._of_param.get(id(param)) if param is not None else self._last
         if reducer is None:
             return None
         self._last = reducer
-        params = reducer.bucket(task(), tensor.numel())
-        return None if params is None else [(self._names.param_names(p) or ["?"])[0] for p in params]
+        return reducer.bucket(task(), tensor.numel())

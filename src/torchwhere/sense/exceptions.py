@@ -110,5 +110,12 @@ def _is_news(error: BaseException) -> bool:
 
 def _holds_saved(node: Any) -> bool:
     """Whether a node still has a tensor it saved. Looks without unpacking: that could run a recomputation."""
-    saved = [getattr(node, name, None) for name in dir(type(node)) if name.startswith("_raw_saved_")]
-    return any(getattr(raw, "data", None) is not None for raw in saved)
+    for name in dir(type(node)):
+        if name.startswith("_raw_saved_"):
+            try:
+                raw = getattr(node, name)
+            except RuntimeError:  # freed: the node has run
+                return False
+            if getattr(raw, "data", None) is not None:
+                return True
+    return False

@@ -56,6 +56,7 @@ class Locator:
         self._node = _torch.private("current_node") or (lambda: None)
         self._texts: dict[int, str] = {}
         self._lines: dict[tuple[str, int], int] = {}
+        self._params: dict[tuple[str, int], Spot] = {}
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 
@@ -104,7 +105,10 @@ class Locator:
         return self.spot_of_param_name(names[0], pass_) if names else Spot(pass_, flags=FLAG_UNKNOWN)
 
     def spot_of_param_name(self, name: str, pass_: int) -> Spot:
-        return Spot(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
+        known = self._params.get((name, pass_))
+        if known is None:
+            known = self._params[name, pass_] = Spot(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
+        return known
 
     # -- names and lines ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from torchwhere.sense.trouble import Trouble
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
+_SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
 _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
@@ -271,7 +272,7 @@ def _rehearses() -> bool:
     for _ in range(6):
         if frame is None:
             return False
-        if frame.f_code.co_name == "_forward_metadata_inference":
+        if frame.f_code.co_name in _SHAPE_INFERENCE:
             return True
         frame = frame.f_back
     return False

@@ -141,6 +141,7 @@ class Threads:
         self.local = Tracks()
         self._all: weakref.WeakSet[Track] = weakref.WeakSet()
         self._joined = 0
+        self.main: Track | None = None  # the main thread's
         self._register = register  # told of every new track
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
@@ -161,6 +162,8 @@ class Threads:
             track.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
             self._register(track)
             self._all.add(track)
+            if track.name == "MainThread":
+                self.main = track
         self.local.track = track
         return track
 
@@ -181,9 +184,6 @@ class Threads:
             track.makers = []
             track.count = 0
 
-    def main(self) -> Track | None:
-        return next((track for track in self._all if track.name == "MainThread"), None)
-
     def maker(self, seq: int, own: Track) -> tuple[Track | None, bool]:
         """The track whose thread made node `seq`, and whether that is certain.
 
@@ -198,5 +198,4 @@ class Threads:
         others = [track for track in within if track is not own] or within
         if not others:
             return None, False
-        main = next((track for track in others if track.name == "MainThread"), others[0])
-        return main, len(others) == 1
+        return (self.main if self.main in others else others[0]), len(others) == 1
