@@ -27,6 +27,8 @@ _SET_BY_OTHERS = (
     "_TORCH",
 )
 
+_THREADS_OF_OTHERS = ("tqdm_monitor", "ThreadPoolExecutor")  # inductor's
+
 
 def snapshot() -> dict[str, Any]:
     gc.collect()
@@ -45,7 +47,7 @@ def snapshot() -> dict[str, Any]:
         "modes": torch._C._len_torch_dispatch_stack(),
         "import hooks": [type(finder).__name__ for finder in sys.meta_path],
         "compile callbacks": _compile_callbacks(),
-        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor"),
+        "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(_THREADS_OF_OTHERS)),
         "signal handlers": [_handler(number) for number in (signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV)],
         "files": _boxes_open(),
         "hooks of Python": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.getprofile(), sys.gettrace()),

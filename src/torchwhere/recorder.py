@@ -58,7 +58,6 @@ class Recorder:
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
         self._here = locator.threads.here
-        self._task_id = _torch.private("graph_task_id") or (lambda: -1)
         self._node = _torch.private("current_node") or (lambda: None)
 
     # -- threads -----------------------------------------------------------------------------------------------------
@@ -168,11 +167,11 @@ class Recorder:
         track = self._here()
         spot = locator.spot(track)
         graph = looked.graph
-        if graph is None and spot.pass_ == Pass.BACKWARD:
+        if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
             graph = compilation.backward_graph(self._node())
         line = locator.line_id(looked.file, looked.line) or self._line_of_backward(spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
-        aim, t_ns = self._aim(call, spot), time.monotonic_ns()
+        aim, t_ns = self._aim(call), time.monotonic_ns()
         number = box.record(
             *(Kind.COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call),
             *(line, graph_id, call.signature, aim, spot.param, call.number),
@@ -200,16 +199,14 @@ class Recorder:
         self.box.words[track.cursor] = word
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
 
-    def _aim(self, call: Call, spot: Spot) -> int:
+    def _aim(self, call: Call) -> int:
         looked = call.stack
         if looked.unit is not None:
             names = self.locator.names.module_names(looked.unit)
             return self._aim_id(names[0]) if names else 0
         if looked.variables is not None:
             return self._aim_of_params(_params_in(looked.variables))
-        if spot.pass_ != Pass.BACKWARD or looked.api is not None or not call.tensors:
-            return 0
-        bucket = self.reducers.bucket(_variable(self._node()), call.tensors[0], self._task_id)  # from DDP's C++ reducer
+        bucket = call.bucket
         if bucket is None:
             return 0
         bucket.entry = bucket.entry or self.box.intern(Sort.AIM, json.dumps(bucket.names))
@@ -237,10 +234,6 @@ class Recorder:
 
     def place(self, frame: FrameType | None) -> Place:
         return self.locator.place(self.locator.threads.here(), frame, rank=self.rank, step=self.step)
-
-
-def _variable(node: Any) -> torch.Tensor | None:
-    return getattr(node, "variable", None)
 
 
 def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:

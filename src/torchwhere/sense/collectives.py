@@ -17,6 +17,7 @@ import torch
 from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
+from torchwhere.sense.ddp import Bucket
 from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
 from torchwhere.sense.trouble import Trouble
 
@@ -94,15 +95,23 @@ class Call(NamedTuple):
     signature: int
     flags: int
     stack: stack.Stack
-    tensors: list[torch.Tensor]
+    bucket: Bucket | None  # of DDP, where it is DDP's own reduction
 
 
 class CollectiveSense:
     """Hands every collective to `on_call` before it is launched."""
 
-    def __init__(self, box: BoxWriter, groups: Groups, *, on_call: Callable[[Call], None]) -> None:
+    def __init__(
+        self,
+        box: BoxWriter,
+        groups: Groups,
+        *,
+        bucket_of: Callable[[torch.Tensor], Bucket | None],
+        on_call: Callable[[Call], None],
+    ) -> None:
         self._box = box
         self._groups = groups
+        self._bucket_of = bucket_of
         self._on_call = on_call
         self._library: Any = None
         self._active = False
@@ -156,11 +165,17 @@ class CollectiveSense:
             op = op.of_one
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
-        signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
+        is_direct = looked.api is None and looked.unit is None and looked.variables is None and inputs
+        bucket = self._bucket_of(inputs[0]) if is_direct else None  # from C++: DDP's reducer, if there is one
+        signature = 0 if bucket is None else bucket.signature
+        if not signature:
+            signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
+            if bucket is not None:
+                bucket.signature = signature
         flags = FLAG_ASYNC if _is_async(op, args, looked.api) else 0
         number = stream.next_number
         stream.next_number = number + 1
-        self._on_call(Call(op, group, number, stream, signature, flags, looked, inputs or outputs))
+        self._on_call(Call(op, group, number, stream, signature, flags, looked, bucket))
 
     def _signature(
         self,

@@ -30,7 +30,8 @@ class Bucket:
 
     names: list[str]
     numel: int
-    entry: int = 0  # id in the table, once it is there
+    entry: int = 0  # id of the names in the table, once they are there
+    signature: int = 0  # id of what repeats of its all-reduce; DDP's own, which always sums
 
 
 class Reducer:
@@ -105,6 +106,8 @@ class Reducers:
         self._of_param: dict[int, Reducer] = {}
         self._seen: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
         self._last: Reducer | None = None
+        self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
+        self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
     def add(self, ddp: nn.Module) -> None:
         if ddp not in self._seen:
@@ -117,10 +120,20 @@ class Reducers:
         for reducer in self._seen.values():
             reducer.look()
 
-    def bucket(self, param: torch.Tensor | None, tensor: torch.Tensor, task: Callable[[], int]) -> Bucket | None:
-        """The bucket whose gradients `tensor` carries, launched by the gradient of `param`. Cheap: a GPU waits for it."""
+    def bucket(self, tensor: torch.Tensor) -> Bucket | None:
+        """The bucket whose gradients `tensor` carries, if DDP's reducer is launching it right now on this thread.
+
+        It is launched by the hook of the parameter that completed it, or by a callback at the end of the backward. Cheap: in
+        a small step the GPU waits for it.
+        """
+        if not self._of_param:
+            return None
+        task = self._task_id()
+        if task == -1:
+            return None
+        param = getattr(self._node(), "variable", None)
         reducer = self._of_param.get(id(param)) if param is not None else self._last
         if reducer is None:
             return None
         self._last = reducer
-        return reducer.bucket(task(), tensor.numel())
+        return reducer.bucket(task, tensor.numel())
