@@ -14,16 +14,15 @@ from pathlib import Path
 
 import torch
 
-from bench import imports, rounds, table
+from bench import data_parallel, imports, rounds, table
 from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, TORCHWHERE, UNWATCHED
-from bench.data_parallel import CUDA
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
 
 
 def main() -> int:
     warnings.simplefilter("ignore")  # ModTracker warns on every step
-    workloads = {"cpu": CPU, "cuda": CUDA}
+    workloads = {"cpu": CPU + data_parallel.CPU, "cuda": data_parallel.CUDA}
     arguments = _parse(workloads)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("bench: --device cuda, but torch sees no CUDA device here", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is timed on a GPU: steps of GPT-2 124M in bf16, under DDP and under FSDP2, on one rank.
+"""What is timed under DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in bf16 on a GPU. One rank.
 
 Batch 1 leaves the GPU waiting for the CPU, so that a step shows what watching costs the CPU; batch 8 keeps the GPU busy.
 With one rank DDP still all-reduces its buckets; FSDP2 leaves its collectives out.
@@ -16,9 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.contenders import AGAIN, COMM_DEBUG_ANEW, MOD_TRACKER, MODULE_EVENTS, TORCHWHERE, UNWATCHED
 from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
+BUCKETS = 20
 GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
 
 
@@ -54,6 +56,18 @@ def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda"
         dist.destroy_process_group()
 
 
+@contextmanager
+def _buckets() -> Iterator[Job]:
+    """As many buckets as layers: DDP reduces each from inside backward, where a place is harder to tell than in forward."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(BUCKETS)))
+    model, x = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001), torch.ones(1, 64)
+    try:
+        yield Job(lambda: model(x).sum().backward(), model)
+    finally:
+        dist.destroy_process_group()
+
+
 def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
     title = f"{name.upper()}, batch {batch}, % of a step"
@@ -62,4 +76,15 @@ def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     )
 
 
+CPU = (
+    Workload(
+        *("buckets", "DDP bucket, us each", _buckets),
+        steps=50,
+        units=BUCKETS,
+        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, MOD_TRACKER, COMM_DEBUG_ANEW, AGAIN),
+        clock=time.thread_time,
+        forks=False,  # gloo has threads
+        budget_s=20,
+    ),
+)
 CUDA = tuple(_workload(wrap, batch) for wrap in (ddp, fsdp2) for batch in (1, 8))
