@@ -70,7 +70,7 @@ def _buckets() -> Iterator[Job]:
 
 def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
-    title = f"{name.upper()}, batch {batch}, % of a step"
+    title = f"{name.upper()}, batch {batch}, %"
     return Workload(
         f"{name}_batch{batch}", title, partial(job, wrap, size), steps=10, clock=time.perf_counter, forks=False, budget_s=45
     )

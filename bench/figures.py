@@ -120,6 +120,7 @@ TARGETS = (
     Target("modules", "at most 5 us a module call with module events", MODULE_EVENTS),
     Target("modules", "at least 25 times less than ModTracker", MOD_TRACKER, as_ratio=True),
     Target("collectives", "at most 20 us a collective"),
+    Target("buckets", "at most 20 us a collective (DDP, in backward)"),
     Target("ddp_batch1", "at most 2 % of a CPU-bound step (DDP)"),
     Target("fsdp2_batch1", "at most 2 % of a CPU-bound step (FSDP2)"),
     Target("ddp_batch8", "at most 1 % of a GPU-bound step (DDP)"),

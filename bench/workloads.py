@@ -105,10 +105,10 @@ def _collectives() -> Iterator[Job]:
 
 
 CPU = (
-    Workload("modules", "tiny modules, us a call", _modules, steps=10, warm_steps=5, units=2**DEPTH - 1, budget_s=60),
-    Workload("gpt2", "small GPT-2, % of a step", _gpt2, steps=4, budget_s=60),
+    Workload("modules", "modules, us a call", _modules, steps=10, warm_steps=5, units=2**DEPTH - 1, budget_s=50),
+    Workload("gpt2", "GPT-2, % of a step", _gpt2, steps=4, budget_s=50),
     Workload(
-        *("collectives", "all_reduce, us a call", _collectives),
+        *("collectives", "all_reduce, us each", _collectives),
         steps=3,
         units=COLLECTIVES,
         contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, COMM_DEBUG, AGAIN),

@@ -165,7 +165,8 @@ class Recorder:
     def collective(self, call: Call) -> None:
         box, locator, looked = self.box, self.locator, call.stack
         track = self._here()
-        spot = locator.spot(track)
+        completed_by = call.bucket.completed_by if call.bucket is not None else None
+        spot = locator.spot(track) if completed_by is None else locator.spot_of_param(completed_by)
         graph = looked.graph
         if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
             graph = compilation.backward_graph(self._node())

@@ -157,22 +157,28 @@ class CollectiveSense:
 
     @_torch.unseen
     def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
-        group = self._groups.of(args[op.group_at])
         looked = stack.read(stack.caller(1))  # none on a device thread of the engine
+        is_direct = looked.api is None and looked.unit is None and looked.variables is None and op.raw == "allreduce_"
+        bucket = self._bucket_of(args[0][0]) if is_direct else None  # from C++: DDP's reducer, if there is one
+        if bucket is not None and bucket.signature:
+            self._count(op, bucket.group, bucket.group.streams[WHOLE_GROUP], bucket.signature, FLAG_ASYNC, looked, bucket)
+            return
+        group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
         outputs = _tensors(args, op.outputs) if op.outputs else []
         if op.of_one is not None and len(inputs) == 1:
             op = op.of_one
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
-        is_direct = looked.api is None and looked.unit is None and looked.variables is None and inputs
-        bucket = self._bucket_of(inputs[0]) if is_direct else None  # from C++: DDP's reducer, if there is one
-        signature = 0 if bucket is None else bucket.signature
-        if not signature:
-            signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-            if bucket is not None:
-                bucket.signature = signature
+        signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
+        if bucket is not None:
+            bucket.signature, bucket.group = signature, group
         flags = FLAG_ASYNC if _is_async(op, args, looked.api) else 0
+        self._count(op, group, stream, signature, flags, looked, bucket)
+
+    def _count(
+        self, op: Op, group: Group, stream: Stream, signature: int, flags: int, looked: stack.Stack, bucket: Bucket | None
+    ) -> None:
         number = stream.next_number
         stream.next_number = number + 1
         self._on_call(Call(op, group, number, stream, signature, flags, looked, bucket))

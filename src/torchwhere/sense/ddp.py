@@ -32,6 +32,8 @@ class Bucket:
     numel: int
     entry: int = 0  # id of the names in the table, once they are there
     signature: int = 0  # id of what repeats of its all-reduce; DDP's own, which always sums
+    group: Any = None  # the group it is reduced in, once it was
+    completed_by: torch.Tensor | None = None  # the parameter whose gradient launched it last
 
 
 class Reducer:
@@ -136,4 +138,7 @@ class Reducers:
         if reducer is None:
             return None
         self._last = reducer
-        return reducer.bucket(task, tensor.numel())
+        bucket = reducer.bucket(task, tensor.numel())
+        if bucket is not None:
+            bucket.completed_by = param
+        return bucket

@@ -92,7 +92,7 @@ class Locator:
         """The place an autograd node belongs to: the call it was made in, or the parameter it accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
-            return self._spot_of_param(node.variable, pass_)
+            return self.spot_of_param(node.variable, pass_)
         maker, certain = self.threads.maker(seq, track)
         word = maker.word_at(seq) if maker is not None else None
         if maker is None or word is None:
@@ -100,7 +100,8 @@ class Locator:
         spot = self._spot_of_word(word, maker, pass_)
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
-    def _spot_of_param(self, param: torch.Tensor, pass_: int) -> Spot:
+    def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> Spot:
+        """Where a gradient is accumulated: the parameter, in the module that holds it."""
         names = self.names.param_names(param)
         return self.spot_of_param_name(names[0], pass_) if names else Spot(pass_, flags=FLAG_UNKNOWN)
 
