@@ -67,6 +67,7 @@ class Groups:
         self._box = box
         self._on_new = on_new
         self._known: dict[Any, Group] = {}
+        self._has_new = False
 
     def of(self, boxed: Any) -> Group:
         """The group of a c10d call, from the boxed process group in its arguments."""
@@ -81,22 +82,29 @@ class Groups:
         return stream
 
     def refresh(self) -> None:
-        """Meet every group there is, used or not. Called at the start and between steps."""
+        """Meet every group there is, used or not, and name mesh dimensions. Called at the start, between steps, at the end."""
         world = _torch.private("process_groups")
-        if world is None or not dist.is_initialized() or len(world.pg_map) == len(self._known):
-            return
-        for pg in list(world.pg_map):
-            if isinstance(pg, dist.ProcessGroup) and pg not in self._known:
-                self._meet(pg)
+        if world is not None and dist.is_initialized() and len(world.pg_map) != len(self._known):
+            for pg in list(world.pg_map):
+                if isinstance(pg, dist.ProcessGroup) and pg not in self._known:
+                    self._meet(pg)
+        if self._has_new:
+            self._has_new = False
+            self._name_dimensions()
 
-    def finish(self) -> None:
-        """At the end: meet the last groups, and name the mesh dimensions of groups that existed before their mesh."""
-        self.refresh()
+    def _name_dimensions(self) -> None:
+        """From the meshes themselves: a dimension as wide as the world has no group of its own, and older torch describes the
+        groups it makes by other words. Looks at all objects there are, so never inside a step."""
         dims = _mesh_dims()
         for group in self._known.values():
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = dims[group.name]
                 self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+
+    def finish(self) -> None:
+        """At the end: a mesh may have been made over groups that were known before it."""
+        self._has_new = True
+        self.refresh()
 
     def _meet(self, pg: Any) -> Group:
         group = Group(
@@ -104,11 +112,12 @@ class Groups:
             desc=pg.group_desc,
             ranks=_ranks(pg),
             backend=_backend(pg),
-            mesh_dim=_mesh_dim(pg),
+            mesh_dim=_mesh_dim(pg.group_desc),
         )
         group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
         self.stream(group, WHOLE_GROUP).next_number = _counted_so_far(pg, group.backend)
         self._known[pg] = group
+        self._has_new = True
         self._on_new()
         return group
 
@@ -132,12 +141,9 @@ def _backend(pg: Any) -> str:
     return name
 
 
-def _mesh_dim(pg: Any) -> str | None:
-    """DeviceMesh describes the groups it makes as `mesh_<dimension>`; a dimension as wide as the world has no own group."""
-    named = _mesh_dims().get(pg.group_name)
-    if named is None and pg.group_desc.startswith("mesh_"):
-        return str(pg.group_desc.removeprefix("mesh_"))
-    return named
+def _mesh_dim(desc: str) -> str | None:
+    """DeviceMesh describes the groups it makes as `mesh_<dimension>`. What the meshes say comes later and counts more."""
+    return desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
 
 
 def _mesh_dims() -> dict[str, str]:
