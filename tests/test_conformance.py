@@ -478,6 +478,7 @@ def test_c22_exception_in_backward(where: str) -> None:
     (note,) = caught.value.__notes__
     expected = {"function": "layers.1.1", "parameter hook": "layers.1.up.weight", "operation": "layers.1"}
     assert note.startswith(f"torchwhere: rank 0, step 0, backward of {expected.get(where, 'layers.1.up')}"), note
+    assert "test_conformance.py:" in note
 
 
 def _spoiled(x: torch.Tensor) -> tuple[torch.Tensor]:

@@ -64,6 +64,9 @@ class ExceptionSense:
 
     def _tell(self, error: BaseException, track: Track, spot: Spot) -> None:
         found = stack.deepest_user_line(error.__traceback__)
+        if found is None:  # raised by torch itself: the user's line is further out, where it has not come yet
+            looked = stack.read(stack.caller(1))
+            found = (looked.file, looked.line) if looked.file is not None else None
         line = stack.shortened(*found, folder=self._locator.folder) if found is not None else None
         self._report(error, track, spot, line)
 
