@@ -4,8 +4,8 @@ A machine that is slow for a second is then slow for all of them, and what is to
 time of the same round. A contender is entered anew in every round and does a few untimed steps first.
 
 On a CPU every turn is a fork of one process, since CommDebugMode and FlopCounterMode leave so many objects behind that all
-who come after them are slower. On a GPU all turns are in one process; there, one that raises may have left hooks in the model,
-which is then built anew.
+who come after them are slower. CUDA and gloo do not survive a fork: with them all turns are in one process, and one that
+raises may have left hooks in the model, which is then built anew.
 
 The cycle collector stays on: what it costs is part of what watching costs. But objects older than the turn are frozen out of
 it: a full collection of torch's own takes 0.4 s and would fall on anyone.

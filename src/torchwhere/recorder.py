@@ -40,6 +40,7 @@ from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
 from torchwhere.sense.tracks import Track
 
+_COLLECTIVE = int(Kind.COLLECTIVE)
 _MOST_TEXT = 1 << 14
 _LAST_COLLECTIVES = 3  # in the note on an exception
 
@@ -173,10 +174,12 @@ class Recorder:
         line = locator.line_id(looked.file, looked.line) or self._line_of_backward(spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
         aim, t_ns = self._aim(call), time.monotonic_ns()
-        number = box.record(
-            *(Kind.COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call),
-            *(line, graph_id, call.signature, aim, spot.param, call.number),
+        # fmt: off
+        number = box.record(  # plain positions: unpacking two tuples takes 0.4 us more
+            _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call,
+            line, graph_id, call.signature, aim, spot.param, call.number,
         )
+        # fmt: on
         words, tally = box.words, call.stream.tally
         if tally is not None:
             words[tally + TALLY_COUNT] = call.number + 1

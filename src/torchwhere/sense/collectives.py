@@ -194,7 +194,8 @@ class CollectiveSense:
         api: str | None,
     ) -> int:
         """The id of what repeats: everything about a call but its number, place and time."""
-        reduce_op = args[op.reduce_op_at].op() if op.reduce_op_at is not None else None
+        # `.op()` does the same and takes 0.9 us more.
+        reduce_op = args[op.reduce_op_at]._get_method("op")() if op.reduce_op_at is not None else None
         tensors = inputs or outputs
         dtype = tensors[0].dtype if tensors else None
         shapes, out_shapes = tuple([t.shape for t in inputs]), tuple([t.shape for t in outputs])
