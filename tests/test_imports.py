@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "session": {"blackbox", "errors", "events", "identity", "inspect", "place", "recorder", "sense"},
     "diagnose": {"blackbox", "errors", "events", "place"},
     "show": {"blackbox", "diagnose", "errors", "events", "place"},
-    "launch": {"errors", "sense", "session"},
+    "process": {"blackbox", "errors", "sense", "session"},
+    "marks": {"blackbox", "identity", "place", "process", "sense"},
+    "launch": {"errors", "process", "sense"},
 }
 KNOWS_NO_TORCH = ("version", "errors", "place", "events", "blackbox", "diagnose", "show")
 MAY_IMPORT_AT_TOP = {"__init__": {"errors", "place", "version"}, "__main__": {"cli"}, "cli": {"errors", "events", "version"}}
@@ -90,7 +92,14 @@ def test_reading_loads_no_torch() -> None:
     """What reads and shows a run loads neither torch nor anything of the watching side."""
     modules = "torchwhere.blackbox.run, torchwhere.diagnose.comms, torchwhere.show.text"
     loaded = set(python(f"import sys, {modules}; print(*sys.modules)").split())
-    assert not loaded & {"torch", "torchwhere.sense", "torchwhere.session", "torchwhere.recorder", "torchwhere.inspect"}
+    assert not loaded & {
+        "torch",
+        "torchwhere.sense",
+        "torchwhere.session",
+        "torchwhere.process",
+        "torchwhere.recorder",
+        "torchwhere.inspect",
+    }
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------------

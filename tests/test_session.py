@@ -20,7 +20,7 @@ from torch import nn
 import leaks
 import torchwhere
 from models import Model, batch
-from torchwhere import session
+from torchwhere import process
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -67,9 +67,9 @@ def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture
     with torchwhere.watch(out=tmp_path / "outer"):
         with torchwhere.watch(model, out=tmp_path / "inner"):
             train(model, 1)
-        assert session.current() is not None
+        assert process.current() is not None
         train(model, 1)
-    assert session.current() is None
+    assert process.current() is None
     assert kinds(tmp_path / "outer").count("optimizer") == 2
     assert not (tmp_path / "inner").exists()
     assert "is not used" in caplog.text
@@ -79,7 +79,7 @@ def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
     """An exception ends the watch, is recorded as its reason, and goes on unchanged."""
     with pytest.raises(KeyError, match="mine"), torchwhere.watch(out=tmp_path):
         raise KeyError("mine")
-    assert session.current() is None
+    assert process.current() is None
     *_, end = torchwhere.read_run(tmp_path).events()
     assert end.fields["reason"] == "exception: KeyError: 'mine'"
 
@@ -466,7 +466,7 @@ def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
 
     with pytest.raises(Odd), torchwhere.watch(out=tmp_path):
         raise Odd
-    assert session.current() is None
+    assert process.current() is None
     *_, end = torchwhere.read_run(tmp_path).events()
     assert end.fields["reason"] == "exception: Odd"
 

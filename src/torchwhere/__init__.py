@@ -18,7 +18,8 @@ from torchwhere.version import __version__
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import Run, read_run
     from torchwhere.events import Event
-    from torchwhere.session import note, phase, start, step, stop, watch, where
+    from torchwhere.marks import note, phase, step, where
+    from torchwhere.process import start, stop, watch
 
 __all__ = [
     "Certainty",
@@ -40,14 +41,14 @@ __all__ = [
 _HOME = {
     "Event": "torchwhere.events",
     "Run": "torchwhere.blackbox.run",
-    "note": "torchwhere.session",
-    "phase": "torchwhere.session",
+    "note": "torchwhere.marks",
+    "phase": "torchwhere.marks",
     "read_run": "torchwhere.blackbox.run",
-    "start": "torchwhere.session",
-    "step": "torchwhere.session",
-    "stop": "torchwhere.session",
-    "watch": "torchwhere.session",
-    "where": "torchwhere.session",
+    "start": "torchwhere.process",
+    "step": "torchwhere.marks",
+    "stop": "torchwhere.process",
+    "watch": "torchwhere.process",
+    "where": "torchwhere.marks",
 }
 
 

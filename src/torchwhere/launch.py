@@ -52,7 +52,7 @@ def _put_first(folder: str) -> None:
 
 
 def _watched(execute: Callable[[str], None], script: str) -> None:
-    from torchwhere.session import stop, tell
+    from torchwhere.process import stop, tell
 
     reason = "exit 0"
     try:

@@ -1,0 +1,75 @@
+"""What a program says and asks while it is watched: `where()`, `step()`, `note()`, `phase()`.
+
+Each does nothing while nobody watches and while dynamo traces, and what goes wrong in it never reaches the program.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Self
+
+from torch.compiler import is_dynamo_compiling
+
+from torchwhere import identity
+from torchwhere.blackbox.layout import NO_STEP
+from torchwhere.place import Certainty, Place
+from torchwhere.process import Function, current, quietly
+from torchwhere.sense import _torch, stack
+
+
+@_torch.unseen
+def where() -> Place:
+    """The place of the calling thread, now. Without a watch: the rank, and that nothing is known."""
+    session = current()
+    if session is None:
+        return Place(rank=identity.rank_and_world()[0], step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+    return session.recorder.place(stack.caller(0))
+
+
+def step(number: int | None = None) -> None:
+    """Say that a training step begins: `number`, or the next one (0 at first). Optimizers no longer count steps then."""
+    if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
+        raise ValueError(f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing for the next one")
+    session = current()
+    if session is not None and not is_dynamo_compiling():
+        recorder = session.recorder
+        if number is None:  # the first time, what has been running since the start is the step that begins
+            number = recorder.step + recorder.step_is_users
+        recorder.step_is_users = True
+        if number != recorder.step:
+            quietly(session.next_step, number)
+
+
+def note(text: str, /, **fields: Any) -> None:
+    """Leave a note at this place, with any fields that JSON can hold. Does nothing while nobody watches."""
+    session = current()
+    if session is not None and not is_dynamo_compiling():
+        quietly(session.recorder.note, str(text), fields, frame=stack.caller(0))
+
+
+class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):`
+    """A named part of a step, nested as you like, on any thread: a context manager and a decorator."""
+
+    def __init__(self, name: str) -> None:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"phase({name!r}): expected a name")
+        self._name = name
+
+    def __enter__(self) -> Self:
+        session = current()
+        if session is not None and not is_dynamo_compiling():
+            quietly(session.recorder.phase_begins, self._name, frame=stack.caller(0))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        session = current()
+        if session is not None and not is_dynamo_compiling():
+            quietly(session.recorder.phase_ends, self._name, frame=stack.caller(0))
+
+    def __call__(self, function: Function) -> Function:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with phase(self._name):
+                return function(*args, **kwargs)
+
+        return timed  # type: ignore[return-value]
