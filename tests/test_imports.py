@@ -31,7 +31,12 @@ MAY_IMPORT = {
     "launch": {"errors", "process", "sense"},
 }
 KNOWS_NO_TORCH = ("version", "errors", "place", "events", "blackbox", "diagnose", "show")
-MAY_IMPORT_AT_TOP = {"__init__": {"errors", "place", "version"}, "__main__": {"cli"}, "cli": {"errors", "events", "version"}}
+MAY_IMPORT_AT_TOP = {
+    "__init__": {"errors", "place", "version"},
+    "__main__": {"cli"},
+    "cli": {"commands", "version"},
+    "commands": {"commands", "errors", "events"},
+}
 
 PRIVATE = re.compile(r"torch\._(C|dynamo|functorch|inductor|guards|ops)\b")
 HOME_OF_PRIVATE_NAMES = SOURCE / "sense" / "_torch.py"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -40,6 +41,8 @@ from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
 from torchwhere.sense.tracks import Track
 
+Tap = Callable[[int, Call], None]  # the number of the record, and the call
+
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _MOST_TEXT = 1 << 14
 _LAST_COLLECTIVES = 3  # in the note on an exception
@@ -58,6 +61,7 @@ class Recorder:
         self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
+        self.taps: list[Tap] = []  # told of every collective, once its record is written
         self._here = locator.threads.here
         self._node = _torch.private("current_node") or (lambda: None)
 
@@ -189,6 +193,8 @@ class Recorder:
         if spot.pass_ == Pass.BACKWARD:
             self._show(track, spot)
         self._last.append((call.op.name, call.number, call.group.desc))
+        for tap in self.taps:
+            tap(number, call)
 
     def _line_of_backward(self, spot: Spot) -> int:
         """On a device thread there is no Python stack: the line that called backward led here."""

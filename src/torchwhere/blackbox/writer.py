@@ -221,6 +221,11 @@ class BoxWriter:
 
         return record
 
+    def copy_of(self, number: int) -> bytes:
+        """The bytes of a record that was just written, as they stand in the ring."""
+        at = self.geometry.ring_at + number % self.geometry.capacity * RECORD_BYTES
+        return bytes(self._map[at : at + RECORD_BYTES])
+
     # -- texts and names ---------------------------------------------------------------------------------------------
 
     def text(self, text: str) -> int:

@@ -1,0 +1,29 @@
+"""`torchwhere comms`: which collectives each module causes, as a tree."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+
+
+def add(commands: Any) -> None:
+    text = "which collectives each module causes, as a tree"
+    sub = commands.add_parser("comms", help=text, description=text)
+    add_folder(sub)
+    sub.set_defaults(command=reading(_comms))
+
+
+def _comms(arguments: argparse.Namespace) -> int:
+    from torchwhere.diagnose.comms import comms
+
+    found = comms(read_folder(arguments), ranks=ranks_asked(arguments))
+    if arguments.json:
+        print_json([found.to_dict()])
+    else:
+        from torchwhere.show import text
+
+        text.print_lines(partial(text.comms_lines, found))
+    return 0

@@ -1,0 +1,88 @@
+"""What all commands share that read a run's folder: its arguments, how it is read, and what is said when that fails."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torchwhere.errors import TorchwhereError
+
+if TYPE_CHECKING:
+    from torchwhere.blackbox.run import Run
+
+BAD_INPUT = 2
+
+
+def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """A command that reads a run: what it cannot read it says on one line; `| head` may stop it at any time."""
+
+    def reading_command(arguments: argparse.Namespace) -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Unicode gets question marks, not a traceback
+        try:
+            code = command(arguments)
+            sys.stdout.flush()
+        except TorchwhereError as error:
+            say(error)
+            return BAD_INPUT
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        return code
+
+    return reading_command
+
+
+def add_folder(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", help="the run's folder")
+    sub.add_argument("--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)")
+    sub.add_argument("--json", action="store_true", help="as JSON, for programs")
+
+
+def read_folder(arguments: argparse.Namespace) -> Run:
+    from torchwhere.blackbox.run import read_run
+
+    run = read_run(arguments.folder)
+    unknown = sorted((ranks_asked(arguments) or set()) - set(run.boxes))
+    if unknown:
+        raise TorchwhereError(f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")
+    for caveat in run.caveats():
+        say(caveat)
+    return run
+
+
+def ranks_asked(arguments: argparse.Namespace) -> set[int] | None:
+    return set(arguments.rank) if arguments.rank else None
+
+
+def _span(ranks: list[int]) -> str:
+    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
+
+
+def print_json(values: Iterable[Any]) -> None:
+    """One object a line. NaN and infinities, which JSON does not have, become texts."""
+    for value in values:
+        try:
+            line = json.dumps(value, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(value))
+        print(line)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say(message: object) -> None:
+    """To stderr, on one line; a folder's name may hold anything."""
+    print("torchwhere:", "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(message)), file=sys.stderr)
