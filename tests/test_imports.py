@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "process": {"blackbox", "errors", "sense", "session"},
     "marks": {"blackbox", "identity", "place", "process", "sense"},
     "launch": {"errors", "process", "sense"},
+    "drop_in": {"errors", "events", "inspect", "marks", "place", "process", "ranks", "sense", "session"},
 }
 KNOWS_NO_TORCH = ("version", "errors", "place", "events", "blackbox", "diagnose", "show")
 MAY_IMPORT_AT_TOP = {
