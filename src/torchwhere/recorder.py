@@ -36,7 +36,7 @@ from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.place import Pass, Place
 from torchwhere.sense import _torch, compilation, stack
 from torchwhere.sense.collectives import Call
-from torchwhere.sense.ddp import Reducers
+from torchwhere.sense.ddp import Bucket, Reducers
 from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
 from torchwhere.sense.tracks import Track
@@ -45,6 +45,7 @@ Tap = Callable[[int, Call], None]  # the number of the record, and the call
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _MOST_TEXT = 1 << 14
+_CHECK_FILE_EVERY_NS = 1_000_000_000
 _LAST_COLLECTIVES = 3  # in the note on an exception
 
 
@@ -56,6 +57,7 @@ class Recorder:
         self.locator = locator
         self.rank = rank
         self.step = 0
+        self._check_file_at = 0
         self.step_is_users = False  # the user counts steps; optimizers no longer do
         self.reducers = Reducers(locator.names)
         self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
@@ -87,17 +89,14 @@ class Recorder:
 
     def event(self, kind: Kind, *, what: int = 0, text: dict[str, Any] | None = None, frame: FrameType | None = None) -> int:
         """One event at the place of the calling thread."""
-        track = self.locator.threads.here()
-        spot, looked = self.locator.spot(track), stack.read(frame or stack.caller(1))
-        return self._write(
-            kind,
-            track,
-            spot,
-            line=self.locator.line_id(looked.file, looked.line),
-            graph=self._graph_id(looked.graph),
-            what=what,
-            more=self._text(text),
-        )
+        track, spot, line, graph = self._look_around(frame or stack.caller(1))
+        return self._write(kind, track, spot, line=line, graph=graph, what=what, more=self._text(text))
+
+    def _look_around(self, frame: FrameType | None) -> tuple[Track, Spot, int, int]:
+        """Track, spot, line and graph of the calling thread."""
+        track = self._here()
+        spot, looked = self.locator.spot(track), stack.read(frame)
+        return track, spot, self.locator.line_id(looked.file, looked.line), self._graph_id(looked.graph)
 
     def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
         number = self.box.record(
@@ -137,16 +136,21 @@ class Recorder:
         self.event(Kind.OPTIMIZER, what=self.box.intern(Sort.PHASE, name))
 
     def set_step(self, step: int) -> None:
-        """The step is over, another begins."""
-        self.event(Kind.STEP_END)
+        """The step is over, another begins. At one place: a look around takes longer than both records."""
+        track, spot, line, graph = self._look_around(stack.caller(1))
+        self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
         self.step = step
-        self.begin_step()
+        self.box.words[track.cursor + CURSOR_STEP] = step
+        self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
+        now = time.monotonic_ns()
+        if now >= self._check_file_at:
+            self._check_file_at = now + _CHECK_FILE_EVERY_NS
+            self.box.check_file()
 
     def begin_step(self) -> None:
-        track = self.locator.threads.here()
-        self.box.words[track.cursor + CURSOR_STEP] = self.step
+        """The first one."""
+        self.box.words[self._here().cursor + CURSOR_STEP] = self.step
         self.event(Kind.STEP_BEGIN)
-        self.box.check_file()
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -168,46 +172,59 @@ class Recorder:
     # -- collectives -------------------------------------------------------------------------------------------------
 
     def collective(self, call: Call) -> None:
-        box, locator, looked = self.box, self.locator, call.stack
+        locator, looked = self.locator, call.stack
         track = self._here()
-        completed_by = call.bucket.completed_by if call.bucket is not None else None
-        spot = locator.spot(track) if completed_by is None else locator.spot_of_param(completed_by)
+        spot = self._spot_of_bucket(call.bucket, track) if call.bucket is not None else locator.spot(track)
         graph = looked.graph
         if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
             graph = compilation.backward_graph(self._node())
-        line = locator.line_id(looked.file, looked.line) or self._line_of_backward(spot)
+        line = locator.line_id(looked.file, looked.line) or self._line_of_backward(track, spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
-        aim, t_ns = self._aim(call), time.monotonic_ns()
+        self._issued(call, track, spot, line, graph_id, self._aim(call))
+
+    def bucket(self, bucket: Bucket) -> None:
+        """DDP reduces a bucket that it has reduced before: only the number is new. About half the cost of `collective`."""
+        track = self._here()
+        spot = bucket.spot or self._spot_of_bucket(bucket, track)
+        self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+
+    def _spot_of_bucket(self, bucket: Bucket, track: Track) -> Spot:
+        if bucket.completed_by is None:  # launched at the end of the backward, by no parameter
+            return self.locator.spot(track)
+        spot = bucket.spot = self.locator.spot_of_param(bucket.completed_by)
+        return spot
+
+    def _issued(self, call: Call, track: Track, spot: Spot, line: int, graph: int, aim: int) -> None:
+        """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""
+        stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
+        index = stream.next_number
+        stream.next_number = index + 1
         # fmt: off
-        number = box.record(  # plain positions: unpacking two tuples takes 0.4 us more
+        number = self.box.record(  # plain positions: unpacking two tuples takes 0.4 us more
             _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call,
-            line, graph_id, call.signature, aim, spot.param, call.number,
+            line, graph, call.signature, aim, spot.param, index,
         )
         # fmt: on
-        words, tally = box.words, call.stream.tally
+        tally, cursor = stream.tally, track.cursor
         if tally is not None:
-            words[tally + TALLY_COUNT] = call.number + 1
+            words[tally + TALLY_COUNT] = index + 1
             words[tally + TALLY_TIME] = t_ns
             words[tally + TALLY_RECORD] = number
-        words[track.cursor + CURSOR_RECORD] = number
-        if spot.pass_ == Pass.BACKWARD:
-            self._show(track, spot)
-        self._last.append((call.op.name, call.number, call.group.desc))
+        words[cursor + CURSOR_RECORD] = number
+        if spot.pass_ == Pass.BACKWARD:  # where nothing but a collective says where it is: show it to those who read the cursor
+            words[cursor] = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            words[cursor + CURSOR_TIME] = t_ns
+        self._last.append((call.op.name, index, call.group.desc))
         for tap in self.taps:
             tap(number, call)
 
-    def _line_of_backward(self, spot: Spot) -> int:
-        """On a device thread there is no Python stack: the line that called backward led here."""
+    def _line_of_backward(self, track: Track, spot: Spot) -> int:
+        """Out of the engine there is no Python stack of use: the line that called backward led here."""
         if spot.pass_ != Pass.BACKWARD:
             return 0
-        main = self.locator.threads.main
-        return int(self.box.words[main.cursor + CURSOR_LINE]) if main is not None else 0
-
-    def _show(self, track: Track, spot: Spot) -> None:
-        """In backward nothing but a collective says where it is: show it to those who read the cursor."""
-        word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
-        self.box.words[track.cursor] = word
-        self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
+        words, main = self.box.words, self.locator.threads.main
+        line = words[track.cursor + CURSOR_LINE]
+        return line or (words[main.cursor + CURSOR_LINE] if main is not None else 0)
 
     def _aim(self, call: Call) -> int:
         looked = call.stack

@@ -75,7 +75,11 @@ class Session:
         )
         self._groups = Groups(self._box, on_new=self._settle_rank)
         self._collectives = CollectiveSense(
-            self._box, self._groups, bucket_of=recorder.reducers.bucket, on_call=recorder.collective
+            self._box,
+            self._groups,
+            bucket_of=recorder.reducers.bucket,
+            on_call=recorder.collective,
+            on_bucket=recorder.bucket,
         )
         self._compilation = CompilationSense(on_begin=recorder.compile_begins, on_end=recorder.compile_ends)
         self._imports = Imports(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ PUBLIC_NAMES = {
     "recv_any_source_": "recv",
 }
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
+ENGINE_CALL = "_engine_run_backward"  # the frame, torch's or ours, out of which the autograd engine is called
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
 
 
@@ -86,11 +88,10 @@ def read_schema(schema: Any) -> Op | None:
 
 
 class Call(NamedTuple):
-    """One collective as it is issued, ready to be recorded."""
+    """One collective as it is issued, ready to be recorded. Its number is the next one of its stream."""
 
     op: Op
     group: Group
-    number: int
     stream: Stream
     signature: int
     flags: int
@@ -108,11 +109,13 @@ class CollectiveSense:
         *,
         bucket_of: Callable[[torch.Tensor], Bucket | None],
         on_call: Callable[[Call], None],
+        on_bucket: Callable[[Bucket], None],
     ) -> None:
         self._box = box
         self._groups = groups
         self._bucket_of = bucket_of
         self._on_call = on_call
+        self._on_bucket = on_bucket
         self._library: Any = None
         self._active = False
         self.trouble = Trouble("collectives", self.switch_off)
@@ -157,12 +160,21 @@ class CollectiveSense:
 
     @_torch.unseen
     def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
-        looked = stack.read(stack.caller(1))  # none on a device thread of the engine
-        is_direct = looked.api is None and looked.unit is None and looked.variables is None and op.raw == "allreduce_"
-        bucket = self._bucket_of(args[0][0]) if is_direct else None  # from C++: DDP's reducer, if there is one
-        if bucket is not None and bucket.signature:
-            self._count(op, bucket.group, bucket.group.streams[WHOLE_GROUP], bucket.signature, FLAG_ASYNC, looked, bucket)
-            return
+        """What a collective is, before it is launched.
+
+        DDP's reducer launches from C++, out of a backward that we saw begin or on a thread of the engine that has no Python
+        stack. From its second time on a bucket is known and nothing is read anew: the step of a small model waits for this.
+        """
+        frame = stack.caller(2)
+        is_direct = op.raw == "allreduce_" and (frame is None or frame.f_code.co_name == ENGINE_CALL)
+        bucket = self._bucket_of(args[0][0]) if is_direct else None
+        if bucket is not None and bucket.call is not None:
+            self._on_bucket(bucket)
+        else:
+            self._issue_slowly(op, args, frame, bucket)
+
+    def _issue_slowly(self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None) -> None:
+        looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
         outputs = _tensors(args, op.outputs) if op.outputs else []
@@ -171,17 +183,11 @@ class CollectiveSense:
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-        if bucket is not None:
-            bucket.signature, bucket.group = signature, group
         flags = FLAG_ASYNC if _is_async(op, args, looked.api) else 0
-        self._count(op, group, stream, signature, flags, looked, bucket)
-
-    def _count(
-        self, op: Op, group: Group, stream: Stream, signature: int, flags: int, looked: stack.Stack, bucket: Bucket | None
-    ) -> None:
-        number = stream.next_number
-        stream.next_number = number + 1
-        self._on_call(Call(op, group, number, stream, signature, flags, looked, bucket))
+        call = Call(op, group, stream, signature, flags, looked, bucket)
+        if bucket is not None:
+            bucket.call = call._replace(stack=stack.Stack(), bucket=None)  # nothing of this moment is kept alive
+        self._on_call(call)
 
     def _signature(
         self,

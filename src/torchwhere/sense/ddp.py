@@ -31,9 +31,9 @@ class Bucket:
     names: list[str]
     numel: int
     entry: int = 0  # id of the names in the table, once they are there
-    signature: int = 0  # id of what repeats of its all-reduce; DDP's own, which always sums
-    group: Any = None  # the group it is reduced in, once it was
+    call: Any = None  # its first all-reduce; all later ones are the same but for their number
     completed_by: torch.Tensor | None = None  # the parameter whose gradient launched it last
+    spot: Any = None  # the place of that parameter, once it was asked for
 
 
 class Reducer:
@@ -139,6 +139,6 @@ class Reducers:
             return None
         self._last = reducer
         bucket = reducer.bucket(task, tensor.numel())
-        if bucket is not None:
-            bucket.completed_by = param
+        if bucket is not None and bucket.completed_by is not param:
+            bucket.completed_by, bucket.spot = param, None
         return bucket
