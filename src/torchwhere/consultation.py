@@ -1,0 +1,54 @@
+"""Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for their stacks.
+
+Everything here reads. What a monitor has kept in the folder counts where nobody can look any more: it saw who died first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torchwhere.blackbox.run import Run, read_run
+from torchwhere.diagnose.doctor import STALL_S, examine
+from torchwhere.diagnose.sighting import Sighting
+from torchwhere.diagnose.verdict import Verdict, VerdictKind
+from torchwhere.processes import look, merged
+
+_CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+
+
+def consult(folder: str | Path, *, stall_s: float = STALL_S) -> Verdict:
+    """The verdict on the run in a folder, now."""
+    run = read_run(folder)
+    return judge(run, kept_sightings(run.folder), stall_s=stall_s)
+
+
+def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Verdict:
+    """The verdict on a run that was just read. Stacks are asked for only where something is wrong."""
+    seen = merged(look(run.boxes), kept)
+    now_ns = _now(seen)
+    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s)
+    if verdict.kind in _CALM or now_ns is None:
+        return verdict
+    suspects = verdict.culprits[:16] or tuple(run.boxes)[:16]
+    seen = merged(look(run.boxes, stacks=suspects), kept)
+    return examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s)
+
+
+def _now(seen: Mapping[int, Sighting]) -> int | None:
+    return time.time_ns() if any(sighting.alive for sighting in seen.values()) else None
+
+
+def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
+    """What monitors saw, of all hosts. A damaged file is as good as none."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("monitor-*.json")):
+        try:
+            kept = json.loads(path.read_text())
+            found |= {int(rank): value for rank, value in kept["ranks"].items() if isinstance(value, dict)}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            continue
+    return found

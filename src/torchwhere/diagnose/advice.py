@@ -1,0 +1,238 @@
+"""Why, and what to look at: the sentences of a verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchwhere.diagnose.mismatch import Mismatch
+from torchwhere.diagnose.reports import Case
+from torchwhere.diagnose.testimony import StreamKey
+from torchwhere.diagnose.verdict import State
+from torchwhere.diagnose.waits import Wait
+from torchwhere.events import Event
+from torchwhere.place import Place, shown
+
+_FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
+
+
+def ranks_said(ranks: list[int] | tuple[int, ...]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`, `ranks 0-511`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1))) for first, last in spans]
+    return "ranks " + ", ".join(parts[:12]) + (f" and {len(parts) - 12} more spans" if len(parts) > 12 else "")
+
+
+def place_said(place: Place) -> str:
+    """Where, without the rank: `forward of layers.0, train.py:7, step 15`."""
+    if place.module is None:
+        what = "outside any module" if place.pass_ == "outside" else place.pass_
+    else:
+        what = f"{place.pass_} of {shown(place.module)}"
+    parts = [what, *([place.line] if place.line else []), *([f"step {place.step}"] if place.step is not None else [])]
+    return ", ".join(parts)
+
+
+def call_said(call: Event) -> str:
+    """`all_reduce of float32 [4, 8], backward of layers.0, train.py:9, step 3`."""
+    fields = call.fields
+    shapes = fields.get("shapes") or []
+    of = f" of {fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}" if shapes else ""
+    root = (
+        f" with {'peer' if fields.get('op') in ('send', 'recv') else 'root'} {fields['peer']}"
+        if fields.get("peer") is not None
+        else ""
+    )
+    return f"{fields.get('op')}{of}{root}, {place_said(call.place)}"
+
+
+# -- mismatch --------------------------------------------------------------------------------------------------------------
+
+
+def differs_in(case: Case, found: Mismatch) -> list[str]:
+    """In what the first two cohorts differ."""
+    one, other = (case.hearing.testimonies[cohort[0]].issued(found.key, found.number) for cohort in found.cohorts[:2])
+    if one is None or other is None or found.what == "step":
+        return [found.what]
+    if found.what == "meaning":
+        here, there = one.place, other.place
+        places = {"module": here.module != there.module, "pass": here.pass_ != there.pass_, "line": here.line != there.line}
+        names = [name for name, differs in places.items() if differs]
+        return names + ["for"] * (one.fields.get("for") != other.fields.get("for"))
+    is_p2p = {one.fields.get("op"), other.fields.get("op")} == {"send", "recv"}
+    names = ["dtype", "shapes"] if is_p2p else ["op", "dtype", "shapes", "out_shapes", "reduce_op", "peer"]
+    differing = [name for name in names if one.fields.get(name) != other.fields.get(name)]
+    return ["op"] if "op" in differing else [_FORM_WORDS.get(name, name) for name in differing]
+
+
+def cohorts(case: Case, found: Mismatch) -> list[dict[str, Any]]:
+    said = []
+    for cohort in found.cohorts:
+        call = case.hearing.testimonies[cohort[0]].issued(found.key, found.number)
+        said.append({"ranks": list(cohort), "issued": call_said(call) if call is not None else None})
+    return said
+
+
+def on_mismatch(case: Case, found: Mismatch) -> tuple[str, ...]:
+    group = case.hearing.group(found.key)
+    what = " and ".join(differs_in(case, found))
+    said = [f'At #{found.number} of group "{group.title}" ranks issued something different: they differ in {what}.']
+    said += [f"  {ranks_said(each['ranks'])}: {each['issued']}" for each in cohorts(case, found)]
+    if found.what != "form":
+        said.append("Op and shapes are the same, so nothing fails: each rank's data was combined with another thing's.")
+    if not found.is_certain:
+        said.append("The cohorts are of one size: the boxes alone cannot say which of them is wrong.")
+    said += _before(case, found.culprits, found.key, found.number)
+    return tuple(said)
+
+
+def _before(case: Case, culprits: tuple[int, ...], key: StreamKey, number: int) -> list[str]:
+    """What a culprit did last that all others did too: the branch is after it."""
+    said = []
+    first = culprits[0]
+    testimony = case.hearing.testimonies.get(first)
+    if testimony is None:
+        return []
+    if testimony.exception is not None and testimony.end is None:
+        error = testimony.exception
+        said.append(
+            f"Rank {first} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
+        )
+    call, before = testimony.issued(key, number), testimony.issued(key, number - 1) if number else None
+    if call is not None and before is not None and before.place.line:
+        said.append(
+            f"Likely: {ranks_said(culprits)} took another way after {before.place.line} (step {before.place.step}). "
+            f"Look at: conditions on rank, step or data between {before.place.line} and {call.place.line}."
+        )
+    return said
+
+
+def _went_on(rank: int, error: Event) -> str:
+    return f"Rank {rank} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
+
+
+# -- waits -----------------------------------------------------------------------------------------------------------------
+
+
+def _waiting(case: Case, wait: Wait) -> list[str]:
+    """Who waits in the same call, and where."""
+    together = sorted(rank for rank, other in case.waits.items() if (other.key, other.number) == (wait.key, wait.number))
+    places = {place_said(case.place(rank)) for rank in together}
+    said = f"waiting: {ranks_said(together or [wait.rank])}"
+    return [f"  {said}, in {places.pop()}" if len(places) == 1 else f"  {said}, in {len(places)} different places"]
+
+
+def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
+    call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+    group = case.hearing.group(wait.key)
+    what = call_said(call).split(",")[0] if call is not None else "a collective"
+    said = [
+        f'{ranks_said(blamed).capitalize()} never issued {what}, #{wait.number} of group "{group.title}".',
+        *_waiting(case, wait),
+    ]
+    for rank in blamed[:4]:
+        if rank not in case.hearing.testimonies:
+            said.append(f"  rank {rank} has no box: where it is, nobody knows")
+            continue
+        detail = case.detail(rank)
+        state = f"{case.state(rank)}{f' ({detail})' if detail else ''}"
+        said.append(f"  rank {rank} is instead in {place_said(case.place(rank))}: {state}")
+    if len(blamed) > 4:
+        said.append(f"  and {len(blamed) - 4} more")
+    known = [rank for rank in blamed if rank in case.hearing.testimonies]
+    if known and wait.number:
+        said += _branch(case, known, wait)
+    return tuple(said)
+
+
+def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
+    before = case.hearing.testimonies[blamed[0]].issued(wait.key, wait.number - 1)
+    call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+    said = []
+    error = case.hearing.testimonies[blamed[0]].exception
+    if error is not None:
+        said.append(
+            f"Rank {blamed[0]} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
+        )
+    if before is not None and call is not None and call.place.line:
+        said.append(
+            f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'} "
+            f"(step {before.place.step}). Look at: conditions on rank, step or data before {call.place.line}."
+        )
+    return said
+
+
+def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]:
+    said = []
+    for rank in blamed[:4]:
+        testimony = case.hearing.testimonies[rank]
+        how = "finished" if case.state(rank) is State.FINISHED else "ended"
+        said.append(f"Rank {rank} {how}: {case.detail(rank)}.")
+        error = testimony.exception
+        where = error.place if error is not None else case.place(rank)
+        said.append(f"  its last place: {place_said(where)}")
+    if wait is not None:
+        call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+        group = case.hearing.group(wait.key)
+        what = call_said(call).split(",")[0] if call is not None else "a collective"
+        said.append(f'The others wait for it in {what}, #{wait.number} of group "{group.title}".')
+        said += _waiting(case, wait)
+    return tuple(said)
+
+
+def on_deadlock(case: Case, found: list[Wait]) -> tuple[str, ...]:
+    said = [f"{len(found)} ranks wait for each other in a circle:"]
+    for wait in found:
+        call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+        waits_for = [rank for rank in wait.missing if rank in case.waits]
+        title = case.hearing.group(wait.key).title
+        what = call_said(call) if call is not None else "a collective"
+        said.append(f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for {ranks_said(waits_for[:4])}')
+    said.append("Likely: these ranks reach the same collectives in different order. Look at: the order of the lines above.")
+    return tuple(said)
+
+
+def on_wrong_peer(case: Case, strays: list[Wait]) -> tuple[str, ...]:
+    said = []
+    for wait in strays:
+        call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+        what = call_said(call) if call is not None else "a message"
+        said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {wait.missing[0]} has no such message for it.")
+        said.append("  Another rank has written to it, or listens to it, and gets no answer. Look at: the peer in that line.")
+    return tuple(said)
+
+
+def link(case: Case, wait: Wait) -> dict[str, Any]:
+    """One link of a circle, for JSON."""
+    return {
+        "rank": wait.rank,
+        "waits_for": list(wait.missing[:16]),
+        "collective": case.collective(wait.key, wait.number, wait.rank),
+        "place": case.place(wait.rank).to_dict(),
+    }
+
+
+def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
+    """Of all ranks that wait, those in the call that the fewest are in; everyone in the circle where that is a tie."""
+    by_call: dict[tuple[StreamKey, int], list[int]] = {}
+    for rank, wait in case.waits.items():
+        by_call.setdefault((wait.key, wait.number), []).append(rank)
+    sizes = sorted(by_call.values(), key=len)
+    if len(sizes) > 1 and len(sizes[0]) < len(sizes[-1]):
+        return tuple(sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks))
+    return tuple(sorted(wait.rank for wait in found))
+
+
+def on_together(case: Case) -> tuple[str, ...]:
+    places = {place_said(case.place(rank)) for rank in case.hearing.testimonies}
+    where = f"in {places.pop()}" if len(places) == 1 else f"in {len(places)} places"
+    return (
+        f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
+        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+    )

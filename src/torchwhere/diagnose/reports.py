@@ -1,0 +1,274 @@
+"""The case before the doctor: what is known of each rank, put into the words of a verdict."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchwhere.blackbox.run import Run
+from torchwhere.diagnose.pace import Pace
+from torchwhere.diagnose.sighting import Sighting
+from torchwhere.diagnose.testimony import Hearing, StreamKey, Testimony
+from torchwhere.diagnose.verdict import RankReport, State, Verdict, VerdictKind
+from torchwhere.diagnose.waits import Wait, members
+from torchwhere.events import Event
+from torchwhere.place import Certainty, Place
+
+# What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
+_HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
+_SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
+
+
+@dataclass(slots=True)
+class Case:
+    """A run, what was seen of its processes, and who waits for whom."""
+
+    run: Run
+    hearing: Hearing
+    sightings: Mapping[int, Sighting]
+    waits: dict[int, Wait]
+    now_ns: int | None
+
+    # -- ranks -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_live(self) -> bool:
+        """Whether somebody of this job is known to be alive."""
+        return self.now_ns is not None and any(sighting.alive for sighting in self.sightings.values())
+
+    def sighting(self, rank: int) -> Sighting:
+        return self.sightings.get(rank, Sighting())
+
+    def state(self, rank: int) -> State:
+        testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
+        if testimony.end is not None:
+            return State.FINISHED if _ended_well(testimony.end) else State.DEAD
+        if sighting.ended is not None or (sighting.alive is False and self._died_first(rank)):
+            return State.DEAD
+        if sighting.is_stopped:
+            return State.STOPPED
+        return State.WAITING if rank in self.waits else State.RUNNING
+
+    def _died_first(self, rank: int) -> bool:
+        """Whether a rank whose process is gone, without a word, went by itself and not when all was over.
+
+        It did if others are still there, if a monitor saw it gone while they were, or if they say that a peer hung up on them.
+        """
+        ends = [other.end for other in self.hearing.testimonies.values() if other.end is not None]
+        gone = self.sighting(rank).gone_ns
+        if self.is_live or (gone is not None and all(gone < end.t_ns for end in ends)):
+            return True
+        return any(_HUNG_UP.search(str(end.fields.get("reason"))) for end in ends)
+
+    def failed(self, testimony: Testimony) -> bool:
+        return testimony.end is not None and not _ended_well(testimony.end)
+
+    def place(self, rank: int) -> Place:
+        """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
+        testimony, wait = self.hearing.testimonies[rank], self.waits.get(rank)
+        call = testimony.issued(wait.key, wait.number) if wait is not None else None
+        if call is not None:
+            return call.place
+        error = testimony.exception if self.failed(testimony) else None
+        place = error.place if error is not None else testimony.place
+        folder = f"{testimony.box.meta.get('folder')}/"
+        line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or _last_line(testimony)
+        return Place(
+            rank=rank,
+            step=place.step,
+            pass_=place.pass_,
+            module=place.module,
+            call=place.call,
+            line=line,
+            certainty=place.certainty,
+            param=place.param,
+        )
+
+    def report(self, rank: int) -> RankReport:
+        testimony = self.hearing.testimonies[rank]
+        last = testimony.last_collective
+        return RankReport(
+            state=self.state(rank),
+            place=self.place(rank),
+            last=shown_call(last) if last is not None else None,
+            detail=self.detail(rank),
+            stack=self.sighting(rank).stack,
+        )
+
+    def detail(self, rank: int) -> str | None:
+        """How it ended, or what holds it."""
+        testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
+        if testimony.end is not None:
+            return str(testimony.end.fields.get("reason"))
+        state = self.state(rank)
+        if state is State.DEAD:
+            return (
+                sighting.ended or "ended without a word: killed by a signal, by the system for want of memory, or crashed in C"
+            )
+        if state is State.STOPPED:
+            return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
+        return holding(testimony, sighting) if rank not in self.waits else None
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def issued_ns(self, wait: Wait) -> int:
+        call = self.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
+        return call.t_ns if call is not None else 0
+
+    def waited_s(self, wait: Wait) -> float | None:
+        issued = self.issued_ns(wait)
+        return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
+
+    def is_stalled(self, wait: Wait, stall_s: float) -> bool:
+        """Whether a wait has lasted too long. Of a job that is over, every wait has."""
+        waited = self.waited_s(wait)
+        return not self.is_live or waited is None or waited >= stall_s
+
+    def still_s(self) -> float | None:
+        """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
+
+        A rank that has moved since its last collective is somewhere else: starting, loading, saving. That may take its time.
+        """
+        since = [testimony.in_collective_since_ns for testimony in self.hearing.testimonies.values()]
+        known = [moment for moment in since if moment is not None]
+        is_over = any(testimony.end is not None for testimony in self.hearing.testimonies.values())
+        if self.now_ns is None or is_over or not known or len(known) < len(since):
+            return None
+        return (self.now_ns - max(known)) / 1e9
+
+    def is_still(self, stall_s: float) -> bool:
+        still = self.still_s()
+        return self.is_live and still is not None and still >= stall_s
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def unheard_wait(self) -> Wait | None:
+        """A rank without a box may be the one that all others wait for, where they stand still in one of its groups."""
+        key, number, witness = self.last_of_all()
+        if key is None or witness is None or not self.run.missing:
+            return None
+        absent = tuple(rank for rank in members(self.hearing, key) if rank in self.run.missing)
+        return Wait(witness, key, number, (), absent) if absent and self.is_live else None
+
+    def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
+        """The last collective that a whole group has issued: its stream and number, and a rank that knows it."""
+        found: tuple[int, StreamKey, int, int] | None = None
+        for rank, testimony in self.hearing.testimonies.items():
+            for key, calls in testimony.calls.items():
+                order = int(calls.rows[-1])
+                if len(members(self.hearing, key)) > 1 and (found is None or order > found[0]):
+                    found = order, key, int(calls.numbers[-1]), rank
+        return (found[1], found[2], found[3]) if found else (None, 0, None)
+
+    def collective(self, key: StreamKey, number: int, witness: int) -> dict[str, Any]:
+        call = self.hearing.testimonies[witness].issued(key, number)
+        group = self.hearing.group(key)
+        found = shown_call(call) if call is not None else {"number": number}
+        return found | {"group": group.title, "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks)}
+
+    def last_common(self, key: StreamKey, number: int, witness: int) -> dict[str, Any] | None:
+        call = self.hearing.testimonies[witness].issued(key, number - 1) if number else None
+        if call is None:
+            return None
+        place = call.place.to_dict()
+        return self.collective(key, number - 1, witness) | {name: place[name] for name in ("step", "pass", "module", "line")}
+
+    # -- the verdict -------------------------------------------------------------------------------------------------
+
+    def verdict(
+        self,
+        kind: VerdictKind,
+        *,
+        culprits: tuple[int, ...] = (),
+        key: StreamKey | None = None,
+        number: int = 0,
+        witness: int | None = None,
+        certainty: Certainty = Certainty.EXACT,
+        stalled_s: float | None = None,
+        explanation: tuple[str, ...] = (),
+        facts: dict[str, Any] | None = None,
+    ) -> Verdict:
+        known = key is not None and witness is not None
+        return Verdict(
+            kind=kind,
+            culprits=culprits,
+            collective=self.collective(key, number, witness) if known and key is not None and witness is not None else None,
+            ranks={rank: self.report(rank) for rank in self.hearing.testimonies},
+            last_common=self.last_common(key, number, witness) if key is not None and witness is not None else None,
+            missing_data=tuple(self.missing_data()),
+            certainty=certainty,
+            stalled_s=stalled_s,
+            explanation=explanation,
+            facts=facts or {},
+        )
+
+    def missing_data(self) -> list[str]:
+        said = self.run.caveats()
+        if not self.is_live and any(testimony.end is None for testimony in self.hearing.testimonies.values()):
+            said.append("no process of this job was seen alive: states are those of the last moment in the boxes")
+        wrapped = [rank for rank, testimony in self.hearing.testimonies.items() if testimony.box.counts.overwritten]
+        if wrapped:
+            said.append(f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have was compared")
+        return said
+
+
+def shown_call(call: Event) -> dict[str, Any]:
+    return {name: call.fields.get(name) for name in _SHOWN} | {"group": call.fields.get("group_desc")}
+
+
+def healthy(case: Case, found: Pace) -> tuple[str, ...]:
+    states = [case.state(rank) for rank in case.hearing.testimonies]
+    if all(state is State.FINISHED for state in states):
+        return (f"All {len(states)} ranks have finished. {found}",)
+    return (f"Progressing. {found}",)
+
+
+def _ended_well(end: Event) -> bool:
+    return str(end.fields.get("reason")) in ("stop", "exit", "exit 0")
+
+
+def _last_line(testimony: Testimony) -> str | None:
+    records = testimony.box.records
+    for row in range(len(records) - 1, max(-1, len(records) - 64), -1):
+        if records["line"][row]:
+            return testimony.box.name(int(records["line"][row]))
+    return None
+
+
+def user_line(stack: tuple[str, ...]) -> str | None:
+    """The innermost line of a stack that is the user's own code."""
+    for entry in stack:
+        file = entry.partition(" in ")[0]
+        if not any(mark in file for mark in ("/site-packages/", "/lib/python", "<frozen", "/torchwhere/")):
+            return file
+    return None
+
+
+# What a stack says about what holds a rank: a part of a frame's file, and in words.
+_HOLDS = (
+    ("/torch/utils/data/", "in data loading"),
+    ("/torch/_dynamo/", "in compilation"),
+    ("/torch/_inductor/", "in compilation"),
+    ("/multiprocessing/", "waiting for another process"),
+    ("/threading.py", "waiting for a lock or a thread"),
+    ("/queue.py", "waiting for a queue"),
+    ("/socket.py", "waiting for a socket"),
+    ("/subprocess.py", "waiting for a program it started"),
+    ("/torch/distributed/", "in torch.distributed, outside any collective that its group has seen"),
+)
+
+
+def holding(testimony: Testimony, sighting: Sighting) -> str | None:
+    """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
+    for part, words in _HOLDS:
+        if any(part in line for line in sighting.stack[:24]):
+            return words
+    if testimony.is_compiling:
+        return "in compilation"
+    if sighting.stack and sighting.state == "R":
+        return "running: an endless loop, a long computation, or C code that holds the GIL"
+    if sighting.stack and sighting.state in ("S", "D"):
+        return "sleeping: in a call that waits, or a lock"
+    return None

@@ -1,0 +1,62 @@
+"""Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks for it.
+
+Python's own fault handler writes it, from C, without the GIL: it works while the process holds the GIL, sits in a lock or loops.
+A signal that nobody uses is made to mean "write your stack"; its number is in the box. A fault handler that the program has
+already enabled is left as it is. All of it is taken back at the end, and a file that holds nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import signal
+from io import FileIO
+from pathlib import Path
+
+_FIRST_TRIED = 8  # above the first real-time signal; glibc keeps the lowest for itself, and some libraries the next
+
+
+class Faults:
+    """One process's fault file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: FileIO | None = None
+        self._is_enabler = False
+        self.signal: int | None = None
+
+    def install(self) -> None:
+        self._file = FileIO(self._path, "wb")
+        if not faulthandler.is_enabled():
+            faulthandler.enable(self._file, all_threads=True)
+            self._is_enabler = True
+        for number in range(signal.SIGRTMIN + _FIRST_TRIED, signal.SIGRTMAX):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                faulthandler.register(number, self._file, all_threads=True, chain=False)
+                self.signal = number
+                return
+
+    def remove(self) -> None:
+        if self.signal is not None:
+            faulthandler.unregister(self.signal)
+            self.signal = None
+        if self._is_enabler:
+            faulthandler.disable()
+            self._is_enabler = False
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            with contextlib.suppress(OSError):
+                if self._path.stat().st_size == 0:
+                    self._path.unlink()
+
+    def abandon(self) -> None:
+        """In a forked child, which inherits handlers and file: its stack is none of the parent's."""
+        if self._file is not None:
+            self._path = Path("/dev/null")  # the parent's file stays
+            self.remove()
+
+    def rename(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            self._path.rename(path)
+            self._path = path

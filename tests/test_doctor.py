@@ -1,0 +1,111 @@
+"""The doctor on real jobs of four ranks with a fault planted in one: kind, culprits, place; live, and after all were killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faulty_jobs import FAULTS, WORLD, Expected, marked
+from torchwhere.consultation import consult
+from torchwhere.diagnose.verdict import Verdict
+from torchwhere.errors import TorchwhereError
+
+STALL_S = 3.0
+VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
+
+
+class Nursery:
+    """A process that has imported everything and forks a job's ranks: torch is imported once for all jobs."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "import faulty_jobs; faulty_jobs.serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parent,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, name: str, victim: int, folder: Path) -> list[int]:
+        """The processes of a job, by rank."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{name} {victim} {folder}\n")
+        self._process.stdin.flush()
+        return [int(pid) for pid in self._process.stdout.readline().split()]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 60) -> Verdict:
+    """The first verdict on a job that is not `healthy`; of one that must be healthy, the one after ten seconds."""
+    begin, verdict = time.monotonic(), None
+    is_healthy = expected.kinds == ("healthy",)
+    while time.monotonic() - begin < most_s:
+        time.sleep(0.3)
+        try:
+            verdict = consult(folder, stall_s=STALL_S)
+        except TorchwhereError:  # no box yet
+            continue
+        if len(verdict.ranks) == WORLD and (verdict.kind != "healthy" or (is_healthy and time.monotonic() - begin > 10)):
+            return verdict
+    raise AssertionError(f"no verdict within {most_s} s, but {verdict}")
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    deadline = time.monotonic() + 10
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name: str, victim: int, nursery: Nursery, tmp_path: Path) -> None:
+    """Kind and culprits are right while the job hangs and again when all of it was killed; the culprit's place is right."""
+    expected = FAULTS[name][1]
+    pids = nursery.start(name, victim, tmp_path)
+    try:
+        live = wait_for_verdict(tmp_path / "run", expected)
+    finally:
+        kill(pids)
+    culprits = expected.culprits(victim)
+    assert (live.kind in expected.kinds, set(live.culprits)) == (True, culprits), live.explanation
+    if expected.line is not None:
+        assert live.ranks[victim].place.line == marked(expected.line)
+    if expected.module is not None:
+        assert live.ranks[victim].place.module == expected.module
+    if expected.words is not None:
+        assert expected.words in (live.ranks[victim].detail or "")
+    if not expected.only_live:
+        after = consult(tmp_path / "run", stall_s=STALL_S)
+        assert (after.kind in expected.kinds, set(after.culprits)) == (True, culprits), after.explanation
