@@ -1,7 +1,7 @@
 """Jobs of four ranks, each with one fault planted in one of them. Run by `test_doctor.py`, a process for each rank.
 
-A fault is a function of the victim's rank. What must be found is in its `Expected`: the kind, and where the victim is if that is
-in this file: the line marked `# here: <name>`, the module.
+A fault is a function of the victim's rank. What must be found is in its `Expected`: the kind, and where the victim is if that
+is in this file: the line marked `# here: <name>`, the module.
 """
 
 from __future__ import annotations
@@ -451,10 +451,66 @@ def straggler(victim: int) -> None:
         torchwhere.step()
 
 
-@fault("healthy", culprits=lambda victim: set())
+@fault("healthy", culprits=lambda _victim: set())
 def slow(victim: int) -> None:
     """Slow, and nothing is wrong."""
     for step in range(60):
         time.sleep(0.4)
         dist.all_reduce(torch.ones(4))
         torchwhere.step(step)
+
+
+# -- nothing is wrong ------------------------------------------------------------------------------------------------------
+
+
+def no_one(_victim: int) -> set[int]:
+    return set()
+
+
+@fault("healthy", culprits=no_one, only_live=True)
+def healthy_ddp(_victim: int) -> None:
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(1000):
+        loss = model(torch.randn(4, 8)).sum()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach())
+    time.sleep(60)
+
+
+@fault("healthy", culprits=no_one, only_live=True)
+def healthy_turns(_victim: int) -> None:
+    """Each rank broadcasts in its turn, from another line than those who listen; messages go round; ranks wait at the end."""
+    rank = dist.get_rank()
+    for step in range(300):
+        for turn in range(WORLD):
+            if turn == rank:
+                dist.broadcast(torch.ones(2), turn)
+            else:
+                dist.broadcast(torch.zeros(2), turn)
+        work = dist.isend(torch.ones(2), (rank + 1) % WORLD)
+        dist.recv(torch.ones(2), (rank - 1) % WORLD)
+        work.wait()
+        torchwhere.step(step)
+    dist.barrier()
+    time.sleep(60)
+
+
+@fault("healthy", culprits=no_one, only_live=True)
+def healthy_mesh(_victim: int) -> None:
+    """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for itself between the steps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(200):
+        loss = model(torch.randn(4, 8)).sum()
+        loss.backward()
+        optimizer.step()
+        dist.all_reduce(loss.detach().clone(), group=mesh["tp"].get_group())
+        if dist.get_rank() == 0:
+            torchwhere.note("logged", step=step)
+    time.sleep(60)

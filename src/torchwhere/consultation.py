@@ -6,7 +6,6 @@ Everything here reads. What a monitor has kept in the folder counts where nobody
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Ve
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong."""
     seen = merged(look(run.boxes), kept)
     now_ns = _now(seen)
-    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s)
+    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None)
     if verdict.kind in _CALM or now_ns is None:
         return verdict
     suspects = verdict.culprits[:16] or tuple(run.boxes)[:16]
@@ -39,7 +38,8 @@ def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Ve
 
 
 def _now(seen: Mapping[int, Sighting]) -> int | None:
-    return time.time_ns() if any(sighting.alive for sighting in seen.values()) else None
+    """The last moment at which a process of the job was seen alive: now, or what a monitor kept; None if nobody ever looked."""
+    return max((sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None), default=None)
 
 
 def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:

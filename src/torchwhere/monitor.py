@@ -28,6 +28,7 @@ from torchwhere.processes import look
 from torchwhere.show.verdict import verdict_json, verdict_text
 
 PULSE_S = 0.25
+KEEP_S = 2.0
 EXAMINE_S = 15.0
 _MOST_SHARE = 0.02  # of one core: an examination that takes long is made less often
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
@@ -47,6 +48,7 @@ class Monitor:
     _pulses: dict[Path, tuple[Pulse, float]] = field(default_factory=dict)  # the last one, and since when it is the same
     _said: set[tuple[str, tuple[int, ...], int | None]] = field(default_factory=set)
     _examined_at: float = 0.0
+    _kept_at: float = 0.0
     _examine_every: float = EXAMINE_S
     _started_ns: int = field(default_factory=time.time_ns)
 
@@ -71,10 +73,9 @@ class Monitor:
         if self._run is None:
             return False
         before, now = self._sightings, look(self._run.boxes)
-        others_there = any(sighting.alive for sighting in now.values())
-        self._sightings = {rank: _remembered(before.get(rank), seen, others_there) for rank, seen in now.items()}
+        self._sightings = {rank: _remembered(before.get(rank), seen) for rank, seen in now.items()}
         died = any(seen.alive is False and before.get(rank, seen).alive for rank, seen in self._sightings.items())
-        if died:
+        if died or time.monotonic() - self._kept_at > KEEP_S:
             self._keep()
         return died
 
@@ -140,18 +141,17 @@ class Monitor:
                 os.kill(pid, number)
 
     def _keep(self) -> None:
+        """What was seen, for a doctor who comes when all is over."""
+        self._kept_at = time.monotonic()
         seen = {str(rank): sighting.to_dict() for rank, sighting in self._sightings.items() if sighting.alive is not None}
         _write(self.folder / f"monitor-{socket.gethostname()}.json", json.dumps({"ranks": seen}))
 
 
-def _remembered(before: Sighting | None, seen: Sighting, others_there: bool) -> Sighting:
-    """A new look, with what older looks knew and this one cannot: when it went, and its stack."""
+def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:
+    """A new look, with what older looks knew and this one cannot: when it was last alive, and its stack."""
     if before is None:
         return seen
-    gone = before.gone_ns
-    if gone is None and seen.alive is False and others_there:
-        gone = seen.seen_ns
-    return replace(seen, gone_ns=gone, stack=seen.stack or before.stack)
+    return replace(seen, alive_ns=seen.alive_ns or before.alive_ns, stack=seen.stack or before.stack)
 
 
 def _write(path: Path, text: str) -> None:

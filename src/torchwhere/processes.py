@@ -42,7 +42,8 @@ def _sighting(box: Box, stack: tuple[str, ...]) -> Sighting:
         return Sighting()
     state = _state(box)
     ended = _last_words(box) if state in (None, "Z") else None
-    return Sighting(alive=state not in (None, "Z", "X"), state=state, ended=ended, stack=stack, seen_ns=time.time_ns())
+    alive = state not in (None, "Z", "X")
+    return Sighting(alive=alive, state=state, ended=ended, stack=stack, alive_ns=time.time_ns() if alive else None)
 
 
 def _state(box: Box) -> str | None:
@@ -123,7 +124,9 @@ def merged(seen: Mapping[int, Sighting], kept: Mapping[int, dict[str, Any]]) -> 
     """What is seen now, and where nobody can look or all is over, what a monitor saw and kept."""
     found = dict(seen)
     for rank, value in kept.items():
-        now = found.get(rank, Sighting())
+        now, then = found.get(rank, Sighting()), Sighting.from_dict(value)
         if not now.alive:
-            found[rank] = Sighting.from_dict(value)
+            alive = then.alive if now.alive is None else False
+            ended = now.ended or then.ended
+            found[rank] = Sighting(alive=alive, state=then.state, ended=ended, stack=then.stack, alive_ns=then.alive_ns)
     return found

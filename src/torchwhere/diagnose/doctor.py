@@ -24,14 +24,22 @@ STALL_S = 30.0
 
 
 def examine(
-    run: Run, *, sightings: Mapping[int, Sighting] | None = None, now_ns: int | None = None, stall_s: float = STALL_S
+    run: Run,
+    *,
+    sightings: Mapping[int, Sighting] | None = None,
+    now_ns: int | None = None,
+    stall_s: float = STALL_S,
+    is_suspicion: bool = False,
 ) -> Verdict:
-    """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read as the last word."""
+    """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read as the last word.
+
+    A suspicion may be wrong: it is what there is to say before the suspects were asked for their stacks.
+    """
     hearing = Hearing()
     for rank, box in sorted(run.boxes.items()):
         hearing.hear(rank, box)
     found = waits(hearing)
-    case = Case(run, hearing, dict(sightings or {}), found, now_ns)
+    case = Case(run, hearing, dict(sightings or {}), found, now_ns, is_suspicion)
     return _Examination(case, stall_s).verdict()
 
 

@@ -18,6 +18,8 @@ from torchwhere.place import Certainty, Place
 
 # What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
 _HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
+_UNSEEN_STALLS = 10
+_SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
@@ -30,13 +32,14 @@ class Case:
     sightings: Mapping[int, Sighting]
     waits: dict[int, Wait]
     now_ns: int | None
+    is_suspicion: bool = False
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
-        """Whether somebody of this job is known to be alive."""
-        return self.now_ns is not None and any(sighting.alive for sighting in self.sightings.values())
+        """Whether this is judged as of a moment at which somebody saw the job alive: now, or a monitor before it was killed."""
+        return self.now_ns is not None
 
     def sighting(self, rank: int) -> Sighting:
         return self.sightings.get(rank, Sighting())
@@ -45,21 +48,20 @@ class Case:
         testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
         if testimony.end is not None:
             return State.FINISHED if _ended_well(testimony.end) else State.DEAD
-        if sighting.ended is not None or (sighting.alive is False and self._died_first(rank)):
+        if sighting.ended is not None or (sighting.alive is False and self._died_first(sighting)):
             return State.DEAD
         if sighting.is_stopped:
             return State.STOPPED
         return State.WAITING if rank in self.waits else State.RUNNING
 
-    def _died_first(self, rank: int) -> bool:
-        """Whether a rank whose process is gone, without a word, went by itself and not when all was over.
+    def _died_first(self, sighting: Sighting) -> bool:
+        """Whether a process that is gone, without a word, went by itself and not when all was over.
 
-        It did if others are still there, if a monitor saw it gone while they were, or if they say that a peer hung up on them.
+        It did if others were seen alive when it was gone already, or if they say that a peer hung up on them.
         """
-        ends = [other.end for other in self.hearing.testimonies.values() if other.end is not None]
-        gone = self.sighting(rank).gone_ns
-        if self.is_live or (gone is not None and all(gone < end.t_ns for end in ends)):
+        if self.now_ns is not None and self.now_ns - (sighting.alive_ns or 0) > _SAME_DEATH_NS:
             return True
+        ends = [other.end for other in self.hearing.testimonies.values() if other.end is not None]
         return any(_HUNG_UP.search(str(end.fields.get("reason"))) for end in ends)
 
     def failed(self, testimony: Testimony) -> bool:
@@ -139,8 +141,27 @@ class Case:
         return (self.now_ns - max(known)) / 1e9
 
     def is_still(self, stall_s: float) -> bool:
+        """Whether all have been in one collective for too long: by their stacks, or for want of them, much too long.
+
+        On a device a rank waits wherever it next needs the result, so a stack elsewhere says little there.
+        """
         still = self.still_s()
-        return self.is_live and still is not None and still >= stall_s
+        if still is None or still < stall_s:
+            return False
+        ranks = list(self.hearing.testimonies)
+        if any(self.sighting(rank).stack and not self._waits_in_stack(rank) for rank in ranks):
+            return False
+        was_seen = self.is_suspicion or any(self.sighting(rank).stack for rank in ranks)
+        return was_seen or still >= _UNSEEN_STALLS * stall_s
+
+    def _waits_in_stack(self, rank: int) -> bool:
+        """Whether a rank's stack is that of a collective: in torch.distributed, or on the line that issued the last one."""
+        stack, last = self.sighting(rank).stack, self.hearing.testimonies[rank].last_collective
+        if any("/torch/distributed/" in line for line in stack):
+            return True
+        if last is None or last.fields.get("backend") != "gloo":
+            return last is not None
+        return (user_line(stack) or "").endswith(last.place.line or "-")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 

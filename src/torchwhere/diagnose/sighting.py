@@ -20,8 +20,7 @@ class Sighting:
     state: str | None = None  # as /proc says: R running, S sleeping, D in the kernel, T stopped, Z ended
     ended: str | None = None  # how it ended, where that is known
     stack: tuple[str, ...] = ()  # `file:line in function`, innermost first, of the main thread
-    seen_ns: int = 0  # wall clock of the look
-    gone_ns: int | None = None  # when it was first seen gone, while others of its job were there
+    alive_ns: int | None = None  # wall clock of the last look that found it alive
 
     @property
     def is_stopped(self) -> bool:
@@ -34,12 +33,11 @@ class Sighting:
     def from_dict(cls, value: dict[str, Any]) -> Sighting:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
-        seen, gone = value.get("seen_ns"), value.get("gone_ns")
+        alive_ns = value.get("alive_ns")
         return cls(
             alive=alive if isinstance(alive, bool) else None,
             state=state if isinstance(state, str) else None,
             ended=ended if isinstance(ended, str) else None,
             stack=tuple(line for line in stack if isinstance(line, str)) if isinstance(stack, list) else (),
-            seen_ns=seen if isinstance(seen, int) else 0,
-            gone_ns=gone if isinstance(gone, int) else None,
+            alive_ns=alive_ns if isinstance(alive_ns, int) else None,
         )

@@ -37,6 +37,14 @@ class Faults:
                 return
 
     def remove(self) -> None:
+        if self._file is not None:
+            self.abandon()
+            with contextlib.suppress(OSError):
+                if self._path.stat().st_size == 0:
+                    self._path.unlink()
+
+    def abandon(self) -> None:
+        """Let go of handlers and file, and delete nothing: a forked child inherits them, but the file is its parent's."""
         if self.signal is not None:
             faulthandler.unregister(self.signal)
             self.signal = None
@@ -46,15 +54,6 @@ class Faults:
         if self._file is not None:
             self._file.close()
             self._file = None
-            with contextlib.suppress(OSError):
-                if self._path.stat().st_size == 0:
-                    self._path.unlink()
-
-    def abandon(self) -> None:
-        """In a forked child, which inherits handlers and file: its stack is none of the parent's."""
-        if self._file is not None:
-            self._path = Path("/dev/null")  # the parent's file stays
-            self.remove()
 
     def rename(self, path: Path) -> None:
         with contextlib.suppress(OSError):
