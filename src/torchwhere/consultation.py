@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Run, read_run
 from torchwhere.diagnose.doctor import STALL_S, examine
 from torchwhere.diagnose.sighting import Sighting
@@ -28,6 +29,7 @@ def consult(folder: str | Path, *, stall_s: float = STALL_S) -> Verdict:
 def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Verdict:
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong."""
     seen = merged(look(run.boxes), kept)
+    _read_again(run, [rank for rank, sighting in seen.items() if sighting.alive is False])
     now_ns = _now(seen)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None)
     if verdict.kind in _CALM or now_ns is None:
@@ -35,6 +37,15 @@ def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Ve
     suspects = verdict.culprits[:16] or tuple(run.boxes)[:16]
     seen = merged(look(run.boxes, stacks=suspects), kept)
     return examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s)
+
+
+def _read_again(run: Run, gone: list[int]) -> None:
+    """A process may have written its last words between the reading of its box and the look that found it gone."""
+    for rank in gone:
+        if rank in run.boxes and not any(True for _ in run.boxes[rank].events(kinds={"end"})):
+            box = read_box(run.boxes[rank].path)
+            if box.rank == rank:
+                run.boxes[rank] = box
 
 
 def _now(seen: Mapping[int, Sighting]) -> int | None:

@@ -117,7 +117,8 @@ def main_thread(text: str) -> tuple[str, ...]:
     frames = [match.groupdict() for line in lines if (match := _FRAME.match(line))]
     while frames and any(part in frames[-1]["file"] for part in _LAUNCHERS):
         frames.pop()
-    return tuple(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in frames[:_MOST_FRAMES])
+    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/sense/" not in frame["file"]]
+    return tuple(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in shown)
 
 
 def merged(seen: Mapping[int, Sighting], kept: Mapping[int, dict[str, Any]]) -> dict[int, Sighting]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from torchwhere.diagnose.mismatch import Mismatch
 from torchwhere.diagnose.reports import Case
-from torchwhere.diagnose.testimony import StreamKey
+from torchwhere.diagnose.testimony import StreamKey, Testimony
 from torchwhere.diagnose.verdict import State
 from torchwhere.diagnose.waits import Wait
-from torchwhere.events import Event
+from torchwhere.events import Event, Kind
 from torchwhere.place import Place, shown
 
+_NEARBY = 64  # records before a call in which an exception may be its cause
 _FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
 
 
@@ -39,8 +42,21 @@ def place_said(place: Place) -> str:
     return ", ".join(parts)
 
 
+def in_place(place: Place) -> str:
+    """The same, to follow a verb: `in forward of layers.0, ...`, `outside any module, ...`."""
+    said = place_said(place)
+    return said if said.startswith("outside") else f"in {said}"
+
+
 def call_said(call: Event) -> str:
     """`all_reduce of float32 [4, 8], backward of layers.0, train.py:9, step 3`."""
+    return f"{what_said(call)}, {place_said(call.place)}"
+
+
+def what_said(call: Event | None) -> str:
+    """`all_reduce of float32 [4, 8]`."""
+    if call is None:
+        return "a collective"
     fields = call.fields
     shapes = fields.get("shapes") or []
     of = f" of {fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}" if shapes else ""
@@ -49,7 +65,7 @@ def call_said(call: Event) -> str:
         if fields.get("peer") is not None
         else ""
     )
-    return f"{fields.get('op')}{of}{root}, {place_said(call.place)}"
+    return f"{fields.get('op')}{of}{root}"
 
 
 # -- mismatch --------------------------------------------------------------------------------------------------------------
@@ -99,22 +115,32 @@ def _before(case: Case, culprits: tuple[int, ...], key: StreamKey, number: int) 
     testimony = case.hearing.testimonies.get(first)
     if testimony is None:
         return []
-    if testimony.exception is not None and testimony.end is None:
-        error = testimony.exception
-        said.append(
-            f"Rank {first} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
-        )
+    said += _went_on(testimony, testimony.order(key, number))
     call, before = testimony.issued(key, number), testimony.issued(key, number - 1) if number else None
     if call is not None and before is not None and before.place.line:
         said.append(
             f"Likely: {ranks_said(culprits)} took another way after {before.place.line} (step {before.place.step}). "
-            f"Look at: conditions on rank, step or data between {before.place.line} and {call.place.line}."
+            f"Look at: conditions on rank, step or data {_between(before.place.line, call.place.line)}."
         )
     return said
 
 
-def _went_on(rank: int, error: Event) -> str:
-    return f"Rank {rank} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
+def _went_on(testimony: Testimony, row: int) -> list[str]:
+    """An exception of a rank that it survived: recorded before `row`, in the last steps."""
+    rows = np.flatnonzero(testimony.box.records["kind"][max(0, row - _NEARBY) : row] == int(Kind.EXCEPTION))
+    if not len(rows):
+        return []
+    error = testimony.event(max(0, row - _NEARBY) + int(rows[-1]))
+    text = _first_line(str(error.fields.get("text")))
+    return [f"Rank {testimony.rank} had an exception before, and went on: {text} ({place_said(error.place)})."]
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0][:300]
+
+
+def _between(one: str, other: str | None) -> str:
+    return f"before {one}" if other in (one, None) else f"between {one} and {other}"
 
 
 # -- waits -----------------------------------------------------------------------------------------------------------------
@@ -123,15 +149,15 @@ def _went_on(rank: int, error: Event) -> str:
 def _waiting(case: Case, wait: Wait) -> list[str]:
     """Who waits in the same call, and where."""
     together = sorted(rank for rank, other in case.waits.items() if (other.key, other.number) == (wait.key, wait.number))
-    places = {place_said(case.place(rank)) for rank in together}
+    places = {in_place(case.place(rank)) for rank in together}
     said = f"waiting: {ranks_said(together or [wait.rank])}"
-    return [f"  {said}, in {places.pop()}" if len(places) == 1 else f"  {said}, in {len(places)} different places"]
+    return [f"  {said}, {places.pop()}" if len(places) == 1 else f"  {said}, in {len(places)} different places"]
 
 
 def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     group = case.hearing.group(wait.key)
-    what = call_said(call).split(",")[0] if call is not None else "a collective"
+    what = what_said(call)
     said = [
         f'{ranks_said(blamed).capitalize()} never issued {what}, #{wait.number} of group "{group.title}".',
         *_waiting(case, wait),
@@ -140,9 +166,7 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
         if rank not in case.hearing.testimonies:
             said.append(f"  rank {rank} has no box: where it is, nobody knows")
             continue
-        detail = case.detail(rank)
-        state = f"{case.state(rank)}{f' ({detail})' if detail else ''}"
-        said.append(f"  rank {rank} is instead in {place_said(case.place(rank))}: {state}")
+        said.append(f"  rank {rank} is instead {in_place(case.place(rank))}: {case.detail(rank) or case.state(rank)}")
     if len(blamed) > 4:
         said.append(f"  and {len(blamed) - 4} more")
     known = [rank for rank in blamed if rank in case.hearing.testimonies]
@@ -155,11 +179,8 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
     before = case.hearing.testimonies[blamed[0]].issued(wait.key, wait.number - 1)
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     said = []
-    error = case.hearing.testimonies[blamed[0]].exception
-    if error is not None:
-        said.append(
-            f"Rank {blamed[0]} had an exception before, and went on: {error.fields.get('text')} ({place_said(error.place)})."
-        )
+    testimony = case.hearing.testimonies[blamed[0]]
+    said += _went_on(testimony, len(testimony.box.records))
     if before is not None and call is not None and call.place.line:
         said.append(
             f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'} "
@@ -173,14 +194,14 @@ def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]
     for rank in blamed[:4]:
         testimony = case.hearing.testimonies[rank]
         how = "finished" if case.state(rank) is State.FINISHED else "ended"
-        said.append(f"Rank {rank} {how}: {case.detail(rank)}.")
+        said.append(f"Rank {rank} {how}: {_first_line(str(case.detail(rank)))}.")
         error = testimony.exception
         where = error.place if error is not None else case.place(rank)
         said.append(f"  its last place: {place_said(where)}")
     if wait is not None:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
         group = case.hearing.group(wait.key)
-        what = call_said(call).split(",")[0] if call is not None else "a collective"
+        what = what_said(call)
         said.append(f'The others wait for it in {what}, #{wait.number} of group "{group.title}".')
         said += _waiting(case, wait)
     return tuple(said)
@@ -230,8 +251,8 @@ def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
 
 
 def on_together(case: Case) -> tuple[str, ...]:
-    places = {place_said(case.place(rank)) for rank in case.hearing.testimonies}
-    where = f"in {places.pop()}" if len(places) == 1 else f"in {len(places)} places"
+    places = {in_place(case.place(rank)) for rank in case.hearing.testimonies}
+    where = places.pop() if len(places) == 1 else f"in {len(places)} places"
     return (
         f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
         "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",

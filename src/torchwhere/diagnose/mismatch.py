@@ -83,12 +83,13 @@ def _window(hearing: Hearing, key: StreamKey) -> Window | None:
 
 
 def mismatches(hearing: Hearing) -> list[Mismatch]:
-    """The first difference of each stream: in form where there is one, else in meaning."""
+    """The first difference of each stream."""
     found = []
     for window in windows(hearing):
-        mismatch = _in_form(window) or _in_meaning(hearing, window) or _in_step(window)
-        if mismatch is not None:
-            found.append(mismatch)
+        differences = (_in_form(window), _in_meaning(hearing, window), _in_step(window))
+        known = [mismatch for mismatch in differences if mismatch is not None]
+        if known:  # what came first is the cause of the rest; of what came at once, the form says most
+            found.append(min(known, key=lambda mismatch: mismatch.number))
     return found
 
 

@@ -106,9 +106,7 @@ class Case:
             return str(testimony.end.fields.get("reason"))
         state = self.state(rank)
         if state is State.DEAD:
-            return (
-                sighting.ended or "ended without a word: killed by a signal, by the system for want of memory, or crashed in C"
-            )
+            return sighting.ended or "without a word: killed by a signal, by the system for want of memory, or crashed in C"
         if state is State.STOPPED:
             return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
         return holding(testimony, sighting) if rank not in self.waits else None
@@ -289,7 +287,7 @@ def holding(testimony: Testimony, sighting: Sighting) -> str | None:
     if testimony.is_compiling:
         return "in compilation"
     if sighting.stack and sighting.state == "R":
-        return "running: an endless loop, a long computation, or C code that holds the GIL"
+        return "running: an endless loop, a long computation, or C code that keeps the GIL"
     if sighting.stack and sighting.state in ("S", "D"):
         return "sleeping: in a call that waits, or a lock"
     return None

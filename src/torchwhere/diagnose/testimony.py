@@ -60,7 +60,9 @@ class Group:
         """What people call it: its mesh dimension, its description, or its name."""
         if self.mesh_dim:
             return self.mesh_dim
-        return "default" if self.desc in ("default_pg", "") and self.name in ("0", "") else self.desc or self.name
+        if self.desc in ("default_pg", "") and self.name in ("0", ""):
+            return "default"
+        return self.desc if self.desc not in ("", "undefined") else self.name
 
 
 class Lexicon:

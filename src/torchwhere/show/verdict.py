@@ -37,7 +37,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         report = verdict.ranks.get(rank)
         if report is not None and report.stack:
             lines.append(f"  stack of rank {rank}, innermost first:")
-            lines += [f"    {line}" for line in report.stack[:12]]
+            lines += [f"    {line.rpartition('/site-packages/')[2]}" for line in report.stack[:12]]
     lines += [f"Not known: {sentence}" for sentence in verdict.missing_data]
     return [_inert(line) for line in lines]
 
