@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
@@ -21,17 +22,48 @@ from torchwhere.errors import TorchwhereError, described
 
 
 def begin(
-    script: str, arguments: Sequence[str], *, out: str, is_module: bool, module_events: bool, records: int
+    script: str,
+    arguments: Sequence[str],
+    *,
+    out: str,
+    is_module: bool,
+    module_events: bool,
+    records: int,
+    monitor: Sequence[str] | None = None,
 ) -> Callable[[], None]:
-    """Start watching for `script` (a path, or a module's name with `is_module`); the function given back runs it."""
+    """Start watching for `script` (a path, or a module's name with `is_module`); the function given back runs it.
+
+    `monitor` are the options of the monitor, which the first rank of each host starts; None for none.
+    """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
     from torchwhere import start  # imports torch, or says that there is none
 
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
+    if monitor is not None and _is_first_here() and Path(out).is_dir():  # else there is nothing to watch, and that was said
+        _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
+
+
+def _is_first_here() -> bool:
+    """Whether this is the first rank of its host, by what launchers say; a process that none has started is."""
+    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
+
+
+def _start_monitor(out: str, options: Sequence[str]) -> None:
+    """A process of its own, which outlives this one: it is there when this one is killed. It ends when all ranks are gone."""
+    command = [sys.executable, "-m", "torchwhere", "monitor", out, "--launcher", str(os.getpid()), *options]
+    from torchwhere.sense.trouble import log
+
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    except OSError as error:
+        log.warning("torchwhere: no monitor, it cannot be started: %s", error.strerror or error)
+        return
+    process.returncode = 0  # nobody waits for it
 
 
 def _check(script: str, *, is_module: bool) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.pace import Pace
 from torchwhere.diagnose.sighting import Sighting
@@ -19,6 +21,7 @@ from torchwhere.place import Certainty, Place
 # What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
 _HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
 _UNSEEN_STALLS = 10
+_UNUSUAL = 10  # times the usual
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
@@ -122,9 +125,24 @@ class Case:
         return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
 
     def is_stalled(self, wait: Wait, stall_s: float) -> bool:
-        """Whether a wait has lasted too long. Of a job that is over, every wait has."""
+        """Whether a wait has lasted too long. Of a job that is over and that nobody watched, every wait may have.
+
+        Of one that a monitor saw to its end, the wait is held against the job's own pace: no more patience can be had.
+        """
         waited = self.waited_s(wait)
-        return not self.is_live or waited is None or waited >= stall_s
+        if not self.is_live or waited is None:
+            return True
+        is_over = not any(sighting.alive for sighting in self.sightings.values())
+        return waited >= (min(stall_s, self._usual_s(wait) * _UNUSUAL) if is_over else stall_s)
+
+    def _usual_s(self, wait: Wait) -> float:
+        """Seconds between two collectives of this rank in this stream, the median; at least a tenth."""
+        testimony = self.hearing.testimonies[wait.rank]
+        calls = testimony.calls.get(wait.key)
+        if calls is None or len(calls.rows) < 2:
+            return 1.0
+        times = testimony.box.records["t_ns"][calls.rows].astype(np.int64)
+        return max(0.1, float(np.median(np.diff(times))) / 1e9)
 
     def still_s(self) -> float | None:
         """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
