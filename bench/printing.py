@@ -1,0 +1,132 @@
+"""Printing from many processes at once into one pipe: how long it takes, and how many lines come out torn.
+
+8 processes print 100,000 numbered lines together, with `torchwhere.print_rank`, with DeepSpeed's `printflock`, and with plain
+`print`, in turns. The reader checks every line: it must be one of those printed, whole, and each exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+PROCESSES = 8
+LINES = 100_000
+ROUNDS = 3
+_EVERY_LONG = 1_000  # every so many lines there is one that is longer than a pipe takes at once
+_LONG = 20_000
+
+# What each process runs, once it is told to by a line on stdin: importing is not what is measured.
+_PROGRAM = """
+import sys
+{setup}
+rank, lines = int(sys.argv[1]), int(sys.argv[2])
+sys.stderr.write("ready\\n"); sys.stderr.flush(); sys.stdin.readline()
+for line in range(lines):
+    say(f"<{{rank}} {{line}} " + "x" * ({long} if line % {every} == 0 else 60) + ">")
+"""
+_SETUPS = {
+    "torchwhere.print_rank": "import os; os.environ['RANK'] = sys.argv[1]\n"
+    "from torchwhere import print_rank\n"
+    "def say(text): print_rank(text, ranks='all')",
+    "deepspeed printflock": "from deepspeed.utils.debug import printflock as say",
+    "print": "say = print",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """One way to print: microseconds a line, all processes together, for each round; and lines that did not come out whole."""
+
+    contender: str
+    us_per_line: tuple[float, ...]
+    torn: int
+    lines: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.us_per_line)
+
+
+def measure(*, processes: int = PROCESSES, lines: int = LINES, rounds: int = ROUNDS) -> list[Printed]:
+    """Every contender once in each round."""
+    seconds: dict[str, list[float]] = {name: [] for name in _SETUPS}
+    torn: Counter[str] = Counter()
+    for _ in range(rounds):
+        for name in _SETUPS:
+            took, whole = _round(name, processes, lines // processes)
+            seconds[name].append(took)
+            torn[name] += lines // processes * processes - whole
+    return [Printed(name, tuple(s / lines * 1e6 for s in found), torn[name], rounds * lines) for name, found in seconds.items()]
+
+
+def rows() -> list[tuple[str, float, str]]:
+    """For the table of the bench: name, figure, unit."""
+    found = measure()
+    return [
+        row
+        for printed in found
+        for row in (
+            (f"{printed.contender}, {PROCESSES} processes", printed.median, "us a line"),
+            (f"{printed.contender}, torn of {printed.lines:,} lines", float(printed.torn), "lines"),
+        )
+    ]
+
+
+def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
+    """Seconds until the last line was read, and how many lines were whole."""
+    program = _PROGRAM.format(setup=_SETUPS[name], long=_LONG, every=_EVERY_LONG)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as Python comes
+    reader = subprocess.Popen([sys.executable, "-c", _READER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), str(lines)],
+            stdin=subprocess.PIPE,
+            stdout=reader.stdin,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
+    reader.stdin.close()
+    for writer in writers:
+        assert writer.stderr is not None
+        while writer.stderr.readline() not in ("ready\n", ""):
+            pass
+    start = time.perf_counter()
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    for writer in writers:
+        writer.communicate()
+    whole = int(reader.stdout.read())
+    took = time.perf_counter() - start
+    reader.wait()
+    return took, whole
+
+
+# Counts the lines that are exactly what a process printed, each once. A prefix of the rank is allowed where it is asked for.
+_READER = f"""
+import re, sys
+pattern = re.compile(rb"(?:\\[(\\d+)\\] )?<(\\d+) (\\d+) (x+)>\\n")
+seen = set()
+for text in sys.stdin.buffer:
+    found = pattern.fullmatch(text)
+    if found and found[1] in (None, found[2]):
+        if len(found[4]) == ({_LONG} if int(found[3]) % {_EVERY_LONG} == 0 else 60):
+            seen.add((found[2], found[3]))
+print(len(seen))
+"""
+
+
+if __name__ == "__main__":
+    for name, figure, unit in rows():
+        print(f"{name:<55} {figure:>10.1f} {unit}")

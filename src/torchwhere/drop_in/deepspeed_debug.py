@@ -1,0 +1,211 @@
+"""`deepspeed.utils.debug`, by its own names and texts. Needs no DeepSpeed, and knows its parameters where there are some.
+
+Better than the original: names without wrappers' prefixes that survive re-wrapping, `status=none` where there is no ZeRO,
+whole shapes of FSDP1 parts and placements of DTensors, texts that are never torn, a file for each rank, a graph walked once, and
+ranks before `init_process_group`. The native forms say more: `torchwhere.names`, `describe`, `print_rank`, `rank_log`,
+`backward_graph`.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere import ranks as dist  # `dist.get_rank()`, as in the original, but before there is a process group too
+from torchwhere.inspect import naming, parameters
+from torchwhere.inspect.autograd import is_leaf, walk
+from torchwhere.inspect.describe import made_in, names_of
+from torchwhere.inspect.names import NameTable, innermost
+
+UNKNOWN, NONE = "unknown", "none"
+
+fcntl = None  # of the original, which imports it when it first prints; the lock here needs nothing of it
+fh: io.FileIO | None = None  # the file that `log_rank_file` wrote to last
+
+
+# -- names -----------------------------------------------------------------------------------------------------------------
+
+
+class WeakIdNameMap:
+    """Modules or parameters to their names, without keeping them alive."""
+
+    def __init__(self, table: NameTable | None = None, names: dict[int, list[str]] | None = None) -> None:
+        self._table = NameTable() if table is None else table
+        self._names = self._table.params if names is None else names
+
+    def __setitem__(self, thing: object, name: str) -> None:
+        self._names.pop(id(thing), None)
+        self._table.remember(self._names, thing, name)
+
+    def __getitem__(self, thing: object) -> str:
+        return self._names[id(thing)][0]
+
+    def __contains__(self, thing: object) -> bool:
+        return id(thing) in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def clear(self) -> None:
+        self._names.clear()
+        self._table.look_no_further()
+
+
+_table = NameTable()
+_names: naming.Names | None = None  # of the model that was given last
+module_names = WeakIdNameMap(_table, _table.modules)
+param_names = WeakIdNameMap(_table, _table.params)
+
+
+def debug_clear_module_and_param_names() -> None:
+    """Forget all names."""
+    global _names
+    _table.clear()
+    _names = None
+
+
+def debug_extract_module_and_param_names(model: nn.Module) -> None:
+    """Remember the names of all modules and parameters of `model`, and forget those of any other."""
+    global _names
+    naming.check(model, caller="debug_extract_module_and_param_names")
+    debug_clear_module_and_param_names()
+    _names = naming.Names(model, table=_table)
+
+
+def debug_module2name(module: nn.Module) -> str:
+    """The module's name, or `unknown`."""
+    if module in module_names:
+        return module_names[module]
+    found: list[str] = []
+    if isinstance(module, nn.Module):  # it may have come since, or wrap one that is known
+        found = _table.module_names(module) or _table.module_names(innermost(module))
+    return found[0] if found else UNKNOWN
+
+
+def debug_module2name_id(module: Any) -> str:
+    """`name=...`, and `id=...` where DeepSpeed has numbered the module, as older versions do."""
+    number = getattr(module, "id", None)
+    return f"name={debug_module2name(module)}" + (f" id={number}" if isinstance(number, int) else "")
+
+
+def debug_module2name_class(module: Any) -> str:
+    """`name=... ClassName`"""
+    return f"name={debug_module2name(module)} {type(module).__name__}"
+
+
+def debug_param2name(param: torch.Tensor) -> str:
+    """The parameter's name, or `unknown`."""
+    if param in param_names:
+        return param_names[param]
+    found = _table.param_names(param) if isinstance(param, torch.Tensor) else []
+    return found[0] if found else UNKNOWN
+
+
+def ds_id(param: Any) -> Any:
+    """ZeRO's number of a parameter, `none` where it has none."""
+    return getattr(param, "ds_id", NONE)
+
+
+def ds_shape(param: Any) -> Any:
+    """The whole shape of a parameter: ZeRO's, FSDP1's, or that of the tensor, which for a DTensor is the global one."""
+    if hasattr(param, "ds_shape"):
+        return param.ds_shape
+    if parameters.is_flat(param):
+        return torch.Size(parameters.shapes(param)[0])
+    if getattr(param, "_fsdp_flattened", False) and _names is not None and param in _names:
+        return torch.Size(_names.facts(param).shape)
+    return _of(param, "shape")
+
+
+def debug_param2name_id(param: Any) -> str:
+    """`name=... id=...`"""
+    return f"name={debug_param2name(param)} id={ds_id(param)}"
+
+
+def debug_param2name_id_shape(param: Any) -> str:
+    """`name=... id=... shape=...`, and the placements of a DTensor."""
+    return f"{_id_shape(param)}{_placements(param)}"
+
+
+def debug_param2name_id_shape_device(param: Any) -> str:
+    """`name=... id=... shape=... device=...`"""
+    return f"{_id_shape(param)} device={_of(param, 'device')}{_placements(param)}"
+
+
+def debug_param2name_id_numel(param: Any) -> str:
+    """`name=... id=... numel=...`"""
+    return f"{debug_param2name_id(param)} numel={_of(param, 'numel')()}"
+
+
+def debug_param2name_id_shape_status(param: Any) -> str:
+    """`name=... id=... shape=... status=...`, the status being ZeRO's or `none`."""
+    return f"{_id_shape(param)} status={getattr(param, 'ds_status', NONE)}{_placements(param)}"
+
+
+def _of(param: object, attribute: str) -> Any:
+    try:
+        return getattr(param, attribute)
+    except AttributeError:
+        raise TypeError(f"expected a parameter, got {type(param).__name__}, which has no {attribute}") from None
+
+
+def _id_shape(param: Any) -> str:
+    return f"{debug_param2name_id(param)} shape={ds_shape(param)}"
+
+
+def _placements(param: Any) -> str:
+    found = parameters.placements(param)
+    return "" if found is None else f" placements=({', '.join(found)})"
+
+
+# -- printing --------------------------------------------------------------------------------------------------------------
+
+
+def printflock(*msgs: object) -> None:
+    """Print, with no other process's text in between."""
+    _print(*msgs)
+
+
+def print_rank(*msg: object, force: bool = False) -> None:
+    """Print on all ranks, with `[rank]` before it, if `force`."""
+    if force:
+        _print(f"[{dist.get_rank()}]", *msg)
+
+
+def print_rank0(*msg: object, force: bool = False) -> None:
+    """Print on rank 0 only, if `force`."""
+    if force and dist.get_rank() == 0:
+        _print("[0]", *msg)
+
+
+def _print(*values: object) -> None:
+    dist.print_whole(" ".join(map(str, values)) + "\n")
+
+
+def log_rank_file(rank: int, *msgs: object) -> None:
+    """Add each message as a line to `log_rank_<rank>.txt` in the working directory; `torchwhere diff` compares the files."""
+    global fh
+    fh = dist.append("".join(f"{message}\n" for message in msgs), folder=".", rank=rank)
+
+
+# -- the graph behind a tensor ---------------------------------------------------------------------------------------------
+
+
+def print_backward_tensors(tensor: torch.Tensor) -> None:
+    """Print every autograd node behind a tensor, once, and the leaf tensors with their data and gradients."""
+    if not hasattr(tensor, "grad_fn"):
+        return
+    if tensor.grad_fn is None:
+        raise ValueError("print_backward_tensors(tensor): no graph is behind this tensor (its grad_fn is None)")
+    for node in walk([tensor.grad_fn]).nodes:
+        if is_leaf(node):
+            leaf = node.variable
+            names = [debug_param2name(leaf)] if leaf in param_names else names_of(leaf)
+            called = f", name: {names[0]}" if names else ""
+            text = f"Tensor - id: {id(leaf)}, shape: {leaf.shape}, data: {leaf}, grad: {leaf.grad}{called}"
+            _print(f"{node}\n{text}")
+        else:
+            _print(f"Backward tensors in {node}{made_in(node)}")
