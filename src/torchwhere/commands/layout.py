@@ -1,0 +1,36 @@
+"""`torchwhere layout`: how the models of a run lie over the ranks, and which ranks differ."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.errors import TorchwhereError
+
+
+def add(commands: Any) -> None:
+    text = "how the model lies over the ranks, and which ranks differ"
+    sub = commands.add_parser("layout", help=text, description=text)
+    add_folder(sub)
+    sub.set_defaults(command=reading(_layout))
+
+
+def _layout(arguments: argparse.Namespace) -> int:
+    from torchwhere.diagnose.layouts import layouts
+
+    found = layouts(read_folder(arguments), ranks=ranks_asked(arguments))
+    if not found.cohorts:
+        raise TorchwhereError(
+            f"{arguments.folder} holds no layout. It is recorded when the first step of a model with parameters has ended, or "
+            "the watch; the job ended before, or was recorded by an older torchwhere."
+        )
+    if arguments.json:
+        print_json([found.to_dict()])
+    else:
+        from torchwhere.show import text
+        from torchwhere.show.layout import layouts_lines
+
+        text.print_lines(partial(layouts_lines, found))
+    return 0
