@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,9 @@ import pytest
 from torchwhere.blackbox.layout import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.diagnose.comms import Branch, Comms, comms, outline
+from torchwhere.diagnose.comms import Comms, comms
+from torchwhere.diagnose.outline import Branch, outline
+from torchwhere.diagnose.sums import RunningSums, sums
 from torchwhere.events import Kind
 from torchwhere.place import Pass
 from torchwhere.show import text
@@ -33,6 +36,7 @@ class Call(NamedTuple):
     size: int = 1000
     group: str = "0"
     step: int = 0
+    line: str | None = None
 
 
 def write(
@@ -46,7 +50,8 @@ def write(
         fields = {"op": call.op, "raw_op": "c10d::x", "group": call.group, "dtype": "float32", "bytes": call.size, "peer": None}
         what = box.intern(Sort.COLLECTIVE, json.dumps(fields))
         aim = 0 if call.aim is None else box.intern(Sort.AIM, json.dumps(call.aim))
-        box.record(Kind.COLLECTIVE, number, call.pass_, 0, 0, call.step, module, 0, 0, 0, what, aim, 0, number)
+        line = 0 if call.line is None else box.intern(Sort.LINE, call.line)
+        box.record(Kind.COLLECTIVE, number, call.pass_, 0, 0, call.step, module, 0, line, 0, what, aim, 0, number)
     box.close()
 
 
@@ -137,14 +142,14 @@ def test_no_collectives(tmp_path: Path) -> None:
 def test_json_is_complete(tmp_path: Path) -> None:
     """The JSON form has every module by its full name, and what each collective is for, unshortened."""
     params = ["a.0.weight", "a.0.bias", "a.1.weight"]
-    found = json.loads(json.dumps(read(tmp_path, [Call("a.0", Pass.BACKWARD, REDUCE, params)]).to_dict()))
+    found = json.loads(json.dumps(read(tmp_path, [Call("a.0", Pass.BACKWARD, REDUCE, params, line="a.py:1")]).to_dict()))
     layer = found["root"]["children"][0]["children"][0]
     entry = {"pass": "backward", "op": REDUCE, "group": "default_pg", "for": params}
     assert layer == {
         "module": "a.0",
         "count": 1,
         "bytes": 1000,
-        "collectives": [entry | {"count": 1, "bytes": 1000, "ranks": [0], "steps": 1}],
+        "collectives": [entry | {"count": 1, "bytes": 1000, "ranks": [0], "steps": 1, "lines": {"a.py:1": 1}}],
         "children": [],
     }
     assert {key: found[key] for key in ("ranks", "steps", "groups", "overwritten")} == {
@@ -153,6 +158,50 @@ def test_json_is_complete(tmp_path: Path) -> None:
         "groups": {"default_pg": 2},
         "overwritten": {},
     }
+
+
+def test_counting_one_by_one_is_counting_at_once(tmp_path: Path) -> None:
+    """Records counted as they are written give what the whole ring gives, over steps that come and go."""
+    random = Random(0)
+    calls = [
+        Call(
+            random.choice((None, "", "a", "a.b")), random.choice((Pass.FORWARD, Pass.BACKWARD)), random.choice((GATHER, REDUCE))
+        )
+        for _ in range(500)
+    ]
+    calls = [call._replace(step=at // 50 % 4, line=f"a.py:{at % 3}", size=8 * (at % 2)) for at, call in enumerate(calls)]
+    write(tmp_path, calls)
+    box = read_run(tmp_path).boxes[0]
+    running = RunningSums()
+    for row in box.records:
+        running.take(row.tobytes())
+    assert running.total == 500
+    at_once, one_by_one = sums(box.records), running.sums()
+    assert (one_by_one.keys, one_by_one.counts, one_by_one.span) == (at_once.keys, at_once.counts, at_once.span)
+    assert one_by_one.which.tolist() == at_once.which.tolist()
+    assert one_by_one.steps.tolist() == at_once.steps.tolist()
+
+
+def test_views_of_a_run(tmp_path: Path) -> None:
+    """Counts by module, pass, group and line, and the part of it that was issued in, or serves, a module."""
+    calls = [
+        Call("a", Pass.FORWARD, GATHER, "b", line="x.py:1"),
+        Call("a.c", Pass.BACKWARD, SCATTER, ["a.weight", "d.weight"], group="tp", line="x.py:2"),
+        Call("ab", Pass.FORWARD, GATHER),
+        Call(None, Pass.OUTSIDE, "barrier", size=0),
+    ]
+    found = read(tmp_path, calls, groups=[WORLD, TP])
+    assert found.counts == {GATHER: 2, SCATTER: 1, "barrier": 1}
+    assert found.by_module == {"a": {GATHER: 1}, "a.c": {SCATTER: 1}, "ab": {GATHER: 1}, None: {"barrier": 1}}
+    assert found.by_pass == {"forward": {GATHER: 2}, "backward": {SCATTER: 1}, "outside": {"barrier": 1}}
+    assert found.by_group == {"default_pg": {GATHER: 2, "barrier": 1}, "tp": {SCATTER: 1}}
+    assert found.by_line == {"x.py:1": {GATHER: 1}, "x.py:2": {SCATTER: 1}, None: {GATHER: 1, "barrier": 1}}
+    assert found.bytes == 3000
+    assert found.only(module="a").counts == {GATHER: 1, SCATTER: 1}
+    assert found.only(module="").counts == {GATHER: 2, SCATTER: 1}
+    assert found.only(for_="b").counts == {GATHER: 1}
+    assert found.only(for_="a").counts == {SCATTER: 1}
+    assert found.only(pass_="outside", group="default_pg").counts == {"barrier": 1}
 
 
 # -- folding ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,194 @@
+"""The modules that ran under a `CommDebugMode`: `advanced_module_tracker`, with the dicts that the original's has.
+
+Told by the engine when a module is entered, it keeps of each, at its first call, its depth, its type, its parameters and how
+they are sharded. Names begin with the root's class, as the original's do; wrappers (DDP, checkpointing ...) have no part in
+them. Nothing is registered on any module.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchwhere.blackbox.layout import MODULE_SHIFT
+from torchwhere.place import Pass
+from torchwhere.sense import _torch
+from torchwhere.sense.listeners import Entry, ModuleCall
+from torchwhere.sense.ops import OpSense
+from torchwhere.sense.tracks import LOG_MASK, Track, pass_of
+from torchwhere.session import Session
+
+GLOBAL = "Global"
+
+
+class CommModeModuleTracker:
+    """Which modules ran, in which, with which parameters. The keys of all dicts are names such as `MLPModule.net1`."""
+
+    wants_backward = False
+
+    def __init__(self) -> None:
+        self.is_active = False
+        self.module_helper_dict: dict[str, dict[str, Any]] = {}
+        self.module_parameters_dict: dict[str, dict[str, Any]] = {}
+        self.module_parents_dict: dict[str, set[str]] = {}
+        self.parent_dict: dict[str, list[str]] = {}
+        self.sharding_dict: dict[str, Any] = {}
+        self._session: Session | None = None
+        self._ops: OpSense | None = None
+        self._fqns: dict[str, str] = {}  # from the engine's names
+        self._seen: set[int] = set()
+        self._thread: Track | None = None
+
+    # -- the block ---------------------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, ops: OpSense | None) -> None:
+        """Forget the last block, and listen."""
+        own = (self.module_helper_dict, self.module_parameters_dict, self.module_parents_dict, self.parent_dict)
+        for kept in (*own, self.sharding_dict, self._fqns, self._seen):
+            kept.clear()  # the very objects stay: somebody may hold them
+        self.module_helper_dict[GLOBAL] = {"depth": 0}
+        self.module_parents_dict[GLOBAL] = set()
+        self._session, self._ops, self._thread = session, ops, session.recorder.locator.threads.here()
+        self.is_active = True
+        session.listeners.add(self)
+
+    def end(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self.is_active = False
+            session.listeners.remove(self)
+        self._ops = self._thread = None
+
+    # -- what the engine tells ---------------------------------------------------------------------------------------
+
+    def entered(self, entry: Entry) -> None:
+        """A module was called. What was there before it began, in the log of its thread, is the call around it."""
+        track = entry.track
+        word = track.top
+        if word >> MODULE_SHIFT in self._seen or track is not self._thread or pass_of(word) == Pass.RECOMPUTE:
+            return
+        self._seen.add(word >> MODULE_SHIFT)
+        around = track.marks[(track.count - 2) & LOG_MASK] if track.count > 1 else 0
+        self._meet(entry.own, self._fqn_of(word), self._fqn_of(around))
+
+    def left(self, entry: Entry, output: Any) -> None:
+        """Nothing to do: what matters is the first time a module is entered."""
+
+    def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:
+        """Nothing to do: the engine knows the module of a node."""
+
+    def backward_left(self, module: nn.Module | None, call: ModuleCall) -> None:
+        """Nothing to do."""
+
+    def _meet(self, module: nn.Module, name: str, parent: str) -> None:
+        self._place(name, parent)
+        helper = self.module_helper_dict[name]
+        helper["module_type"] = str(type(module)).replace("<", "").replace(">", "")
+        if self._ops is not None:
+            self._ops.is_paused = True  # what `.data` does is ours, not the program's
+        try:
+            for key, param in module.named_parameters(recurse=False):
+                data = param.data
+                self.module_parameters_dict.setdefault(name, {})[key] = data
+                if isinstance(data, DTensor):
+                    self.sharding_dict[f"{name}.{key}"] = data.placements
+                    helper.setdefault("parameters", {})[key] = str(data.placements)
+        finally:
+            if self._ops is not None:
+                self._ops.is_paused = False
+
+    def _place(self, name: str, parent: str) -> None:
+        """Put a module below another one, the first time it is met."""
+        if name in self.module_parents_dict:
+            return
+        parent = parent if parent in self.module_parents_dict else GLOBAL
+        self.module_parents_dict[name] = {GLOBAL, *self.module_parents_dict[parent], name}
+        self.module_helper_dict[name] = {"module_type": "", "depth": len(self.module_parents_dict[name]) - 1}
+        self.parent_dict.setdefault(parent, []).append(name)
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def _fqn_of(self, word: int) -> str:
+        session = self._session
+        text = session.recorder.locator.text_of(word >> MODULE_SHIFT) if session is not None else None
+        return GLOBAL if text is None else self.fqn(text)
+
+    def fqn(self, name: str) -> str:
+        """The name that the original gives a module, from the engine's: `net1` is `MLPModule.net1`, `<Loss>` is `Loss`."""
+        known = self._fqns.get(name)
+        if known is None:
+            root = self._session.modules.root_class if self._session is not None else ""
+            known = self._fqns[name] = _fqn(name, root)
+        return known
+
+    def listed(self, name: str) -> str:
+        """The same, of a module that may not have run in this block: a backward goes through modules that ran before it."""
+        fqn = self.fqn(name)
+        if fqn not in self.module_parents_dict:
+            above = fqn
+            while "." in above and above not in self.module_parents_dict:
+                above = above.rpartition(".")[0]
+            self._place(fqn, above)
+        return fqn
+
+    def nearest(self, name: str) -> str:
+        """The module itself if it ran, else the closest around it that did."""
+        fqn = self.fqn(name)
+        while fqn not in self.module_parents_dict:
+            if "." not in fqn:
+                return GLOBAL
+            fqn = fqn.rpartition(".")[0]
+        return fqn
+
+    # -- what the original's has besides -----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The module that the calling thread is in, in forward or backward; `Global` outside all of them."""
+        session = self._session
+        if session is None:
+            return GLOBAL if self.module_helper_dict else ""
+        locator = session.recorder.locator
+        return self._fqn_of(locator.spot(locator.threads.here()).module << MODULE_SHIFT)
+
+    @property
+    def parents(self) -> set[str]:
+        """The modules that the calling thread is in, and `Global`."""
+        name = self.name
+        return {GLOBAL, *self.module_parents_dict.get(name, ())}
+
+    @property
+    def is_bw(self) -> bool:
+        """Whether the calling thread is in a backward."""
+        task_id = _torch.private("graph_task_id")
+        return task_id is not None and task_id() != -1
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the calling thread computes a forward again."""
+        session = self._session
+        return session is not None and pass_of(session.recorder.locator.threads.here().top) == Pass.RECOMPUTE
+
+    @property
+    def module_depth_dict(self) -> dict[str, int]:
+        """The depths alone, as older versions have them."""
+        return {name: helper["depth"] for name, helper in self.module_helper_dict.items()}
+
+    def print_paramater_info(self) -> None:
+        sys.stdout.write(f"{self.module_parameters_dict}\n")
+
+    def print_sharding_info(self) -> None:
+        for key, value in self.sharding_dict.items():
+            sys.stdout.write(f"{key}: {value}\n")
+
+
+def _fqn(name: str, root: str) -> str:
+    """A module of no known model (a loss, one held in a plain list) is named by its own class, as the original does."""
+    _, mark, own = name.rpartition("<")
+    if not mark:
+        return f"{root}.{name}" if name else root
+    cls, _, rest = own.partition(">")
+    return cls.partition("#")[0] + rest

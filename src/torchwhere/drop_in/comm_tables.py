@@ -1,0 +1,140 @@
+"""What a `CommDebugMode` found as the original's texts: the table for a terminal, the older table, and the JSON tree.
+
+Takes the dicts of the mode and a noise level, gives text or JSON of the very form of torch's `_comm_mode.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchwhere.drop_in.comm_modules import GLOBAL, CommModeModuleTracker
+
+_YELLOW, _RED, _PLAIN = "\033[1;33m", "\033[1;31m", "\033[0m"
+_DEEPEST = 900  # modules inside modules; json itself does not go deeper
+
+trivial_ops = {
+    "aten.detach.default",
+    "aten.t.default",
+    "aten.view.default",
+    "aten._to_copy.default",
+    "aten.as_strided.default",
+    "aten.transpose.int",
+}
+
+Counts = dict[str, dict[str, dict[Any, int]]]  # by module, by `forward` and `backward`, by op
+Operations = dict[str, dict[str, list[dict[str, Any]]]]  # by module, under `operations_list`
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Everything a table is made of."""
+
+    modules: CommModeModuleTracker
+    counts: Counts
+    operations: Operations
+
+
+def table(found: Found, noise_level: int) -> str:
+    return "".join(f"{line}\n" for line in _lines(found, noise_level))
+
+
+def _lines(found: Found, noise_level: int) -> Iterator[str]:
+    for fqn, helper in found.modules.module_helper_dict.items():
+        indent = "    " * helper["depth"]
+        yield f"{indent}{fqn}"
+        if noise_level > 0:
+            yield from _module_lines(helper, indent)
+        for heading, collectives, operations in _passes(found, fqn, noise_level):
+            if collectives or operations:
+                yield f"{indent}  {heading}"
+                yield from (f"{_YELLOW}{indent}    *{op}: {count}{_PLAIN}" for op, count in collectives.items())
+                for operation in _kept(operations, noise_level):
+                    yield from _operation_lines(operation, indent)
+
+
+def _module_lines(helper: Mapping[str, Any], indent: str) -> Iterator[str]:
+    if helper.get("module_type"):
+        yield f"{indent}*module type: {helper['module_type']}"
+    if "parameters" in helper:
+        yield f"{indent}*Parameter List"
+        yield from (f"{indent} *{name}: {placement}" for name, placement in helper["parameters"].items())
+
+
+def _passes(found: Found, fqn: str, noise_level: int) -> list[tuple[str, dict[Any, int], list[dict[str, Any]]]]:
+    """The three parts of a module's entry: heading, collectives, operations."""
+    counts = found.counts.get(fqn, {})
+    forward, backward, checkpointing = _operations(found, fqn, noise_level)
+    return [
+        ("FORWARD PASS", counts.get("forward", {}), forward),
+        ("BACKWARD PASS", counts.get("backward", {}), backward),
+        ("ACTIVATION CHECKPOINTING", {}, checkpointing),
+    ]
+
+
+def _operations(found: Found, fqn: str, noise_level: int) -> tuple[list[dict[str, Any]], ...]:
+    listed = found.operations.get(fqn, {}).get("operations_list", []) if noise_level > 0 else []
+    return (
+        [op for op in listed if not op["is_bw"]],
+        [op for op in listed if op["is_bw"] and not op["is_activation_checkpointing"]],
+        [op for op in listed if op["is_activation_checkpointing"]],
+    )
+
+
+def _kept(operations: Iterable[dict[str, Any]], noise_level: int) -> Iterator[dict[str, Any]]:
+    """3: all; 2: without the trivial ones; 1: of those, the ones on DTensors."""
+    for operation in operations:
+        is_quiet = noise_level < 3 and str(operation["name"]) in trivial_ops
+        if not is_quiet and (noise_level > 1 or operation["input_sharding"]):
+            yield operation
+
+
+def _operation_lines(operation: Mapping[str, Any], indent: str) -> Iterator[str]:
+    yield f"{_YELLOW}{indent}    **{operation['name']}{_PLAIN}"
+    if operation["input_shape"]:
+        yield f"{_RED}{indent}      shape: {operation['input_shape']}{_PLAIN}"
+        yield f"{_RED}{indent}      sharding: {operation['input_sharding']}{_PLAIN}"
+        yield f"{_RED}{indent}      device mesh: {operation['device_mesh']}{_PLAIN}"
+
+
+def older_table(found: Found) -> str:
+    """The table of torch 2.4: a line a collective, forward and backward together."""
+    lines = []
+    for fqn, helper in found.modules.module_helper_dict.items():
+        indent = "  " * helper["depth"]
+        lines.append(f"{indent}{fqn}\n")
+        counts: dict[Any, int] = {}
+        for collectives in found.counts.get(fqn, {}).values():
+            for op, count in collectives.items():
+                counts[op] = counts.get(op, 0) + count
+        lines += [f"{_YELLOW}{indent}  *{op}: {count}{_PLAIN}\n" for op, count in counts.items()]
+    return "".join(lines)
+
+
+def json_tree(found: Found, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0) -> dict[str, Any]:
+    """A module and those below it, as the browser view of torch reads them."""
+    helper, counts = found.modules.module_helper_dict[fqn], found.counts.get(fqn, {})
+    has_module_data = noise_level > 0 and helper.get("module_type")
+    forward, backward, checkpointing = _operations(found, fqn, noise_level)
+    below = found.modules.parent_dict.get(fqn, []) if depth < _DEEPEST else []
+    return {
+        "fqn": fqn,
+        "module_type": helper["module_type"] if has_module_data else "",
+        "parameters": list(helper.get("parameters", {}).items()) if has_module_data else [],
+        "children": [json_tree(found, noise_level, fqn=child, depth=depth + 1) for child in below],
+        "collectives_forward": [(str(op), count) for op, count in counts.get("forward", {}).items()],
+        "collectives_backward": [(str(op), count) for op, count in counts.get("backward", {}).items()],
+        "operations_forward": [_as_json(op) for op in _kept(forward, noise_level)],
+        "operations_backward": [_as_json(op) for op in _kept(backward, noise_level)],
+        "operations_checkpointing": [_as_json(op) for op in _kept(checkpointing, noise_level)],
+    }
+
+
+def _as_json(operation: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **operation,
+        "name": str(operation["name"]),
+        "input_shape": [str(shape) for shape in operation["input_shape"]],
+        "input_sharding": [str(placements) for placements in operation["input_sharding"]],
+    }

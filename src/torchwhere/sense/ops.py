@@ -1,0 +1,118 @@
+"""Every op that runs, in order, with its place: a dispatch mode, for those who ask for a list of them.
+
+It costs about 6 us an op, of which torch's way into Python and back takes 5, and is nothing a watch uses. It leaves compiling
+alone: what is compiled under it is compiled as ever, and in a compiled graph it sees the ops that the graph still calls.
+`ops` holds three things for each: the op, the word of its place (`blackbox/layout.py`), and for an op on DTensors what they
+were. One flat list, because a tuple for each op would wake the cycle collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchwhere.blackbox.layout import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
+from torchwhere.sense import _torch
+from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.sense.tracks import BACKWARD_WORD, FIRST_MODULE_WORD, Track
+from torchwhere.sense.trouble import Trouble, log
+
+_OP = type(torch.ops.aten.add.Tensor)
+
+
+class Sharded(NamedTuple):
+    """The DTensors among the arguments of an op."""
+
+    shapes: list[torch.Size]
+    placements: list[tuple[Any, ...]]
+    mesh: Any
+
+
+class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the ops of the threads that are in it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, locator: Locator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Any] = []
+        self.is_paused = False  # while somebody looks at tensors for their own sake
+        self._locator = locator
+        self._local, self._here = locator.threads.local, locator.threads.here
+        self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
+        self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
+        # Thread, number and word of the node that ran last: it runs several ops.
+        self._last_node: tuple[Track | None, int, int] = (None, -1, 0)
+        self._fake_tensor = _torch.private("fake_tensor")
+        self._fake_mode: Callable[[], Any] = _torch.private("fake_mode") or (lambda: None)
+        self._modes_left: Callable[[], int] = _torch.private("dispatch_modes") or (lambda: 0)
+        self._trouble = Trouble("ops", lambda: None)
+        for sentence in _torch.missing("ops"):
+            log.warning("torchwhere: %s", sentence)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under this mode as without it, and takes it off while it does."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would keep dynamo out with a wrapper that imports it; `unseen` below does it for nothing."""
+        return False
+
+    @_torch.unseen
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_sharded = DTensor in types and type(func) is _OP
+        if is_sharded:  # let it run and come back as what it does on the local tensors
+            self._list(func, args, is_sharded=True)
+            return NotImplemented
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._list(func, args, is_sharded=False)
+        return result
+
+    def _list(self, func: Any, args: Any, *, is_sharded: bool) -> None:
+        try:
+            if type(func) is not _OP or self.is_paused:  # a higher-order operator is none of the program's ops
+                return
+            if is_sharded:
+                self.ops.extend((func, self._word(), _sharded(args)))
+            elif not self._has_no_data(args):
+                self.ops.extend((func, self._word(), None))  # one call into C: threads do not mix in between
+        except Exception as error:
+            self._trouble(error)
+
+    def _has_no_data(self, args: Any) -> bool:
+        """Whether this is a rehearsal with fake tensors."""
+        first = args[0] if args else None
+        if type(first) is list and first:
+            first = first[0]
+        return type(first) is self._fake_tensor or (self._modes_left() > 0 and self._fake_mode() is not None)
+
+    def _word(self) -> int:
+        try:
+            track = self._local.track
+        except AttributeError:
+            track = self._here()
+        top = track.top
+        if top >= FIRST_MODULE_WORD or self._task_id() == -1:
+            return top
+        node = self._node()
+        if node is None:
+            return BACKWARD_WORD
+        seq = node._sequence_nr()
+        of_track, known_seq, word = self._last_node
+        if seq != known_seq or track is not of_track or seq == ACCUMULATE_GRAD_SEQ:
+            spot = self._locator.spot_of_node(node, track)
+            word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            self._last_node = track, seq, word
+        return word
+
+
+def _sharded(args: Any) -> Sharded:
+    tensors = [arg for arg in args if isinstance(arg, DTensor)]
+    mesh = tensors[-1].device_mesh if tensors else None
+    return Sharded([tensor.shape for tensor in tensors], [tensor.placements for tensor in tensors], mesh)
