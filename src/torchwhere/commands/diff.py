@@ -1,0 +1,61 @@
+"""`torchwhere diff`: where ranks that should do the same part, in their events and in their logs.
+
+Exit codes: 0 no difference, 1 they differ, 2 nothing to compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.errors import TorchwhereError
+
+if TYPE_CHECKING:
+    from torchwhere.blackbox.run import Run
+
+_THEY_DIFFER = 1
+
+
+def add(commands: Any) -> None:
+    text = "where ranks part: the first place where their events or logs differ"
+    sub = commands.add_parser("diff", help=text, description=f"{text}. Exit code 0: no difference; 1: they differ.")
+    add_folder(sub)
+    sub.add_argument("--logs", metavar="WHERE", help="the ranks' logs: a folder, or a pattern like 'logs/*/stdout.log'")
+    sub.add_argument("--strip", action="append", default=[], metavar="REGEX", help="what else may differ (may be repeated)")
+    sub.add_argument("--ignore", action="append", default=[], metavar="REGEX", help="lines and events to leave out")
+    sub.set_defaults(command=reading(_diff))
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from torchwhere.diagnose.diff import diff, find_logs
+
+    logs = find_logs(Path(arguments.folder), arguments.logs)
+    try:
+        found = diff(
+            _run(arguments, has_logs=bool(logs)),
+            logs=logs,
+            ranks=ranks_asked(arguments),
+            strip=arguments.strip,
+            ignore=arguments.ignore,
+        )
+    except ValueError as error:
+        raise TorchwhereError(str(error)) from None
+    if arguments.json:
+        print_json([found.to_dict()])
+    else:
+        from torchwhere.show import text
+        from torchwhere.show.diff import diff_lines
+
+        text.print_lines(partial(diff_lines, found))
+    return 0 if found.is_equal else _THEY_DIFFER
+
+
+def _run(arguments: argparse.Namespace, *, has_logs: bool) -> Run | None:
+    """The boxes; None where there are only logs."""
+    folder = Path(arguments.folder)
+    if has_logs and folder.is_dir() and not any(folder.glob("*.box")):
+        return None
+    return read_folder(arguments)

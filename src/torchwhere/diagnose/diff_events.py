@@ -1,0 +1,287 @@
+"""Where ranks part in what they did: the events of many boxes, compared in the order of the program and never by a clock.
+
+Takes boxes, gives a `Comparison`. An event is compared with the one of the other ranks that has the same step, kind and group,
+and is the same one in that order: a rank that does one thing more is at one place again with the others in the next step. Every
+group and every pair of ranks is compared by itself too, number by number: there shapes, dtypes and operations must be equal.
+Stages of a pipeline, which do different things by design, are compared each by itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from torchwhere.blackbox.reader import Box
+from torchwhere.diagnose import alignment
+from torchwhere.diagnose.alignment import Finding, Position
+from torchwhere.diagnose.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
+from torchwhere.diagnose.traces import Patterns, Stream, Trace, Wire, read_traces
+from torchwhere.events import Event
+
+_CONTEXT = 3
+_AFTER = 2
+
+
+def compare_events(boxes: Mapping[int, Box], *, strip: Patterns = (), ignore: Patterns = ()) -> Comparison:
+    """Where the events of some ranks part."""
+    traces, streams = read_traces((box for _, box in sorted(boxes.items())), strip=strip, ignore=ignore)
+    first, remarks = _window(traces)
+    remarks += _remarks(traces)
+    traces = [trace.from_step(first) for trace in traces]
+    search = _Search(traces, streams)
+    told = sorted([*search.partings(), *search.mismatches()], key=lambda one: one[0])
+    last = max((int(trace.steps[-1]) for trace in traces if len(trace.steps)), default=None)
+    return Comparison(
+        ranks=tuple(trace.rank for trace in traces),
+        compared=sum(len(trace.flow) for trace in traces),
+        cohorts=search.cohorts.all,
+        partings=tuple(parting for _, parting in told[:MOST_PARTINGS]),
+        steps=None if last is None else (first, last),
+        remarks=(*remarks, *search.remarks),
+    )
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------------
+
+
+def _window(traces: Sequence[Trace]) -> tuple[int, list[str]]:
+    """The first step that all ranks have as a whole, and what to say about it."""
+    firsts = {trace.rank: trace.first_step for trace in traces if trace.first_step is not None}
+    first = max(firsts.values(), default=0)
+    if not any(trace.box.counts.overwritten or trace.first_step != first for trace in traces):
+        return first, []
+    late = [rank for rank, step in firsts.items() if step == first]
+    if any(len(trace.steps) and int(trace.steps[-1]) >= first for trace in traces):
+        return first, [
+            f"nothing whole from before step {first} of {ranks_text(late)}: compared from there on (--records keeps more)"
+        ]
+    return first, [
+        "no step is whole in all rings: only collectives of one group were compared, by number (--records keeps more)"
+    ]
+
+
+def _remarks(traces: Sequence[Trace]) -> Iterator[str]:
+    running = [trace.rank for trace in traces if not trace.has_ended]
+    if running:
+        yield f"{ranks_text(running)} had not ended: compared as far as they came"
+    left_out = sum(trace.left_out for trace in traces)
+    if left_out:
+        yield f"{left_out} events of other threads, which come at any time, were left out"
+    compiled = Counter(trace.compiled for trace in traces)
+    if len(compiled) > 1:
+        usual = compiled.most_common(1)[0][0]
+        others = [f"{ranks_text([t.rank])} {t.compiled}" for t in traces if t.compiled != usual]
+        yield f"graphs compiled: {', '.join(others[:8])}; the others {usual}"
+
+
+def stages_of(traces: Iterable[Trace]) -> dict[int, int]:
+    """Which stage of a pipeline each rank is, by the first message of its steps.
+
+    One that begins by receiving comes after the one it receives from. All are 0 where ranks send no messages in most steps, or
+    where all begin alike, as in a ring.
+    """
+    first: dict[int, int | None] = {}  # rank to the rank it waits for
+    for trace in traces:
+        steps = len(np.unique(trace.steps))
+        usual = Counter(
+            (op, peer) for step, op, peer in trace.messages if step >= (trace.steps[0] if steps else 0)
+        ).most_common(1)
+        is_regular = bool(usual) and usual[0][1] * 2 >= steps
+        first[trace.rank] = usual[0][0][1] if is_regular and usual[0][0][0] == "recv" else None
+    return {rank: _depth(rank, first) for rank in first}
+
+
+def _depth(rank: int, first: Mapping[int, int | None]) -> int:
+    seen: list[int] = []
+    at: int | None = rank
+    while at is not None and at not in seen:
+        seen.append(at)
+        at = first.get(at)
+    return 0 if at is not None else len(seen) - 1  # a ring leads back to where it began
+
+
+# -- the search --------------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Finds where ranks part, and tells it."""
+
+    def __init__(self, traces: Sequence[Trace], streams: dict[int, Stream]) -> None:
+        self._traces = {trace.rank: trace for trace in traces}
+        self._streams = streams
+        self._sides = alignment.likes(traces)
+        self.remarks: list[str] = []
+        self._by_design: list[Finding] = []  # what stages of a pipeline differ in
+        self._findings = self._find(stages_of(traces))
+        self.cohorts = self._cohorts_until(None)
+
+    def _find(self, stages: Mapping[int, int]) -> list[Finding]:
+        if len(set(stages.values())) < 2:
+            return self._part([range(len(self._sides))], self._streams)
+        # Messages differ from stage to stage. In everything else all ranks are compared with each other; what holds for the
+        # whole of each stage is so by design.
+        found = self._part([range(len(self._sides))], [n for n, stream in self._streams.items() if not stream.is_p2p])
+        self._by_design = [one for one in found if one.kind == "flow" and self._keeps_whole(stages, one)]
+        found = [one for one in found if one not in self._by_design]
+        if self._by_design:
+            self.remarks.append(self._stages_text(stages))
+        return found or self._part(self._sides_by_stage(stages), self._streams)
+
+    def _part(self, apart: Iterable[Iterable[int]], heeded: Iterable[int]) -> list[Finding]:
+        return alignment.part(self._sides, self._streams, Cohorts(apart), heeded=heeded)
+
+    def _keeps_whole(self, stages: Mapping[int, int], finding: Finding) -> bool:
+        """Whether no stage is in two versions."""
+        of_version = [{stages[rank] for rank in self._ranks(sides)} for sides in finding.versions]
+        return sum(map(len, of_version)) == len(set().union(*of_version))
+
+    def _sides_by_stage(self, stages: Mapping[int, int]) -> list[list[int]]:
+        """Ranks that do all the same, messages too, are of one stage: a message that is received first is not sent first."""
+        found: dict[int, list[int]] = {}
+        for side, one in enumerate(self._sides):
+            found.setdefault(stages[one.ranks[0]], []).append(side)
+        return list(found.values())
+
+    def _stages_text(self, stages: Mapping[int, int]) -> str:
+        ranks = [[rank for rank, stage in stages.items() if stage == one] for one in sorted(set(stages.values()))]
+        listed = "; ".join(map(ranks_text, ranks[:8])) + ("; ..." if len(ranks) > 8 else "")
+        spot, versions = self._by_design[0].spot, self._by_design[0].versions
+        side = next(side for sides in versions for side in sides if side in spot.has)
+        (entry,) = _entries(self._sides[side].trace, spot.has[side][2], spot.has[side][2] + 1)
+        first = f"they first differ in step {spot.step}: {entry.text} of {ranks_text(self._sides[side].ranks)}"
+        return f"{len(ranks)} stages of a pipeline, which do different things by design ({first}): {listed}"
+
+    def _cohorts_until(self, position: Position | None) -> Cohorts:
+        """The cohorts of ranks as they are at a position, or in the end."""
+        cohorts = Cohorts([sorted(self._traces)])
+        for finding in [*self._findings, *self._by_design]:
+            if position is None or finding.spot.position <= position:
+                cohorts.part({rank: at for at, sides in enumerate(finding.versions) for rank in self._ranks(sides)})
+        return cohorts
+
+    def _ranks(self, sides: Iterable[int]) -> list[int]:
+        return sorted(rank for side in sides for rank in self._sides[side].ranks)
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def partings(self) -> Iterator[tuple[Position, Parting]]:
+        for finding in self._findings[:MOST_PARTINGS]:
+            versions = sorted(finding.versions, key=lambda sides: (-len(self._ranks(sides)), self._ranks(sides)))
+            told = [self._version(sides, finding) for sides in versions]
+            spot = finding.spot
+            shown = next(side for sides in versions for side in sides if side in spot.has)
+            before = _entries(self._sides[shown].trace, spot.has[shown][2] - _CONTEXT, spot.has[shown][2])
+            remarks = self._afterwards(versions, finding) if finding.kind == "flow" else ()
+            yield spot.position, Parting(finding.kind, spot.step, before, tuple(told), tuple(remarks))
+
+    def _version(self, sides: Sequence[int], finding: Finding) -> Version:
+        side, spot = self._sides[sides[0]], finding.spot
+        if sides[0] not in spot.has:
+            at = side.resumes(spot)
+            return Version(tuple(self._ranks(sides)), None, _entries(side.trace, at, at + _AFTER))
+        at = spot.has[sides[0]][2]
+        (entry,) = _entries(side.trace, at, at + 1)
+        return Version(tuple(self._ranks(sides)), entry, _entries(side.trace, at + 1, at + 1 + _AFTER))
+
+    def _afterwards(self, versions: Sequence[Sequence[int]], finding: Finding) -> Iterator[str]:
+        """How much the first and the last version have of it, and how the steps go on."""
+        spot = finding.spot
+        one, other = (self._sides[sides[0]] for sides in (versions[0], versions[-1]))
+        names = [ranks_text(self._ranks(sides)) for sides in (versions[0], versions[-1])]
+        counts = [side.count(spot.step, spot.stream) for side in (one, other)]
+        if counts[0] != counts[1]:
+            stream = self._streams[spot.stream]
+            what = f"{stream.kind.label} events{f' on {stream.group}' if stream.group else ''}"
+            yield f"in step {spot.step} {names[1]} had {counts[1]} {what}; {names[0]} had {counts[0]}"
+        steps = sorted(set(one.trace.steps.tolist()) & set(other.trace.steps.tolist()))
+        differing = [step for step in steps if _of_step(one.trace, step) != _of_step(other.trace, step)]
+        if len(steps) > 1 and len(differing) == 1:
+            yield f"they differ in this step alone, of {len(steps)}"
+        elif len(steps) > 1 and differing:
+            yield f"they differ in {len(differing)} of {len(steps)} steps: {differing[0]} to {differing[-1]}"
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def mismatches(self) -> Iterator[tuple[Position, Parting]]:
+        """Where the ranks of a group, or the ends of a message, differ in what they must agree on; unless they have parted."""
+        by_wire: dict[Wire, list[int]] = {}
+        for rank, trace in self._traces.items():
+            for wire in trace.calls:
+                by_wire.setdefault(wire, []).append(rank)
+        together = self.cohorts.all
+        for wire, ranks in by_wire.items():
+            told: list[dict[int, tuple[int, int]]] = []
+            is_message = wire.source >= 0 or wire.destination >= 0
+            # One that has parted has other numbers from there on, and must not hide what differs among the rest.
+            for some in [ranks, *([rank for rank in ranks if rank in cohort] for cohort in together if not is_message)]:
+                found = self._first_mismatch(wire, some)
+                if found is not None and found not in told:
+                    position = self._position(min(found), found[min(found)][0])
+                    if self._are_together(position, found, is_message=is_message):
+                        told.append(found)
+                        yield position, self._mismatch(found, position)
+
+    def _first_mismatch(self, wire: Wire, ranks: Sequence[int]) -> dict[int, tuple[int, int]] | None:
+        """By rank: the row, and what was to agree, of the first number where it does not."""
+        if len(ranks) < 2:
+            return None
+        calls = {rank: self._traces[rank].calls[wire] for rank in ranks}
+        first = calls[ranks[0]]
+        if all(np.array_equal(c.numbers, first.numbers) and np.array_equal(c.agreed, first.agreed) for c in calls.values()):
+            return None
+        numbers = np.concatenate([one.numbers for one in calls.values()])
+        agreed = np.concatenate([one.agreed for one in calls.values()])
+        order = np.argsort(numbers, kind="stable")
+        numbers, agreed = numbers[order], agreed[order]
+        starts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
+        wrong = np.flatnonzero(np.minimum.reduceat(agreed, starts) != np.maximum.reduceat(agreed, starts))
+        if not len(wrong):
+            return None
+        number, found = int(numbers[starts[wrong[0]]]), {}
+        for rank, one in calls.items():
+            for at in np.flatnonzero(one.numbers == number)[:1]:
+                found[rank] = int(one.rows[at]), int(one.agreed[at])
+        return found
+
+    def _position(self, rank: int, row: int) -> Position:
+        trace = self._traces[rank]
+        step = int(trace.box.records["step"][row])
+        return step, max(0, int(np.searchsorted(trace.rows, row)) - int(np.searchsorted(trace.steps, step)))
+
+    def _are_together(self, position: Position, found: Mapping[int, tuple[int, int]], *, is_message: bool) -> bool:
+        if is_message:  # its ends need not do the same
+            return not any(finding.kind == "flow" and finding.spot.position <= position for finding in self._findings)
+        cohorts = self._cohorts_until(position)
+        parted = cohorts.part({rank: agreed for rank, (_, agreed) in found.items()})
+        self.cohorts.part({rank: agreed for rank, (_, agreed) in found.items()})
+        return bool(parted)
+
+    def _mismatch(self, found: Mapping[int, tuple[int, int]], position: Position) -> Parting:
+        versions: dict[int, list[int]] = {}
+        for rank, (_, agreed) in found.items():
+            versions.setdefault(agreed, []).append(rank)
+        told = []
+        for ranks in in_order(map(tuple, versions.values())):
+            event = self._traces[ranks[0]].event(found[ranks[0]][0])
+            told.append(Version(ranks, _entry(event)))
+        rank = told[0].ranks[0]
+        trace = self._traces[rank]
+        at = int(np.searchsorted(trace.rows, found[rank][0]))
+        return Parting("group", position[0], _entries(trace, at - _CONTEXT, at), tuple(told))
+
+
+def _entries(trace: Trace, start: int, stop: int) -> tuple[Entry, ...]:
+    return tuple(_entry(trace.event(int(row))) for row in trace.rows[max(0, start) : max(0, stop)])
+
+
+def _entry(event: Event) -> Entry:
+    what = next((str(event.fields[key]) for key in ("op", "text", "reason", "phase", "what") if event.fields.get(key)), "")
+    return Entry(event.number, f"{event.kind} {what}".strip(), event)
+
+
+def _of_step(trace: Trace, step: int) -> tuple[bytes, ...]:
+    chosen = trace.steps == step
+    order = np.argsort(trace.streams[chosen], kind="stable")
+    return trace.streams[chosen][order].tobytes(), trace.flow[chosen][order].tobytes()

@@ -1,0 +1,309 @@
+"""What a rank did, in numbers that mean the same on every rank: the basis for comparing the events of many ranks.
+
+Takes a box, gives a `Trace`: arrays with an item for each event. Names are seen from the rank: a group is the one of that
+dimension or description that the rank is in, a peer is so many ranks further on. So ranks that do the same in other groups, or
+at other places of a ring, have the same numbers. What repeats of an event is looked at once: about 1 ms a rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.blackbox.layout import NO_CALL, NO_STEP
+from torchwhere.blackbox.reader import Box
+from torchwhere.diagnose.strip import Stripper, skeleton
+from torchwhere.events import TEXT_FIELD, Event, Kind
+from torchwhere.place import Pass
+
+Numbers = npt.NDArray[np.int64]
+Patterns = tuple[re.Pattern[str], ...]
+
+_PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
+_TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
+_COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # data decides what is compiled anew
+_ALIKE = ("kind", "pass", "module", "call", "line", "what", "aim", "param", "more", "step")  # the last two do not count
+_P2P = ("send", "recv")
+# What ranks must agree on in one collective, beyond its name; shapes of which ranks may differ are not in it.
+_AGREED = {
+    "all_to_all": ("dtype",),
+    "all_to_all_single": ("dtype",),
+    "gather": ("dtype", "shapes"),
+    "scatter": ("dtype",),
+    "barrier": (),
+    "monitored_barrier": (),
+    "send": ("dtype", "bytes"),
+    "recv": ("dtype", "bytes"),
+}
+_AGREED_ELSE = ("dtype", "shapes", "out_shapes", "reduce_op")
+
+
+class Lexicon:
+    """A number for everything that is compared, from 1 on; the same for equal things, on all ranks."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, thing: Hashable) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers) + 1)
+
+    def things(self) -> dict[int, Any]:
+        return {number: thing for thing, number in self._numbers.items()}
+
+
+class Stream(NamedTuple):
+    """Events that come in one order: those of one kind, and of one group."""
+
+    kind: Kind
+    group: str = ""
+    is_p2p: bool = False
+
+
+class Wire(NamedTuple):
+    """What is counted in one sequence on all its ranks: the collectives of a group, or the messages between two ranks."""
+
+    group: str
+    source: int = -1
+    destination: int = -1
+
+
+@dataclass(slots=True)
+class Calls:
+    """The collectives of one wire, by number."""
+
+    numbers: Numbers
+    agreed: Numbers  # what all its ranks must agree on
+    rows: Numbers  # of the records of the box
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one rank did, in order. Arrays of one length."""
+
+    rank: int
+    box: Box
+    rows: Numbers  # of the records of the box
+    steps: Numbers
+    streams: Numbers
+    flow: Numbers  # what it is
+    value: Numbers  # of texts: with the values in it; else 0
+    has_ended: bool
+    first_step: int | None  # the first that is there as a whole
+    groups: frozenset[str] = frozenset()  # labels of the groups it is in
+    calls: dict[Wire, Calls] = field(default_factory=dict)
+    messages: tuple[tuple[int, str, int], ...] = ()  # the first message of each step: step, op, peer
+    left_out: int = 0  # events of other threads
+    compiled: int = 0
+
+    def event(self, row: int) -> Event:
+        return self.box.event(row)
+
+    def from_step(self, step: int) -> Trace:
+        """What is left of it from a step on."""
+        kept = self.steps >= step
+        self.rows, self.steps, self.streams = self.rows[kept], self.steps[kept], self.streams[kept]
+        self.flow, self.value = self.flow[kept], self.value[kept]
+        return self
+
+
+class _Fact(NamedTuple):
+    """What repeats of a collective."""
+
+    stream: Stream
+    seen: tuple[Any, ...]  # operation, group and peer as the rank sees them
+    wire: Wire
+    agreed: int
+    op: str
+    peer: int
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Reads one box."""
+
+    box: Box
+    lexicon: Lexicon
+    streams: Lexicon
+    strip: Stripper
+    ignore: Patterns = ()
+    labels: dict[str, str] = field(default_factory=dict)  # of groups by name
+    members: dict[str, list[int]] = field(default_factory=dict)
+    facts: dict[int, _Fact] = field(default_factory=dict)  # of collectives by what repeats of them
+    lost: int = -1  # the last step of which a text was overwritten
+
+    def read(self) -> Trace:
+        self._name_groups()
+        records = self.box.records
+        threads = self._threads_in_order(records)
+        kept = np.flatnonzero(
+            np.isin(records["thread"], threads) & ~np.isin(records["kind"], _COMPILES) & (records["step"] != NO_STEP)
+        )
+        streams, flow, value = self._columns(records[kept])
+        heeded = streams != 0
+        kept, streams, flow, value = kept[heeded], streams[heeded], flow[heeded], value[heeded]
+        rows = records[kept]
+        collectives = records["kind"] == Kind.COLLECTIVE
+        return Trace(
+            rank=self.box.rank,
+            box=self.box,
+            rows=kept,
+            steps=rows["step"].astype(np.int64),
+            streams=streams,
+            flow=flow,
+            value=value,
+            has_ended=bool((records["kind"] == Kind.END).any()),
+            first_step=self._first_step(records),
+            groups=frozenset(self.labels.values()),
+            calls=self._calls(np.flatnonzero(collectives)),
+            messages=self._messages(kept[rows["kind"] == Kind.COLLECTIVE]),
+            left_out=int((~np.isin(records["thread"], threads) & ~collectives).sum()),
+            compiled=int((records["kind"] == Kind.COMPILE_BEGIN).sum()),
+        )
+
+    def _name_groups(self) -> None:
+        """Each group by its dimension or description; those that share it, by the order in which this rank met them."""
+        seen: dict[str, int] = {}
+        for name, group in self.box.groups().items():
+            ranks = group.get("ranks")
+            self.members[name] = members = [rank for rank in ranks if isinstance(rank, int)] if isinstance(ranks, list) else []
+            desc = str(group.get("desc") or "")
+            label = str(
+                group.get("mesh_dim") or (self.strip(desc) if desc not in ("", "undefined") else f"{len(members)} ranks")
+            )
+            seen[label] = seen.get(label, 0) + 1
+            self.labels[name] = label if seen[label] == 1 else f"{label} ({seen[label]})"
+
+    def _threads_in_order(self, records: npt.NDArray[Any]) -> list[int]:
+        """The thread that trains, and those of the autograd engine, which work while it waits. Others come at any time."""
+        numbers, counts = np.unique(records["thread"], return_counts=True)
+        if not len(numbers):
+            return []
+        leading = int(numbers[np.argmax(counts)])
+        return [n for n in map(int, numbers) if n == leading or str(self.box.thread(n)).startswith("native-")]
+
+    def _first_step(self, records: npt.NDArray[Any]) -> int | None:
+        steps = records["step"][records["step"] != NO_STEP]
+        if not len(steps):
+            return None
+        is_whole = not self.box.counts.overwritten or records["kind"][0] == Kind.STEP_BEGIN
+        return max(self.lost + 1, int(steps[0]) if is_whole else int(steps[0]) + 1)
+
+    # -- what an event is ----------------------------------------------------------------------------------------------
+
+    def _columns(self, rows: npt.NDArray[Any]) -> tuple[Numbers, Numbers, Numbers]:
+        """Stream, flow and value of each event. Those that are alike but for time and number are looked at once."""
+        has_text = np.isin(rows["kind"], _TEXTS)
+        alike = _numbered(rows[name] for name in _ALIKE[:-2])
+        alike = np.where(has_text, -1 - np.arange(len(rows)), alike)
+        _, first, which = np.unique(alike, return_index=True, return_inverse=True)
+        found = np.array([self._event(*row) for row in rows[list(_ALIKE)][first].tolist()], np.int64).reshape(-1, 3)[which]
+        return found[:, 0], found[:, 1], found[:, 2]
+
+    def _event(
+        self, kind: int, pass_: int, module: int, call: int, line: int, what: int, aim: int, param: int, more: int, step: int
+    ) -> tuple[int, int, int]:
+        """Stream, flow and value of one event; 0 for one that is to be ignored."""
+        name, value = self.box.name, 0
+        if kind == Kind.COLLECTIVE:
+            fact = self._fact(what)
+            stream, detail = fact.stream, (*fact.seen, name(aim))
+        elif kind in _TEXTS:
+            text = self.box.text(more)
+            self.lost = max(self.lost, step) if text is None else self.lost
+            said = self.strip(text or "")
+            stream, detail, value = Stream(Kind(kind)), (skeleton(said),), self.lexicon.number(said)
+        else:
+            stream, detail = Stream(Kind(kind)), (self.strip(name(what) or ""),)
+        place = (
+            *(kind, _PASS_LABELS.get(pass_), name(module), None if call == NO_CALL or not module else call),
+            *(self.strip(name(line) or ""), name(param)),
+        )
+        if self.ignore and self._is_ignored(f"{Kind(kind).label} {' '.join(map(str, detail))} {name(module)} {name(line)}"):
+            return 0, 0, 0
+        return self.streams.number(stream), self.lexicon.number((*place, *detail)), value
+
+    def _is_ignored(self, text: str) -> bool:
+        return any(pattern.search(text) for pattern in self.ignore)
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def _fact(self, what: int) -> _Fact:
+        """What repeats of a collective, as this rank sees it. Found once."""
+        known = self.facts.get(what)
+        if known is None:
+            fields = self.box.value(what)
+            known = self.facts[what] = self._look_at(fields if isinstance(fields, dict) else {})
+        return known
+
+    def _look_at(self, fields: dict[str, Any]) -> _Fact:
+        op, group, peer = str(fields.get("op")), str(fields.get("group")), fields.get("peer")
+        label, is_p2p = self.labels.get(group, f"group {group}"), op in _P2P
+        seen = (op, label, self._seen(peer, group, is_p2p=is_p2p))
+        agreed: tuple[Any, ...] = tuple(repr(fields.get(key)) for key in _AGREED.get(op, _AGREED_ELSE))
+        wire = Wire(group)
+        if is_p2p:
+            ends = (self.box.rank, peer) if op == "send" else (peer, self.box.rank)
+            wire = Wire(group, *(end if isinstance(end, int) else -1 for end in ends))
+        else:
+            agreed = (*seen, *agreed)
+        known_peer = peer if isinstance(peer, int) else -1
+        return _Fact(Stream(Kind.COLLECTIVE, label, is_p2p), seen, wire, self.lexicon.number(agreed), op, known_peer)
+
+    def _seen(self, peer: Any, group: str, *, is_p2p: bool) -> int | None:
+        """A peer as this rank sees it: how many ranks further on in the group; a root: which one of the group."""
+        members = self.members.get(group, [])
+        if peer not in members:
+            return None
+        at = members.index(peer)
+        return (at - members.index(self.box.rank)) % len(members) if is_p2p and self.box.rank in members else at
+
+    def _calls(self, at: Numbers) -> dict[Wire, Calls]:
+        """All collectives, whichever thread issued them, by what they are counted in."""
+        rows = self.box.records[at]
+        whats, which = np.unique(rows["what"], return_inverse=True)
+        facts = [self._fact(int(what)) for what in whats]
+        wires = list(dict.fromkeys(fact.wire for fact in facts))
+        number = {wire: index for index, wire in enumerate(wires)}
+        wire_of = np.array([number[fact.wire] for fact in facts], np.int64)[which]
+        agreed = np.array([fact.agreed for fact in facts], np.int64)[which]
+        numbers = rows["more"].astype(np.int64)
+        calls = {}
+        for index, wire in enumerate(wires):
+            mine = np.flatnonzero(wire_of == index)
+            calls[wire] = Calls(numbers[mine], agreed[mine], at[mine])
+        return calls
+
+    def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
+        """The first message of each step: a stage of a pipeline begins with waiting for the one before it."""
+        rows = self.box.records[at]
+        whats, which = np.unique(rows["what"], return_inverse=True)
+        rows = rows[np.array([self._fact(int(what)).stream.is_p2p for what in whats], bool)[which]]
+        steps, first = np.unique(rows["step"], return_index=True)
+        facts = [self._fact(int(rows["what"][one])) for one in first]
+        return tuple((int(step), fact.op, fact.peer) for step, fact in zip(steps, facts, strict=True) if fact.peer >= 0)
+
+
+def read_traces(boxes: Iterable[Box], *, strip: Patterns = (), ignore: Patterns = ()) -> tuple[list[Trace], dict[int, Stream]]:
+    """The traces of some ranks, and the streams by number. With the user's own patterns of what to strip and to ignore."""
+    lexicon, streams = Lexicon(), Lexicon()
+    traces = []
+    for box in boxes:
+        host = box.meta.get("host")
+        of_rank = Stripper(box.rank, host if isinstance(host, str) else None, strip)
+        traces.append(_Reader(box, lexicon, streams, of_rank, ignore).read())
+    return traces, streams.things()
+
+
+def _numbered(columns: Iterable[Any]) -> Any:
+    """A number for each row, the same for equal rows."""
+    numbers: Any = 0
+    for column in columns:
+        _, which = np.unique(column, return_inverse=True)
+        numbers = numbers * (int(which.max(initial=0)) + 1) + which
+        _, numbers = np.unique(numbers, return_inverse=True)
+    return numbers

@@ -1,0 +1,63 @@
+"""`torchwhere.phases`: where the time of a step goes, in this process or in a recorded run. Reading a run needs no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+
+from torchwhere.blackbox.run import Run, read_run
+from torchwhere.diagnose import phases as diagnosis
+from torchwhere.errors import TorchwhereError
+from torchwhere.show.phases import phases_lines
+from torchwhere.show.text import as_text
+
+_NOBODY = "nobody has watched this process yet: with torchwhere.watch(): ..."
+
+
+class Phases(diagnosis.Phases):
+    """The table of phases: printed, it is the table; its rows are in `rows`, or found by `phases["data"]`."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<Phases: {len(self.rows)} phases of {len(self.steps)} ranks>"
+
+    def __str__(self) -> str:
+        return as_text(phases_lines(self, width=None)).rstrip("\n")
+
+
+def phases(run: Run | str | os.PathLike[str] | None = None, *, ranks: Iterable[int] | None = None) -> Phases:
+    """Where the time of a step goes: count, total, mean, max and share of every phase.
+
+    Without a run: of this process, in the watch that is running or ran last. With a run, or the name of its folder: of all
+    its ranks, or of those in `ranks`.
+    """
+    if run is None:
+        found = _of_this_process()
+    else:
+        read = _read(run)
+        found = diagnosis.phases(read, ranks=_known(ranks, read))
+    return Phases(found.rows, found.steps, found.remarks)
+
+
+def _of_this_process() -> diagnosis.Phases:
+    watching = sys.modules.get("torchwhere.sense.phases")  # not there: nothing was watched, and torch need not be there either
+    latest = watching.latest() if watching is not None else None
+    return diagnosis.table({latest.rank: latest.sums()}) if latest is not None else diagnosis.Phases((), {}, (_NOBODY,))
+
+
+def _read(run: object) -> Run:
+    if isinstance(run, Run):
+        return run
+    if isinstance(run, (str, os.PathLike)):
+        return read_run(os.fspath(run))
+    raise TypeError(f"phases(run): expected a folder, a Run or nothing, got {type(run).__name__}")
+
+
+def _known(ranks: Iterable[int] | None, run: Run) -> set[int] | None:
+    wanted = None if ranks is None else set(ranks)
+    unknown = sorted((wanted or set()) - set(run.boxes))
+    if unknown:
+        raise TorchwhereError(f"{run.folder} has no box of rank {unknown[0]}")
+    return wanted
