@@ -10,16 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 from torchwhere.sense import _torch
+from torchwhere.sense.compiled import Ledger
 from torchwhere.sense.trouble import Trouble, log
 
 
 class CompilationSense:
-    """Tells when a compilation begins and ends, with dynamo's id of it."""
+    """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is known about it by then."""
 
-    def __init__(self, *, on_begin: Callable[[str], None], on_end: Callable[[str], None]) -> None:
+    def __init__(self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
         self._handler: Any = None
+        self.ledger = Ledger()
         self.trouble = Trouble("compilation", self.remove)
 
     def install(self) -> None:
@@ -46,7 +48,8 @@ class CompilationSense:
     @_torch.unseen
     def _begin(self, args: Any) -> None:
         try:
-            self._on_begin(str(getattr(args, "compile_id", "?")))
+            self._on_begin(str(getattr(args, "compile_id", "?")), _known_at_begin(args))
+            self.ledger.collect()
         except Exception as error:
             self.trouble(error)
 
@@ -58,18 +61,17 @@ class CompilationSense:
             self.trouble(error)
 
 
+def _known_at_begin(args: Any) -> dict[str, str]:
+    """Whether a forward or the backward of one is compiled, and why, if it was compiled before."""
+    trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
+    found = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
+    context = _torch.private("metrics_context")
+    reason = getattr(context(), "_metrics", {}).get("recompile_reason") if context is not None else None
+    return found | ({"because": str(reason).strip()} if reason else {})
+
+
 def being_compiled() -> str | None:
     """The id of the graph that this thread is compiling."""
     context = _torch.private("compile_context") if _torch.is_dynamo_loaded() else None
     compile_id = context.current_compile_id() if context is not None else None
     return None if compile_id is None else str(compile_id)
-
-
-def backward_graph(node: Any) -> str | None:
-    """The id of the graph whose compiled backward an autograd node runs."""
-    compiled = getattr(node, "_forward_cls", None)
-    if compiled is None or not hasattr(compiled, "_aot_id"):
-        return None
-    context = getattr(getattr(compiled, "_lazy_backward_info", None), "saved_compile_context", None)
-    compile_id = getattr(getattr(compiled, "metadata", None), "compile_id_str", None) or getattr(context, "compile_id", None)
-    return str(compile_id) if compile_id is not None else f"aot {compiled._aot_id}"

@@ -1,0 +1,158 @@
+"""What it takes to walk an autograd graph of 1,000,000 nodes: time and memory a node, and what recording lines costs a forward.
+
+`rows()` gives (name, figure, unit). The walk is measured against the shortest loop that visits each node once and keeps
+nothing: the price of asking torch for the edges alone. CPU time, so that what else runs meanwhile does not count. DeepSpeed's
+`print_backward_tensors` visits each path, and recurses: on 14 residual layers the walk is measured against that.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchwhere
+from torchwhere.inspect.autograd import walk
+
+NODES = 1_000_000
+ROUNDS = 3
+FORWARDS = 200
+_SAFE = 20_000  # a longer chain that Python has seen overflows the stack when torch 2.13 frees it, unless `walk` saw it
+Row = tuple[str, float, str]
+
+
+def rows(*, nodes: int = NODES) -> list[Row]:
+    return [*_walk_rows(nodes), *_path_rows(), *_line_rows()]
+
+
+def _chain(nodes: int) -> torch.Tensor:
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(nodes - 1):
+        x = x + 1
+    return x
+
+
+def _walk_rows(nodes: int) -> list[Row]:
+    """A chain: the deepest graph there is of that size. A fresh one for each, since torch keeps what it has once shown."""
+    contenders: dict[str, Callable[[Any], Any]] = {
+        f"edges alone, {min(nodes, _SAFE):,} nodes": _visit,
+        f"walk, {nodes:,} nodes": lambda tensor: walk([tensor.grad_fn]),
+        f"backward_graph, {nodes:,} nodes": torchwhere.backward_graph,
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    sizes: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(ROUNDS):
+        for name, contender in contenders.items():
+            tensor = _chain(min(nodes, _SAFE) if contender is _visit else nodes)
+            before, start = _resident(), time.process_time()
+            kept = contender(tensor)
+            count = len(kept.nodes)
+            times[name].append((time.process_time() - start) / count * 1e6)
+            sizes[name].append((_resident() - before) / count)
+            del kept, tensor
+    graph = torchwhere.backward_graph(_chain(nodes))
+    start = time.process_time()
+    graph.text()
+    text = (time.process_time() - start) / nodes * 1e6
+    return [
+        *((name, statistics.median(found), "us a node") for name, found in times.items()),
+        (f"text, {nodes:,} nodes", text, "us a node"),
+        *((f"{name}, memory", statistics.median(found), "bytes a node") for name, found in list(sizes.items())[1:]),
+    ]
+
+
+class _Seen(list[Any]):
+    @property
+    def nodes(self) -> list[Any]:
+        return self
+
+
+def _visit(tensor: torch.Tensor) -> _Seen:
+    pending, seen = [tensor.grad_fn], {tensor.grad_fn}
+    while pending:
+        node: Any = pending.pop()
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return _Seen(seen)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def _path_rows() -> list[Row]:
+    """Every node once against every path, as DeepSpeed's print_backward_tensors goes."""
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(14):
+        x = x + x.sin()
+    ours, paths = [], []
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        walk([x.grad_fn])
+        middle = time.process_time()
+        for _ in _paths(x.grad_fn):
+            pass
+        ours.append(middle - start)
+        paths.append(time.process_time() - middle)
+    return [
+        ("14 residual layers, walk", statistics.median(ours) * 1e3, "ms"),
+        ("14 residual layers, every path", statistics.median(paths) * 1e3, "ms"),
+    ]
+
+
+def _paths(node: Any) -> Iterator[Any]:
+    yield node
+    for following, _ in node.next_functions:
+        if following is not None:
+            yield from _paths(following)
+
+
+class _Block(nn.Module):
+    """One whose code is the user's own: its lines are traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x)
+        y = torch.relu(y)
+        y = self.down(y)
+        return x + y
+
+
+def _line_rows() -> list[Row]:
+    """A forward of eight blocks, 40 ops: alone, with lines recorded, and in anomaly mode, in turns."""
+    model, x = nn.Sequential(*(_Block() for _ in range(8))), torch.ones(8, 64)
+    contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+        "forward alone": nullcontext,
+        "forward, forward_lines()": torchwhere.forward_lines,
+        "forward, anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
+    }
+    times: dict[str, list[float]] = {name: [] for name in contexts}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(ROUNDS + 1):
+            for name, context in contexts.items():
+                with context():
+                    start = time.process_time()
+                    for _ in range(FORWARDS):
+                        model(x)
+                    times[name].append((time.process_time() - start) / FORWARDS * 1e6)
+    return [(name, statistics.median(found[1:]), "us") for name, found in times.items()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name, figure, unit in rows(nodes=int(sys.argv[1]) if len(sys.argv) > 1 else NODES):
+        print(f"{name:40} {figure:12,.2f} {unit}")
