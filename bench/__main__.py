@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from bench import data_parallel, imports, rounds, table
+from bench import data_parallel, imports, rounds, table, toolboxes
 from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, TORCHWHERE, UNWATCHED
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
@@ -33,13 +33,18 @@ def main() -> int:
     columns = [_measure(workload, alone=arguments.alone) for workload in wanted]
     if _wanted("import", arguments.only):
         columns.append(imports.column())
+    keys = [key for key in toolboxes.SECTIONS if arguments.device == "cpu" and _wanted(key, arguments.only)]
+    sections = [] if arguments.alone else toolboxes.measure(keys)
     machine = _machine(arguments.device)
-    print(_as_json(machine, columns) if arguments.json else table.render(", ".join(machine.values()), columns))
+    if arguments.json:
+        print(_as_json(machine, columns, sections))
+    else:
+        print(table.render(", ".join(machine.values()), columns) + toolboxes.render(sections))
     return 0
 
 
 def _parse(workloads: dict[str, tuple[Workload, ...]]) -> argparse.Namespace:
-    keys = [workload.key for each in workloads.values() for workload in each] + ["import"]
+    keys = [workload.key for each in workloads.values() for workload in each] + ["import", *toolboxes.SECTIONS]
     parser = argparse.ArgumentParser(prog="python -m bench", description="What watching a training costs.")
     parser.add_argument("--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU")
     parser.add_argument("--json", action="store_true", help="the same figures as one JSON object, with every round")
@@ -74,13 +79,19 @@ def _cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _as_json(machine: dict[str, str], columns: Sequence[Column]) -> str:
+def _as_json(machine: dict[str, str], columns: Sequence[Column], sections: Sequence[toolboxes.Section]) -> str:
     targets = [
         {"workload": target.workload, "target": target.text, "measured": target.measured(columns)}
         for target in TARGETS
         if any(found.key == target.workload for found in columns)
     ]
-    return json.dumps({"machine": machine, "workloads": [found.to_dict() for found in columns], "targets": targets}, indent=1)
+    found = {
+        "machine": machine,
+        "workloads": [column.to_dict() for column in columns],
+        "targets": targets,
+        "toolboxes": [section.to_dict() for section in sections],
+    }
+    return json.dumps(found, indent=1)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def columns() -> list[Column]:
     return [_column(workload, rounds.run(workload, contenders)) for workload in _workloads()]
 
 
+def rows() -> list[tuple[str, float, str]]:
+    """For the table of the bench: name, figure, unit."""
+    return [
+        (f"{column.title}: {figure.contender}", figure.median, column.unit)
+        for column in columns()
+        for figure in column.figures
+        if figure.median is not None
+    ]
+
+
 def _column(workload: Workload, times: list[Times]) -> Column:
     plain = next(found.seconds for found in times if found.contender == UNWATCHED)
     figures = tuple(

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from torchwhere.consultation import consult
 from torchwhere.diagnose.verdict import Verdict
 from torchwhere.errors import TorchwhereError
 
-STALL_S = 3.0
+STALL_S = 5.0
+AT_ONCE = 4
 VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
 
 
@@ -25,6 +28,7 @@ class Nursery:
     """A process that has imported everything and forks a job's ranks: torch is imported once for all jobs."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import faulty_jobs; faulty_jobs.serve()"],
             stdin=subprocess.PIPE,
@@ -48,19 +52,31 @@ class Nursery:
         self._process.wait(10)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+@dataclass(slots=True)
+class Outcome:
+    """What the doctor said of one job: while it was there, and after all of it was killed."""
+
+    live: Verdict
+    after: Verdict
 
 
-def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 60) -> Verdict:
+def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
+    folder.mkdir()
+    with nursery.lock:
+        pids = nursery.start(name, victim, folder)
+    try:
+        live = wait_for_verdict(folder / "run", FAULTS[name][1])
+    finally:
+        kill(pids)
+    return Outcome(live, consult(folder / "run", stall_s=STALL_S))
+
+
+def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) -> Verdict:
     """The first verdict on a job that is not `healthy`; of one that must be healthy, the one after ten seconds."""
     begin, verdict = time.monotonic(), None
     is_healthy = expected.kinds == ("healthy",)
     while time.monotonic() - begin < most_s:
-        time.sleep(0.3)
+        time.sleep(0.5)
         try:
             verdict = consult(folder, stall_s=STALL_S)
         except TorchwhereError:  # no box yet
@@ -88,17 +104,23 @@ def _runs(pid: int) -> bool:
         return False
 
 
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Future[Outcome]]:
+    """All jobs, a few at a time: most of their time they do nothing but hang."""
+    nursery, folder = Nursery(), tmp_path_factory.mktemp("jobs")
+    jobs = [(name, victim) for name in FAULTS for victim in VICTIMS]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        done = {job: pool.submit(examine, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs}
+    nursery.close()
+    return done
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault(name: str, victim: int, nursery: Nursery, tmp_path: Path) -> None:
+def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
     """Kind and culprits are right while the job hangs and again when all of it was killed; the culprit's place is right."""
-    expected = FAULTS[name][1]
-    pids = nursery.start(name, victim, tmp_path)
-    try:
-        live = wait_for_verdict(tmp_path / "run", expected)
-    finally:
-        kill(pids)
-    culprits = expected.culprits(victim)
+    expected, outcome = FAULTS[name][1], outcomes[name, victim].result()
+    live, after, culprits = outcome.live, outcome.after, expected.culprits(victim)
     assert (live.kind in expected.kinds, set(live.culprits)) == (True, culprits), live.explanation
     if expected.line is not None:
         assert live.ranks[victim].place.line == marked(expected.line)
@@ -107,5 +129,4 @@ def test_fault(name: str, victim: int, nursery: Nursery, tmp_path: Path) -> None
     if expected.words is not None:
         assert expected.words in (live.ranks[victim].detail or "")
     if not expected.only_live:
-        after = consult(tmp_path / "run", stall_s=STALL_S)
         assert (after.kind in expected.kinds, set(after.culprits)) == (True, culprits), after.explanation

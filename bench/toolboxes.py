@@ -1,0 +1,64 @@
+"""What the five toolboxes cost, against their originals: one section for each question, one row for each contender.
+
+Each section runs in a process of its own: some originals leave hooks and objects behind that slow down all who come after.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SECTIONS = {
+    "names": "naming 100,000 modules",
+    "mod_tracker": "ModTracker, added to a module call",
+    "comm_mode": "CommDebugMode",
+    "phases": "a phase block",
+    "graph_walk": "an autograd graph of 1,000,000 nodes",
+    "printing": "100,000 lines from 8 processes",
+    "doctor": "a verdict on many ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One question: what was measured, or why not."""
+
+    key: str
+    title: str
+    rows: tuple[tuple[str, float, str], ...] = ()
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(keys: Sequence[str]) -> list[Section]:
+    return [_measured(key) for key in SECTIONS if key in keys]
+
+
+def _measured(key: str) -> Section:
+    print(f"{key} ...", file=sys.stderr, flush=True)
+    done = subprocess.run([sys.executable, "-m", "bench.toolboxes", key], stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        return Section(key, SECTIONS[key], error=f"exit code {done.returncode}")
+    rows = json.loads(done.stdout.splitlines()[-1])
+    return Section(key, SECTIONS[key], tuple((str(name), float(figure), str(unit)) for name, figure, unit in rows))
+
+
+def render(sections: Sequence[Section]) -> str:
+    lines = []
+    for section in sections:
+        lines += ["", section.title]
+        width = max((len(name) for name, _, _ in section.rows), default=0)
+        lines += [f"  {name:{width}}  {figure:>10.4g} {unit}" for name, figure, unit in section.rows]
+        lines += [f"  failed: {section.error}"] if section.error else []
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(json.dumps(importlib.import_module(f"bench.{sys.argv[1]}").rows()))
