@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 
-.PHONY: demo test check format bench clean
+.PHONY: demo test test-all check format bench clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -25,6 +25,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -q
+
+# The fault matrix with every victim: the first rank, one in the middle, the last.
+test-all: $(VENV)/tested
+	TORCHWHERE_ALL_VICTIMS=1 $(BIN)/python -m pytest -q
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .
