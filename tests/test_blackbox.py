@@ -24,6 +24,7 @@ from rank_pool import Pool
 from torchwhere import Certainty, TorchwhereError
 from torchwhere.blackbox import layout
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP, Sort
+from torchwhere.blackbox.phase_sums import phase_sums
 from torchwhere.blackbox.reader import Box, parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.events import Kind
@@ -592,7 +593,7 @@ class PageReader:
                 found = None
             return found if isinstance(found, dict) else {"reason" if kind == "end" else "text": text}
         if kind in ("phase_begin", "phase_end"):
-            return {"phase": self.name(record["what"])}
+            return {"phase": self.name(record["what"])} | ({"duration_ns": record["more"]} if kind == "phase_end" else {})
         if kind in ("optimizer", "compile_begin", "compile_end"):
             return {"what": self.name(record["what"])}
         return self.collective(record) if kind == "collective" else {}
@@ -637,12 +638,26 @@ class PageReader:
                 )
         return found
 
-    def tallies(self) -> dict[tuple[int, int, int], int]:
-        found = {}
+    def slots(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+        """Every tally that is used: id, source, destination, and the other words."""
         for at in range(self.tallies_at, min(self.ring_at, len(self.data) - 31), 32):
-            who, count, _, _ = struct.unpack_from("<4Q", self.data, at)
+            who, *words = struct.unpack_from("<4Q", self.data, at)
             if who:
-                found[who >> 40, (who >> 20) % 2**20 - 1, who % 2**20 - 1] = count
+                yield who >> 40, (who >> 20) % 2**20 - 1, who % 2**20 - 1, tuple(words)
+
+    def is_phase(self, entry_id: int) -> bool:
+        return entry_id in self.table and self.table[entry_id][0] == 11
+
+    def tallies(self) -> dict[tuple[int, int, int], int]:
+        return {(i, source, destination): words[0] for i, source, destination, words in self.slots() if not self.is_phase(i)}
+
+    def phases(self) -> dict[tuple[tuple[str, ...], bool], list[tuple[int, ...]]]:
+        """By path, and whether on the main thread: what has ended, what is running."""
+        found: dict[tuple[tuple[str, ...], bool], list[tuple[int, ...]]] = {}
+        for entry_id, which, none, words in self.slots():
+            if self.is_phase(entry_id) and none == -1 and 0 <= which <= 3:
+                path = tuple(json.loads(self.table[entry_id][1]))
+                found.setdefault((path, which < 2), [(0, 0, 0), (0, 0, 0)])[which % 2] = words
         return found
 
 
@@ -662,6 +677,11 @@ def assert_page_holds(data: bytes) -> None:
     assert page.events() == [event.to_dict() for event in ours.events()]
     assert page.cursors() == as_on_the_page(ours)
     assert page.tallies() == ours.tallies()
+    sums = {
+        key: ((found.count, found.total_ns, found.max_ns), (found.running, found.begun_ns))
+        for key, found in phase_sums(ours).items()
+    }
+    assert {key: (ended, running[:2]) for key, (ended, running) in page.phases().items()} == sums
     assert page.groups() == ours.groups()
     counts = ours.counts
     assert (page.torn, page.unknown, page.overwritten) == (counts.torn, counts.unknown, counts.overwritten)
@@ -678,6 +698,7 @@ def test_format_page_is_enough_to_read_a_real_box(real_box: Path) -> None:
     assert page.overwritten > 0
     assert {"MainThread", "helper"} <= set(page.threads().values())
     assert (0, 1) in [who[1:] for who in page.tallies()]
+    assert page.phases()[(), True][0][0] == page.phases()[("compute",), True][0][0] == 6
     assert {"0", "", None} <= {event["for"] for event in page.events() if event["kind"] == "collective"}
 
 

@@ -42,7 +42,8 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", code, *arguments]
+    # Since Python 3.12 a fork beside threads warns.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
     return subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, **options)
 
 

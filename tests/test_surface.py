@@ -16,17 +16,53 @@ import torchwhere
 from torchwhere.events import KIND_LABELS
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("quickstart", "place", "collectives", "events"))]
+PAGES = [
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in (
+            "quickstart",
+            "place",
+            "callbacks",
+            "collectives",
+            "layout",
+            "events",
+            "names",
+            "ranks",
+            "flight-recorder",
+            "phases",
+            "diff",
+            "backward",
+            "graphs",
+        )
+    ),
+]
 
 PUBLIC = [
     "Certainty",
     "Event",
+    "Layout",
+    "ModuleCall",
     "Place",
+    "PlaceFilter",
+    "RankHandler",
     "Run",
     "TorchwhereError",
     "__version__",
+    "backward_graph",
+    "comms",
+    "describe",
+    "forward_line",
+    "forward_lines",
+    "graphs",
+    "layout",
+    "names",
     "note",
+    "on_module",
     "phase",
+    "phases",
+    "print_rank",
+    "rank_log",
     "read_run",
     "start",
     "step",
@@ -50,17 +86,30 @@ def test_public_arguments() -> None:
     """The arguments of the public functions are these: everything after the first is keyword-only."""
     arguments = {
         name: list(inspect.signature(getattr(torchwhere, name)).parameters.values())
-        for name in ("note", "phase", "read_run", "start", "step", "stop", "watch", "where")
+        for name in ("layout", "note", "on_module", "phase", "read_run", "start", "step", "stop", "watch", "where")
+        + ("backward_graph", "forward_line", "graphs")
+        + ("describe", "names", "print_rank", "rank_log", "comms", "phases")
     }
     assert {name: [p.name for p in found] for name, found in arguments.items()} == {
+        "backward_graph": ["tensors", "model", "freed"],
+        "forward_line": ["origin"],
+        "graphs": [],
+        "layout": ["model"],
         "note": ["text", "fields"],
+        "on_module": ["enter", "exit", "backward_enter", "backward_exit"],
         "phase": ["name"],
+        "phases": ["run", "ranks"],
         "read_run": ["folder"],
         "start": ["model", "out", "module_events", "records"],
         "step": ["number"],
         "stop": ["reason"],
         "watch": ["model", "out", "module_events", "records"],
         "where": [],
+        "comms": ["model"],
+        "describe": ["thing"],
+        "names": ["model"],
+        "print_rank": ["values", "ranks", "place", "sep", "end", "file", "flush"],
+        "rank_log": ["values", "folder", "rank", "place", "sep", "end"],
     }
     for found in arguments.values():
         assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in found[1:])

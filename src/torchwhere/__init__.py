@@ -16,20 +16,47 @@ from torchwhere.place import Certainty, Place
 from torchwhere.version import __version__
 
 if TYPE_CHECKING:
+    from torchwhere.autograd import backward_graph, forward_line, forward_lines
     from torchwhere.blackbox.run import Run, read_run
+    from torchwhere.callbacks import ModuleCall, on_module
+    from torchwhere.compiled import graphs
     from torchwhere.events import Event
+    from torchwhere.inspect.describe import describe
+    from torchwhere.inspect.naming import names
+    from torchwhere.inspect.sharding import layout
+    from torchwhere.live import comms
     from torchwhere.marks import note, phase, step, where
+    from torchwhere.place_logging import PlaceFilter, RankHandler
     from torchwhere.process import start, stop, watch
+    from torchwhere.ranks import print_rank, rank_log
+    from torchwhere.sharding import Layout
+    from torchwhere.timing import phases
 
 __all__ = [
     "Certainty",
     "Event",
+    "Layout",
+    "ModuleCall",
     "Place",
+    "PlaceFilter",
+    "RankHandler",
     "Run",
     "TorchwhereError",
     "__version__",
+    "backward_graph",
+    "comms",
+    "describe",
+    "forward_line",
+    "forward_lines",
+    "graphs",
+    "layout",
+    "names",
     "note",
+    "on_module",
     "phase",
+    "phases",
+    "print_rank",
+    "rank_log",
     "read_run",
     "start",
     "step",
@@ -40,9 +67,25 @@ __all__ = [
 
 _HOME = {
     "Event": "torchwhere.events",
+    "Layout": "torchwhere.sharding",
+    "ModuleCall": "torchwhere.callbacks",
+    "PlaceFilter": "torchwhere.place_logging",
+    "RankHandler": "torchwhere.place_logging",
     "Run": "torchwhere.blackbox.run",
+    "backward_graph": "torchwhere.autograd",
+    "comms": "torchwhere.live",
+    "describe": "torchwhere.inspect.describe",
+    "forward_line": "torchwhere.autograd",
+    "forward_lines": "torchwhere.autograd",
+    "graphs": "torchwhere.compiled",
+    "layout": "torchwhere.inspect.sharding",
+    "names": "torchwhere.inspect.naming",
     "note": "torchwhere.marks",
+    "on_module": "torchwhere.callbacks",
     "phase": "torchwhere.marks",
+    "phases": "torchwhere.timing",
+    "print_rank": "torchwhere.ranks",
+    "rank_log": "torchwhere.ranks",
     "read_run": "torchwhere.blackbox.run",
     "start": "torchwhere.process",
     "step": "torchwhere.marks",

@@ -1,7 +1,8 @@
 """The command `torchwhere`. What each of its commands does is in `commands/`.
 
-Exit codes: 0 done, also when `| head` has seen enough; 2 wrong arguments, nothing there to read, or a script that cannot be
-started (the message says what to do). Once its script has started, `run` ends exactly as the script does.
+Exit codes: 0 done, also when `| head` has seen enough; 1 `diff` has found a difference; 2 wrong arguments, nothing there to
+read, or a script that cannot be started (the message says what to do). Once its script has started, `run` ends exactly as the
+script does.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torchwhere.commands import comms, events, groups, run
+from torchwhere.commands import comms, diff, doctor, events, flight_recorder, groups, layout, monitor, phases, run
 from torchwhere.version import __version__
 
-COMMANDS = (run, events, comms, groups)
+COMMANDS = (run, events, comms, groups, layout, phases, diff, doctor, monitor, flight_recorder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ import platform
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,14 @@ def run_id() -> str:
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")
 
 
+def _started() -> int | None:
+    """When this process began, in the kernel's ticks: with its number, its name for good."""
+    try:
+        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def describe() -> dict[str, Any]:
     """Everything about this process that a reader may want, short facts first."""
     rank, world = rank_and_world()
@@ -49,6 +58,7 @@ def describe() -> dict[str, Any]:
         "restart": _number("TORCHELASTIC_RESTART_COUNT", 0),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "pid_started": _started(),
         "started_ns": wall,
         "clock_offset_ns": wall - monotonic,
         "torchwhere": __version__,

@@ -5,7 +5,6 @@ Each does nothing while nobody watches and while dynamo traces, and what goes wr
 
 from __future__ import annotations
 
-import functools
 from typing import Any, Self
 
 from torch.compiler import is_dynamo_compiling
@@ -15,6 +14,7 @@ from torchwhere.blackbox.layout import NO_STEP
 from torchwhere.place import Certainty, Place
 from torchwhere.process import Function, current, quietly
 from torchwhere.sense import _torch, stack
+from torchwhere.wrapping import decorated
 
 
 @_torch.unseen
@@ -48,28 +48,35 @@ def note(text: str, /, **fields: Any) -> None:
 
 
 class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):`
-    """A named part of a step, nested as you like, on any thread: a context manager and a decorator."""
+    """A named part of a step: a context manager and a decorator. Nested as you like; on any thread, and in coroutines.
+
+    One object may be used as often as you like, inside itself and on many threads at once. A coroutine function that is
+    decorated is timed from its beginning to its end, what it awaits included; a generator function each time it runs, from
+    being asked for an item until it gives one.
+    """
+
+    __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"phase({name!r}): expected a name")
         self._name = name
 
+    def __repr__(self) -> str:
+        return f"phase({self._name!r})"
+
+    # Dynamo is asked first: it then leaves no guard on whether somebody watches.
+
     def __enter__(self) -> Self:
-        session = current()
-        if session is not None and not is_dynamo_compiling():
-            quietly(session.recorder.phase_begins, self._name, frame=stack.caller(0))
+        if not is_dynamo_compiling() and (session := current()) is not None:
+            session.recorder.phases.begin(self._name, stack.caller(1))
         return self
 
     def __exit__(self, *_error: object) -> None:
-        session = current()
-        if session is not None and not is_dynamo_compiling():
-            quietly(session.recorder.phase_ends, self._name, frame=stack.caller(0))
+        if not is_dynamo_compiling() and (session := current()) is not None:
+            session.recorder.phases.end(self._name)
 
     def __call__(self, function: Function) -> Function:
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with phase(self._name):
-                return function(*args, **kwargs)
-
-        return timed  # type: ignore[return-value]
+        if not callable(function):
+            raise TypeError(f"{self!r} decorates a function, got {type(function).__name__}")
+        return decorated(self, function)

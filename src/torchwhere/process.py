@@ -1,6 +1,9 @@
 """The watch of this process: `start`, `stop`, and `watch`, which is both as a context manager and a decorator.
 
 There is at most one session per process. A `watch` inside a watch joins the one that is running. Only a wrong call raises.
+
+Listeners (`on_module`) outlive watches. While one is there and nobody watches, a session in memory runs for it; a watch that
+wants a file takes its place.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import nn
 from torchwhere.blackbox.writer import DEFAULT_RECORDS
 from torchwhere.errors import described
 from torchwhere.sense import _torch
+from torchwhere.sense.listeners import Listener
 from torchwhere.sense.trouble import Trouble, log
 from torchwhere.session import Session
 
@@ -24,6 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _lock = threading.RLock()
 _current: Session | None = None
+_listeners: list[Listener] = []
 _minds_forks = False
 
 
@@ -40,13 +45,13 @@ def start(
     records: int = DEFAULT_RECORDS,
 ) -> None:
     """Begin to watch this process. Inside another watch: join it."""
-    global _current
     _check(model, records)
     folder = Path(out) if out is not None else None
     with _lock:
+        if _current is not None and _current.depth == 0 and (folder is not None or module_events):
+            _stop_all("stop")
         if _current is None:
-            _mind_forks()
-            _current = Session(model, out=folder, module_events=module_events, records=records, on_exit=_stop_all)
+            _begin(model, out=folder, module_events=module_events, records=records)
             return
         _current.depth += 1
         if model is not None:
@@ -58,10 +63,49 @@ def start(
 def stop(reason: str = "stop") -> None:
     """End the innermost watch. The last one to end takes everything back."""
     with _lock:
-        if _current is not None:
+        if _current is not None and _current.depth > 0:
             _current.depth -= 1
-            if _current.depth <= 0:
+            if _current.depth == 0 and not (_listeners and _current.out is None):
                 _stop_all(reason)
+                if _listeners:
+                    _begin(depth=0)
+
+
+def _begin(
+    model: nn.Module | None = None,
+    *,
+    out: Path | None = None,
+    module_events: bool = False,
+    records: int = DEFAULT_RECORDS,
+    depth: int = 1,
+) -> None:
+    global _current
+    _mind_forks()
+    _current = Session(model, out=out, module_events=module_events, records=records, on_exit=_stop_all)
+    _current.depth = depth
+    for listener in _listeners:
+        _current.listeners.add(listener)
+
+
+def listen(listener: Listener) -> None:
+    """Have a listener told of modules, by this watch and all that come, until `unlisten`."""
+    with _lock:
+        _listeners.append(listener)
+        if _current is None:
+            _begin(depth=0)
+        else:
+            _current.listeners.add(listener)
+
+
+def unlisten(listener: Listener) -> None:
+    """The end of `listen`. The last to go ends a session that ran for listeners alone."""
+    with _lock:
+        if listener in _listeners:
+            _listeners.remove(listener)
+            if _current is not None:
+                _current.listeners.remove(listener)
+                if _current.depth == 0 and not _listeners:
+                    _stop_all("stop")
 
 
 def _stop_all(reason: str) -> None:
@@ -98,6 +142,7 @@ def _forked() -> None:
     global _current, _lock
     _lock = threading.RLock()
     session, _current = _current, None
+    _listeners.clear()
     if session is not None:
         session.abandon()
 

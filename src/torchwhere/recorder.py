@@ -6,6 +6,7 @@ step, the rank, the last collectives.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections import deque
@@ -34,11 +35,12 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.errors import described
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.place import Pass, Place
-from torchwhere.sense import _torch, compilation, stack
+from torchwhere.sense import _torch, compilation, compiled, stack
 from torchwhere.sense.collectives import Call
 from torchwhere.sense.ddp import Bucket, Reducers
 from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.phases import Phases
 from torchwhere.sense.tracks import Track
 
 Tap = Callable[[int, Call], None]  # the number of the record, and the call
@@ -60,6 +62,7 @@ class Recorder:
         self._check_file_at = 0
         self.step_is_users = False  # the user counts steps; optimizers no longer do
         self.reducers = Reducers(locator.names)
+        self.phases = Phases(box, locator, rank=rank)
         self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
@@ -122,9 +125,9 @@ class Recorder:
     def note(self, text: str, fields: dict[str, Any], *, frame: FrameType | None) -> None:
         self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
 
-    def compile_begins(self, compile_id: str) -> None:
+    def compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self._compiling += 1
-        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id))
+        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id), text=known)
 
     def compile_ends(self, compile_id: str) -> None:
         self._compiling = max(0, self._compiling - 1)
@@ -142,6 +145,7 @@ class Recorder:
         self.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
         self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
+        self.phases.step_begins(step)
         now = time.monotonic_ns()
         if now >= self._check_file_at:
             self._check_file_at = now + _CHECK_FILE_EVERY_NS
@@ -151,23 +155,7 @@ class Recorder:
         """The first one."""
         self.box.words[self._here().cursor + CURSOR_STEP] = self.step
         self.event(Kind.STEP_BEGIN)
-
-    # -- phases ------------------------------------------------------------------------------------------------------
-
-    def phase_begins(self, name: str, *, frame: FrameType | None) -> None:
-        track = self.locator.threads.here()
-        phase = self.box.intern(Sort.PHASE, name)
-        track.phases.append(phase)
-        self.box.words[track.cursor + CURSOR_PHASE] = phase
-        self.event(Kind.PHASE_BEGIN, what=phase, frame=frame)
-
-    def phase_ends(self, name: str, *, frame: FrameType | None) -> None:
-        track = self.locator.threads.here()
-        phase = self.box.intern(Sort.PHASE, name)
-        self.event(Kind.PHASE_END, what=phase, frame=frame)
-        if phase in track.phases:  # a phase that an exception cut short ends here too
-            del track.phases[len(track.phases) - 1 - track.phases[::-1].index(phase) :]
-        self.box.words[track.cursor + CURSOR_PHASE] = track.phases[-1] if track.phases else 0
+        self.phases.step_begins(self.step)
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -177,7 +165,7 @@ class Recorder:
         spot = self._spot_of_bucket(call.bucket, track) if call.bucket is not None else locator.spot(track)
         graph = looked.graph
         if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
-            graph = compilation.backward_graph(self._node())
+            graph = compiled.backward_graph(self._node())
         line = locator.line_id(looked.file, looked.line) or self._line_of_backward(track, spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
         self._issued(call, track, spot, line, graph_id, self._aim(call))
@@ -259,8 +247,22 @@ class Recorder:
         line_id = self.box.intern(Sort.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
 
+    def place_of_node(self, node: Any) -> Place:
+        """Where an autograd node comes from: the module call that made it, or the parameter it accumulates into."""
+        track = self._here()
+        spot = self.locator.spot_of_node(node, track)
+        return self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=None)
+
     def place(self, frame: FrameType | None) -> Place:
-        return self.locator.place(self.locator.threads.here(), frame, rank=self.rank, step=self.step)
+        place = self.locator.place(self.locator.threads.here(), frame, rank=self.rank, step=self.step)
+        graph = place.graph or self._graph_around(frame)
+        return place if graph == place.graph else dataclasses.replace(place, graph=graph)
+
+    def _graph_around(self, frame: FrameType | None) -> str | None:
+        """The graph that is being compiled here, or that runs here: a compiled backward is known by its node alone."""
+        if not _torch.is_dynamo_loaded():
+            return None
+        return compilation.being_compiled() or compiled.backward_graph(self._node()) or stack.graph_around(frame)
 
 
 def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ this process and has the verbs that begin and end it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +17,26 @@ import torch.distributed as dist
 from torch import nn
 
 from torchwhere import identity
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file
 from torchwhere.errors import TorchwhereError, described
 from torchwhere.events import TEXT_FIELD, Kind
+from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
 from torchwhere.recorder import Recorder
 from torchwhere.sense import stack
 from torchwhere.sense.backward import BackwardSense
 from torchwhere.sense.collectives import CollectiveSense
 from torchwhere.sense.compilation import CompilationSense
+from torchwhere.sense.compiled import Ledger
 from torchwhere.sense.exceptions import ExceptionSense
+from torchwhere.sense.faults import Faults
 from torchwhere.sense.groups import Groups
 from torchwhere.sense.imports import Imports
+from torchwhere.sense.layouts import LayoutSense
+from torchwhere.sense.listeners import Listeners
 from torchwhere.sense.locate import Locator
 from torchwhere.sense.modules import ModuleSense
+from torchwhere.sense.nesting import Nestings
 from torchwhere.sense.optimizers import OptimizerSense
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
@@ -49,6 +56,7 @@ class Session:
         self._threads = Threads(self._meet_thread)
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
+        self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
         self._make_senses(locator, module_events)
         self._install(model)
 
@@ -63,17 +71,20 @@ class Session:
             current_step=lambda: recorder.step,
             events=module_events,
         )
+        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: recorder.step)
         self._optimizers = OptimizerSense(
             locator, on_move=recorder.move, on_optimizer=recorder.optimizer_stepped, on_step_end=self._step_ended
         )
         self._backward = BackwardSense(
             self._box,
             locator,
+            self.listeners,
             on_error=self._exceptions.in_backward,
             on_begin=recorder.reducers.look,
             on_end=self._optimizers.backward_ended,
         )
         self._groups = Groups(self._box, on_new=self._settle_rank)
+        self._layouts = LayoutSense(self._box, locator.names, self.modules)
         self._collectives = CollectiveSense(
             self._box,
             self._groups,
@@ -81,7 +92,7 @@ class Session:
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
         )
-        self._compilation = CompilationSense(on_begin=recorder.compile_begins, on_end=recorder.compile_ends)
+        self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
         self._imports = Imports(
             {
                 "torch._dynamo": self._compilation.install,
@@ -94,6 +105,7 @@ class Session:
         try:
             lacking += self._backward.install() + self._optimizers.install() + self._collectives.install()
             self._imports.install()
+            self._install_faults()
             atexit.register(self._at_exit)
             self._groups.refresh()
             self.recorder.event(Kind.START, text={TEXT_FIELD[Kind.START]: " ".join(sys.argv)})
@@ -101,29 +113,44 @@ class Session:
         except BaseException:
             self._remove()
             raise
+        watched.begin(watched.Watched(self.recorder.locator.names, self.recorder.place_of_node))
         for sentence in lacking:
             log.warning("torchwhere: %s", sentence)
 
+    def _install_faults(self) -> None:
+        if self._faults is not None:
+            with contextlib.suppress(OSError):  # no room for one more file: no stacks, all else works
+                self._faults.install()
+            self._box.meta = self._box.meta | {"stack_signal": self._faults.signal}
+            self._box.write_meta()
+
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
-        for sense in (self.modules, self._backward, self._optimizers, self._exceptions, self._collectives):
+        for sense in (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives):
             sense.trouble.is_over = True
         atexit.unregister(self._at_exit)
+        watched.end()
         self._imports.remove()
         self._compilation.remove()
         self._collectives.remove()
         self._optimizers.remove()
         self._backward.remove()
+        self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
         stack.forget()
+        if self._faults is not None:
+            self._faults.remove()
+        self.recorder.phases.close()
         self._threads.close()
         self._box.close()
 
     def close(self, reason: str) -> None:
         """End the watch. `reason` says how: `stop`, `exit`, or an exception."""
         try:
-            self._groups.finish()
+            self._layouts.finish()
+            if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
+                self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
         except Exception as error:
             log.warning("torchwhere: the end of the watch could not be recorded: %s", error)
@@ -131,23 +158,40 @@ class Session:
             self._remove()
 
     def abandon(self) -> None:
-        """In a forked child: leave the parent's box alone. Kernels stay, switched off: removing them takes locks that a
-        thread of the parent may have held at the fork."""
-        self._collectives.switch_off()
+        """In a forked child: leave the parent's box alone."""
+        self._collectives.abandon()
+        watched.end()
         self._imports.remove()
         self._compilation.remove()
         self._optimizers.remove()
         self._backward.remove()
+        self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
         atexit.unregister(self._at_exit)
+        if self._faults is not None:
+            self._faults.abandon()
+        self.recorder.phases.abandon()
         self._box.abandon()
+
+    @property
+    def compilations(self) -> Ledger:
+        """What was compiled since the watch began."""
+        return self._compilation.ledger
 
     def tell(self, error: BaseException) -> None:
         """Note and event for an exception that leaves the watch; one that came through a module has both already."""
         self._exceptions.in_module(error, self._threads.here())
 
     # -- what the senses tell ----------------------------------------------------------------------------------------
+
+    def _compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
+        self.modules.step_aside()
+        self.recorder.compile_begins(compile_id, known)
+
+    def _compile_ends(self, compile_id: str) -> None:
+        self.modules.step_back()
+        self.recorder.compile_ends(compile_id)
 
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
@@ -159,8 +203,16 @@ class Session:
     def next_step(self, step: int) -> None:
         self.recorder.set_step(step)
         self.modules.forget_calls()
+        self._layouts.step_ended()
         self._groups.refresh()
         self._compilation.refresh()
+
+    def name_groups(self, *, anew: bool) -> None:
+        """Meet all groups there are now, and name the mesh dimensions of the new ones; of all, `anew`, which takes longer."""
+        if anew:
+            self._groups.finish()
+        else:
+            self._groups.refresh()
 
     def _settle_rank(self) -> None:
         """A process group exists now: the rank that was assumed may not be the real one."""
@@ -173,11 +225,13 @@ class Session:
                 self._rename(self._box.path.with_name(box_name(rank)))
             self._box.meta = meta | {"rank": rank, "world_size": world, "run_id": identity.run_id()}
             self._box.write_meta()
-            self.recorder.rank = rank
+            self.recorder.rank = self.recorder.phases.rank = rank
 
     def _rename(self, path: Path) -> None:
         try:
             self._box.rename(path)
+            if self._faults is not None:
+                self._faults.rename(fault_file(path))
         except (TorchwhereError, OSError) as error:
             log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
 

@@ -78,6 +78,8 @@ class Sort(IntEnum):
     GRAPH = 8  # a compiled graph
     THREAD = 9  # the name of a thread
     PHASE = 10  # the name of a phase
+    PHASE_PATH = 11  # JSON: a phase by its path, names from the outermost on
+    LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
 
 
 @dataclass(frozen=True, slots=True)

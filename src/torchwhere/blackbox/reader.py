@@ -137,6 +137,10 @@ class Box:
         for row in records:
             yield self._event(row)
 
+    def event(self, index: int) -> Event:
+        """One event, by its index among the records."""
+        return self._event(self.records[index])
+
     def _event(self, row: Any) -> Event:
         kind = _KINDS[int(row["kind"])]
         return Event(
@@ -181,10 +185,13 @@ class Box:
             return self._collective_fields(row)
         if kind in TEXT_FIELD:
             return self._text_fields(kind, int(row["more"]))
-        if kind in (Kind.PHASE_BEGIN, Kind.PHASE_END):
+        if kind is Kind.PHASE_BEGIN:
             return {"phase": self.name(int(row["what"]))}
+        if kind is Kind.PHASE_END:
+            return {"phase": self.name(int(row["what"])), "duration_ns": int(row["more"])}
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END):
-            return {"what": self.name(int(row["what"]))}
+            known = _loads(self.text(int(row["more"]))) if kind is Kind.COMPILE_BEGIN and row["more"] else None
+            return {"what": self.name(int(row["what"]))} | (known if isinstance(known, dict) else {})
         return {}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
@@ -240,13 +247,19 @@ class Box:
 
     def tallies(self) -> dict[tuple[int, int, int], int]:
         """How many collectives were issued per stream: (group id, source, destination), -1 for a whole group."""
+        found = {}
+        for who, count, _, _ in self.tally_words():
+            if self.names.get(who >> 40, (0, ""))[0] != Sort.PHASE_PATH:
+                found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
+        return found
+
+    def tally_words(self) -> list[list[int]]:
+        """The tallies that are used, four words each; `phase_sums.py` knows those of phases."""
         geometry = self.geometry
         if geometry is None:
-            return {}
+            return []
         words = _rows(self._data, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
-        found = {}
-        for who, count, _, _ in words[words[:, 0] != 0].tolist():
-            found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
+        found: list[list[int]] = words[words[:, 0] != 0].tolist()
         return found
 
 

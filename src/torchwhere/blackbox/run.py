@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from torchwhere.blackbox.reader import Box, read_box
 from torchwhere.errors import TorchwhereError
@@ -20,6 +21,8 @@ _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
 @dataclass(slots=True)
 class Run:
     """One job: its boxes by rank, and what is not there."""
+
+    noun: ClassVar[str] = "box"  # what a rank leaves
 
     folder: Path
     boxes: dict[int, Box]
@@ -39,7 +42,7 @@ class Run:
         """What a reader should know before trusting the rest: missing ranks, torn records, foreign files."""
         said = []
         if self.missing:
-            said.append(f"{len(self.boxes)} of {self.world_size} ranks: no box of rank {_few(self.missing)}")
+            said.append(f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of rank {_few(self.missing)}")
         for rank, box in sorted(self.boxes.items()):
             said += [f"rank {rank}: {problem}" for problem in box.problems]
             if torn := box.counts.torn + box.counts.torn_entries:

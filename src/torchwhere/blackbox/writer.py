@@ -51,6 +51,11 @@ def box_name(rank: int) -> str:
     return f"rank{rank}.box"
 
 
+def fault_file(box: Path) -> Path:
+    """Where a rank writes its stack when it crashes in C, or when it is asked for it."""
+    return box.with_suffix(".fault")
+
+
 class BoxWriter:
     """One rank's box. With no path it is kept in memory alone: the same interface, nothing to read afterwards."""
 
@@ -265,6 +270,11 @@ class BoxWriter:
         if trouble is not None:
             self._lose(trouble)
         return [self._ids.get(key, 0) for key in keys]
+
+    def names(self) -> dict[int, tuple[int, str]]:
+        """The table as a reader of the file gets it: ids to sorts and texts, as far as it was written."""
+        with self._lock:
+            return {entry_id: key for key, entry_id in self._ids.items()}
 
     def _append(self, data: bytes) -> str | None:
         """Write at the end of the table; returns what went wrong. Without a file the table is only counted."""

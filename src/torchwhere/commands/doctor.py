@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from torchwhere.commands.reading import print_json, reading
+from torchwhere.errors import TorchwhereError
 
 SICK = 1
 
@@ -18,7 +19,12 @@ def add(commands: Any) -> None:
         help=text,
         description=f"{text}. Exit code: 0 healthy, 1 anything else, 2 nothing to read.",
     )
-    sub.add_argument("folder", help="the run's folder")
+    sub.add_argument("folder", nargs="?", help="the run's folder")
+    sub.add_argument(
+        "--flight-recorder",
+        metavar="DUMPS",
+        help="a folder of PyTorch's flight recorder dumps: instead of a run, or what they add to it",
+    )
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
     sub.add_argument(
         "--stall", type=float, default=10.0, metavar="S", help="a wait this long is a hang (default: %(default)s s)"
@@ -28,9 +34,17 @@ def add(commands: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from torchwhere.consultation import consult
+    from torchwhere.flight_recorder.consultation import consult_dumps, with_dumps
     from torchwhere.show.verdict import verdict_json, verdict_text
 
-    verdict = consult(arguments.folder, stall_s=arguments.stall)
+    if arguments.folder is None and arguments.flight_recorder is None:
+        raise TorchwhereError("give a run's folder, or a folder of dumps with --flight-recorder")
+    if arguments.folder is None:
+        verdict = consult_dumps(arguments.flight_recorder)
+    else:
+        verdict = consult(arguments.folder, stall_s=arguments.stall)
+        if arguments.flight_recorder is not None:
+            verdict = with_dumps(verdict, arguments.flight_recorder)
     if arguments.json:
         print_json([verdict_json(verdict)])
     else:

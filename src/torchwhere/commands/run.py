@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from torchwhere.commands.monitor import add_options
 from torchwhere.commands.reading import BAD_INPUT, say
 from torchwhere.errors import TorchwhereError
 
@@ -20,10 +21,17 @@ def add(commands: Any) -> None:
     sub.add_argument("--out", default="torchwhere-run", help="folder for the black boxes (default: %(default)s)")
     sub.add_argument("--module-events", action="store_true", help="record every module call as an event")
     sub.add_argument("--records", type=_ring_size, default=_DEFAULT_RECORDS, help="size of the ring (default: %(default)s)")
+    sub.add_argument("--no-monitor", action="store_true", help="start no process that watches from outside")
+    add_options(sub)
     sub.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name, as for python -m")
     sub.add_argument("script", help="path of the script, or name of the module")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     sub.set_defaults(command=_run)
+
+
+def _monitor_options(arguments: argparse.Namespace) -> list[str]:
+    options = ["--stall", str(arguments.stall)]
+    return options if arguments.end_with is None else [*options, "--end-with", arguments.end_with.name]
 
 
 def _ring_size(text: str) -> int:
@@ -43,6 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
             is_module=arguments.is_module,
             module_events=arguments.module_events,
             records=arguments.records,
+            monitor=None if arguments.no_monitor else _monitor_options(arguments),
         )
     except TorchwhereError as error:
         say(error)

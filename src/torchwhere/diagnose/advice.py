@@ -10,9 +10,9 @@ from torchwhere.diagnose.mismatch import Mismatch
 from torchwhere.diagnose.reports import Case
 from torchwhere.diagnose.testimony import StreamKey, Testimony
 from torchwhere.diagnose.verdict import State
-from torchwhere.diagnose.waits import Wait
+from torchwhere.diagnose.waits import Wait, members
 from torchwhere.events import Event, Kind
-from torchwhere.place import Place, shown
+from torchwhere.place import Certainty, Place, shown
 
 _NEARBY = 64  # records before a call in which an exception may be its cause
 _FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
@@ -34,17 +34,19 @@ def ranks_said(ranks: list[int] | tuple[int, ...]) -> str:
 
 def place_said(place: Place) -> str:
     """Where, without the rank: `forward of layers.0, train.py:7, step 15`."""
-    if place.module is None:
-        what = "outside any module" if place.pass_ == "outside" else place.pass_
+    if place.module is None and place.pass_ == "outside":
+        what = [] if place.certainty is Certainty.UNKNOWN else ["outside any module"]
     else:
-        what = f"{place.pass_} of {shown(place.module)}"
-    parts = [what, *([place.line] if place.line else []), *([f"step {place.step}"] if place.step is not None else [])]
-    return ", ".join(parts)
+        what = [place.pass_ if place.module is None else f"{place.pass_} of {shown(place.module)}"]
+    parts = [*what, *([place.line] if place.line else []), *([f"step {place.step}"] if place.step is not None else [])]
+    return ", ".join(parts) or "an unknown place"
 
 
 def in_place(place: Place) -> str:
     """The same, to follow a verb: `in forward of layers.0, ...`, `outside any module, ...`."""
     said = place_said(place)
+    if place.module is None and place.pass_ == "outside" and place.certainty is Certainty.UNKNOWN:
+        return f"at {said}"
     return said if said.startswith("outside") else f"in {said}"
 
 
@@ -119,7 +121,7 @@ def _before(case: Case, culprits: tuple[int, ...], key: StreamKey, number: int) 
     call, before = testimony.issued(key, number), testimony.issued(key, number - 1) if number else None
     if call is not None and before is not None and before.place.line:
         said.append(
-            f"Likely: {ranks_said(culprits)} took another way after {before.place.line} (step {before.place.step}). "
+            f"Likely: {ranks_said(culprits)} took another way after {before.place.line}{_step(before)}. "
             f"Look at: conditions on rank, step or data {_between(before.place.line, call.place.line)}."
         )
     return said
@@ -133,6 +135,10 @@ def _went_on(testimony: Testimony, row: int) -> list[str]:
     error = testimony.event(max(0, row - _NEARBY) + int(rows[-1]))
     text = _first_line(str(error.fields.get("text")))
     return [f"Rank {testimony.rank} had an exception before, and went on: {text} ({place_said(error.place)})."]
+
+
+def _step(call: Event) -> str:
+    return f" (step {call.place.step})" if call.place.step is not None else ""
 
 
 def _first_line(text: str) -> str:
@@ -149,8 +155,10 @@ def _between(one: str, other: str | None) -> str:
 def _waiting(case: Case, wait: Wait) -> list[str]:
     """Who waits in the same call, and where."""
     together = sorted(rank for rank, other in case.waits.items() if (other.key, other.number) == (wait.key, wait.number))
+    if not together:  # nobody is behind: all who can be heard wait for one who cannot
+        together = [rank for rank in members(case.hearing, wait.key) if rank in case.hearing.testimonies]
     places = {in_place(case.place(rank)) for rank in together}
-    said = f"waiting: {ranks_said(together or [wait.rank])}"
+    said = f"waiting: {ranks_said(together)}"
     return [f"  {said}, {places.pop()}" if len(places) == 1 else f"  {said}, in {len(places)} different places"]
 
 
@@ -158,13 +166,18 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     group = case.hearing.group(wait.key)
     what = what_said(call)
+    never = "never" if any(rank in case.hearing.testimonies for rank in blamed) else "may never have"
     said = [
-        f'{ranks_said(blamed).capitalize()} never issued {what}, #{wait.number} of group "{group.title}".',
+        f'{ranks_said(blamed).capitalize()} {never} issued {what}, #{wait.number} of group "{group.title}".',
         *_waiting(case, wait),
     ]
     for rank in blamed[:4]:
         if rank not in case.hearing.testimonies:
-            said.append(f"  rank {rank} has no box: where it is, nobody knows")
+            said.append(f"  rank {rank} has no {case.run.noun}: where it is, nobody knows")
+            continue
+        if case.place(rank).certainty is Certainty.UNKNOWN:
+            now = f"where it is now, its {case.run.noun} does not say"
+            said.append(f"  rank {rank} was last seen {in_place(case.place(rank))}; {now}")
             continue
         said.append(f"  rank {rank} is instead {in_place(case.place(rank))}: {case.detail(rank) or case.state(rank)}")
     if len(blamed) > 4:
@@ -183,8 +196,8 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
     said += _went_on(testimony, len(testimony.box.records))
     if before is not None and call is not None and call.place.line:
         said.append(
-            f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'} "
-            f"(step {before.place.step}). Look at: conditions on rank, step or data before {call.place.line}."
+            f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'}"
+            f"{_step(before)}. Look at: conditions on rank, step or data before {call.place.line}."
         )
     return said
 

@@ -186,7 +186,8 @@ class Case:
         key, number, witness = self.last_of_all()
         if key is None or witness is None or not self.run.missing:
             return None
-        absent = tuple(rank for rank in members(self.hearing, key) if rank in self.run.missing)
+        missing = set(self.run.missing)
+        absent = tuple(rank for rank in members(self.hearing, key) if rank in missing)
         return Wait(witness, key, number, (), absent) if absent and self.is_live else None
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
@@ -210,6 +211,8 @@ class Case:
         if call is None:
             return None
         place = call.place.to_dict()
+        if call.place.module is None and call.place.certainty is Certainty.UNKNOWN:
+            place["pass"] = None
         return self.collective(key, number - 1, witness) | {name: place[name] for name in ("step", "pass", "module", "line")}
 
     # -- the verdict -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.reader import Box, Cursor
 from torchwhere.events import Event, Kind
-from torchwhere.place import Place
+from torchwhere.place import Certainty, Place
 
 # What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different shapes, and only one rank of
 # a gather or scatter has the list of tensors.
@@ -158,7 +158,7 @@ class Testimony:
         """Where it is: the cursor's module and pass; the line of the last event, where the cursor has none."""
         cursor = self.cursor
         if cursor is None:
-            return Place(rank=self.rank, step=None, pass_="outside")
+            return Place(rank=self.rank, step=None, pass_="outside", certainty=Certainty.UNKNOWN)
         return cursor.place
 
 

@@ -135,12 +135,77 @@ NAMES = {
         "tells a forward that only finds out shapes from a real one: its calls do not count",
         "call numbers count forwards under fake tensors too",
     ),
+    "fake_tensor": Private(
+        "torch._subclasses.fake_tensor.FakeTensor",
+        "ops",
+        "an op on tensors without data is a rehearsal, and not listed",
+        "ops on fake tensors are listed too",
+    ),
+    "dispatch_modes": Private(
+        "torch._C._len_torch_dispatch_stack",
+        "ops",
+        "whether another dispatch mode is on: only then can there be one for fake tensors",
+        "ops on fake tensors are listed too",
+    ),
+    "queue_callback": Private(
+        "torch.autograd.Variable._execution_engine.queue_callback",
+        "backward",
+        "has something called at the end of the backward that is running",
+        "ModTracker's post_bw_hook is not called for a module none of whose inputs needs a gradient",
+    ),
+    "will_run": Private(
+        "torch._C._will_engine_execute_node",
+        "backward",
+        "whether the backward that is running runs a node: how many gradients to wait for",
+        "ModTracker's post_bw_hook may come at the end of the backward",
+    ),
+    "leaf_function": Private(
+        "torch._dynamo.decorators.leaf_function",
+        "backward",
+        "a function that a compiled graph calls as it is",
+        "ModTracker.compile_safe_hooks breaks graphs",
+        lazy=True,
+    ),
+    "compiled_autograd": Private(
+        "torch._dynamo.compiled_autograd.compiled_autograd_enabled",
+        "backward",
+        "true while backwards are compiled: a hook on a node would become part of the graph",
+        "backward callbacks may cause recompilations under compiled autograd",
+        lazy=True,
+    ),
     "compile_callbacks": Private(
         "torch._dynamo.callback.callback_handler",
         "compilation",
         "told when a compilation begins and ends",
         "compilations are not recorded",
         lazy=True,
+    ),
+    "compile_metrics": Private(
+        "torch._dynamo.utils.get_compilation_metrics",
+        "compilation",
+        "what dynamo notes about its last 64 compilations: how many ops, how long, why again",
+        "graphs() does not know sizes, times and reasons of compilations",
+        lazy=True,
+    ),
+    "metrics_context": Private(
+        "torch._dynamo.utils.get_metrics_context",
+        "compilation",
+        "what dynamo notes about the compilation that is under way: why it compiles again",
+        "compile_begin events do not say why a function is compiled again",
+        lazy=True,
+    ),
+    "aot_naming": Private(
+        "torch._functorch._aot_autograd.logging_utils",
+        "compilation",
+        "the module where AOTAutograd keeps the names of the model and of the graph it compiles",
+        "the graph that AOTAutograd compiles has no name",
+        lazy=True,
+    ),
+    "tracing_context": Private(
+        "torch._guards.TracingContext",
+        "compilation",
+        "where dynamo and AOTAutograd hand each other the name of the graph that is being compiled",
+        "drop_in.aot_logging does not tell dynamo the name of the graph",
     ),
     "compile_context": Private(
         "torch._guards.CompileContext",
@@ -162,6 +227,9 @@ NAMES = {
         "places inside compiled graphs do not name them",
     ),
 }
+
+
+AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"  # only compared: the module of what runs AOTAutograd's graphs
 
 
 def resolve(path: str, *, lazy: bool = False) -> Any:
@@ -198,6 +266,11 @@ def _eager(key: str) -> Any:
 def private(key: str) -> Any:
     """The private name behind `key`, or None where this torch does not have it (or, if lazy, not yet)."""
     return resolve(NAMES[key].path, lazy=True) if NAMES[key].lazy else _eager(key)
+
+
+def imported(key: str) -> Any:
+    """The module behind `key`, imported for somebody who asked for it by name; None where this torch does not have it."""
+    return _module(NAMES[key].path, lazy=False)
 
 
 def missing(sense: str) -> list[str]:

@@ -1,8 +1,9 @@
 """When a backward begins and ends: wraps the one function through which every backward() and grad() calls the engine.
 
-Nothing is registered on tensors or nodes, with one exception: a backward that itself builds a graph (`create_graph=True`)
+Nothing is registered on tensors or nodes, with two exceptions: a backward that itself builds a graph (`create_graph=True`)
 makes nodes whose numbers say nothing about modules, so for its duration each node of the graph it runs announces itself with
-a hook. They are removed when it returns.
+a hook; and so does each node while somebody wants to be told of modules in backward (`spans.py`). They are removed when the
+backward returns.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 
 from torchwhere.blackbox.layout import CALL_MASK, CURSOR_LINE, CURSOR_TIME, MODULE_SHIFT, NO_CALL
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.inspect.autograd import roots_of, walk
 from torchwhere.sense import _torch, stack
+from torchwhere.sense.listeners import Listeners
 from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
-from torchwhere.sense.modules import FORWARD_BITS
+from torchwhere.sense.spans import Spans, spans_of
 from torchwhere.sense.tracks import BACKWARD_WORD, Track
 from torchwhere.sense.trouble import Trouble
 
@@ -32,6 +35,7 @@ class BackwardSense:
         self,
         box: BoxWriter,
         locator: Locator,
+        listeners: Listeners,
         *,
         on_error: OnBackwardError,
         on_begin: Callable[[], None],
@@ -39,6 +43,7 @@ class BackwardSense:
     ) -> None:
         self._box = box
         self._locator = locator
+        self._listeners = listeners
         self._on_error = on_error
         self._on_begin = on_begin
         self._on_end = on_end
@@ -66,12 +71,16 @@ class BackwardSense:
         @_torch.stepped_over
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                track, below, handles = enter(t_outputs, args)
+                track, below, handles, spans = enter(t_outputs, args, kwargs)
             except Exception as error:
                 trouble(error)
                 return original(t_outputs, *args, **kwargs)
             try:
-                return original(t_outputs, *args, **kwargs)
+                try:
+                    return original(t_outputs, *args, **kwargs)
+                finally:
+                    if spans is not None:
+                        spans.close()
             except BaseException as error:
                 self._on_error(error, track, t_outputs)
                 raise
@@ -84,7 +93,7 @@ class BackwardSense:
         return _engine_run_backward
 
     @_torch.unseen
-    def _enter(self, outputs: Any, args: tuple[Any, ...]) -> tuple[Track, int, list[Any]]:
+    def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Track, int, list[Any], Spans | None]:
         track = self._locator.threads.here()
         below = track.top
         create_graph = len(args) > 2 and bool(args[2])
@@ -93,7 +102,7 @@ class BackwardSense:
         if below != BACKWARD_WORD:
             self._on_begin()
         self._move(track, BACKWARD_WORD, line=self._locator.line_id(looked.file, looked.line))
-        return track, below, handles
+        return track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs)
 
     @_torch.unseen
     def _leave(self, track: Track, below: int, handles: list[Any]) -> None:
@@ -118,7 +127,8 @@ class BackwardSense:
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
                 spot = self._locator.spot_of_node(node, track)
                 call = spot.call if spot.call != NO_CALL else 0
-                word = (spot.module << MODULE_SHIFT | FORWARD_BITS | call & CALL_MASK) if spot.module else 0
+                # Not a forward's word: nothing was called here, and the log must not look as if.
+                word = spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK if spot.module else BACKWARD_WORD
                 handles.append(node.register_prehook(partial(self._announced, word)))
         return handles
 
@@ -132,14 +142,4 @@ class BackwardSense:
 
 def graph_of(outputs: Iterable[Any]) -> list[Any]:
     """Every node of the graph behind some tensors, once."""
-    pending = [node for output in outputs if (node := getattr(output, "grad_fn", None) or getattr(output, "node", None))]
-    seen = set(pending)
-    found = []
-    while pending:
-        node = pending.pop()
-        found.append(node)
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
-    return found
+    return walk(roots_of(outputs)).nodes

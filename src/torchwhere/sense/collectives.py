@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ PUBLIC_NAMES = {
 }
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 ENGINE_CALL = "_engine_run_backward"  # the frame, torch's or ours, out of which the autograd engine is called
+_OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")  # of an op, of the mode, of what keeps dynamo out of it
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
 
 
@@ -87,6 +89,13 @@ def read_schema(schema: Any) -> Op | None:
     return op
 
 
+@cache
+def _ops() -> list[Op]:
+    """The collectives of this torch. Read once: going through all the schemas there are takes 10 ms."""
+    schemas = [schema for schema in _torch.private("all_schemas")() if schema.name.startswith("c10d::")]
+    return [op for schema in schemas if not schema.overload_name and (op := read_schema(schema)) is not None]
+
+
 class Call(NamedTuple):
     """One collective as it is issued, ready to be recorded. Its number is the next one of its stream."""
 
@@ -97,6 +106,9 @@ class Call(NamedTuple):
     flags: int
     stack: stack.Stack
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
+
+
+_left_by_forks: list[Any] = []  # kernels of a parent's watch: torch 2.11 lets no others stand beside them
 
 
 class CollectiveSense:
@@ -124,17 +136,25 @@ class CollectiveSense:
         lacking = _torch.missing("collectives")
         if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
             return lacking
+        while _left_by_forks:
+            _left_by_forks.pop()._destroy()
         self._active = True
         self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for schema in _torch.private("all_schemas")():
-            op = read_schema(schema) if schema.name.startswith("c10d::") and not schema.overload_name else None
-            if op is not None:
-                self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
+        for op in _ops():
+            self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
         return lacking
 
     def switch_off(self) -> None:
         """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
         self._active = False
+
+    def abandon(self) -> None:
+        """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
+        parent may have held at the fork."""
+        self._active = False
+        if self._library is not None:
+            _left_by_forks.append(self._library)
+            self._library = None
 
     def remove(self) -> None:
         self._active = False
@@ -166,7 +186,7 @@ class CollectiveSense:
         stack. From its second time on a bucket is known and nothing is read anew: the step of a small model waits for this.
         """
         frame = stack.caller(2)
-        is_direct = op.raw == "allreduce_" and (frame is None or frame.f_code.co_name == ENGINE_CALL)
+        is_direct = op.raw == "allreduce_" and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
             self._on_bucket(bucket)
@@ -224,6 +244,13 @@ class CollectiveSense:
             if len(group.signatures) < _MOST_SIGNATURES:
                 group.signatures[key] = known
         return known
+
+
+def _is_from_engine(frame: FrameType | None) -> bool:
+    """Whether C++ called, out of a backward: no frame in between, but those of a dispatch mode that is on."""
+    while frame is not None and frame.f_code.co_name in _OF_A_MODE:
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == ENGINE_CALL
 
 
 def _pair(op: Op, peer: int | None) -> tuple[int, int]:

@@ -16,13 +16,12 @@ from torch import nn
 from torchwhere.blackbox.layout import FLAG_INFERRED
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, stack
-from torchwhere.sense.backward import graph_of
 from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.raised import frontier
 from torchwhere.sense.tracks import Track
 from torchwhere.sense.trouble import Trouble
 
 NOTE_START = "torchwhere: "
-_MOST_NODES = 100_000
 
 # Control flow of torch's own that happens to be an exception: early stop of a recomputation.
 _CONTROL_FLOW = (GeneratorExit, StopIteration)
@@ -93,32 +92,13 @@ class ExceptionSense:
         return None
 
     def _spot_of_frontier(self, outputs: Any, track: Track) -> Spot:
-        """From how far the engine got: it runs the highest number first and frees what a node saved once it has run.
-
-        So the highest node that still holds what it saved is the one that raised, or the next one below it.
-        """
-        nodes = graph_of(outputs)[:_MOST_NODES]
-        left = [node for node in nodes if _holds_saved(node)]
-        if not left:
+        node = frontier(outputs)
+        if node is None:
             return Spot(Pass.BACKWARD)
-        last = max(left, key=lambda node: int(node._sequence_nr()))
-        return self._locator.spot_of_node(last, track)._replace(flags=FLAG_INFERRED)
+        return self._locator.spot_of_node(node, track)._replace(flags=FLAG_INFERRED)
 
 
 def _is_news(error: BaseException) -> bool:
     if isinstance(error, _CONTROL_FLOW) or type(error).__module__.startswith(_CONTROL_FLOW_MODULES):
         return False
     return not any(note.startswith(NOTE_START) for note in getattr(error, "__notes__", ()))
-
-
-def _holds_saved(node: Any) -> bool:
-    """Whether a node still has a tensor it saved. Looks without unpacking: that could run a recomputation."""
-    for name in dir(type(node)):
-        if name.startswith("_raw_saved_"):
-            try:
-                raw = getattr(node, name)
-            except RuntimeError:  # freed: the node has run
-                return False
-            if getattr(raw, "data", None) is not None:
-                return True
-    return False

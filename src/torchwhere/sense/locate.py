@@ -63,7 +63,7 @@ class Locator:
     def spot(self, track: Track) -> Spot:
         top = track.top
         if top >= FIRST_MODULE_WORD:
-            return self._spot_of_word(top, track, pass_of(top))
+            return self.spot_of_word(top, track, pass_of(top))
         running = self._task_id() != -1
         pass_ = pass_of(top)
         if pass_ == Pass.OPTIMIZER and not _in_optimizer():
@@ -77,7 +77,8 @@ class Locator:
         pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
         return Spot(pass_) if node is None else self.spot_of_node(node, track, pass_)
 
-    def _spot_of_word(self, word: int, track: Track, pass_: int) -> Spot:
+    def spot_of_word(self, word: int, track: Track, pass_: int) -> Spot:
+        """What a word of a track's log says."""
         if word < FIRST_MODULE_WORD:
             return Spot(pass_)
         call, flags = word & CALL_MASK, 0
@@ -97,7 +98,7 @@ class Locator:
         word = maker.word_at(seq) if maker is not None else None
         if maker is None or word is None:
             return Spot(pass_, flags=FLAG_UNKNOWN)
-        spot = self._spot_of_word(word, maker, pass_)
+        spot = self.spot_of_word(word, maker, pass_)
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
     def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> Spot:

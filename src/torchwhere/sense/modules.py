@@ -22,7 +22,7 @@ from torch import nn
 from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
-from torchwhere.inspect.names import topmost, wrapped
+from torchwhere.inspect.names import NameTable, innermost, topmost, wrapped
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.locate import Locator
@@ -63,26 +63,80 @@ class ModuleSense:
         self._foreign: dict[str, int] = {}
         self.calls: dict[int, int] = {}  # calls of each module in this step
         self.trouble = Trouble("modules", self.remove)
+        self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
         self._wrapper: Any = None
+        self._is_aside = False
+        self._call_through: Callable[[Any], None] = lambda _inner: None
 
     def install(self, model: nn.Module | None) -> list[str]:
         if model is not None:
             self.add_model(model)
         self._original = nn.Module.__call__
-        self._wrapper = self._make_wrapper()
+        self._wrapper, self._call_through = self._make_wrapper()
         nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         return _torch.missing("modules")
 
     def remove(self) -> None:
+        self._is_aside = False
         if self._wrapper is not None and nn.Module.__call__ is self._wrapper:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
+
+    def step_aside(self) -> None:
+        """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when the watch is over."""
+        if self._wrapper is not None and nn.Module.__call__ is self._wrapper:
+            self.remove()
+            self._is_aside = True
+
+    def step_back(self) -> None:
+        if self._is_aside and nn.Module.__call__ is self._original:
+            nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
+        self._is_aside = False
 
     def add_model(self, model: nn.Module) -> None:
         """Name a model given by the user. The first one is the root; another one given later has its class as prefix."""
         if not self._locator.names.modules.get(id(model)):
             self._locator.names.add_root(model, prefix=self._prefix(model) if self._has_root else "")
-        self._has_root = True
+        self._has_a_root(model)
+
+    def _has_a_root(self, root: nn.Module) -> None:
+        if not self._has_root:
+            self._has_root, self.root_class = True, type(innermost(root)).__name__
+
+    @property
+    def names(self) -> NameTable:
+        return self._locator.names
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The name of a module that was called, or belongs to a model that was."""
+        base = self._bases.get(id(module))
+        if base:
+            return self._locator.text_of(abs(base) >> MODULE_SHIFT)
+        names = self._locator.names.modules.get(id(module))
+        return names[0] if names else None
+
+    def is_wrapper(self, module: nn.Module) -> bool:
+        """Whether a module that was called is a wrapper around another one."""
+        return self._bases.get(id(module), 0) < 0
+
+    def wrappers(self) -> list[nn.Module]:
+        """The wrappers that were called and are alive."""
+        called = (ref() for key, ref in list(self._refs.items()) if self._bases.get(key, 0) < 0)
+        return [module for module in called if module is not None]
+
+    def is_transparent(self, module: nn.Module) -> bool:
+        """Whether it is a compiler's graph, called as a module."""
+        return self._bases.get(id(module)) == _TRANSPARENT
+
+    def call_through(self, make_inner: Callable[[Any, bool], Any] | None) -> None:
+        """From now on, call every module, once its call is noted, through what `make_inner` makes; None: as ever.
+
+        It is given what this sense wraps, and whether that is torch's own `__call__`.
+        """
+        self._call_through(None if make_inner is None else make_inner(self._original, self._runs_directly()))
+
+    def _runs_directly(self) -> bool:
+        return self._original is _torch.private("wrapped_call") and _torch.private("call") is not None
 
     def forget_calls(self) -> None:
         """A step has begun: calls are counted from 0 again."""
@@ -90,7 +144,7 @@ class ModuleSense:
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 
-    def _make_wrapper(self) -> Any:
+    def _make_wrapper(self) -> tuple[Any, Callable[[Any], None]]:
         original, slowly, on_error, trouble = self._original, self._enter_slowly, self._on_error, self.trouble
         local, here = self._locator.threads.local, self._locator.threads.here
         base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
@@ -98,8 +152,12 @@ class ModuleSense:
         words, now = self._box.words, time.monotonic_ns
         compiling = torch.compiler.is_dynamo_compiling
         emit = self._make_emit() if self._events else None
-        # What torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody else has wrapped it too.
-        direct = original is _torch.private("wrapped_call") and _torch.private("call") is not None
+        # None: what torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody else has wrapped it too.
+        plain = inner = None if self._runs_directly() else original
+
+        def call_through(telling: Any) -> None:
+            nonlocal inner
+            inner = telling or plain
 
         @_torch.stepped_over
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
@@ -134,9 +192,11 @@ class ModuleSense:
                 trouble(error)
                 return original(self, *args, **kwargs)
             try:
-                if direct and self._compiled_call_impl is None:
-                    return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-                return original(self, *args, **kwargs)
+                if inner is None:
+                    if self._compiled_call_impl is None:
+                        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                    return original(self, *args, **kwargs)
+                return inner(self, *args, **kwargs)
             except BaseException as error:
                 on_error(error, track)
                 raise
@@ -154,7 +214,7 @@ class ModuleSense:
                 except Exception as error:
                     trouble(error)
 
-        return __call__
+        return __call__, call_through
 
     def _make_emit(self) -> Callable[[int, int, Track], None]:
         """Records a module event; only there when they were asked for."""
@@ -244,19 +304,21 @@ class ModuleSense:
         """A name for a module that belongs to no model known so far."""
         if below >= FIRST_MODULE_WORD:  # held in a plain list, or made on the fly: no name of its own
             parent = self._locator.text_of(below >> MODULE_SHIFT)
-            return f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+            prefix = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
+            if module._modules:  # so that its parts have names of their own
+                self._locator.names.add_root(module, prefix=prefix)
+            return prefix
         root = topmost(module)
         is_model = not self._has_root and any(p.requires_grad for p in root.parameters())
         self._locator.names.add_root(root, prefix="" if is_model else self._prefix(root))
-        self._has_root = self._has_root or is_model
+        if is_model:
+            self._has_a_root(root)
         name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
 
     def _prefix(self, root: nn.Module) -> str:
         """A second model, a loss: `<CrossEntropyLoss>`, `<Discriminator>.layers.0`. Angle brackets: not a state_dict name."""
-        while (inner := wrapped(root)) is not None:
-            root = inner
-        name = type(root).__name__
+        name = type(innermost(root)).__name__
         self._foreign[name] = self._foreign.get(name, 0) + 1
         return f"<{name}>" if self._foreign[name] == 1 else f"<{name}#{self._foreign[name]}>"
 

@@ -7,10 +7,11 @@ no hook and no patch is needed to know it. One pass over the frames, innermost f
 from __future__ import annotations
 
 import os
+import re
 import site
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
@@ -40,6 +41,11 @@ def _kind(filename: str) -> int:
         kind = _USER
     _kinds[filename] = kind
     return kind
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is the user's own: not of torch, torchwhere or an installed package."""
+    return (_kinds.get(filename) or _kind(filename)) == _USER
 
 
 # What a frame of torch can tell about the beneficiary: the name of its function, and where in its locals it is held.
@@ -155,6 +161,22 @@ def _take(found: Stack, facts: _Facts, frame: FrameType) -> None:
         found.graph = facts.graph
 
 
+def graph_around(frame: FrameType | None) -> str | None:
+    """The compiled graph that called this frame, although code of the user's runs in between: an op of theirs, say.
+
+    Not one that has merely called a function it could not compile: the code of the graph itself must be on the way.
+    """
+    is_in_graph = False
+    while frame is not None:
+        code = frame.f_code
+        is_in_graph = is_in_graph or code.co_filename.startswith("<eval_with_key>") or "torchinductor_" in code.co_filename
+        facts = _facts[id(code)] if id(code) in _facts else _look_at(code)
+        if is_in_graph and facts is not None and facts.graph is not None:
+            return facts.graph
+        frame = frame.f_back
+    return None
+
+
 def _compiled_as(code: CodeType) -> str | None:
     """The id (`0/0`) of the compiled graph whose code this is; None for ordinary code."""
     originals, entries = _torch.private("original_code"), _torch.private("cache_entries")
@@ -184,6 +206,18 @@ def deepest_user_line(traceback: TracebackType | None) -> tuple[str, int] | None
         if (_kinds.get(filename) or _kind(filename)) == _USER:
             found = filename, traceback.tb_lineno
         traceback = traceback.tb_next
+    return found
+
+
+_FRAME = re.compile(r'File "(.+)", line (\d+), in ')
+
+
+def user_line_of(texts: Iterable[str]) -> tuple[str, int] | None:
+    """The innermost line of the user's own code in a traceback that was formatted to texts, one or more for a frame."""
+    found = None
+    for match in (match for text in texts for match in _FRAME.finditer(text)):
+        if is_users(match[1]):
+            found = match[1], int(match[2])
     return found
 
 

@@ -20,6 +20,7 @@ from torchwhere.sense import _torch
 
 LOG_LENGTH = 1 << 16  # transitions kept per thread, a power of two: 1 MiB
 LOG_MASK = LOG_LENGTH - 1
+NATIVE = "native-"  # begins the name of a thread that Python did not make: one of the autograd engine's, as a rule
 REGIONS = 1 << 12  # recomputed regions remembered, a power of two
 _NOTHING = array("Q")
 FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
@@ -47,7 +48,6 @@ class Track:
         "marks",
         "name",
         "number",
-        "phases",
         "regions",
         "seqs",
         "slot",
@@ -64,7 +64,6 @@ class Track:
         self.makers: list[Track | None] = []  # of each recomputed region: the track of its forward
         self.count = 0  # transitions ever logged
         self.below_optimizer: list[int] = []
-        self.phases: list[int] = []
 
     def ready(self) -> None:
         """Allocate the log, before the first transition."""
@@ -106,6 +105,10 @@ class Track:
         self.regions[number & (REGIONS - 1)] = (seq << 1 | reentrant) & 0xFFFFFFFFFFFFFFFF
         self.makers[number & (REGIONS - 1)] = maker
 
+    def is_reentrant(self, word: int) -> bool:
+        """Whether a recomputed call makes nodes that backward runs: reentrant checkpointing; the other kind runs the old."""
+        return pass_of(word) == Pass.RECOMPUTE and bool(self.regions[word & CALL_MASK & (REGIONS - 1)] & 1)
+
     def recomputed_call(self, word: int) -> int:
         """The call number that a recomputed module had in its forward, NO_CALL where that is no longer known.
 
@@ -143,7 +146,7 @@ class Threads:
         self._joined = 0
         self.main: Track | None = None  # the main thread's
         self._register = register  # told of every new track
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may ask where it is while its thread joins
         self._main = threading.main_thread().ident
 
     @_torch.unseen
@@ -175,7 +178,7 @@ class Threads:
         for thread in threading.enumerate():
             if thread.ident == ident:
                 return thread.name
-        return f"native-{threading.get_native_id()}"
+        return f"{NATIVE}{threading.get_native_id()}"
 
     def close(self) -> None:
         """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
@@ -184,17 +187,23 @@ class Threads:
             track.makers = []
             track.count = 0
 
+    def logged(self) -> list[Track]:
+        """The tracks of all threads that made nodes in a module."""
+        return [track for track in self._all if track.count]
+
     def maker(self, seq: int, own: Track) -> tuple[Track | None, bool]:
         """The track whose thread made node `seq`, and whether that is certain.
 
-        Numbers are counted per thread. A thread that called backward itself most likely made its nodes itself. A device
-        thread of the engine runs nodes made elsewhere; where several threads could have made this one, the main thread is
-        the likely one.
+        Numbers are counted per thread. A thread that called backward itself most likely made its nodes itself, if it has made
+        that many. A device thread of the engine runs nodes made elsewhere; where several threads could have made this one, the
+        main thread is the likely one.
         """
+        if own.count and len(self._all) == 1:
+            return (own, True) if own.position(seq) is not None else (None, False)
         able = [track for track in self._all if track.count and track.position(seq) is not None]
         within = [track for track in able if seq < track.newest()] or able
-        if pass_of(own.top) == Pass.BACKWARD and own in able:
-            return own, len(within) == 1 or within == [own]
+        if pass_of(own.top) == Pass.BACKWARD and own in within:
+            return own, len(within) == 1
         others = [track for track in within if track is not own] or within
         if not others:
             return None, False

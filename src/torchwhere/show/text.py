@@ -19,14 +19,15 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from torchwhere.diagnose.comms import Branch, Comms, CommsKey, Tally, outline, params_text
+from torchwhere.diagnose.comms import Comms, CommsKey, Tally
+from torchwhere.diagnose.outline import Branch, outline, params_text
 from torchwhere.events import Event
 from torchwhere.place import ROOT, Certainty, shown
 
-_PASS_STYLE = {"forward": "green", "backward": "magenta", "recompute": "yellow", "optimizer": "cyan", "outside": "dim"}
+PASS_STYLE = {"forward": "green", "backward": "magenta", "recompute": "yellow", "optimizer": "cyan", "outside": "dim"}
 _DETAIL_KEYS = ("text", "reason", "phase", "what")
 _LONGEST = 1000  # of a text from outside
-_GAP = "  "
+GAP = "  "
 _BLOCK = 1000  # rows that are aligned and printed together
 
 Line = list[tuple[str, str]]  # texts with their styles
@@ -52,6 +53,18 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+def duration(ns: float) -> str:
+    """Nanoseconds as people read them."""
+    for unit, size in (("ns", 1), ("us", 1e3), ("ms", 1e6)):
+        if ns < 999.5 * size:
+            value = ns / size
+            return f"{value:.0f} {unit}" if unit == "ns" or value >= 99.95 else f"{value:.1f} {unit}"
+    seconds = ns / 1e9
+    if seconds < 999.5:
+        return f"{seconds:.2f} s" if seconds < 99.995 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5999.5 else f"{seconds / 3600:.1f} h"
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """A list of ranks, runs folded: 0-3, 8."""
     runs: list[list[int]] = []
@@ -63,7 +76,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _plural(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
@@ -121,13 +134,13 @@ def _fit(columns: Sequence[Column], width: int | None, narrowing: Narrowing) -> 
     for column in columns:
         column.width = column.needed
     for heading, least in narrowing:
-        excess = sum(column.width + len(_GAP) for column in columns if column.width) - len(_GAP) - (width or _BLOCK**2)
+        excess = sum(column.width + len(GAP) for column in columns if column.width) - len(GAP) - (width or _BLOCK**2)
         column = by_heading[heading]
         if excess > 0 and least < column.width:
             column.width = max(least, column.width - excess) if least else 0
 
 
-def _table(
+def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, width: int | None, narrowing: Narrowing = ()
 ) -> Iterator[Line]:
     """Lines of a table, heading first. Rows are taken block by block: a long table begins at once and is never held whole."""
@@ -149,11 +162,16 @@ def _line(columns: Iterable[Column], cells: Iterable[Cell], width: int | None) -
     for column, cell in zip(columns, cells, strict=True):
         if column.width:
             line += column.cell(cell)
-            line.append((_GAP, ""))
+            line.append((GAP, ""))
     while line and not line[-1][0].strip():
         line.pop()
     if line:
         line[-1] = line[-1][0].rstrip(), line[-1][1]
+    return fitted(line, width)
+
+
+def fitted(line: Line, width: int | None) -> Line:
+    """The line, cut where it is wider than `width`."""
     return line if width is None or _cells(line) <= width else _cut(line, width)
 
 
@@ -171,7 +189,7 @@ def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None)
     ]
     narrowing = (("event", 56), ("line", 20), ("event", 46), ("time", 0), ("line", 14), ("module", 12), ("event", 10))
     rows = (_event_row(event, started_ns) for event in events)
-    return _table(columns, rows, width=width, narrowing=narrowing)
+    return table(columns, rows, width=width, narrowing=narrowing)
 
 
 def _event_row(event: Event, started_ns: int) -> list[Cell]:
@@ -180,17 +198,17 @@ def _event_row(event: Event, started_ns: int) -> list[Cell]:
         str(place.rank),
         "" if place.step is None else str(place.step),
         [(f"{(event.t_ns - started_ns) / 1e9:.3f}", "dim")],
-        [(place.pass_, _PASS_STYLE.get(place.pass_, ""))],
+        [(place.pass_, PASS_STYLE.get(place.pass_, ""))],
         [(plain(place.line or ""), "dim")],
-        plain(_module(event)),
-        plain(_what(event)),
+        plain(module_cell(event)),
+        plain(what(event)),
     ]
 
 
 _CERTAINTY = {Certainty.EXACT: "", Certainty.INFERRED: "~", Certainty.UNKNOWN: "?"}
 
 
-def _module(event: Event) -> str:
+def module_cell(event: Event) -> str:
     """The module, or the parameter, and which call of it; `~` before what was inferred, `?` for what is not known."""
     place = event.place
     name = place.param if place.param is not None else shown(place.module)
@@ -198,21 +216,22 @@ def _module(event: Event) -> str:
     return _CERTAINTY[place.certainty] + name + (f" call {place.call}" if place.call else "")
 
 
-def _what(event: Event) -> str:
+def what(event: Event) -> str:
     fields, place = event.fields, event.place
     parts = [_collective(fields, place.module)] if event.kind == "collective" else [event.kind, _detail(fields)]
     if place.graph is not None and place.graph not in parts:
         parts.append(f"graph {place.graph}")
     if place.thread not in (None, "MainThread"):
         parts.append(f"thread {place.thread}")
-    return _GAP.join(part for part in parts if part)
+    return GAP.join(part for part in parts if part)
 
 
 def _detail(fields: dict[str, Any]) -> str:
-    said = (*_DETAIL_KEYS, "type")  # an exception's text begins with its type
+    said = (*_DETAIL_KEYS, "type", "duration_ns")  # an exception's text begins with its type
     named = {key: value for key, value in fields.items() if key not in said and value not in (None, [])}
     main = next((str(fields[key]) for key in _DETAIL_KEYS if fields.get(key)), "")
-    return _GAP.join([main, *(f"{key}={value}" for key, value in named.items())]).strip()
+    took = duration(fields["duration_ns"]) if isinstance(fields.get("duration_ns"), int) else ""
+    return GAP.join([main, *([took] if took else []), *(f"{key}={value}" for key, value in named.items())]).strip()
 
 
 _PEER = {"send": "to", "recv": "from"}
@@ -227,7 +246,7 @@ def _collective(fields: dict[str, Any], module: str | None) -> str:
     if fields.get("for") not in (None, module):
         parts.append(f"for {_aim(fields['for'])}")
     parts.append(f"on {fields.get('mesh_dim') or fields.get('group_desc') or fields.get('group')}")
-    return _GAP.join(parts)
+    return GAP.join(parts)
 
 
 def _aim(aim: Any) -> str:
@@ -251,7 +270,7 @@ def comms_lines(comms: Comms, *, width: int | None) -> Iterator[Line]:
         Column("for", optional=True),
     ]
     narrowing = (("calls", 0), ("steps", 0), ("for", 20), ("each", 0), ("group", 6), ("for", 10), ("group", 0), (title, 30))
-    yield from _table(columns, _comms_rows(comms), width=width, narrowing=narrowing)
+    yield from table(columns, _comms_rows(comms), width=width, narrowing=narrowing)
     if comms.overwritten:
         yield [(f"not counted, overwritten in the ring (see --records): {_overwritten(comms)}", "yellow")]
 
@@ -260,7 +279,7 @@ def _title(comms: Comms) -> str:
     first, last = comms.steps or (None, None)
     steps = "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
     group = f", all on {plain(next(iter(comms.groups)))}" if len(comms.groups) == 1 else ""
-    return f"{_plural(len(comms.ranks), 'rank')}{steps}{group}"
+    return f"{plural(len(comms.ranks), 'rank')}{steps}{group}"
 
 
 def _overwritten(comms: Comms) -> str:
@@ -279,25 +298,25 @@ def _branch_rows(branch: Branch, label: Line, guide: str, comms: Comms) -> Itera
     entries, below = list(branch.entries()), branch.branches
     left = len(entries) + len(below)
     for key, tally in entries:
-        yield _entry_row(key, tally, _twig(guide, left), branch, comms)
+        yield _entry_row(key, tally, twig(guide, left), branch, comms)
         left -= 1
     widest = max((cell_len(plain(inner.label)) for inner in below if inner.is_single), default=0)
     for inner in below:
-        name, inset = [*_twig(guide, left), (plain(inner.label), "bold")], guide + ("│ " if left > 1 else "  ")
+        name, inset = [*twig(guide, left), (plain(inner.label), "bold")], guide + ("│ " if left > 1 else "  ")
         left -= 1
         if inner.is_single:
-            name.append((" " * (widest - cell_len(plain(inner.label)) + len(_GAP)), ""))
+            name.append((" " * (widest - cell_len(plain(inner.label)) + len(GAP)), ""))
             yield from (_entry_row(key, tally, name, inner, comms) for key, tally in inner.entries())
         else:
             yield from _branch_rows(inner, name, inset, comms)
 
 
-def _twig(guide: str, left: int) -> Line:
+def twig(guide: str, left: int) -> Line:
     return [(guide + ("├ " if left > 1 else "└ "), "dim")]
 
 
 def _entry_row(key: CommsKey, tally: Tally, label: Line, branch: Branch, comms: Comms) -> list[Cell]:
-    label = [*label, (f"{key.pass_:<9} ", _PASS_STYLE.get(key.pass_, "")), (plain(key.op), "")]
+    label = [*label, (f"{key.pass_:<9} ", PASS_STYLE.get(key.pass_, "")), (plain(key.op), "")]
     aim = "" if key.aim is None or key.aim == branch.name else plain(_aim(key.aim))
     only = "" if tally.ranks == comms.ranks else f"(rank {ranks_text(tally.ranks)} only)"
     each = amount(tally.bytes / tally.count) if tally.bytes else ""
@@ -319,7 +338,7 @@ def _entry_row(key: CommsKey, tally: Tally, label: Line, branch: Branch, comms: 
 def groups_lines(groups: Iterable[dict[str, Any]], *, width: int | None) -> Iterator[Line]:
     columns = [Column(heading) for heading in ("group", "description", "mesh dimension", "backend", "ranks")]
     narrowing = (("ranks", 20), ("description", 20), ("backend", 8), ("group", 8))
-    return _table(columns, map(_group_row, groups), width=width, narrowing=narrowing)
+    return table(columns, map(_group_row, groups), width=width, narrowing=narrowing)
 
 
 def _group_row(group: dict[str, Any]) -> list[Cell]:
@@ -335,12 +354,12 @@ def print_lines(make: Callable[..., Iterator[Line]]) -> None:
     """Print what `make(width=...)` gives: coloured and as wide as the terminal; uncut and uncoloured into a file or pipe."""
     console = Console(highlight=False)
     lines = make(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
-    render = _plain_lines if console.color_system is None else partial(_coloured_lines, console=console)
+    render = as_text if console.color_system is None else partial(_coloured_lines, console=console)
     while block := list(itertools.islice(lines, _BLOCK)):
         sys.stdout.write(render(block))
 
 
-def _plain_lines(lines: Iterable[Line]) -> str:
+def as_text(lines: Iterable[Line]) -> str:
     return "".join("".join(text for text, _ in line) + "\n" for line in lines)
 
 

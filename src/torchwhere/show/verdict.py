@@ -32,7 +32,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if common is not None and verdict.kind is not VerdictKind.MISMATCH:
         where = f"{common['pass']} of {common['module']}" if common.get("module") else common.get("pass")
         call = f"{common.get('op')} #{common.get('number')}"
-        lines.append(f"  last in common: {call}, step {common.get('step')}, {where}, {common.get('line')}")
+        step = f"step {common['step']}" if common.get("step") is not None else None
+        lines.append("  last in common: " + ", ".join(filter(None, (call, step, where, common.get("line")))))
     for rank in verdict.culprits[:4]:
         report = verdict.ranks.get(rank)
         if report is not None and report.stack:

@@ -1,0 +1,136 @@
+"""Hooks at module boundaries that a compiled graph calls as eager code does, without breaking: `ModTracker.compile_safe_hooks`.
+
+The tensors that enter and leave a module are led through a function that dynamo does not look into (a leaf function). It calls
+the hook in forward, and has an autograd node call the other one in backward. The values and gradients pass unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from torchwhere.sense import _torch
+
+Tensors = tuple[Any, ...]  # of tensors; in backward None where there is no gradient
+Hook = Callable[[str, Tensors], object]
+PostForward = Callable[[str, Tensors, Tensors], object]
+ModuleFilter = Callable[[str, nn.Module], bool]
+_Leaf = Callable[..., Tensors]
+
+
+@contextmanager
+def compile_safe_hooks(
+    model: nn.Module,
+    *,
+    pre_fw_hook: Hook | None = None,
+    post_fw_hook: PostForward | None = None,
+    pre_bw_hook: Hook | None = None,
+    post_bw_hook: Hook | None = None,
+    module_filter: ModuleFilter | None = None,
+) -> Iterator[None]:
+    """Hooks on every module below `model` for which `module_filter(fqn, module)` is true; not on `model` itself, whose own
+    hooks run outside its compiled graph."""
+    _check(model, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook, module_filter))
+    with ExitStack() as stack:
+        for fqn, module in model.named_modules():
+            if fqn and (module_filter is None or module_filter(fqn, module)):
+                inputs: list[Tensors] = [()]  # of the call that runs: post_fw_hook is given them
+                if pre_fw_hook is not None or post_bw_hook is not None or post_fw_hook is not None:
+                    leaf = _leaf(_entering(fqn, pre_fw_hook, inputs), _bound(post_bw_hook, fqn))
+                    stack.callback(module.register_forward_pre_hook(_before(leaf), with_kwargs=True).remove)
+                if post_fw_hook is not None or pre_bw_hook is not None:
+                    leaf = _leaf(_leaving(fqn, post_fw_hook, inputs), _bound(pre_bw_hook, fqn))
+                    stack.callback(module.register_forward_hook(_after(leaf), with_kwargs=True).remove)
+        yield
+
+
+def _check(model: object, functions: tuple[object, ...]) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile_safe_hooks(model): expected a torch.nn.Module, got {type(model).__name__}")
+    for function in functions:
+        if function is not None and not callable(function):
+            raise TypeError(f"compile_safe_hooks(): expected functions as hooks and filter, got {type(function).__name__}")
+
+
+def _entering(fqn: str, hook: Hook | None, inputs: list[Tensors]) -> Callable[[Tensors], None]:
+    def entering(tensors: Tensors) -> None:
+        inputs[0] = tensors
+        if hook is not None:
+            hook(fqn, tensors)
+
+    return entering
+
+
+def _leaving(fqn: str, hook: PostForward | None, inputs: list[Tensors]) -> Callable[[Tensors], None]:
+    def leaving(tensors: Tensors) -> None:
+        if hook is not None:
+            hook(fqn, inputs[0], tensors)
+        inputs[0] = ()
+
+    return leaving
+
+
+def _bound(hook: Hook | None, fqn: str) -> Callable[[Tensors], object] | None:
+    return None if hook is None else lambda gradients: hook(fqn, gradients)
+
+
+def _leaf(on_forward: Callable[[Tensors], None], on_backward: Callable[[Tensors], object] | None) -> _Leaf:
+    """A function that gives back the tensors it is given, and calls one hook in forward and the other one in backward."""
+
+    class Passing(torch.autograd.Function):  # always there: without a node, gradients do not cross a leaf in a compiled graph
+        @staticmethod
+        def forward(_ctx: Any, *tensors: Any) -> Any:
+            return tensors
+
+        @staticmethod
+        def backward(_ctx: Any, *gradients: Any) -> Any:
+            if on_backward is not None:
+                on_backward(gradients)
+            return gradients
+
+    def passing(*tensors: Any) -> Tensors:
+        on_forward(tensors)
+        if any(tensor.requires_grad for tensor in tensors):
+            passed = Passing.apply(*tensors)  # type: ignore[no-untyped-call]
+            return passed if isinstance(passed, tuple) else (passed,)
+        return tensors
+
+    leaf_function = _torch.resolve(_torch.NAMES["leaf_function"].path)
+    leaf: Any = (leaf_function or torch.compiler.disable)(passing)
+    if leaf_function is not None:
+        leaf.register_fake(_same)
+    return cast(_Leaf, leaf)
+
+
+def _same(*tensors: Any) -> Tensors:
+    return tensors
+
+
+def _before(leaf: _Leaf) -> Callable[..., Any]:
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _led_through(leaf, (args, kwargs))
+
+    return before
+
+
+def _after(leaf: _Leaf) -> Callable[..., Any]:
+    def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+        return _led_through(leaf, output)
+
+    return after
+
+
+def _led_through(leaf: _Leaf, value: Any) -> Any:
+    """A nested structure, with its tensors led through the leaf."""
+    flat, spec = tree_flatten(value)
+    at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
+    if not at:
+        return value
+    for index, tensor in zip(at, leaf(*[flat[index] for index in at]), strict=False):
+        flat[index] = tensor
+    return tree_unflatten(flat, spec)

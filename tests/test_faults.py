@@ -1,0 +1,32 @@
+"""The fault file: a forked child lets go of what it inherits, and deletes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchwhere.sense.faults import Faults
+
+
+def test_a_child_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`abandon` deletes no file, the parent's or any other: as root, a device that has no size would be gone for everybody."""
+    deleted: list[Path] = []
+    monkeypatch.setattr(Path, "unlink", lambda path, **_: deleted.append(path))
+    faults = Faults(tmp_path / "rank0.fault")
+    faults.install()
+    assert faults.signal is not None
+    faults.abandon()
+    assert deleted == []
+    assert faults.signal is None
+
+
+def test_an_empty_file_goes(tmp_path: Path) -> None:
+    """`remove` deletes the file if nobody had to write into it, and keeps it otherwise."""
+    for text in ("", "Fatal Python error"):
+        path = tmp_path / "rank0.fault"
+        faults = Faults(path)
+        faults.install()
+        path.write_text(text)
+        faults.remove()
+        assert path.exists() == bool(text)
