@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +60,7 @@ class Outcome:
 
     live: Verdict
     after: Verdict
+    folder: Path
 
 
 def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
@@ -68,7 +71,7 @@ def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
         live = wait_for_verdict(folder / "run", FAULTS[name][1])
     finally:
         kill(pids)
-    return Outcome(live, consult(folder / "run", stall_s=STALL_S))
+    return Outcome(live, consult(folder / "run", stall_s=STALL_S), folder / "run")
 
 
 def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) -> Verdict:
@@ -130,3 +133,36 @@ def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Ou
         assert expected.words in (live.ranks[victim].detail or "")
     if not expected.only_live:
         assert (after.kind in expected.kinds, set(after.culprits)) == (True, culprits), after.explanation
+
+
+@pytest.mark.parametrize("gone", range(WORLD))
+@pytest.mark.parametrize("name", ["branch", "endless_loop", "opposite_groups"])
+def test_one_box_is_gone(name: str, gone: int, outcomes: dict[tuple[str, int], Future[Outcome]], tmp_path: Path) -> None:
+    """With any one box deleted the culprit is still found, if not from its own box then as the one nobody knows about."""
+    run = copied(outcomes[name, 2].result().folder, tmp_path)
+    (run / f"rank{gone}.box").unlink()
+    verdict = consult(run, stall_s=STALL_S)
+    assert f"no box of rank {gone}" in " ".join(verdict.missing_data)
+    if gone == 2:  # the others are all in one call, and that is all there is to see
+        assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (2,), "inferred")
+    else:
+        assert (verdict.kind in FAULTS[name][1].kinds, verdict.culprits) == (True, (2,)), verdict.explanation
+
+
+@pytest.mark.parametrize("cut", range(WORLD))
+@pytest.mark.parametrize("name", ["branch", "endless_loop"])
+def test_one_box_is_cut(name: str, cut: int, outcomes: dict[tuple[str, int], Future[Outcome]], tmp_path: Path) -> None:
+    """With any one box cut at any byte the verdict blames nobody else, and says what is missing."""
+    run = copied(outcomes[name, 2].result().folder, tmp_path)
+    box = run / f"rank{cut}.box"
+    whole = box.read_bytes()
+    for size in (*random.Random(cut).sample(range(len(whole)), 12), 0, 100, 3000, 6000, 20000):
+        box.write_bytes(whole[:size])
+        verdict = consult(run, stall_s=STALL_S)
+        assert verdict.missing_data
+        assert set(verdict.culprits) == {2}, (size, verdict.explanation)
+
+
+def copied(run: Path, folder: Path) -> Path:
+    shutil.copytree(run, folder / "run")
+    return folder / "run"

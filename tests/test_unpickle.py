@@ -243,6 +243,6 @@ def test_wrong_types_around_the_entries() -> None:
 
 def test_ranks_that_are_none() -> None:
     """A list of ranks is matched, never evaluated: what is no such list makes no group."""
-    for ranks in ("[0, 1", "__import__('os')", "[0, 0]", "[-1]", "[9999999]", "0-3", [0, "1"], [True], 7, None):
+    for ranks in ("[0, 1", "[0, 1]; 2", "__import__('os')", "[0, 0]", "[-1]", "[9999999]", "0-3", [0, "1"], [True], 7, None):
         config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
         assert parse_dump(pickle.dumps({**DUMP, "pg_config": config}, protocol=2), 0).groups == {}, ranks

@@ -96,6 +96,11 @@ class Box:
             self._json[entry_id] = _loads(self.name(entry_id))
         return self._json[entry_id]
 
+    @property
+    def lacks_counts(self) -> bool:
+        """Whether the file was cut before the end of its tallies: what this rank has issued is not known then."""
+        return self.geometry is not None and 0 < len(self._data) < self.geometry.ring_at
+
     def groups(self) -> dict[str, dict[str, Any]]:
         """The process groups this rank knew, by name; the latest entry of a name wins."""
         if self._groups is not None:

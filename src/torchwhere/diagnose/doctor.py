@@ -37,7 +37,8 @@ def examine(
     """
     hearing = Hearing()
     for rank, box in sorted(run.boxes.items()):
-        hearing.hear(rank, box)
+        if not box.lacks_counts:
+            hearing.hear(rank, box)
     found = waits(hearing)
     case = Case(run, hearing, dict(sightings or {}), found, now_ns, is_suspicion)
     return _Examination(case, stall_s).verdict()
@@ -156,7 +157,7 @@ class _Examination:
             number=number,
             witness=witness,
             stalled_s=case.still_s(),
-            certainty=Certainty.EXACT if not case.run.missing else Certainty.INFERRED,
+            certainty=Certainty.EXACT if not case.unheard else Certainty.INFERRED,
             explanation=advice.on_together(case),
         )
 

@@ -181,14 +181,21 @@ class Case:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
+    @property
+    def unheard(self) -> set[int]:
+        """Ranks of which nothing is known: they have no box, or one that was cut before its counts."""
+        return {rank for rank in range(self.run.world_size) if rank not in self.hearing.testimonies}
+
     def unheard_wait(self) -> Wait | None:
-        """A rank without a box may be the one that all others wait for, where they stand still in one of its groups."""
+        """A rank of which nothing is known may be the one all others wait for: where they are in one of its collectives."""
         key, number, witness = self.last_of_all()
-        if key is None or witness is None or not self.run.missing:
+        if key is None or witness is None or not self.unheard:
             return None
-        missing = set(self.run.missing)
-        absent = tuple(rank for rank in members(self.hearing, key) if rank in missing)
-        return Wait(witness, key, number, (), absent) if absent and self.is_live else None
+        taking_part, unheard = members(self.hearing, key), self.unheard
+        absent = tuple(rank for rank in taking_part if rank in unheard)
+        heard = [self.hearing.testimonies[rank] for rank in taking_part if rank in self.hearing.testimonies]
+        are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard)
+        return Wait(witness, key, number, (), absent) if absent and are_in_it else None
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
         """The last collective that a whole group has issued: its stream and number, and a rank that knows it."""

@@ -1,0 +1,308 @@
+"""Reads one dump of the flight recorder: pickle or JSON, of NCCL or gloo or another backend, whole or half-written.
+
+Takes a file, gives a `Dump`. Only `RefusedError` is raised: for a file that is no dump, or one that is not to be trusted. An
+entry that is not what an entry looks like is left out and counted. Everything that was read has its type and its bounds,
+whatever the file says: a dump may come from anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchwhere.blackbox.layout import TALLY_RANKS
+from torchwhere.flight_recorder.unpickle import CAPS, Caps, CutShortError, RefusedError, loads
+from torchwhere.flight_recorder.vocabulary import PUBLIC_DTYPES, PUBLIC_OPS
+
+_OLDEST, _NEWEST = (2, 4), (2, 10)
+_VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
+_RANKS = re.compile(r"\[\s*(\d{1,7}(?:\s*,\s*\d{1,7})*)?\s*\]")  # never `eval`
+_PROFILED = re.compile(r"(\w{1,32}):(\w{1,64})(?: (\d{1,7})(->|<-)(\d{1,7}))?")
+_STATES = ("scheduled", "started", "completed")
+_ENDS_OF_BATCHES = ("coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced")
+_LARGEST = 1 << 62
+_MOST_TEXT, _MOST_DIMS, _MOST_TENSORS, _MOST_FRAMES = 4096, 64, 65_536, 512
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+# Files that are not the user's own: installed packages, Python, torch built from source, what compilers wrote, torchwhere.
+_NOT_THE_USERS = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python\d|^<|torchinductor_|/torch/(?:_\w+|autograd|distributed|fx|nn|optim|utils)/"
+    r"|/torch/_\w+\.py$|/torchwhere/(?:\w+\.py|(?:sense|commands|drop_in|inspect)/)"
+)
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class _OddError(Exception):
+    """A value that has not the form it must have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One collective or message of a dump."""
+
+    record_id: int
+    pg_id: int
+    group: str
+    desc: str
+    backend: str  # nccl, gloo
+    op: str  # public name
+    recorded_op: str
+    seq: int  # of its group, from 1; of a message p2p_seq_id
+    is_p2p: bool
+    ends: tuple[int, int] | None  # from and to, as ranks of the group
+    t_ns: int
+    inputs: Shapes
+    outputs: Shapes
+    dtype: str | None
+    state: str
+    is_retired: bool
+    line: str | None  # the user's, with the whole path of its file
+    place: dict[str, Any] | None  # torchwhere's own, where it wrote the dump
+
+    @property
+    def is_end_of_batch(self) -> bool:
+        """Whether it only closes a batch of others, which have entries of their own."""
+        return self.recorded_op in _ENDS_OF_BATCHES
+
+
+@dataclass(slots=True)
+class Dump:
+    """What one rank's file holds."""
+
+    rank: int
+    path: Path
+    version: str = ""
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name: description, members
+    status: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # pg_id: enqueued, started, completed; -1: none
+    entries: list[Entry] = field(default_factory=list)
+    odd: int = 0  # entries that were left out
+    has_frames: bool = False
+    cut: str | None = None  # why it is not whole
+    own: dict[str, Any] | None = None  # torchwhere's own, where it wrote the dump
+
+    @property
+    def is_of_gloo(self) -> bool:
+        return any(entry.backend == "gloo" for entry in self.entries)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether older entries are gone: the ring has wrapped, or was reset."""
+        listed = {entry.pg_id for entry in self.entries}
+        return bool(self.entries and self.entries[0].record_id) or any(pg_id not in listed for pg_id in self.status)
+
+
+def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
+    """Read one file. Raises `RefusedError` where there is nothing in it that can be used."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(caps.bytes + 1)
+    except OSError as error:
+        raise RefusedError(f"cannot be read: {error.strerror}") from error
+    return parse_dump(data, rank, path=path, caps=caps)
+
+
+def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Caps = CAPS) -> Dump:
+    found = Dump(rank, path)
+    try:
+        value = _plain(data, caps)
+    except CutShortError as error:
+        value, found.cut = error.partial, str(error)
+        if not isinstance(value.get("entries"), list):
+            raise
+    if not isinstance(value, dict):
+        raise RefusedError(f"not a dump: it holds a {type(value).__name__}, and no dict")
+    if "version" not in value or not {"entries", "pg_config"} & set(value):
+        raise RefusedError("not a dump of the flight recorder: it has no version, or neither entries nor groups")
+    found.version = _version(value["version"])
+    entries = value.get("entries", [])  # a JSON dump without entries has no such key
+    if not isinstance(entries, list):
+        raise RefusedError("not a dump of the flight recorder: its entries are no list")
+    found.groups, found.status = _groups(value.get("pg_config")), _status(value.get("pg_status"))
+    own = value.get("torchwhere")
+    found.own = own if isinstance(own, dict) else None
+    _read_entries(found, entries)
+    return found
+
+
+def _plain(data: bytes, caps: Caps) -> Any:
+    if len(data) > caps.bytes:
+        raise RefusedError(f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs")
+    if not data:
+        raise RefusedError("empty: its rank was about to write it")
+    if data[:1] == b"\x80":
+        return loads(data, caps=caps)
+    for magic, name in _COMPRESSED.items():
+        if data.startswith(magic):
+            raise RefusedError(f"compressed with {name}: decompress it first")
+    if data.lstrip()[:1] == b"{":
+        return _json(data, caps)
+    raise RefusedError("neither a pickle nor JSON")
+
+
+def _json(data: bytes, caps: Caps) -> Any:
+    # A parser makes what it finds: what it will find is counted first. Brackets within texts count too, which does no harm.
+    if data.count(b"[") + data.count(b"{") > caps.containers or data.count(b",") > caps.items:
+        raise RefusedError(f"more than {caps.containers} lists and dicts, or {caps.items} items")
+    try:
+        return json.loads(data.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise RefusedError(f"a text that is not UTF-8, at byte {error.start}") from None
+    except RecursionError:
+        raise RefusedError("JSON that is nested too deep") from None
+    except ValueError as error:
+        raise RefusedError(f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+# -- what surrounds the entries --------------------------------------------------------------------------------------------
+
+
+def _version(value: Any) -> str:
+    match = _VERSION.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise RefusedError("not a dump of the flight recorder: its version is no version")
+    number = int(match[1]), int(match[2])
+    if number < _OLDEST or number[0] != _NEWEST[0]:
+        raise RefusedError(f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read")
+    return str(value)
+
+
+def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
+    found = {}
+    for name, group in value.items() if isinstance(value, dict) else ():
+        members = _ranks(group.get("ranks")) if isinstance(group, dict) else ()
+        if members and len(name) <= _MOST_TEXT:
+            desc = group.get("desc")
+            found[name] = (desc if isinstance(desc, str) and len(desc) <= _MOST_TEXT else "", members)
+    return found
+
+
+def _ranks(value: Any) -> tuple[int, ...]:
+    """The members of a group, in its order: dumps write the list as a text. Empty where it is not one."""
+    if isinstance(value, str):
+        match = _RANKS.fullmatch(value)
+        value = [int(rank) for rank in match[1].split(",")] if match and match[1] else []
+    if not isinstance(value, list) or not all(type(rank) is int and 0 <= rank < TALLY_RANKS for rank in value):
+        return ()
+    return tuple(value) if len(set(value)) == len(value) else ()
+
+
+def _status(value: Any) -> dict[int, tuple[int, int, int]]:
+    found = {}
+    for pg_id, status in value.items() if isinstance(value, dict) else ():
+        if isinstance(status, dict) and pg_id.isascii() and pg_id.isdigit() and len(pg_id) < 10:
+            numbers = [_lenient(status.get(f"last_{word}_collective")) for word in ("enqueued", "started", "completed")]
+            found[int(pg_id)] = (numbers[0], numbers[1], numbers[2])
+    return found
+
+
+def _lenient(value: Any) -> int:
+    """A number, or a number as a text, as JSON dumps have it; -1 where it is neither."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
+        value = int(value)
+    return value if type(value) is int and 0 <= value < _LARGEST else -1
+
+
+# -- entries ---------------------------------------------------------------------------------------------------------------
+
+
+def _read_entries(found: Dump, values: list[Any]) -> None:
+    frames: dict[int, str | None] = {}  # a frame is one dict, shared by all entries that have it
+    for value in values:
+        try:
+            entry = _entry(value, frames)
+        except _OddError:
+            found.odd += 1
+            continue
+        found.entries.append(entry)
+        found.has_frames = found.has_frames or bool(value.get("frames"))
+    found.entries.sort(key=lambda entry: entry.record_id)
+
+
+def _entry(value: Any, frames: dict[int, str | None]) -> Entry:
+    if type(value) is not dict:
+        raise _OddError
+    profiled = _PROFILED.fullmatch(_text(value.get("profiling_name")))
+    group = value.get("process_group")
+    if profiled is None or not isinstance(group, (tuple, list)) or len(group) != 2:
+        raise _OddError
+    is_p2p = value.get("is_p2p", profiled[2] in ("send", "recv")) is True
+    state, own = value.get("state"), value.get("torchwhere")
+    dtypes = value.get("input_dtypes") or value.get("output_dtypes") or [""]
+    dtype = _text(dtypes[0]) if isinstance(dtypes, list) else ""
+    return Entry(
+        record_id=_number(value.get("record_id")),
+        pg_id=_number(value.get("pg_id", 0)),
+        group=_text(group[0]),
+        desc=_text(group[1]),
+        backend=profiled[1],
+        op=PUBLIC_OPS.get(profiled[2], profiled[2]),
+        recorded_op=profiled[2],
+        seq=_number(value.get("p2p_seq_id" if is_p2p else "collective_seq_id")),
+        is_p2p=is_p2p,
+        ends=_ends(profiled),
+        t_ns=_number(value.get("time_created_ns", 0)),
+        inputs=_shapes(value.get("input_sizes", [])),
+        outputs=_shapes(value.get("output_sizes", [])),
+        dtype=PUBLIC_DTYPES.get(dtype, dtype.lower()) or None,
+        state=state if state in _STATES else "scheduled",
+        is_retired=value.get("retired") is True,
+        line=_line(value.get("frames"), frames),
+        place=own if type(own) is dict else None,
+    )
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str or len(value) > _MOST_TEXT:
+        raise _OddError
+    return value
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _LARGEST:
+        raise _OddError
+    return value
+
+
+def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:
+    """`send 0->3` and `recv 3<-0` are both from 0 to 3."""
+    if profiled[3] is None:
+        return None
+    here, there = int(profiled[3]), int(profiled[5])
+    return (here, there) if profiled[4] == "->" else (there, here)
+
+
+def _shapes(value: Any) -> Shapes:
+    if not isinstance(value, list) or len(value) > _MOST_TENSORS:
+        raise _OddError
+    for shape in value:
+        if type(shape) is not list or len(shape) > _MOST_DIMS:
+            raise _OddError
+        for size in shape:
+            _number(size)
+    return tuple(map(tuple, value))
+
+
+def _line(value: Any, known: dict[int, str | None]) -> str | None:
+    """The innermost line of a stack that is the user's own."""
+    for frame in value[:_MOST_FRAMES] if isinstance(value, list) else ():
+        if id(frame) not in known:
+            known[id(frame)] = user_line(frame)
+        if (line := known[id(frame)]) is not None:
+            return line
+    return None
+
+
+def user_line(frame: Any) -> str | None:
+    """A frame as `file:line`, if it is of the user's own code."""
+    if type(frame) is not dict:
+        return None
+    file, line = frame.get("filename"), frame.get("line")
+    if type(file) is not str or len(file) > _MOST_TEXT or type(line) is not int or not 0 <= line < _LARGEST:
+        return None
+    return f"{file}:{line}" if file.endswith(".py") and not _NOT_THE_USERS.search(file) else None

@@ -1,0 +1,324 @@
+"""Reads a pickle that holds nothing but plain data, from anybody, safely.
+
+Takes bytes, gives dicts, lists, tuples, texts, numbers, booleans and None. A pickle is a program; this interpreter knows only
+the instructions that build plain data. It imports nothing and calls nothing, whatever the file says. Nothing is made because a
+file announces it: a text is cut out of the bytes that are there. Work, memory and depth have caps (`Caps`).
+
+Limits: keys are texts, tuples hold no containers, and a container that was referred to never changes again, so that nothing
+contains itself. No dump of the flight recorder needs more.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torchwhere.errors import TorchwhereError
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """How much one file may ask for. A dump of 2,000 entries with stacks has 0.3 MB, 150,000 items, 18,000 containers."""
+
+    bytes: int = 64 << 20
+    items: int = 8_000_000  # instructions; and, counted apart, what is referred to again, as if it were written out
+    containers: int = 1_000_000
+    memo: int = 1_000_000
+    depth: int = 32
+
+
+CAPS = Caps()
+_BINGET, _STOP = ord("h"), ord(".")
+_LONG_BYTES = 16  # of an integer; a dump needs 8
+
+
+class RefusedError(TorchwhereError):
+    """A file that is not read; the text says why, and at which byte."""
+
+
+class CutShortError(RefusedError):
+    """A file that ends too early. `partial` is what was whole of it: a dict, without what was still being built."""
+
+    def __init__(self, text: str, partial: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.partial = partial
+
+
+class _EndError(Exception):
+    """The bytes are used up."""
+
+
+def loads(data: bytes, *, caps: Caps = CAPS) -> Any:
+    """The value of a pickle. Raises `RefusedError`, or `CutShortError` where the file ends before its value does."""
+    if len(data) > caps.bytes:
+        raise RefusedError(f"{len(data)} bytes; at most {caps.bytes} are read")
+    machine = _Machine(data, caps)
+    try:
+        return machine.run()
+    except _EndError:
+        raise CutShortError(f"cut short: it ends at byte {len(data)}, in the middle of its data", machine.salvaged()) from None
+
+
+_ATOMS = frozenset({str, int, float, bool, type(None)})
+_EXECUTES = {
+    ord("c"): "imports something",
+    0x93: "imports something",
+    ord("R"): "calls something",
+    ord("b"): "changes an object's state",
+    ord("i"): "imports and calls something",
+    ord("o"): "calls something",
+    0x81: "makes an object",
+    0x92: "makes an object",
+    0x82: "uses a registered extension",
+    0x83: "uses a registered extension",
+    0x84: "uses a registered extension",
+    ord("P"): "asks for an object from outside",
+    ord("Q"): "asks for an object from outside",
+}
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
+
+
+class _Machine:
+    __slots__ = ("at", "caps", "containers", "data", "marks", "memo", "shared", "stack", "weights")
+
+    def __init__(self, data: bytes, caps: Caps) -> None:
+        self.data, self.caps, self.at = data, caps, 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []  # the stacks below the open marks
+        self.memo: dict[int, Any] = {}
+        # Of containers that were referred to, by id: items when written out, and depth. They never change again.
+        self.weights: dict[int, tuple[int, int]] = {}
+        self.containers = 0
+        self.shared = 0
+
+    def run(self) -> Any:
+        data, table, memo, end = self.data, _TABLE, self.memo, len(self.data)
+        if data[:1] != b"\x80":
+            raise RefusedError("not a pickle: it does not begin with a protocol")
+        for _ in range(self.caps.items):
+            at = self.at
+            if at >= end:
+                raise _EndError
+            code = data[at]
+            if code == _BINGET and at + 1 < end and type(value := memo.get(data[at + 1])) is str:
+                self.stack.append(value)  # two of three instructions of a dump: a text that was there before
+                self.at = at + 2
+                continue
+            self.at = at + 1
+            if code == _STOP:
+                return self._result()
+            table[code](self)
+        raise RefusedError(f"more than {self.caps.items} instructions")
+
+    def refuse(self, why: str) -> RefusedError:
+        return RefusedError(f"{why}, at byte {max(self.at - 1, 0)}")
+
+    def _result(self) -> Any:
+        if self.marks or len(self.stack) != 1:
+            raise self.refuse("it ends with its data half built")
+        if self.at != len(self.data):
+            raise self.refuse(f"{len(self.data) - self.at} bytes after its end")
+        value = self.stack[0]
+        if type(value) in (dict, list):
+            self.weigh(value)
+        return value
+
+    def salvaged(self) -> dict[str, Any]:
+        """What is whole of a dict that was being built: its finished values, and the finished items of the list it was at."""
+        levels = [*self.marks, self.stack]
+        if not levels[0] or type(levels[0][0]) is not dict:
+            return {}
+        found, pending = dict(levels[0][0]), levels[1] if len(levels) > 1 else []
+        pairs = list(zip(pending[::2], pending[1::2], strict=False))
+        for index, (key, value) in enumerate(pairs):
+            is_open = len(levels) > 2 and index == len(pairs) - 1 and len(pending) % 2 == 0
+            if type(key) is str and not (is_open and type(value) is not list):
+                found[key] = [*value, *(levels[2] if len(levels) == 3 else levels[2][:-1])] if is_open else value
+        return found
+
+    # -- bytes -----------------------------------------------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        end = self.at + count
+        if end > len(self.data):
+            raise _EndError
+        taken = self.data[self.at : end]
+        self.at = end
+        return taken
+
+    def number(self, form: struct.Struct) -> Any:
+        return form.unpack(self.take(form.size))[0]
+
+    # -- values ----------------------------------------------------------------------------------------------------------
+
+    def push(self, value: Any) -> None:
+        self.stack.append(value)
+
+    def pop(self) -> Any:
+        if not self.stack:
+            raise self.refuse("it takes a value where there is none")
+        return self.stack.pop()
+
+    def text(self, length: int) -> None:
+        raw = self.take(length)
+        try:
+            self.stack.append(raw.decode())
+        except UnicodeDecodeError:
+            raise self.refuse("a text that is not UTF-8") from None
+
+    def long(self) -> None:
+        length = self.take(1)[0]
+        if length > _LONG_BYTES:
+            raise self.refuse(f"an integer of {length} bytes")
+        self.stack.append(int.from_bytes(self.take(length), "little", signed=True))
+
+    def protocol(self) -> None:
+        version = self.take(1)[0]
+        if self.at != 2 or not 2 <= version <= 5:
+            raise self.refuse(f"pickle protocol {version}" if self.at == 2 else "a second protocol")
+
+    # -- containers ------------------------------------------------------------------------------------------------------
+
+    def container(self, made: Any) -> None:
+        self.containers += 1
+        if self.containers > self.caps.containers:
+            raise self.refuse(f"more than {self.caps.containers} lists, dicts and tuples")
+        self.stack.append(made)
+
+    def mark(self) -> None:
+        if len(self.marks) >= self.caps.depth:
+            raise self.refuse(f"nested deeper than {self.caps.depth}")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def since_mark(self) -> list[Any]:
+        if not self.marks:
+            raise self.refuse("it closes what it has not opened")
+        items, self.stack = self.stack, self.marks.pop()
+        return items
+
+    def make_tuple(self, items: list[Any]) -> None:
+        if any(type(item) not in _ATOMS for item in items):
+            raise self.refuse("a tuple that holds a container")
+        self.container(tuple(items))
+
+    def make_tuple_of(self, count: int) -> None:
+        self.make_tuple([self.pop() for _ in range(count)][::-1])
+
+    def target(self, kind: type, word: str) -> Any:
+        target = self.stack[-1] if self.stack else None
+        if type(target) is not kind:
+            raise self.refuse(f"it fills a {word} where there is none")
+        if id(target) in self.weights:
+            raise self.refuse(f"it changes a {word} that it has used already, or that contains itself")
+        return target
+
+    def extend(self, items: list[Any]) -> None:
+        self.target(list, "list").extend(items)
+
+    def update(self, items: list[Any]) -> None:
+        target, keys = self.target(dict, "dict"), items[::2]
+        if len(items) % 2:
+            raise self.refuse("a key without a value")
+        for key in keys:
+            if type(key) is not str:
+                raise self.refuse(f"a key that is no text but {type(key).__name__}")
+        target.update(zip(keys, items[1::2], strict=True))
+
+    def append_one(self) -> None:
+        self.extend([self.pop()])
+
+    def set_one(self) -> None:
+        value, key = self.pop(), self.pop()
+        self.update([key, value])
+
+    # -- memo ------------------------------------------------------------------------------------------------------------
+
+    def put(self, index: int) -> None:
+        if not self.stack:
+            raise self.refuse("it remembers a value where there is none")
+        self.memo[index] = self.stack[-1]
+        if len(self.memo) > self.caps.memo:
+            raise self.refuse(f"more than {self.caps.memo} values to remember")
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise self.refuse(f"it recalls value {index}, which it has not remembered")
+        value = self.memo[index]
+        if type(value) in (dict, list):
+            self.shared += self.weigh(value)[0]
+            if self.shared > self.caps.items:
+                raise self.refuse(f"what it refers to again is, written out, more than {self.caps.items} items")
+        self.stack.append(value)
+
+    def weigh(self, container: Any) -> tuple[int, int]:
+        """How many items a container is when written out, and how deep. From here on it may not change."""
+        known = self.weights.get(id(container))
+        if known is not None:
+            return known
+        self.weights[id(container)] = 1, 1
+        weight, depth, deepest, level = 1, 0, 1, [container]
+        while level:
+            depth += 1
+            below = []
+            for outer in level:
+                weight += len(outer)
+                for item in outer.values() if type(outer) is dict else outer:
+                    if type(item) is dict or type(item) is list:
+                        known = self.weights.get(id(item))
+                        if known is None:
+                            below.append(item)
+                        else:
+                            weight, deepest = weight + known[0], max(deepest, depth + known[1])
+            level, deepest = below, max(deepest, depth)
+            if deepest > self.caps.depth:
+                raise self.refuse(f"nested deeper than {self.caps.depth}")
+        self.weights[id(container)] = weight, deepest
+        return weight, deepest
+
+
+def _refuser(code: int) -> Callable[[_Machine], None]:
+    def refuse(machine: _Machine) -> None:
+        if code in _EXECUTES:
+            raise machine.refuse(f"it {_EXECUTES[code]}, which no dump does and torchwhere never obeys")
+        raise machine.refuse(f"instruction 0x{code:02x}, which no dump has")
+
+    return refuse
+
+
+_KNOWN: dict[int, Callable[[_Machine], None]] = {
+    0x80: _Machine.protocol,
+    0x95: lambda m: m.number(_U64) and None,  # a frame: how many bytes follow; they are here anyway
+    ord("("): _Machine.mark,
+    ord("}"): lambda m: m.container({}),
+    ord("]"): lambda m: m.container([]),
+    ord(")"): lambda m: m.make_tuple([]),
+    ord("t"): lambda m: m.make_tuple(m.since_mark()),
+    0x85: lambda m: m.make_tuple_of(1),
+    0x86: lambda m: m.make_tuple_of(2),
+    0x87: lambda m: m.make_tuple_of(3),
+    ord("e"): lambda m: m.extend(m.since_mark()),
+    ord("a"): _Machine.append_one,
+    ord("u"): lambda m: m.update(m.since_mark()),
+    ord("s"): _Machine.set_one,
+    ord("X"): lambda m: m.text(m.number(_U32)),
+    0x8C: lambda m: m.text(m.take(1)[0]),
+    0x8D: lambda m: m.text(m.number(_U64)),
+    ord("K"): lambda m: m.push(m.take(1)[0]),
+    ord("M"): lambda m: m.push(m.number(_U16)),
+    ord("J"): lambda m: m.push(m.number(_I32)),
+    0x8A: _Machine.long,
+    ord("G"): lambda m: m.push(m.number(_F64)),
+    ord("N"): lambda m: m.push(None),
+    0x88: lambda m: m.push(True),
+    0x89: lambda m: m.push(False),
+    ord("q"): lambda m: m.put(m.take(1)[0]),
+    ord("r"): lambda m: m.put(m.number(_U32)),
+    0x94: lambda m: m.put(len(m.memo)),
+    ord("h"): lambda m: m.get(m.take(1)[0]),
+    ord("j"): lambda m: m.get(m.number(_U32)),
+}
+_TABLE = [_KNOWN.get(code) or _refuser(code) for code in range(256)]
