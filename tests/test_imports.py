@@ -46,7 +46,22 @@ MAY_IMPORT = {
     "drop_in": {"blackbox", "errors", "events", "identity", "inspect", "live", "marks", "place", "process", "ranks"}
     | {"sense", "session"},
 }
-KNOWS_NO_TORCH = ("processes", "consultation", "flight_recorder", "monitor", "version", "errors", "place", "events", "sharding", "blackbox", "diagnose", "show", "timing", "whole_lines")
+KNOWS_NO_TORCH = (
+    "processes",
+    "consultation",
+    "flight_recorder",
+    "monitor",
+    "version",
+    "errors",
+    "place",
+    "events",
+    "sharding",
+    "blackbox",
+    "diagnose",
+    "show",
+    "timing",
+    "whole_lines",
+)
 MAY_IMPORT_AT_TOP = {
     "__init__": {"errors", "place", "version"},
     "__main__": {"cli"},

@@ -24,7 +24,7 @@ from torchwhere.diagnose.doctor import STALL_S
 from torchwhere.diagnose.sighting import Sighting
 from torchwhere.diagnose.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
-from torchwhere.processes import look
+from torchwhere.processes import is_running, look
 from torchwhere.show.verdict import verdict_json, verdict_text
 
 PULSE_S = 0.25
@@ -49,6 +49,7 @@ class Monitor:
     _said: set[tuple[str, tuple[int, ...], int | None]] = field(default_factory=set)
     _examined_at: float = 0.0
     _kept_at: float = 0.0
+    _has_failed: bool = False
     _examine_every: float = EXAMINE_S
     _started_ns: int = field(default_factory=time.time_ns)
 
@@ -58,7 +59,7 @@ class Monitor:
             stalled = self._feel()
             due = time.monotonic() - self._examined_at > self._examine_every
             if self._run is not None and (died or stalled or due):
-                self._examine()
+                self._examine_safely()
             if self._is_over():
                 self._keep()
                 return
@@ -102,10 +103,21 @@ class Monitor:
         return run if newest > self._started_ns - 60_000_000_000 else None  # boxes of an earlier run, not yet replaced
 
     def _is_over(self) -> bool:
-        launched = self.launcher is not None and Path(f"/proc/{self.launcher}").exists()
+        # One that has ended and whose parent reads our stderr to its end first must not keep us: a zombie counts as gone.
+        launched = self.launcher is not None and is_running(self.launcher)
         return not launched and not any(sighting.alive for sighting in self._sightings.values())
 
     # -- saying ------------------------------------------------------------------------------------------------------
+
+    def _examine_safely(self) -> None:
+        """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
+        try:
+            self._examine()
+        except Exception as error:
+            self._examined_at = time.monotonic()
+            if not self._has_failed:
+                self._has_failed = True
+                self.say(f"torchwhere: the monitor could not examine {self.folder}: {type(error).__name__}: {error}")
 
     def _examine(self) -> None:
         start = time.monotonic()
@@ -117,7 +129,7 @@ class Monitor:
         self._examined_at = time.monotonic()
         self._examine_every = max(EXAMINE_S, (self._examined_at - start) / _MOST_SHARE)
         number = verdict.collective.get("number") if verdict.collective else None
-        if verdict.kind not in _CALM and (verdict.kind, verdict.culprits, number) not in self._said:
+        if _is_news(verdict) and (verdict.kind, verdict.culprits, number) not in self._said:
             self._said.add((verdict.kind, verdict.culprits, number))
             self._tell(verdict)
 
@@ -145,6 +157,11 @@ class Monitor:
         self._kept_at = time.monotonic()
         seen = {str(rank): sighting.to_dict() for rank, sighting in self._sightings.items() if sighting.alive is not None}
         _write(self.folder / f"monitor-{socket.gethostname()}.json", json.dumps({"ranks": seen}))
+
+
+def _is_news(verdict: Verdict) -> bool:
+    """Whether anybody needs to be told: not that a rank failed for whom nobody waits, which it has said itself."""
+    return verdict.kind not in _CALM and not (verdict.kind is VerdictKind.DEAD and verdict.collective is None)
 
 
 def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:

@@ -46,6 +46,13 @@ def _sighting(box: Box, stack: tuple[str, ...]) -> Sighting:
     return Sighting(alive=alive, state=state, ended=ended, stack=stack, alive_ns=time.time_ns() if alive else None)
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def _state(box: Box) -> str | None:
     """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is another's now."""
     pid = box.meta.get("pid")

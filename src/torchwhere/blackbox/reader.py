@@ -98,8 +98,11 @@ class Box:
 
     @property
     def lacks_counts(self) -> bool:
-        """Whether the file was cut before the end of its tallies: what this rank has issued is not known then."""
-        return self.geometry is not None and 0 < len(self._data) < self.geometry.ring_at
+        """Whether the file was cut before the end of its tallies, or the groups they count are lost with the table: what this
+        rank has issued is not known then."""
+        if self.geometry is None or not self._data:
+            return False
+        return len(self._data) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.tally_words())
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The process groups this rank knew, by name; the latest entry of a name wins."""

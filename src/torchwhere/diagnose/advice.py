@@ -205,6 +205,11 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
 def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]:
     said = []
     for rank in blamed[:4]:
+        if rank not in case.hearing.testimonies:
+            said.append(
+                f"Rank {rank} may have died first: the others say that a peer hung up on them, and it has no readable box."
+            )
+            continue
         testimony = case.hearing.testimonies[rank]
         how = "finished" if case.state(rank) is State.FINISHED else "ended"
         said.append(f"Rank {rank} {how}: {_first_line(str(case.detail(rank)))}.")

@@ -79,7 +79,7 @@ class _Examination:
         case = self.case
         blamed = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
         if not blamed and not case.waits:  # nobody waits for them: those who say themselves that they failed
-            blamed = [rank for rank, testimony in case.hearing.testimonies.items() if case.failed(testimony)]
+            blamed = case.failed_by_themselves()
         if not blamed:
             return None
         wait = self._wait_for(blamed)
@@ -89,6 +89,7 @@ class _Examination:
             key=wait.key if wait else None,
             number=wait.number if wait else 0,
             witness=wait.rank if wait else None,
+            certainty=Certainty.INFERRED if set(blamed) & case.unheard else Certainty.EXACT,
             explanation=advice.on_dead(case, blamed, wait),
         )
 
@@ -97,10 +98,8 @@ class _Examination:
         blamed = awaited(case.waits)
         wait = self._wait_for(blamed)
         certainty = Certainty.EXACT
-        if wait is None:
-            wait = (
-                next((each for each in case.waits.values() if each.unheard and not each.missing), None) or case.unheard_wait()
-            )
+        if wait is None and not case.waits:
+            wait = case.unheard_wait()
             blamed, certainty = list(wait.unheard) if wait else [], Certainty.INFERRED
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s):
             return None

@@ -67,6 +67,12 @@ class Case:
         ends = [other.end for other in self.hearing.testimonies.values() if other.end is not None]
         return any(_HUNG_UP.search(str(end.fields.get("reason"))) for end in ends)
 
+    def failed_by_themselves(self) -> list[int]:
+        """Ranks that failed, less those that say a peer hung up on them: where all say so, a rank that nobody heard did."""
+        failed = {rank: testimony for rank, testimony in self.hearing.testimonies.items() if self.failed(testimony)}
+        own = [rank for rank, found in failed.items() if found.end and not _HUNG_UP.search(str(found.end.fields.get("reason")))]
+        return own or (sorted(self.unheard) if failed and self.unheard else list(failed))
+
     def failed(self, testimony: Testimony) -> bool:
         return testimony.end is not None and not _ended_well(testimony.end)
 

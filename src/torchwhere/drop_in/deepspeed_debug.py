@@ -1,7 +1,7 @@
 """`deepspeed.utils.debug`, by its own names and texts. Needs no DeepSpeed, and knows its parameters where there are some.
 
 Better than the original: names without wrappers' prefixes that survive re-wrapping, `status=none` where there is no ZeRO,
-whole shapes of FSDP1 parts and placements of DTensors, texts that are never torn, a file for each rank, a graph walked once, and
+whole shapes of FSDP1 parts, placements of DTensors, texts that are never torn, a file for each rank, a graph walked once, and
 ranks before `init_process_group`. The native forms say more: `torchwhere.names`, `describe`, `print_rank`, `rank_log`,
 `backward_graph`.
 """

@@ -190,7 +190,7 @@ class Names:
         return len(modules), len(params), len(buffers)
 
     def facts(self, key: str | torch.Tensor) -> ParameterFacts:
-        """Everything about a parameter or buffer, given itself or by name. Raises `UnknownNameError` if it is not in the model."""
+        """Everything about a parameter or buffer, given itself or by name. `UnknownNameError` if it is not in the model."""
         name = key if isinstance(key, str) else self[key][0]
         tensor = self[name]
         if isinstance(tensor, nn.Module):

@@ -1,6 +1,6 @@
 """Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks for it.
 
-Python's own fault handler writes it, from C, without the GIL: it works while the process holds the GIL, sits in a lock or loops.
+Python's own fault handler writes it, from C, without the GIL: it works while the process holds the GIL, waits or loops.
 A signal that nobody uses is made to mean "write your stack"; its number is in the box. A fault handler that the program has
 already enabled is left as it is. All of it is taken back at the end, and a file that holds nothing is deleted.
 """
