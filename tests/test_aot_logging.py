@@ -289,9 +289,9 @@ def test_a_backward_that_raised_is_not_in_the_way() -> None:
 @BOTH
 def test_nothing_to_do(module: Any) -> None:
     """No roots, tensors without a graph, and things that are no tensors are passed over."""
-    module.setup_stacktrace_preservation_hooks([])
-    module.setup_stacktrace_preservation_hooks_from_tensors(torch.ones(1))
-    module.setup_stacktrace_preservation_hooks_from_tensors((None, 3))
+    assert module.setup_stacktrace_preservation_hooks([]) is None
+    assert module.setup_stacktrace_preservation_hooks_from_tensors(torch.ones(1)) is None
+    assert module.setup_stacktrace_preservation_hooks_from_tensors((None, 3)) is None
 
 
 # -- changing over ---------------------------------------------------------------------------------------------------------

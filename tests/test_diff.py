@@ -508,8 +508,8 @@ def test_damaged_boxes(tmp_path: Path) -> None:
         for at in choose.sample(used, 20):
             damaged[at] = choose.randrange(256)
         (tmp_path / box_name(1)).write_bytes(damaged[: choose.choice([len(whole), len(whole) - choose.randrange(5000)])])
-        compared(tmp_path).to_dict()
-        torchwhere.phases(tmp_path).to_dict()
+        assert compared(tmp_path).to_dict()
+        assert torchwhere.phases(tmp_path).to_dict()
 
 
 def test_only_some_ranks(tmp_path: Path) -> None:

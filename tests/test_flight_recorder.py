@@ -67,7 +67,7 @@ class Recorder:
                 "frames": [
                     {
                         "name": "all_reduce",
-                        "filename": "/opt/lib/python3.12/site-packages/torch/distributed/c10d.py",
+                        "filename": "/usr/lib/python3.12/site-packages/torch/distributed/c10d.py",
                         "line": 1,
                     },
                     {"name": "step", "filename": "/home/user/project/train.py", "line": line},
@@ -432,9 +432,9 @@ def test_lines_of_the_user() -> None:
     """What is of Python, torch, another package, a compiler or torchwhere is not the user's line; all else is."""
     others = (
         "/usr/lib/python3.11/threading.py",
-        "/opt/venv/lib/python3.12/site-packages/lightning/trainer.py",
-        "/root/pytorch/torch/distributed/distributed_c10d.py",
-        "/root/pytorch/torch/_tensor.py",
+        "/home/user/venv/lib/python3.12/site-packages/lightning/trainer.py",
+        "/home/user/pytorch/torch/distributed/distributed_c10d.py",
+        "/home/user/pytorch/torch/_tensor.py",
         "/tmp/torchinductor_root/ab/cab.py",
         "<frozen runpy>",
         "/src/torchwhere/sense/collectives.py",
