@@ -20,7 +20,6 @@ SECTIONS = {
     "phases": "a phase block",
     "graph_walk": "an autograd graph of 1,000,000 nodes",
     "printing": "100,000 lines from 8 processes",
-    "doctor": "a verdict on many ranks",
 }
 
 
