@@ -20,6 +20,7 @@ SECTIONS = {
     "phases": "a phase block",
     "graph_walk": "an autograd graph of 1,000,000 nodes",
     "printing": "100,000 lines from 8 processes",
+    "doctor": "a verdict on a job that hangs",
 }
 
 
@@ -50,7 +51,7 @@ def _measured(key: str) -> Section:
 
 
 def render(sections: Sequence[Section]) -> str:
-    lines = []
+    lines = [""] if sections else []
     for section in sections:
         lines += ["", section.title]
         width = max((len(name) for name, _, _ in section.rows), default=0)
