@@ -29,7 +29,7 @@ from rich.text import Text
 import torchwhere
 from torchwhere.blackbox import layout
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.comms import comms
+from torchwhere.diagnose.comms.tree import comms
 from torchwhere.events import KIND_LABELS
 from torchwhere.show.text import comms_lines
 

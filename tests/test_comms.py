@@ -14,9 +14,9 @@ import pytest
 from torchwhere.blackbox.layout import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.diagnose.comms import Comms, comms
-from torchwhere.diagnose.outline import Branch, outline
-from torchwhere.diagnose.sums import RunningSums, sums
+from torchwhere.diagnose.comms.outline import Branch, outline
+from torchwhere.diagnose.comms.sums import RunningSums, sums
+from torchwhere.diagnose.comms.tree import Comms, comms
 from torchwhere.events import Kind
 from torchwhere.place import Pass
 from torchwhere.show import text

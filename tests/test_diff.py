@@ -26,10 +26,10 @@ from rank_pool import Pool
 from torchwhere import TorchwhereError, cli
 from torchwhere.blackbox.layout import Sort
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.diagnose.cohorts import Cohorts, Comparison, ranks_text
-from torchwhere.diagnose.diff import Diff, diff, find_logs
-from torchwhere.diagnose.diff_logs import ranks_of, rejoined
-from torchwhere.diagnose.strip import Stripper, patterns, skeleton, stripped
+from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_text
+from torchwhere.diagnose.diff.comparison import Diff, diff, find_logs
+from torchwhere.diagnose.diff.logs import ranks_of, rejoined
+from torchwhere.diagnose.diff.strip import Stripper, patterns, skeleton, stripped
 from torchwhere.events import Kind
 from torchwhere.place import Pass
 from torchwhere.show.diff import diff_lines

@@ -18,7 +18,7 @@ import pytest
 
 from faulty_jobs import FAULTS, WORLD, Expected, marked
 from torchwhere.consultation import consult
-from torchwhere.diagnose.verdict import Verdict
+from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
 
 STALL_S = 5.0

@@ -25,7 +25,7 @@ from faulty_jobs import FAULTS, WORLD
 from rank_pool import Pool
 from test_doctor import Nursery, kill, wait_for_verdict
 from torchwhere.cli import main
-from torchwhere.diagnose.verdict import Verdict
+from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
 from torchwhere.flight_recorder.consultation import consult_dumps
 from torchwhere.flight_recorder.dump import user_line

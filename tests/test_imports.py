@@ -34,7 +34,8 @@ MAY_IMPORT = {
     "callbacks": {"process", "sense", "wrapping"},
     "marks": {"blackbox", "identity", "place", "process", "sense", "wrapping"},
     "processes": {"blackbox", "diagnose"},
-    "consultation": {"blackbox", "diagnose", "processes"},
+    "clerks": {"blackbox", "diagnose", "errors"},
+    "consultation": {"blackbox", "clerks", "diagnose", "processes"},
     "flight_recorder": {"blackbox", "diagnose", "errors", "events", "place"},
     "monitor": {"blackbox", "consultation", "diagnose", "errors", "processes", "show"},
     "launch": {"errors", "process", "sense"},
@@ -47,6 +48,7 @@ MAY_IMPORT = {
     | {"sense", "session"},
 }
 KNOWS_NO_TORCH = (
+    "clerks",
     "processes",
     "consultation",
     "flight_recorder",
@@ -126,7 +128,7 @@ def test_command_help_needs_no_torch() -> None:
 
 def test_reading_loads_no_torch() -> None:
     """What reads and shows a run loads neither torch nor anything of the watching side."""
-    modules = "torchwhere.blackbox.run, torchwhere.diagnose.comms, torchwhere.show.text"
+    modules = "torchwhere.blackbox.run, torchwhere.diagnose.comms.tree, torchwhere.show.text"
     loaded = set(python(f"import sys, {modules}; print(*sys.modules)").split())
     assert not loaded & {
         "torch",

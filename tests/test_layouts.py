@@ -29,7 +29,7 @@ from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.cli import main
-from torchwhere.diagnose.layouts import Layouts, compare, layouts
+from torchwhere.diagnose.layout.layouts import Layouts, compare, layouts
 from torchwhere.sense import layouts as sense
 from torchwhere.sharding import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.show.layout import layouts_lines

@@ -18,9 +18,9 @@ from models import Model, batch
 from rank_pool import Pool
 from torchwhere import process
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.comms import Comms
-from torchwhere.diagnose.comms import comms as offline
-from torchwhere.diagnose.expect import OPS
+from torchwhere.diagnose.comms.expect import OPS
+from torchwhere.diagnose.comms.tree import Comms
+from torchwhere.diagnose.comms.tree import comms as offline
 from torchwhere.show import text
 
 
@@ -466,8 +466,8 @@ def _ddp_snapshot(folder: str) -> None:
 
 def test_long_lists_are_cut() -> None:
     """A failure in a program with hundreds of places shows the first, and how many more there are."""
-    from torchwhere.diagnose.comms import CommsKey, CommsNode, Tally
-    from torchwhere.diagnose.expect import Names, judge
+    from torchwhere.diagnose.comms.expect import Names, judge
+    from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, Tally
     from torchwhere.show.expectation import failure
 
     found = Comms(ranks={0})

@@ -5,47 +5,66 @@ Everything here reads. What a monitor has kept in the folder counts where nobody
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.label import pulse_of
 from torchwhere.blackbox.reader import read_box
-from torchwhere.blackbox.run import Run, read_run
-from torchwhere.diagnose.doctor import STALL_S, examine
-from torchwhere.diagnose.sighting import Sighting
-from torchwhere.diagnose.verdict import Verdict, VerdictKind
+from torchwhere.blackbox.run import Roster
+from torchwhere.clerks import Progress, hear_folder
+from torchwhere.diagnose.doctor.examination import STALL_S, examine
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.processes import look, merged
 
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
-def consult(folder: str | Path, *, stall_s: float = STALL_S) -> Verdict:
-    """The verdict on the run in a folder, now."""
-    run = read_run(folder)
-    return judge(run, kept_sightings(run.folder), stall_s=stall_s)
+def consult(folder: str | Path, *, stall_s: float = STALL_S, on_progress: Progress | None = None) -> Verdict:
+    """The verdict on the run in a folder, now. `on_progress` is told how many boxes have been read, of how many."""
+    with _nothing_collected():
+        run, hearing = hear_folder(folder, on_progress=on_progress)
+        return judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
 
 
-def judge(run: Run, kept: Mapping[int, dict[str, Any]], *, stall_s: float) -> Verdict:
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Of thousands of ranks millions of objects are made and kept: the garbage collector would go through them in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def judge(run: Roster[Any], kept: Mapping[int, dict[str, Any]], *, stall_s: float, hearing: Hearing | None = None) -> Verdict:
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong."""
+    hearing = hearing if hearing is not None else heard(run)
     seen = merged(look(run.boxes), kept)
-    _read_again(run, [rank for rank, sighting in seen.items() if sighting.alive is False])
+    _read_again(run, hearing, [rank for rank, sighting in seen.items() if sighting.alive is False])
     now_ns = _now(seen)
-    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None)
+    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
     if verdict.kind in _CALM or now_ns is None:
         return verdict
     suspects = verdict.culprits[:16] or tuple(run.boxes)[:16]
     seen = merged(look(run.boxes, stacks=suspects), kept)
-    return examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s)
+    return examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
 
 
-def _read_again(run: Run, gone: list[int]) -> None:
+def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
     """A process may have written its last words between the reading of its box and the look that found it gone."""
     for rank in gone:
-        if rank in run.boxes and not any(True for _ in run.boxes[rank].events(kinds={"end"})):
+        if rank in run.boxes and pulse_of(run.boxes[rank].path) != run.boxes[rank].pulse:
             box = read_box(run.boxes[rank].path)
             if box.rank == rank:
-                run.boxes[rank] = box
+                hearing.hear(rank, box)
 
 
 def _now(seen: Mapping[int, Sighting]) -> int | None:

@@ -20,10 +20,10 @@ from torch import nn
 
 from torchwhere import process
 from torchwhere.blackbox.reader import Box
-from torchwhere.diagnose import snapshot
-from torchwhere.diagnose.comms import Comms, add, group_label
-from torchwhere.diagnose.expect import Names, judge
-from torchwhere.diagnose.sums import RunningSums
+from torchwhere.diagnose.comms import snapshot
+from torchwhere.diagnose.comms.expect import Names, judge
+from torchwhere.diagnose.comms.sums import RunningSums
+from torchwhere.diagnose.comms.tree import Comms, add, group_label
 from torchwhere.sense import _torch
 from torchwhere.session import Session
 from torchwhere.show import expectation

@@ -20,9 +20,9 @@ from pathlib import Path
 from torchwhere.blackbox.pulse import Pulse, take_pulse
 from torchwhere.blackbox.run import Run, read_run
 from torchwhere.consultation import judge, kept_sightings
-from torchwhere.diagnose.doctor import STALL_S
-from torchwhere.diagnose.sighting import Sighting
-from torchwhere.diagnose.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.examination import STALL_S
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
 from torchwhere.processes import is_running, look
 from torchwhere.show.verdict import verdict_json, verdict_text

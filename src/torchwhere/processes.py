@@ -14,16 +14,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.writer import fault_file
-from torchwhere.diagnose.sighting import Sighting
+from torchwhere.diagnose.doctor.sighting import Sighting
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _MOST_FRAMES = 64
+_UNSEEN = Sighting()
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # what runs a script, outside it
 
 
-def look(boxes: Mapping[int, Box], *, stacks: Iterable[int] = (), patience_s: float = 1.0) -> dict[int, Sighting]:
+def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_s: float = 1.0) -> dict[int, Sighting]:
     """See every process of this host, and ask those of the ranks in `stacks` for their Python stack."""
     wanted = set(stacks)
     asked = {rank: size for rank, box in boxes.items() if rank in wanted and (size := _ask(box)) is not None}
@@ -34,12 +35,12 @@ def look(boxes: Mapping[int, Box], *, stacks: Iterable[int] = (), patience_s: fl
         for rank, size in asked.items():
             if rank not in found and (stack := _answer(boxes[rank], size)):
                 found[rank] = stack
-    return {rank: _sighting(box, found.get(rank, ())) for rank, box in boxes.items()}
+    host = socket.gethostname() if Path("/proc/self/stat").exists() else None
+    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host}
+    return {rank: _sighting(box, found.get(rank, ())) if rank in here else _UNSEEN for rank, box in boxes.items()}
 
 
-def _sighting(box: Box, stack: tuple[str, ...]) -> Sighting:
-    if box.meta.get("host") != socket.gethostname() or not Path("/proc/self/stat").exists():
-        return Sighting()
+def _sighting(box: Labelled, stack: tuple[str, ...]) -> Sighting:
     state = _state(box)
     ended = _last_words(box) if state in (None, "Z") else None
     alive = state not in (None, "Z", "X")
@@ -53,7 +54,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _state(box: Box) -> str | None:
+def _state(box: Labelled) -> str | None:
     """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is another's now."""
     pid = box.meta.get("pid")
     if not isinstance(pid, int):
@@ -66,7 +67,7 @@ def _state(box: Box) -> str | None:
     return stat[0] if started is None or int(stat[19]) == started else None
 
 
-def _last_words(box: Box) -> str | None:
+def _last_words(box: Labelled) -> str | None:
     """How a process says it crashed, if it could: the first line that Python's fault handler wrote for it."""
     text = _read(fault_file(box.path)).partition("Current thread")[0].strip()
     for line in text.splitlines():
@@ -87,7 +88,7 @@ def _read(path: Path, *, start: int = 0) -> str:
 # -- stacks ----------------------------------------------------------------------------------------------------------------
 
 
-def _ask(box: Box) -> int | None:
+def _ask(box: Labelled) -> int | None:
     """Have a process write its stack; the size of its file before it does. None where it cannot be asked."""
     number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
     if not isinstance(number, int) or not isinstance(pid, int) or box.meta.get("host") != socket.gethostname():
@@ -112,7 +113,7 @@ def _catches(pid: int, number: int) -> bool:
     return caught is not None and bool(int(caught.group(1), 16) >> (number - 1) & 1)
 
 
-def _answer(box: Box, size: int) -> tuple[str, ...]:
+def _answer(box: Labelled, size: int) -> tuple[str, ...]:
     """The main thread's frames, once they are written."""
     return main_thread(_read(fault_file(box.path), start=size))
 

@@ -2,16 +2,17 @@
 
 Takes the bytes of a file once (no map: a file that shrinks under a reader's map would kill the reader) and gives back what
 is good. It never raises on content: everything that is not good is counted in `Box.counts` and said in `Box.problems`.
-Records are kept as a numpy array; `events()` turns them into `Event`s one at a time.
+Records are kept as a numpy array; `events()` turns them into `Event`s one at a time. A `BoxReader` reads many boxes of a job,
+and leaves the ring of texts, which is larger than all else and seldom asked for, in the file until it is.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import layout
-from torchwhere.blackbox.layout import HEADER, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, RECORD_BYTES, Geometry, Sort
+from torchwhere.blackbox.layout import HEADER, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, Geometry, Sort
+from torchwhere.blackbox.ring import RECORD_DTYPE as RECORD_DTYPE
+from torchwhere.blackbox.ring import parse_ring
+from torchwhere.blackbox.table import TableReader
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import TEXT_FIELD, Event, Kind
 from torchwhere.place import Certainty, Pass, Place
 
-RECORD_DTYPE = np.dtype(
-    [("number", "<u8"), ("t_ns", "<u8"), ("kind", "u1"), ("pass", "u1"), ("flags", "u1"), ("thread", "u1")]
-    + [(name, "<u4") for name in ("step", "module", "call", "line", "graph", "what", "aim", "param")]
-    + [("more", "<u8"), ("crc", "<u4")]
-)
-
-_PASS_LABELS = {int(p): p.label for p in Pass}
+PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
 _SIGNATURE = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
 _MOST_RANKS_SHOWN = 64  # a group's members in every one of its events; larger groups: `Box.groups`
@@ -69,7 +67,8 @@ class Box:
     counts: Counts = field(default_factory=Counts)
     problems: list[str] = field(default_factory=list)
     geometry: Geometry | None = None
-    _data: bytes = b""
+    _head: bytes = b""  # all before the ring of texts
+    _texts: bytes | None = b""  # None: not read yet
     _json: dict[int, Any] = field(default_factory=dict)
     _threads: dict[str, str] | None = None
     _lost_texts: set[int] = field(default_factory=set)
@@ -86,6 +85,22 @@ class Box:
         restart = self.meta.get("restart")
         return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
 
+    @property
+    def is_readable(self) -> bool:
+        return self.geometry is not None and self.rank >= 0
+
+    @property
+    def last_ns(self) -> int:
+        """Wall clock of its last record, or of its start."""
+        started = self.meta.get("started_ns", 0)
+        last = self.wall_ns(int(self.records["t_ns"].max())) if len(self.records) else 0
+        return max(last, started if isinstance(started, int) else 0)
+
+    @property
+    def pulse(self) -> int:
+        """A sum of its cursors and tallies: another one as soon as something is recorded."""
+        return zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at]) if self.geometry else 0
+
     def name(self, entry_id: int) -> str | None:
         entry = self.names.get(entry_id)
         return entry[1] if entry else None
@@ -100,9 +115,9 @@ class Box:
     def lacks_counts(self) -> bool:
         """Whether the file was cut before the end of its tallies, or the groups they count are lost with the table: what this
         rank has issued is not known then."""
-        if self.geometry is None or not self._data:
+        if self.geometry is None or not self._head:
             return False
-        return len(self._data) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.tally_words())
+        return len(self._head) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.tally_words())
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The process groups this rank knew, by name; the latest entry of a name wins."""
@@ -123,12 +138,14 @@ class Box:
         """A text by its position, or None if it was overwritten since."""
         if self.geometry is None:
             return None
-        data, end = self._data, min(self.geometry.table_at, len(self._data))
-        at = self.geometry.texts_at + start % self.geometry.text_bytes
+        if self._texts is None:
+            self._texts = _section(self.path, self.geometry.texts_at, self.geometry.text_bytes)
+        data, at = self._texts, start % self.geometry.text_bytes
         body = at + layout.TEXT.size
-        if body <= end:
+        if body <= len(data):
             position, length, crc = layout.TEXT.unpack_from(data, at)
-            if position == start and body + length <= end and _sealed(data[at : body - 4], data[body : body + length]) == crc:
+            end = body + length
+            if position == start and end <= len(data) and _sealed(data[at : body - 4], data[body:end]) == crc:
                 return data[body : body + length].decode("utf-8", "replace")
         self._lost_texts.add(start)
         self.counts.lost_texts = len(self._lost_texts)
@@ -165,7 +182,7 @@ class Box:
         return Place(
             rank=self.rank,
             step=None if step == NO_STEP else step,
-            pass_=_PASS_LABELS.get(pass_, "outside"),
+            pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             call=None if module is None or call == NO_CALL else call,
             line=self.name(int(row["line"])),
@@ -178,7 +195,7 @@ class Box:
     def _certainty(self, row: Any, module: str | None) -> Certainty:
         flags = int(row["flags"])
         is_lost = row["module"] and module is None  # the name is not in the table: not the same as outside any module
-        if flags & layout.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in _PASS_LABELS:
+        if flags & layout.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
             return Certainty.UNKNOWN
         return Certainty.INFERRED if flags & layout.FLAG_INFERRED else Certainty.EXACT
 
@@ -228,17 +245,18 @@ class Box:
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(self._data, geometry.cursors_at, geometry.tallies_at, layout.CURSOR_BYTES).view("<u8")
-        return [self._cursor(slot, row) for slot, row in enumerate(words) if row[layout.CURSOR_TIME]]
+        words = _rows(self._head, geometry.cursors_at, geometry.tallies_at, layout.CURSOR_BYTES).view("<u8")
+        used = np.flatnonzero(words[:, layout.CURSOR_TIME]).tolist()
+        return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
     def _cursor(self, slot: int, row: Any) -> Cursor:
         word, call = int(row[layout.CURSOR_PLACE]), int(row[layout.CURSOR_PLACE]) & layout.CALL_MASK
         module, pass_ = self.name(word >> layout.MODULE_SHIFT), word >> layout.PASS_SHIFT & layout.PASS_MASK
-        is_lost = pass_ not in _PASS_LABELS or (word >> layout.MODULE_SHIFT and module is None)
+        is_lost = pass_ not in PASS_LABELS or (word >> layout.MODULE_SHIFT and module is None)
         place = Place(
             rank=self.rank,
             step=int(row[layout.CURSOR_STEP]),
-            pass_=_PASS_LABELS.get(pass_, "outside"),
+            pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             # A recomputed call is not resolved in the cursor: what stands there is not a call number.
             call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
@@ -266,7 +284,7 @@ class Box:
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(self._data, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
+        words = _rows(self._head, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
         found: list[list[int]] = words[words[:, 0] != 0].tolist()
         return found
 
@@ -282,17 +300,67 @@ def read_box(path: str | Path) -> Box:
 
 
 def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
-    box = Box(path=path, _data=data)
-    _parse_header(box)
+    box = Box(path=path)
+    _parse_header(box, data, len(data))
     if box.geometry is not None:
-        _parse_table(box)
-        _parse_ring(box)
-        whole: dict[str, Any] = {}  # what did not fit into the header
-        for sort, text in box.names.values():
-            if sort == Sort.META and isinstance(meta := _loads(text), dict):
-                whole |= meta
-        box.meta = whole | box.meta
+        texts_at, table_at = box.geometry.texts_at, box.geometry.table_at
+        box._head, box._texts = data[:texts_at], data[texts_at:table_at]
+        _parse_rest(box, data[table_at:], TableReader())
     return box
+
+
+class BoxReader:
+    """Reads the boxes of one job, one after another, and what their tables have in common once."""
+
+    def __init__(self) -> None:
+        self._tables = TableReader()
+
+    def read(self, path: Path) -> Box:
+        """As `read_box`, but the texts stay in the file."""
+        box = Box(path=path, _texts=None)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            size = os.fstat(fd).st_size
+            head = os.pread(fd, HEADER_BYTES * HEADER_COPIES, 0)
+            _parse_header(box, head, size)
+            if box.geometry is not None:
+                box._head = os.pread(fd, box.geometry.texts_at, 0)
+                # The table comes last: a name is in the file before the first record that uses it.
+                table = os.pread(fd, max(0, os.fstat(fd).st_size - box.geometry.table_at), box.geometry.table_at)
+                _parse_rest(box, table, self._tables)
+        except OSError as error:
+            raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+        return box
+
+
+def _section(path: Path, at: int, length: int) -> bytes:
+    """A part of a file, or as much of it as there is."""
+    try:
+        with path.open("rb") as file:
+            file.seek(at)
+            return file.read(length)
+    except OSError:
+        return b""
+
+
+def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
+    """All but the header."""
+    geometry = box.geometry
+    assert geometry is not None
+    read = tables.read(table)
+    ring = parse_ring(memoryview(box._head)[geometry.ring_at : geometry.texts_at], geometry.capacity)
+    box.names, box.records = read.names, ring.records
+    box.counts = Counts(len(ring.records), ring.torn, ring.unknown, ring.overwritten, read.torn)
+    whole: dict[str, Any] = {}  # what did not fit into the header
+    for sort, text in box.names.values():
+        if sort == Sort.META and isinstance(meta := _loads(text), dict):
+            whole |= meta
+    box.meta = whole | box.meta
 
 
 def _loads(text: str | None) -> Any:
@@ -312,9 +380,9 @@ def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint8
     return np.frombuffer(section[: len(section) // width * width], np.uint8).reshape(-1, width)
 
 
-def _parse_header(box: Box) -> None:
+def _parse_header(box: Box, data: bytes, size: int) -> None:
     for copy in range(HEADER_COPIES):
-        block = box._data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
+        block = data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
         if block[:8] != layout.MAGIC or len(block) < HEADER_BYTES:
             continue
         _, version, _, cursors, tallies, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(block[: HEADER.size])
@@ -326,70 +394,7 @@ def _parse_header(box: Box) -> None:
         box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, tallies=tallies, text_bytes=max(text_bytes, 1))
         meta = _loads(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
         box.meta = meta if isinstance(meta, dict) else {}
-        if len(box._data) < box.geometry.table_at:
-            box.problems.append(f"cut short: {len(box._data)} of at least {box.geometry.table_at} bytes")
+        if size < box.geometry.table_at:
+            box.problems.append(f"cut short: {size} of at least {box.geometry.table_at} bytes")
         return
     box.problems.append("no readable header: not a black box, or damaged")
-
-
-def _parse_table(box: Box) -> None:
-    data, mark, head = box._data, layout.ENTRY_MARK, layout.ENTRY.size
-    assert box.geometry is not None
-    at = box.geometry.table_at
-    while at + head <= len(data):
-        found_mark, entry_id, sort, length, crc = layout.ENTRY.unpack_from(data, at)
-        payload = data[at + head : at + head + min(length, layout.ENTRY_MOST_BYTES)]
-        if found_mark == mark and len(payload) == length and _sealed(data[at : at + head - 4], payload) == crc:
-            box.names[entry_id] = sort, payload.decode("utf-8", "replace")
-            at += head + length
-            continue
-        box.counts.torn_entries += 1
-        at = data.find(mark, at + 1)
-        if at < 0:
-            return
-    box.counts.torn_entries += at < len(data)
-
-
-def _parse_ring(box: Box) -> None:
-    assert box.geometry is not None
-    capacity = box.geometry.capacity
-    slots = _rows(box._data, box.geometry.ring_at, box.geometry.texts_at, RECORD_BYTES)
-    used = np.flatnonzero(slots.view("<u8").any(axis=1))
-    raw = slots[used]
-    rows = raw.view(RECORD_DTYPE)[:, 0]
-    whole = (_crcs(raw) == rows["crc"]) & (rows["number"] % capacity == used)
-    known = np.isin(rows["kind"], list(_KINDS))
-    good = rows[whole & known]
-    box.records = good[np.argsort(good["number"], kind="stable")]
-    written = int(rows["number"][whole].max()) + 1 if whole.any() else 0
-    # A slot that must have been written and is empty was begun and not finished, or is cut off.
-    empty = min(written, capacity) - int((used < written).sum())
-    box.counts.good = len(box.records)
-    box.counts.torn = int((~whole).sum()) + empty
-    box.counts.unknown = int((whole & ~known).sum())
-    box.counts.overwritten = max(0, written - capacity)
-
-
-@cache
-def _crc_tables() -> tuple[npt.NDArray[np.uint32], int]:
-    """A CRC is linear over GF(2): the CRC of a record is the xor of one table value per byte."""
-    length = layout.RECORD_CRC_AT
-    zero = zlib.crc32(bytes(length))
-    tables = np.empty((length, 256), np.uint32)
-    for position in range(length):
-        tail = bytes(length - position - 1)
-        head = bytes(position)
-        tables[position] = [zlib.crc32(head + bytes([value]) + tail) ^ zero for value in range(256)]
-    return tables, zero
-
-
-def _crcs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """The CRC of every record at once, block by block so that the working set stays in the cache."""
-    tables, zero = _crc_tables()
-    found = np.full(len(columns), zero, np.uint32)
-    for start in range(0, len(columns), 8192):
-        block = columns[start : start + 8192]
-        out = found[start : start + 8192]
-        for position in range(layout.RECORD_CRC_AT):
-            out ^= tables[position][block[:, position]]
-    return found

@@ -1,7 +1,7 @@
 """Reads a run: the folder of boxes that one job left, or is writing.
 
 Takes a folder, gives a `Run`: one box per rank of the newest run in it. Boxes of earlier runs or restarts are kept apart
-and counted, missing ranks are named.
+and counted, missing ranks are named. A `Roster` is the same with labels instead of boxes, for those who do not need them.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
+from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.reader import Box, read_box
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import Event
 
 _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
+_MOST_CAVEATS = 32  # about single ranks
+
+B = TypeVar("B", bound=Labelled)
 
 
 @dataclass(slots=True)
-class Run:
-    """One job: its boxes by rank, and what is not there."""
+class Roster(Generic[B]):
+    """One job: its boxes, or their labels, by rank; and what is not there."""
 
     noun: ClassVar[str] = "box"  # what a rank leaves
 
     folder: Path
-    boxes: dict[int, Box]
+    boxes: dict[int, B]
     earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts in the same folder
-    unreadable: list[Box] = field(default_factory=list)
+    unreadable: list[B] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
@@ -41,14 +45,24 @@ class Run:
     def caveats(self) -> list[str]:
         """What a reader should know before trusting the rest: missing ranks, torn records, foreign files."""
         said = []
-        if self.missing:
-            said.append(f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of rank {_few(self.missing)}")
+        missing = self.missing
+        if missing:
+            said.append(f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of rank {_few(missing)}")
+        of_ranks = []
         for rank, box in sorted(self.boxes.items()):
-            said += [f"rank {rank}: {problem}" for problem in box.problems]
+            of_ranks += [f"rank {rank}: {problem}" for problem in box.problems]
             if torn := box.counts.torn + box.counts.torn_entries:
-                said.append(f"rank {rank}: {torn} torn or damaged record{'s' * (torn > 1)} left out")
-        said += [f"{box.path.name}: {problem}" for box in self.unreadable for problem in box.problems]
+                of_ranks.append(f"rank {rank}: {torn} torn or damaged record{'s' * (torn > 1)} left out")
+        of_ranks += [f"{box.path.name}: {problem}" for box in self.unreadable for problem in box.problems]
+        said += of_ranks[:_MOST_CAVEATS]
+        if len(of_ranks) > _MOST_CAVEATS:
+            said.append(f"and {len(of_ranks) - _MOST_CAVEATS} more of this kind")
         return said
+
+
+@dataclass(slots=True)
+class Run(Roster[Box]):
+    """One job, with all that its boxes hold."""
 
     def events(
         self, *, ranks: set[int] | None = None, kinds: set[str] | None = None, last: int | None = None
@@ -61,42 +75,48 @@ class Run:
 
 def read_run(folder: str | Path) -> Run:
     """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read."""
+    boxes = [read_box(path) for path in box_files(folder)]
+    return Run(Path(folder), *choose(Path(folder), boxes))
+
+
+def box_files(folder: str | Path) -> list[Path]:
+    """The boxes in a folder, by rank. Raises `TorchwhereError` when there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
-    boxes = [read_box(path) for path in sorted(folder.glob("*.box"))]
-    if not boxes:
+    files = sorted(folder.glob("*.box"), key=lambda path: (len(path.name.partition(".")[0]), path.name))
+    if not files:
         raise TorchwhereError(f"{folder} holds no black box (*.box). Record one with: torchwhere run --out {folder} train.py")
-    readable = [box for box in boxes if box.geometry is not None and box.rank >= 0]
-    unreadable = [box for box in boxes if box.geometry is None or box.rank < 0]
+    return files
+
+
+def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list[B]]:
+    """Of the boxes in a folder, those of the newest run by rank, the paths of earlier ones, and what cannot be read."""
+    readable = [box for box in boxes if box.is_readable]
+    unreadable = [box for box in boxes if not box.is_readable]
     if not readable:
         problems = "; ".join(sorted({problem for box in unreadable for problem in box.problems}))
         raise TorchwhereError(f"none of the {len(boxes)} boxes in {folder} can be read: {problems}")
-    return _newest(folder, readable, unreadable)
-
-
-def _newest(folder: Path, readable: list[Box], unreadable: list[Box]) -> Run:
     readable.sort(key=_started_ns)
     newest = readable[-1]
-    boxes: dict[int, Box] = {}
+    chosen: dict[int, B] = {}
     earlier: list[Path] = []
     for box in readable:
         if box.run != newest.run or box.meta.get("world_size") != newest.meta.get("world_size") or _was_over(box, newest):
             earlier.append(box.path)
             continue
-        if box.rank in boxes:
-            earlier.append(boxes[box.rank].path)
-        boxes[box.rank] = box
-    return Run(folder=folder, boxes=boxes, earlier=earlier, unreadable=unreadable)
+        if box.rank in chosen:
+            earlier.append(chosen[box.rank].path)
+        chosen[box.rank] = box
+    return chosen, earlier, unreadable
 
 
-def _was_over(box: Box, newest: Box) -> bool:
+def _was_over(box: Labelled, newest: Labelled) -> bool:
     """Whether a box was last written well before the newest one began: a rank of an earlier run under the same name."""
-    last_ns = box.wall_ns(int(box.records["t_ns"].max())) if len(box.records) else _started_ns(box)
-    return max(last_ns, _started_ns(box)) < _started_ns(newest) - _LATE_START_NS
+    return box.last_ns < _started_ns(newest) - _LATE_START_NS
 
 
-def _started_ns(box: Box) -> int:
+def _started_ns(box: Labelled) -> int:
     started = box.meta.get("started_ns", 0)
     return started if isinstance(started, int) else 0
 

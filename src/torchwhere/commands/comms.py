@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
 
 
 def _comms(arguments: argparse.Namespace) -> int:
-    from torchwhere.diagnose.comms import comms
+    from torchwhere.diagnose.comms.tree import comms
 
     found = comms(read_folder(arguments), ranks=ranks_asked(arguments))
     if arguments.json:

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from torchwhere.diagnose.diff import diff, find_logs
+    from torchwhere.diagnose.diff.comparison import diff, find_logs
 
     logs = find_logs(Path(arguments.folder), arguments.logs)
     try:

@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
 def _doctor(arguments: argparse.Namespace) -> int:
     from torchwhere.consultation import consult
     from torchwhere.flight_recorder.consultation import consult_dumps, with_dumps
+    from torchwhere.show.progress import progress_bar
     from torchwhere.show.verdict import verdict_json, verdict_text
 
     if arguments.folder is None and arguments.flight_recorder is None:
@@ -42,7 +43,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.folder is None:
         verdict = consult_dumps(arguments.flight_recorder)
     else:
-        verdict = consult(arguments.folder, stall_s=arguments.stall)
+        with progress_bar("reading boxes") as on_progress:
+            verdict = consult(arguments.folder, stall_s=arguments.stall, on_progress=on_progress)
         if arguments.flight_recorder is not None:
             verdict = with_dumps(verdict, arguments.flight_recorder)
     if arguments.json:

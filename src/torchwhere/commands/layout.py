@@ -18,7 +18,7 @@ def add(commands: Any) -> None:
 
 
 def _layout(arguments: argparse.Namespace) -> int:
-    from torchwhere.diagnose.layouts import layouts
+    from torchwhere.diagnose.layout.layouts import layouts
 
     found = layouts(read_folder(arguments), ranks=ranks_asked(arguments))
     if not found.cohorts:

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.diagnose.advice import ranks_said
-from torchwhere.diagnose.doctor import examine
-from torchwhere.diagnose.testimony import Group
-from torchwhere.diagnose.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.advice import ranks_said
+from torchwhere.diagnose.doctor.examination import examine
+from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.hearing.testimony import Group
 from torchwhere.errors import TorchwhereError
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.place import Certainty

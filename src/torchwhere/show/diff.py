@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchwhere.diagnose.cohorts import Comparison, Entry, Parting, Version, ranks_text
-from torchwhere.diagnose.diff import Diff
-from torchwhere.diagnose.strip import stripped
+from torchwhere.diagnose.diff.cohorts import Comparison, Entry, Parting, Version, ranks_text
+from torchwhere.diagnose.diff.comparison import Diff
+from torchwhere.diagnose.diff.strip import stripped
 from torchwhere.show.text import GAP, Cell, Column, Line, fitted, module_cell, plain, plural, table, what
 
 _MOST_PARTINGS = 5

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich.cells import cell_len
 
-from torchwhere.diagnose.comms import Aim, Comms, CommsKey, Tally
-from torchwhere.diagnose.expect import Check, Verdict
-from torchwhere.diagnose.outline import params_text
-from torchwhere.diagnose.snapshot import Difference, Row
+from torchwhere.diagnose.comms.expect import Check, Verdict
+from torchwhere.diagnose.comms.outline import params_text
+from torchwhere.diagnose.comms.snapshot import Difference, Row
+from torchwhere.diagnose.comms.tree import Aim, Comms, CommsKey, Tally
 from torchwhere.place import shown
 from torchwhere.show.text import amount, plain
 

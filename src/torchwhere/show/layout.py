@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torchwhere.diagnose.layouts import Cohort, Layouts
-from torchwhere.diagnose.shards import ranks_words
+from torchwhere.diagnose.layout.layouts import Cohort, Layouts
+from torchwhere.diagnose.layout.shards import ranks_words
 from torchwhere.place import ROOT
 from torchwhere.sharding import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.show.text import Cell, Column, Line, amount, plain, plural, table

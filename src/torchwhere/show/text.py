@@ -19,8 +19,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from torchwhere.diagnose.comms import Comms, CommsKey, Tally
-from torchwhere.diagnose.outline import Branch, outline, params_text
+from torchwhere.diagnose.comms.outline import Branch, outline, params_text
+from torchwhere.diagnose.comms.tree import Comms, CommsKey, Tally
 from torchwhere.events import Event
 from torchwhere.place import ROOT, Certainty, shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from torchwhere.diagnose.verdict import Verdict, VerdictKind
+from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 _TITLES = {
     VerdictKind.MISSING: "HANG",

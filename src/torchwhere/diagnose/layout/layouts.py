@@ -14,8 +14,8 @@ from typing import Any
 
 from torchwhere.blackbox.layouts import layouts_in
 from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.parting import Canon, Difference, differences
-from torchwhere.diagnose.shards import Cuts, Meetings, ranks_words
+from torchwhere.diagnose.layout.parting import Canon, Difference, differences
+from torchwhere.diagnose.layout.shards import Cuts, Meetings, ranks_words
 from torchwhere.sharding import Layout
 
 _MOST_DIFFERENCES = 20  # of a cohort; the first is what matters, the others mostly follow from it

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP
 from torchwhere.blackbox.reader import Box
-from torchwhere.diagnose.strip import Stripper, skeleton
+from torchwhere.diagnose.diff.strip import Stripper, skeleton
 from torchwhere.events import TEXT_FIELD, Event, Kind
 from torchwhere.place import Pass
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
-from torchwhere.diagnose.strip import Stripper, skeleton
+from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
+from torchwhere.diagnose.diff.strip import Stripper, skeleton
 from torchwhere.errors import TorchwhereError
 
 _CONTEXT = 3  # lines before

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.cohorts import Comparison
-from torchwhere.diagnose.diff_events import compare_events
-from torchwhere.diagnose.diff_logs import Log, compare_logs, ranks_of
-from torchwhere.diagnose.strip import Stripper, patterns
+from torchwhere.diagnose.diff.cohorts import Comparison
+from torchwhere.diagnose.diff.events import compare_events
+from torchwhere.diagnose.diff.logs import Log, compare_logs, ranks_of
+from torchwhere.diagnose.diff.strip import Stripper, patterns
 from torchwhere.errors import TorchwhereError
 
 LOG_NAMES = "log_rank_*.txt"  # as torchwhere.rank_log and DeepSpeed's log_rank_file write them

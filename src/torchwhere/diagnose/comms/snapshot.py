@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms import PASSES, Aim, Comms
+from torchwhere.diagnose.comms.tree import PASSES, Aim, Comms
 
 VERSION = 1
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchwhere.diagnose.cohorts import Cohorts
-from torchwhere.diagnose.traces import Numbers, Stream, Trace
+from torchwhere.diagnose.diff.cohorts import Cohorts
+from torchwhere.diagnose.diff.traces import Numbers, Stream, Trace
 from torchwhere.events import Kind
 
 Position = tuple[int, int]  # the step, and how many events of the step come before

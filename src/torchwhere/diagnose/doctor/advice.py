@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from torchwhere.diagnose.mismatch import Mismatch
-from torchwhere.diagnose.reports import Case
-from torchwhere.diagnose.testimony import StreamKey, Testimony
-from torchwhere.diagnose.verdict import State
-from torchwhere.diagnose.waits import Wait, members
-from torchwhere.events import Event, Kind
+from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.mismatch import Mismatch
+from torchwhere.diagnose.doctor.verdict import State
+from torchwhere.diagnose.doctor.waits import Wait, members, out_of_turn
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Testimony
+from torchwhere.events import Event
 from torchwhere.place import Certainty, Place, shown
 
+_MOST_LINKS = 16  # of a circle that are shown
+_MOST_COHORTS = 16
 _NEARBY = 64  # records before a call in which an exception may be its cause
 _FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
 
@@ -91,9 +92,13 @@ def differs_in(case: Case, found: Mismatch) -> list[str]:
 
 def cohorts(case: Case, found: Mismatch) -> list[dict[str, Any]]:
     said = []
-    for cohort in found.cohorts:
+    for cohort in found.cohorts[:_MOST_COHORTS]:
         call = case.hearing.testimonies[cohort[0]].issued(found.key, found.number)
         said.append({"ranks": list(cohort), "issued": call_said(call) if call is not None else None})
+    rest = found.cohorts[_MOST_COHORTS:]
+    if rest:
+        ranks = sorted(rank for cohort in rest for rank in cohort)
+        said.append({"ranks": ranks, "issued": f"{len(rest)} other things"})
     return said
 
 
@@ -127,12 +132,12 @@ def _before(case: Case, culprits: tuple[int, ...], key: StreamKey, number: int) 
     return said
 
 
-def _went_on(testimony: Testimony, row: int) -> list[str]:
-    """An exception of a rank that it survived: recorded before `row`, in the last steps."""
-    rows = np.flatnonzero(testimony.box.records["kind"][max(0, row - _NEARBY) : row] == int(Kind.EXCEPTION))
-    if not len(rows):
+def _went_on(testimony: Testimony, record: int) -> list[str]:
+    """An exception of a rank that it survived: recorded shortly before a record."""
+    near = [error for error in testimony.statement.exceptions if record - _NEARBY <= error.number < record]
+    if not near:
         return []
-    error = testimony.event(max(0, row - _NEARBY) + int(rows[-1]))
+    error = near[-1]
     text = _first_line(str(error.fields.get("text")))
     return [f"Rank {testimony.rank} had an exception before, and went on: {text} ({place_said(error.place)})."]
 
@@ -193,7 +198,7 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     said = []
     testimony = case.hearing.testimonies[blamed[0]]
-    said += _went_on(testimony, len(testimony.box.records))
+    said += _went_on(testimony, testimony.statement.records)
     if before is not None and call is not None and call.place.line:
         said.append(
             f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'}"
@@ -227,24 +232,26 @@ def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]
 
 def on_deadlock(case: Case, found: list[Wait]) -> tuple[str, ...]:
     said = [f"{len(found)} ranks wait for each other in a circle:"]
-    for wait in found:
+    for wait in found[:_MOST_LINKS]:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
         waits_for = [rank for rank in wait.missing if rank in case.waits]
         title = case.hearing.group(wait.key).title
         what = call_said(call) if call is not None else "a collective"
         said.append(f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for {ranks_said(waits_for[:4])}')
+    if len(found) > _MOST_LINKS:
+        said.append(f"  and so on, {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
     said.append("Likely: these ranks reach the same collectives in different order. Look at: the order of the lines above.")
     return tuple(said)
 
 
 def on_wrong_peer(case: Case, strays: list[Wait]) -> tuple[str, ...]:
     said = []
-    for wait in strays:
+    for wait in strays[:_MOST_LINKS]:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
         what = call_said(call) if call is not None else "a message"
         said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {wait.missing[0]} has no such message for it.")
         said.append("  Another rank has written to it, or listens to it, and gets no answer. Look at: the peer in that line.")
-    return tuple(said)
+    return (*said, f"And {len(strays) - _MOST_LINKS} more.") if len(strays) > _MOST_LINKS else tuple(said)
 
 
 def link(case: Case, wait: Wait) -> dict[str, Any]:
@@ -257,11 +264,21 @@ def link(case: Case, wait: Wait) -> dict[str, Any]:
     }
 
 
+def links(case: Case, found: list[Wait]) -> list[dict[str, Any]]:
+    """A circle, for JSON: the first links of it."""
+    return [link(case, wait) for wait in found[:_MOST_LINKS]]
+
+
 def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
-    """Of all ranks that wait, those in the call that the fewest are in; everyone in the circle where that is a tie."""
-    by_call: dict[tuple[StreamKey, int], list[int]] = {}
+    """Those of a circle that did it in another order a step before. For want of them, those in the one of its calls that the
+    fewest are in; everyone in the circle where that is a tie."""
+    changed = out_of_turn(case.hearing, found)
+    if changed:
+        return tuple(changed)
+    by_call: dict[tuple[StreamKey, int], list[int]] = {(wait.key, wait.number): [] for wait in found}
     for rank, wait in case.waits.items():
-        by_call.setdefault((wait.key, wait.number), []).append(rank)
+        if (wait.key, wait.number) in by_call:
+            by_call[wait.key, wait.number].append(rank)
     sizes = sorted(by_call.values(), key=len)
     if len(sizes) > 1 and len(sizes[0]) < len(sizes[-1]):
         return tuple(sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks))

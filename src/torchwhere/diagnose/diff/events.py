@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchwhere.blackbox.reader import Box
-from torchwhere.diagnose import alignment
-from torchwhere.diagnose.alignment import Finding, Position
-from torchwhere.diagnose.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
-from torchwhere.diagnose.traces import Patterns, Stream, Trace, Wire, read_traces
+from torchwhere.diagnose.diff import alignment
+from torchwhere.diagnose.diff.alignment import Finding, Position
+from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
+from torchwhere.diagnose.diff.traces import Patterns, Stream, Trace, Wire, read_traces
 from torchwhere.events import Event
 
 _CONTEXT = 3

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms import PASSES, Comms, is_within
+from torchwhere.diagnose.comms.tree import PASSES, Comms, is_within
 from torchwhere.place import ROOT
 
 # The public names of all collectives, less what a newer torch may add. A test holds it against torch itself.

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.pace import Pace
-from torchwhere.diagnose.sighting import Sighting
-from torchwhere.diagnose.testimony import Hearing, StreamKey, Testimony
-from torchwhere.diagnose.verdict import RankReport, State, Verdict, VerdictKind
-from torchwhere.diagnose.waits import Wait, members
+from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
+from torchwhere.diagnose.doctor.waits import Wait, members
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 from torchwhere.events import Event
 from torchwhere.place import Certainty, Place
 
@@ -30,12 +31,13 @@ _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for"
 class Case:
     """A run, what was seen of its processes, and who waits for whom."""
 
-    run: Run
+    run: Roster[Any]
     hearing: Hearing
     sightings: Mapping[int, Sighting]
     waits: dict[int, Wait]
     now_ns: int | None
     is_suspicion: bool = False
+    _somebody_hung_up: bool | None = None
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -64,13 +66,18 @@ class Case:
         """
         if self.now_ns is not None and self.now_ns - (sighting.alive_ns or 0) > _SAME_DEATH_NS:
             return True
-        ends = [other.end for other in self.hearing.testimonies.values() if other.end is not None]
-        return any(_HUNG_UP.search(str(end.fields.get("reason"))) for end in ends)
+        if self._somebody_hung_up is None:
+            self._somebody_hung_up = any(map(self.was_hung_up_on, self.hearing.testimonies.values()))
+        return self._somebody_hung_up
+
+    def was_hung_up_on(self, testimony: Testimony) -> bool:
+        """Whether a rank ended because the process at the other end was gone."""
+        return testimony.end is not None and _HUNG_UP.search(str(testimony.end.fields.get("reason"))) is not None
 
     def failed_by_themselves(self) -> list[int]:
         """Ranks that failed, less those that say a peer hung up on them: where all say so, a rank that nobody heard did."""
         failed = {rank: testimony for rank, testimony in self.hearing.testimonies.items() if self.failed(testimony)}
-        own = [rank for rank, found in failed.items() if found.end and not _HUNG_UP.search(str(found.end.fields.get("reason")))]
+        own = [rank for rank, testimony in failed.items() if not self.was_hung_up_on(testimony)]
         return own or (sorted(self.unheard) if failed and self.unheard else list(failed))
 
     def failed(self, testimony: Testimony) -> bool:
@@ -79,13 +86,13 @@ class Case:
     def place(self, rank: int) -> Place:
         """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
         testimony, wait = self.hearing.testimonies[rank], self.waits.get(rank)
-        call = testimony.issued(wait.key, wait.number) if wait is not None else None
-        if call is not None:
-            return call.place
+        issued_at = testimony.place_of(wait.key, wait.number) if wait is not None else None
+        if issued_at is not None:
+            return issued_at
         error = testimony.exception if self.failed(testimony) else None
         place = error.place if error is not None else testimony.place
-        folder = f"{testimony.box.meta.get('folder')}/"
-        line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or _last_line(testimony)
+        folder = f"{testimony.label.meta.get('folder')}/"
+        line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or testimony.statement.last_line
         return Place(
             rank=rank,
             step=place.step,
@@ -99,11 +106,10 @@ class Case:
 
     def report(self, rank: int) -> RankReport:
         testimony = self.hearing.testimonies[rank]
-        last = testimony.last_collective
         return RankReport(
             state=self.state(rank),
             place=self.place(rank),
-            last=shown_call(last) if last is not None else None,
+            last=_shown(testimony.fields(*testimony.last)) if testimony.last is not None else None,
             detail=self.detail(rank),
             stack=self.sighting(rank).stack,
         )
@@ -123,8 +129,7 @@ class Case:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def issued_ns(self, wait: Wait) -> int:
-        call = self.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
-        return call.t_ns if call is not None else 0
+        return self.hearing.testimonies[wait.rank].issued_ns(wait.key, wait.number)
 
     def waited_s(self, wait: Wait) -> float | None:
         issued = self.issued_ns(wait)
@@ -143,12 +148,10 @@ class Case:
 
     def _usual_s(self, wait: Wait) -> float:
         """Seconds between two collectives of this rank in this stream, the median; at least a tenth."""
-        testimony = self.hearing.testimonies[wait.rank]
-        calls = testimony.calls.get(wait.key)
-        if calls is None or len(calls.rows) < 2:
+        calls = self.hearing.testimonies[wait.rank].calls.get(wait.key)
+        if calls is None or len(calls) < 2:
             return 1.0
-        times = testimony.box.records["t_ns"][calls.rows].astype(np.int64)
-        return max(0.1, float(np.median(np.diff(times))) / 1e9)
+        return max(0.1, float(np.median(np.diff(calls.times_ns()))) / 1e9)
 
     def still_s(self) -> float | None:
         """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
@@ -195,11 +198,12 @@ class Case:
     def unheard_wait(self) -> Wait | None:
         """A rank of which nothing is known may be the one all others wait for: where they are in one of its collectives."""
         key, number, witness = self.last_of_all()
-        if key is None or witness is None or not self.unheard:
+        unheard = self.unheard
+        if key is None or witness is None or not unheard:
             return None
-        taking_part, unheard = members(self.hearing, key), self.unheard
+        taking_part = members(self.hearing, key)
         absent = tuple(rank for rank in taking_part if rank in unheard)
-        heard = [self.hearing.testimonies[rank] for rank in taking_part if rank in self.hearing.testimonies]
+        heard = [self.hearing.testimonies[rank] for rank in taking_part if rank not in unheard]
         are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard)
         return Wait(witness, key, number, (), absent) if absent and are_in_it else None
 
@@ -208,15 +212,15 @@ class Case:
         found: tuple[int, StreamKey, int, int] | None = None
         for rank, testimony in self.hearing.testimonies.items():
             for key, calls in testimony.calls.items():
-                order = int(calls.rows[-1])
-                if len(members(self.hearing, key)) > 1 and (found is None or order > found[0]):
-                    found = order, key, int(calls.numbers[-1]), rank
+                order = calls.record(calls.last)
+                if (found is None or order > found[0]) and len(members(self.hearing, key)) > 1:
+                    found = order, key, calls.last, rank
         return (found[1], found[2], found[3]) if found else (None, 0, None)
 
     def collective(self, key: StreamKey, number: int, witness: int) -> dict[str, Any]:
         call = self.hearing.testimonies[witness].issued(key, number)
         group = self.hearing.group(key)
-        found = shown_call(call) if call is not None else {"number": number}
+        found = _shown(call.fields) if call is not None else {"number": number}
         return found | {"group": group.title, "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks)}
 
     def last_common(self, key: StreamKey, number: int, witness: int) -> dict[str, Any] | None:
@@ -261,14 +265,14 @@ class Case:
         said = self.run.caveats()
         if not self.is_live and any(testimony.end is None for testimony in self.hearing.testimonies.values()):
             said.append("no process of this job was seen alive: states are those of the last moment in the boxes")
-        wrapped = [rank for rank, testimony in self.hearing.testimonies.items() if testimony.box.counts.overwritten]
+        wrapped = [rank for rank, testimony in self.hearing.testimonies.items() if testimony.label.counts.overwritten]
         if wrapped:
             said.append(f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have was compared")
         return said
 
 
-def shown_call(call: Event) -> dict[str, Any]:
-    return {name: call.fields.get(name) for name in _SHOWN} | {"group": call.fields.get("group_desc")}
+def _shown(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: fields.get(name) for name in _SHOWN} | {"group": fields.get("group_desc")}
 
 
 def healthy(case: Case, found: Pace) -> tuple[str, ...]:
@@ -280,14 +284,6 @@ def healthy(case: Case, found: Pace) -> tuple[str, ...]:
 
 def _ended_well(end: Event) -> bool:
     return str(end.fields.get("reason")) in ("stop", "exit", "exit 0")
-
-
-def _last_line(testimony: Testimony) -> str | None:
-    records = testimony.box.records
-    for row in range(len(records) - 1, max(-1, len(records) - 64), -1):
-        if records["line"][row]:
-            return testimony.box.name(int(records["line"][row]))
-    return None
 
 
 def user_line(stack: tuple[str, ...]) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms import Aim, CommsKey, CommsNode, Tally, is_number, relative
+from torchwhere.diagnose.comms.tree import Aim, CommsKey, CommsNode, Tally, is_number, relative
 
 
 @dataclass(slots=True)

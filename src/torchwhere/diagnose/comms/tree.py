@@ -15,7 +15,7 @@ import numpy as np
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.sums import Sums, sums
+from torchwhere.diagnose.comms.sums import Sums, sums
 from torchwhere.place import Pass
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step

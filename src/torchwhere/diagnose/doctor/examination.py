@@ -9,36 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from torchwhere.blackbox.run import Run
-from torchwhere.diagnose import advice, pace, reports
-from torchwhere.diagnose.mismatch import Mismatch, mismatches
-from torchwhere.diagnose.reports import Case
-from torchwhere.diagnose.sighting import Sighting
-from torchwhere.diagnose.testimony import Hearing
-from torchwhere.diagnose.verdict import State, Verdict, VerdictKind
-from torchwhere.diagnose.waits import Wait, awaited, circle, waits, wrong_peers
+from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.doctor import advice, pace
+from torchwhere.diagnose.doctor import case as cases
+from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
+from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, waiting_for, waits, wrong_peers
+from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.place import Certainty
 
 STALL_S = 30.0
 
 
 def examine(
-    run: Run,
+    run: Roster[Any],
     *,
     sightings: Mapping[int, Sighting] | None = None,
     now_ns: int | None = None,
     stall_s: float = STALL_S,
     is_suspicion: bool = False,
+    hearing: Hearing | None = None,
 ) -> Verdict:
     """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read as the last word.
 
-    A suspicion may be wrong: it is what there is to say before the suspects were asked for their stacks.
+    A suspicion may be wrong: it is what there is to say before the suspects were asked for their stacks. `hearing` is what the
+    boxes say, where they have been heard already.
     """
-    hearing = Hearing()
-    for rank, box in sorted(run.boxes.items()):
-        if not box.lacks_counts:
-            hearing.hear(rank, box)
+    hearing = hearing if hearing is not None else heard(run)
     found = waits(hearing)
     case = Case(run, hearing, dict(sightings or {}), found, now_ns, is_suspicion)
     return _Examination(case, stall_s).verdict()
@@ -98,8 +99,10 @@ class _Examination:
         blamed = awaited(case.waits)
         wait = self._wait_for(blamed)
         certainty = Certainty.EXACT
-        if wait is None and not case.waits:
-            wait = case.unheard_wait()
+        if wait is None:
+            wait = next((each for each in case.waits.values() if not each.missing), None)
+            if wait is None and not case.waits:
+                wait = case.unheard_wait()
             blamed, certainty = list(wait.unheard) if wait else [], Certainty.INFERRED
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s):
             return None
@@ -132,7 +135,7 @@ class _Examination:
                 witness=strays[0].rank,
                 stalled_s=case.waited_s(strays[0]),
                 explanation=advice.on_wrong_peer(case, strays),
-                facts={"differs_in": ["peer"], "circle": [advice.link(case, wait) for wait in found]},
+                facts={"differs_in": ["peer"], "circle": advice.links(case, found)},
             )
         return case.verdict(
             VerdictKind.DEADLOCK,
@@ -142,7 +145,7 @@ class _Examination:
             witness=first.rank,
             stalled_s=case.waited_s(first),
             explanation=advice.on_deadlock(case, found),
-            facts={"circle": [advice.link(case, wait) for wait in found]},
+            facts={"circle": advice.links(case, found)},
         )
 
     def _together(self) -> Verdict | None:
@@ -172,10 +175,9 @@ class _Examination:
                 facts=found.to_dict(),
             )
         healthy = pace.pace(case.hearing)
-        return case.verdict(VerdictKind.HEALTHY, explanation=reports.healthy(case, healthy), facts=healthy.to_dict())
+        return case.verdict(VerdictKind.HEALTHY, explanation=cases.healthy(case, healthy), facts=healthy.to_dict())
 
     def _wait_for(self, blamed: list[int]) -> Wait | None:
         """Somebody who waits for one of these, the longest first."""
         case = self.case
-        found = [wait for wait in case.waits.values() if set(wait.missing) & set(blamed)]
-        return min(found, key=lambda wait: case.issued_ns(wait), default=None)
+        return min(waiting_for(case.waits, blamed), key=case.issued_ns, default=None)

@@ -1,0 +1,1 @@
+"""Where ranks that should do the same part."""

@@ -1,0 +1,1 @@
+"""Who hangs, who differs, who died, and why."""

@@ -1,0 +1,216 @@
+"""Where ranks part: the first number in a group at which they issued something different.
+
+Different in form (op, shape, dtype, reduction, root) is wrong by itself. Different in meaning (the same op and shapes, but of
+another module, pass or line) is wrong where it is a departure: ranks of a sound program may well reach one collective from
+different lines, but then they do so every time. A departure is a meaning that the others have too, at another number, or one
+at a position of the step where all ranks agreed in the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.hearing import testimony
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Calls, Hearing
+
+_NEARBY = 64  # numbers around one in which a swapped call is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Ranks that issued something different at one number, in cohorts, the largest first."""
+
+    key: StreamKey
+    number: int
+    cohorts: tuple[tuple[int, ...], ...]
+    what: Literal["form", "meaning", "step"]
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """The smaller cohorts; all of them where none is larger than the others."""
+        if len(self.cohorts) > 1 and len(self.cohorts[0]) == len(self.cohorts[1]):
+            return tuple(sorted(rank for cohort in self.cohorts for rank in cohort))
+        return tuple(sorted(rank for cohort in self.cohorts[1:] for rank in cohort))
+
+    @property
+    def is_certain(self) -> bool:
+        return len(self.cohorts) < 2 or len(self.cohorts[0]) > len(self.cohorts[1])
+
+
+@dataclass(frozen=True)
+class Window:
+    """The numbers of a stream that all its ranks still have. Ranks that issued the same there, step for step, are a class."""
+
+    key: StreamKey
+    ranks: tuple[int, ...]
+    calls: tuple[Calls, ...]  # of each rank
+    first: int
+    end: int
+    classes: npt.NDArray[np.int64]  # of each rank
+    heads: tuple[int, ...]  # of each class, the first of its ranks (an index); classes are in this order
+
+    @cached_property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        return np.bincount(self.classes)
+
+    @cached_property
+    def _whats(self) -> npt.NDArray[np.uint64]:
+        return np.stack([self.calls[head].whats(self.first, self.end) for head in self.heads])
+
+    @cached_property
+    def forms(self) -> npt.NDArray[np.int64]:
+        """One row a class, one column a number."""
+        return testimony.forms(self._whats)
+
+    @cached_property
+    def meanings(self) -> npt.NDArray[np.int64]:
+        return testimony.meanings(self._whats)
+
+    @cached_property
+    def steps(self) -> npt.NDArray[np.int64]:
+        return np.stack([self.calls[head].steps(self.first, self.end) for head in self.heads])
+
+    def cohorts(self, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
+        """Ranks by the value of their class, the largest cohort first."""
+        by_value: dict[int, list[int]] = {}
+        for rank, value in zip(self.ranks, values[self.classes].tolist(), strict=True):
+            by_value.setdefault(value, []).append(rank)
+        return tuple(tuple(cohort) for cohort in sorted(by_value.values(), key=lambda cohort: (-len(cohort), cohort[0])))
+
+    def usual(self, values: npt.NDArray[Any]) -> int:
+        """The value that most ranks have; of several, that of the first rank."""
+        counts: dict[int, int] = {}
+        for value, size in zip(values.tolist(), self.sizes.tolist(), strict=True):
+            counts[value] = counts.get(value, 0) + size
+        return max(counts, key=lambda value: counts[value])
+
+
+def windows(hearing: Hearing) -> list[Window]:
+    """One for each stream of which two or more ranks have a stretch in common, less those that are all alike by their form."""
+    if "windows" not in hearing.kept:
+        by_stream: dict[StreamKey, list[tuple[int, Calls]]] = {}
+        for rank, said in hearing.testimonies.items():
+            for key, calls in said.calls.items():
+                by_stream.setdefault(key, []).append((rank, calls))
+        found = (_window(hearing, key, by_stream[key]) for key in sorted(by_stream))
+        hearing.kept["windows"] = [window for window in found if window is not None]
+    kept: list[Window] = hearing.kept["windows"]
+    return kept
+
+
+def _window(hearing: Hearing, key: StreamKey, said: list[tuple[int, Calls]]) -> Window | None:
+    taking_part = frozenset(members(hearing, key))
+    said = [(rank, calls) for rank, calls in said if rank in taking_part]
+    if len(said) < 2:
+        return None
+    ranks, calls = zip(*said, strict=True)
+    if key.source != key.destination and calls[0].form == calls[1].form >= 0:  # all these messages are of one form
+        return None
+    first = max(each.first for each in calls)
+    end = min(each.last for each in calls) + 1
+    if first >= end:
+        return None
+    known: dict[bytes, int] = {}
+    heads: list[int] = []
+    classes = np.empty(len(calls), np.int64)
+    for index, each in enumerate(calls):
+        content = _content(each, first, end, is_message=key.source != key.destination)
+        number = classes[index] = known.setdefault(content, len(known))
+        if number == len(heads):
+            heads.append(index)
+    return Window(key, ranks, calls, first, end, classes, tuple(heads))
+
+
+def _content(calls: Calls, first: int, end: int, *, is_message: bool) -> bytes:
+    """What is compared. Sender and receiver are in different places by nature: of a message, only the form."""
+    whats = calls.whats(first, end)
+    return testimony.forms(whats).tobytes() if is_message else whats.tobytes() + calls.steps(first, end).tobytes()
+
+
+def mismatches(hearing: Hearing) -> list[Mismatch]:
+    """The first difference of each stream."""
+    found = []
+    for window in windows(hearing):
+        differences = (_in_form(window), _in_meaning(hearing, window), _in_step(window))
+        known = [mismatch for mismatch in differences if mismatch is not None]
+        if known:  # what came first is the cause of the rest; of what came at once, the form says most
+            found.append(min(known, key=lambda mismatch: mismatch.number))
+    return found
+
+
+def _in_form(window: Window) -> Mismatch | None:
+    if len(window.heads) == 1:
+        return None
+    differs = np.flatnonzero((window.forms != window.forms[0]).any(axis=0))
+    if not len(differs):
+        return None
+    column = int(differs[0])
+    return Mismatch(window.key, window.first + column, window.cohorts(window.forms[:, column]), "form")
+
+
+def _in_meaning(hearing: Hearing, window: Window) -> Mismatch | None:
+    if len(window.heads) == 1 or window.key.source != window.key.destination:
+        return None
+    differs = np.flatnonzero((window.meanings != window.meanings[0]).any(axis=0))
+    if _takes_turns(window, differs):
+        return None
+    for column in map(int, differs):
+        if _departs(window, column) and not _is_barrier(hearing, window, column):
+            return Mismatch(window.key, window.first + column, window.cohorts(window.meanings[:, column]), "meaning")
+    return None
+
+
+def _in_step(window: Window) -> Mismatch | None:
+    """Ranks that were in the same step at one number and are not at a later one: somebody left a call out, or made one more.
+
+    Ranks that have never agreed count their steps differently, which is their right.
+    """
+    if len(window.heads) == 1 or window.key.source != window.key.destination:
+        return None
+    ahead = window.steps - window.steps[0]
+    agreed = np.flatnonzero((ahead == ahead[:, :1]).all(axis=0) & (ahead[:, 0] == 0).all())
+    differs = np.flatnonzero((ahead != 0).any(axis=0))
+    if len(agreed) < 2 or not len(differs):
+        return None
+    column = int(differs[0])
+    return Mismatch(window.key, window.first + column, window.cohorts(window.steps[:, column]), "step")
+
+
+def _takes_turns(window: Window, differs: npt.NDArray[np.int64]) -> bool:
+    """Whether most ranks are the odd one out at some number: each has its turn, as where everyone broadcasts to all."""
+    odd = np.zeros(len(window.heads), np.bool_)
+    for column in map(int, differs[:_NEARBY]):
+        values = window.meanings[:, column]
+        odd |= values != window.usual(values)
+    return len(window.ranks) > 2 and int(window.sizes[odd].sum()) > len(window.ranks) / 2
+
+
+def _departs(window: Window, column: int) -> bool:
+    """Whether somebody issues here what the others issue nearby, and the other way round; or what all had agreed on before."""
+    near, here = window.meanings[:, max(0, column - _NEARBY) : column + _NEARBY], window.meanings[:, column]
+    usual = window.usual(here)
+    odd = here != usual
+    is_swapped = (near[odd] == usual).any(axis=1) & np.isin(here[odd], near[~odd])
+    return bool(is_swapped.any()) or _agreed_a_step_before(window, column)
+
+
+def _agreed_a_step_before(window: Window, column: int) -> bool:
+    """Whether the same position of the step before was the same for all ranks, in a step of as many collectives."""
+    steps = window.steps[0]
+    this, before = np.flatnonzero(steps == steps[column]), np.flatnonzero(steps == steps[column] - 1)
+    if not len(before) or column - this[0] >= len(before) or before[0] == 0:  # the first of the window may be cut off
+        return False
+    earlier = before[column - this[0]]
+    return bool((window.meanings[:, earlier] == window.meanings[0, earlier]).all())
+
+
+def _is_barrier(hearing: Hearing, window: Window, column: int) -> bool:
+    form = hearing.language.forms.thing(int(window.forms[0, column]))
+    return form is not None and "barrier" in form[0]

@@ -1,0 +1,197 @@
+"""Who waits for whom: the collectives that some ranks issued and others did not.
+
+Takes a hearing, gives for each rank the call it must be stuck in, if there is one, and who has yet to come. A rank that others
+wait for and that waits for nobody is where the trouble is; ranks that wait for each other in a circle are a deadlock.
+Ranks that wait for the same ones share one tuple of them: thousands may wait for thousands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that issued a collective which is not complete."""
+
+    rank: int
+    key: StreamKey
+    number: int
+    missing: tuple[int, ...]  # who has not issued it, by their own boxes
+    unheard: tuple[int, ...]  # members without a box: nobody knows
+
+
+def members(hearing: Hearing, key: StreamKey) -> tuple[int, ...]:
+    """Who takes part: the ranks of the group, or sender and receiver. A message from anybody has no known sender."""
+    if key.source == key.destination == -1:
+        return hearing.group(key).ranks
+    return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
+
+
+def waits(hearing: Hearing) -> dict[int, Wait]:
+    """For each rank that has one, the incomplete call it must be in."""
+    streams: dict[StreamKey, dict[int, int]] = {}
+    for rank, testimony in hearing.testimonies.items():
+        for key, count in testimony.counts.items():
+            streams.setdefault(key, {})[rank] = count
+    candidates: defaultdict[int, list[Wait]] = defaultdict(list)
+    for key, counts in streams.items():
+        for wait in _incomplete(hearing, key, counts):
+            candidates[wait.rank].append(wait)
+    found = {rank: _blocking(hearing.testimonies[rank], each) for rank, each in candidates.items()}
+    return found | _waits_for_unheard(hearing, awaited(found), streams)
+
+
+def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> list[Wait]:
+    """Of each rank, its first call in this stream that somebody has not issued."""
+    taking_part = members(hearing, key)
+    if len(taking_part) < 2:
+        return []
+    if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
+        counts = {rank: counts.get(rank, 0) for rank in taking_part if rank in hearing.testimonies}
+    lowest, highest = min(counts.values(), default=0), max(counts.values(), default=0)
+    if lowest == highest:
+        return []
+    unheard = tuple(rank for rank in taking_part if rank not in counts)
+    behind = tuple(rank for rank in taking_part if counts.get(rank) == lowest)
+    return [Wait(rank, key, lowest, behind, unheard) for rank in taking_part if counts.get(rank, lowest) > lowest]
+
+
+def _blocking(testimony: Testimony, candidates: list[Wait]) -> Wait:
+    """The call a rank is in. One that returns only when it is done was the last it issued; of those that return at once, the
+    first that is not done is what it waits for sooner or later."""
+    if len(candidates) == 1:
+        return candidates[0]
+    in_order = sorted(candidates, key=lambda wait: testimony.order(wait.key, wait.number))
+    is_async = testimony.is_async(in_order[-1].key, in_order[-1].number)
+    return in_order[-1] if is_async is False else in_order[0]
+
+
+def _waits_for_unheard(hearing: Hearing, suspects: Iterable[int], streams: dict[StreamKey, dict[int, int]]) -> dict[int, Wait]:
+    """Of ranks that others wait for: those that stand in a collective themselves, with a member that has no box.
+
+    Whether that one has come nobody knows, unless somebody has gone on to the next. Who stands there is not to blame for it.
+    """
+    found: dict[int, Wait] = {}
+    unheard: dict[tuple[StreamKey, int], tuple[int, ...]] = {}  # in a call: one tuple for all who stand there
+    for rank in suspects:
+        testimony = hearing.testimonies[rank]
+        call = testimony.last
+        if call is None or testimony.in_collective_since_ns is None:
+            continue
+        if call not in unheard:
+            is_newest = max(streams[call[0]].values()) == call[1] + 1
+            taking_part = members(hearing, call[0]) if is_newest else ()
+            unheard[call] = tuple(member for member in taking_part if member not in hearing.testimonies)
+        if unheard[call]:
+            found[rank] = Wait(rank, *call, (), unheard[call])
+    return found
+
+
+def awaited(found: dict[int, Wait]) -> list[int]:
+    """The ranks that others wait for and that wait for nobody themselves: where the trouble is."""
+    return sorted({rank for missing in _each_once(found) for rank in missing if rank not in found})
+
+
+def waiting_for(found: dict[int, Wait], ranks: Iterable[int]) -> list[Wait]:
+    """Those who wait for one of these ranks."""
+    wanted = frozenset(ranks)
+    touched = {id(missing) for missing in _each_once(found) if not wanted.isdisjoint(missing)}
+    return [wait for wait in found.values() if id(wait.missing) in touched]
+
+
+def _each_once(found: dict[int, Wait]) -> list[tuple[int, ...]]:
+    """The different tuples of missing ranks."""
+    return list({id(wait.missing): wait.missing for wait in found.values()}.values())
+
+
+def circle(found: dict[int, Wait]) -> list[Wait]:
+    """Ranks that wait for each other, in order, the last one for the first; empty where there is no such circle."""
+    following = {id(missing): _first_in(missing, found) for missing in _each_once(found)}
+    cleared: set[int] = set()  # nobody of these comes to a circle
+    for start in sorted(found):
+        path: dict[int, None] = {}
+        rank = start
+        while rank in found and rank not in path and rank not in cleared:
+            path[rank] = None
+            rank = following[id(found[rank].missing)]
+        if rank in path:
+            ranks = list(path)
+            return [found[member] for member in ranks[ranks.index(rank) :]]
+        cleared.update(path)
+    return []
+
+
+def _first_in(ranks: tuple[int, ...], found: Container[int]) -> int:
+    return next((rank for rank in ranks if rank in found), -1)
+
+
+def out_of_turn(hearing: Hearing, found: list[Wait]) -> list[int]:
+    """Of ranks that wait in a circle, those that have changed their ways: they are in one collective and are waited for in
+    another one, which in the step before they had issued first."""
+    changed = []
+    for wait, other in zip(found, [*found[-1:], *found[:-1]], strict=True):  # `other` waits for this one
+        before = _a_step_before(hearing.testimonies[wait.rank], wait)
+        owed = _owed_a_step_before(hearing.testimonies[wait.rank], wait, other)
+        if before is not None and owed is not None and owed < before:
+            changed.append(wait.rank)
+    return sorted(changed)
+
+
+def _a_step_before(testimony: Testimony, wait: Wait) -> int | None:
+    """When the same call of the step before came: the one with as many of its stream before it in that step."""
+    calls = testimony.calls.get(wait.key)
+    index = calls.at(wait.number) if calls is not None else None
+    if calls is None or index is None:
+        return None
+    steps = calls.steps()
+    position = index - int(np.flatnonzero(steps == steps[index])[0])
+    return _nth_of_step(testimony, wait.key, int(steps[index]) - 1, position)
+
+
+def _owed_a_step_before(testimony: Testimony, wait: Wait, other: Wait) -> int | None:
+    """When, in the step before, came the call that another one waits for now."""
+    calls = testimony.calls.get(other.key)
+    if calls is None or calls.last != other.number - 1:
+        return None
+    at = testimony.calls[wait.key].at(wait.number) if wait.key in testimony.calls else None
+    if at is None:
+        return None
+    step = int(testimony.calls[wait.key].steps()[at])
+    return _nth_of_step(testimony, other.key, step - 1, int((calls.steps() == step).sum()))
+
+
+def _nth_of_step(testimony: Testimony, key: StreamKey, step: int, position: int) -> int | None:
+    calls = testimony.calls[key]
+    rows = np.flatnonzero(calls.steps() == step)
+    return calls.record(calls.first + int(rows[position])) if position < len(rows) else None
+
+
+def wrong_peers(hearing: Hearing, found: list[Wait]) -> list[Wait]:
+    """Of ranks that wait in a circle, those that listen to one rank while another one has written to them, or that write to one
+    while another one listens. Outside a circle that means nothing: mail may lie unread for a while."""
+    messages = [wait for wait in found if wait.key.source != wait.key.destination]
+    if not messages:
+        return []
+    sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]] = {}  # to or from whom, by others
+    for rank, testimony in hearing.testimonies.items():
+        for key, count in testimony.counts.items():
+            if key.source != key.destination and rank in (key.source, key.destination):
+                other, is_receiver = (key.destination, True) if rank == key.source else (key.source, False)
+                sent.setdefault((key.group, other, is_receiver), []).append((key, count))
+    return [wait for wait in messages if _is_expected_elsewhere(hearing, wait, sent)]
+
+
+def _is_expected_elsewhere(
+    hearing: Hearing, wait: Wait, sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]]
+) -> bool:
+    own = hearing.testimonies[wait.rank].counts
+    streams = sent.get((wait.key.group, wait.rank, wait.key.destination == wait.rank), ())
+    return any(count > own.get(key, 0) for key, count in streams if key != wait.key)

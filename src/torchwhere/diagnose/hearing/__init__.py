@@ -1,0 +1,1 @@
+"""What each rank says, brought into one language."""

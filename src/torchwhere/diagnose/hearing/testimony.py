@@ -1,0 +1,334 @@
+"""What one rank says: the collectives it issued, where it is now, and how it ended.
+
+Takes transcripts, gives a `Testimony` for each rank. What clerks have numbered for themselves gets numbers here that mean the
+same on every rank, so that the testimonies of thousands of ranks are compared as arrays. An event is put together when it is
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.blackbox.label import Label
+from torchwhere.blackbox.layout import NO_STEP
+from torchwhere.blackbox.reader import PASS_LABELS, Box, read_box
+from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.hearing.terms import Group as Group
+from torchwhere.diagnose.hearing.terms import Signature, Spot, parsed
+from torchwhere.diagnose.hearing.terms import StreamKey as StreamKey
+from torchwhere.diagnose.hearing.transcript import Clerk, Statement, Transcript
+from torchwhere.errors import TorchwhereError
+from torchwhere.events import Event, Kind
+from torchwhere.place import Certainty, Place
+
+_MOST_RANKS_SHOWN = 64
+_OWN = -2  # the clerk who writes down single boxes
+_FORM_SHIFT, _MEANING_MASK = np.uint64(32), np.uint64(0xFFFFFFFF)
+
+
+class Lexicon:
+    """One number for each thing that ranks may have in common."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {}
+        self._things: list[Any] = []
+
+    def number(self, thing: Hashable) -> int:
+        known = self._numbers.get(thing)
+        if known is None:
+            known = self._numbers[thing] = len(self._things)
+            self._things.append(thing)
+        return known
+
+    def thing(self, number: int) -> Any:
+        return self._things[number]
+
+
+class Language:
+    """What groups, forms and meanings are called, by all alike."""
+
+    def __init__(self) -> None:
+        self.groups = Lexicon()
+        self.forms = Lexicon()
+        self.meanings = Lexicon()
+        self._parsed: dict[str, Any] = {}
+
+    def group(self, key: StreamKey) -> Group:
+        found: Group = self.groups.thing(key.group)
+        return found
+
+    def parsed(self, text: str) -> Any:
+        """What a JSON text says, parsed once. It is not to be changed."""
+        if text not in self._parsed:
+            self._parsed[text] = parsed(text)
+        return self._parsed[text]
+
+
+@dataclass(slots=True)
+class _Clerks:
+    """What one clerk has numbered, and what we call it."""
+
+    groups: list[int] = field(default_factory=list)
+    signatures: list[Signature] = field(default_factory=list)
+    spots: list[Spot] = field(default_factory=list)
+    # The numbers of both in our own language, one further on: a call whose group is not known has the signature -1.
+    forms: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    meanings: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """The arrays of a transcript, and what their codes stand for."""
+
+    transcript: Transcript
+    clerk: _Clerks
+    whats: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
+
+
+@dataclass(slots=True)  # not frozen: that takes four times as long to make, and there are hundreds of thousands
+class Calls:
+    """The collectives that one rank issued in one stream, as far as its ring goes back without a hole, in order."""
+
+    first: int  # number
+    form: int  # of all of them, if they have but one; else -1
+    _length: int
+    _at: int
+    _statement: Statement
+    _page: _Page
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def last(self) -> int:
+        return self.first + self._length - 1
+
+    def at(self, number: int) -> int | None:
+        """The index of a number; None where the ring does not have it."""
+        return number - self.first if self.first <= number <= self.last else None
+
+    def _cut(self, first: int | None, end: int | None) -> slice:
+        begin = self._at + (0 if first is None else first - self.first)
+        return slice(begin, self._at + (self._length if end is None else end - self.first))
+
+    def whats(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.uint64]:
+        """Form and meaning of the calls from number `first` to before `end`, in one word: equal if ranks issued the same."""
+        found: npt.NDArray[np.uint64] = self._page.whats[self._statement.pairs_at :][
+            self._page.transcript.codes[self._cut(first, end)]
+        ]
+        return found
+
+    def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+        return self._page.transcript.steps[self._cut(first, end)].astype(np.int64) + self._statement.step
+
+    def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+        """Wall clock of the rank's host."""
+        said = self._statement
+        return self._page.transcript.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns + said.start_ns
+
+    def record(self, number: int) -> int:
+        """The number of the record: when it came among all that the rank did."""
+        return int(self._page.transcript.records[self._at + number - self.first]) + self._statement.record
+
+    def of(self, number: int) -> tuple[Signature, Spot]:
+        """What was issued, and from where."""
+        page, said = self._page, self._statement
+        signature, spot = page.transcript.pairs[said.pairs_at + int(page.transcript.codes[self._at + number - self.first])]
+        return page.clerk.signatures[signature], page.clerk.spots[spot]
+
+
+def forms(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """What ranks must agree on, of words as `Calls.whats` gives them."""
+    return (whats >> _FORM_SHIFT).astype(np.int64)
+
+
+def meanings(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Module, pass, line and beneficiary: what ranks agree on in a sound program."""
+    return (whats & _MEANING_MASK).astype(np.int64)
+
+
+@dataclass(slots=True)
+class Testimony:
+    """What one rank's box says."""
+
+    rank: int
+    statement: Statement
+    counts: dict[StreamKey, int]  # issued ever, per stream
+    calls: dict[StreamKey, Calls]
+    language: Language = field(repr=False)
+    last: tuple[StreamKey, int] | None = None  # its last collective
+    _box: Box | None = None
+
+    @property
+    def label(self) -> Label:
+        return self.statement.label
+
+    @property
+    def end(self) -> Event | None:
+        return self.statement.end
+
+    @property
+    def exception(self) -> Event | None:
+        """The last one."""
+        return self.statement.exceptions[-1] if self.statement.exceptions else None
+
+    @property
+    def is_compiling(self) -> bool:
+        return self.statement.is_compiling
+
+    @property
+    def in_collective_since_ns(self) -> int | None:
+        """Wall clock of its last record, if that is a collective and no cursor has moved since; else None."""
+        return self.statement.in_collective_since_ns
+
+    @property
+    def place(self) -> Place:
+        """Where it is: the module and pass of the main thread; of a program that trains in another one, of that."""
+        return self.statement.place or Place(rank=self.rank, step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+
+    @property
+    def box(self) -> Box | None:
+        """All that it recorded. Of a job that runs, newer than the rest; None if the file is gone."""
+        if self._box is None:
+            try:
+                self._box = read_box(self.label.path)
+            except TorchwhereError:
+                return None
+        return self._box
+
+    def issued(self, key: StreamKey, number: int) -> Event | None:
+        """One collective of this rank; None where the ring no longer has it."""
+        calls = self.calls.get(key)
+        if calls is None or calls.at(number) is None:
+            return None
+        t_ns, place = int(calls.times_ns(number, number + 1)[0]), self._place(calls, number)
+        return Event(Kind.COLLECTIVE.label, calls.record(number), t_ns, place, self.fields(key, number))
+
+    @property
+    def last_collective(self) -> Event | None:
+        return None if self.last is None else self.issued(*self.last)
+
+    def order(self, key: StreamKey, number: int) -> int:
+        """When a collective came among all this rank did. What the ring has lost was before everything it still has."""
+        calls = self.calls.get(key)
+        return -1 if calls is None or calls.at(number) is None else calls.record(number)
+
+    def is_async(self, key: StreamKey, number: int) -> bool | None:
+        """Whether a collective returned at once; None where the ring no longer has it."""
+        calls = self.calls.get(key)
+        return None if calls is None or calls.at(number) is None else calls.of(number)[1].is_async
+
+    def issued_ns(self, key: StreamKey, number: int) -> int:
+        """Wall clock; 0 where the ring no longer has it."""
+        calls = self.calls.get(key)
+        return 0 if calls is None or calls.at(number) is None else int(calls.times_ns(number, number + 1)[0])
+
+    def place_of(self, key: StreamKey, number: int) -> Place | None:
+        """Where a collective was issued; None where the ring no longer has it."""
+        calls = self.calls.get(key)
+        return None if calls is None or calls.at(number) is None else self._place(calls, number)
+
+    def fields(self, key: StreamKey, number: int) -> dict[str, Any]:
+        """What a collective is, as an event has it. It must be one that the ring still has."""
+        signature, spot = self.calls[key].of(number)
+        group = self.language.group(key)
+        known: dict[str, Any] = self.language.parsed(signature.text)
+        return known | {
+            "group_desc": group.desc,
+            "mesh_dim": group.mesh_dim,
+            "backend": group.backend,
+            "group_size": len(group.ranks) or None,
+            "group_ranks": list(group.ranks) if len(group.ranks) <= _MOST_RANKS_SHOWN else None,
+            "number": number,
+            "for": self.language.parsed(spot.meaning[3]) if spot.meaning[3] else None,
+            "async": spot.is_async,
+        }
+
+    def _place(self, calls: Calls, number: int) -> Place:
+        spot, step = calls.of(number)[1], int(calls.steps(number, number + 1)[0])
+        module, pass_, line, _ = spot.meaning
+        return Place(
+            rank=self.rank,
+            step=None if step == NO_STEP else step,
+            pass_=PASS_LABELS.get(pass_, "outside"),
+            module=module,
+            call=spot.call,
+            line=line,
+            graph=spot.graph,
+            thread=spot.thread,
+            certainty=Certainty(spot.certainty),
+            param=spot.param,
+        )
+
+
+class Hearing:
+    """All testimonies of a run, in one language."""
+
+    def __init__(self) -> None:
+        self.testimonies: dict[int, Testimony] = {}
+        self.language = Language()
+        self.kept: dict[str, Any] = {}  # what was found out once and is asked for again
+        self._keys: dict[StreamKey, StreamKey] = {}
+        self._clerks: dict[int, _Clerks] = {}
+        self._own_clerk = Clerk()
+
+    def hear(self, rank: int, box: Box) -> Testimony:
+        """One box, here and now."""
+        ((said, page),) = self._pages(self._own_clerk.write_down([box]), _OWN)
+        found = self.testimonies[rank] = self._testimony(rank, said, page)
+        found._box = box
+        return found
+
+    def group(self, key: StreamKey) -> Group:
+        return self.language.group(key)
+
+    def admit(self, transcript: Transcript, *, clerk: int, wanted: Container[Path]) -> None:
+        """What a clerk has written down of the wanted boxes. Of one clerk, transcripts come in the order they were made in."""
+        for said, page in self._pages(transcript, clerk):
+            if said.label.path in wanted:
+                self.testimonies[said.label.rank] = self._testimony(said.label.rank, said, page)
+
+    def _pages(self, transcript: Transcript, clerk: int) -> Iterator[tuple[Statement, _Page]]:
+        known = self._clerks.setdefault(clerk, _Clerks())
+        self._learn(known, transcript)
+        pairs = transcript.pairs + 1
+        page = _Page(transcript, known, known.forms[pairs[:, 0]] << _FORM_SHIFT | known.meanings[pairs[:, 1]])
+        return ((said, page) for said in transcript.statements)
+
+    def _learn(self, known: _Clerks, transcript: Transcript) -> None:
+        known.groups += [self.language.groups.number(group) for group in transcript.groups]
+        known.signatures += transcript.signatures
+        known.spots += transcript.spots
+        new_forms = [self.language.forms.number(signature.form) for signature in transcript.signatures]
+        new_meanings = [self.language.meanings.number(spot.meaning) for spot in transcript.spots]
+        known.forms = np.concatenate([known.forms, np.array(new_forms, np.uint64)])
+        known.meanings = np.concatenate([known.meanings, np.array(new_meanings, np.uint64)])
+
+    def _testimony(self, rank: int, said: Statement, page: _Page) -> Testimony:
+        found = Testimony(rank, said, {}, {}, self.language)
+        groups, forms, keys = page.clerk.groups, page.clerk.forms, self._keys
+        for part in said.parts:
+            key = StreamKey(groups[part.key.group], part.key.source, part.key.destination)
+            key = keys.setdefault(key, key)  # one object for all ranks
+            found.counts[key] = part.issued
+            if part.length:
+                form = int(forms[part.signature + 1]) if part.signature >= 0 else -1
+                found.calls[key] = Calls(part.first, form, part.length, part.at, said, page)
+            if said.last is not None and part.key == said.last[0]:
+                found.last = key, said.last[1]
+        return found
+
+
+def heard(run: Roster[Any]) -> Hearing:
+    """All boxes of a run that was read whole. One that was cut before its counts has nothing to say."""
+    hearing = Hearing()
+    for rank, box in sorted(run.boxes.items()):
+        if not box.lacks_counts:
+            hearing.hear(rank, box)
+    return hearing

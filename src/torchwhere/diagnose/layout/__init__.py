@@ -1,0 +1,1 @@
+"""How the layouts of many ranks compare."""

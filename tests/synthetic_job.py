@@ -1,0 +1,201 @@
+"""A job that never ran: any number of ranks, with data, tensor and pipeline parallelism, and a fault in one of them.
+
+Every rank goes through the same step, as its stage of the pipeline has it: messages with its neighbours, two all-reduces of the
+tensor-parallel group a layer, asynchronous reductions of the data-parallel group, one all-reduce of the world. All steps but
+the last are whole. The last one is played through call by call: whoever waits, waits. So the fault is one rank's, and what
+follows from it is in what the others do, as it would be in life.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from torchwhere.events import Kind
+from torchwhere.place import Pass
+
+FAULTS = ("none", "missing", "dead", "shape", "swapped", "deadlock", "straggler")
+TP = 8
+LAYERS = 4  # of a stage
+MICROBATCHES = 2
+
+
+class Act(NamedTuple):
+    """One thing a rank does in a step: an event, or (`kind` is None) waiting for all it has not waited for yet."""
+
+    kind: Kind | None
+    what: str = ""  # of a collective, the key of its signature; else the name of a phase or an optimizer
+    module: str = ""
+    pass_: Pass = Pass.OUTSIDE
+    line: str = "train.py:30"
+    aim: str = ""
+    is_async: bool = False
+
+
+class Stream(NamedTuple):
+    """What is counted in one sequence."""
+
+    group: str
+    source: int = -1
+    destination: int = -1
+
+
+Call = tuple[Stream, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What kind of job, and what is wrong with it."""
+
+    ranks: int
+    steps: int = 41  # whole ones, before the last
+    records: int = 2048
+    fault: str = "none"
+    victim: int = 0
+
+    @cached_property
+    def pp(self) -> int:
+        return max(1, min(8, self.ranks // (2 * TP)))
+
+    @cached_property
+    def dp(self) -> int:
+        return self.ranks // TP // self.pp
+
+    def at(self, rank: int) -> tuple[int, int, int]:
+        """Stage, place in the data-parallel group, place in the tensor-parallel group."""
+        return rank // (self.dp * TP), rank // TP % self.dp, rank % TP
+
+    def rank_at(self, stage: int, d: int, t: int) -> int:
+        return (stage * self.dp + d) * TP + t
+
+    def group_name(self, rank: int, kind: str) -> str:
+        stage, d, t = self.at(rank)
+        if kind == "world":
+            return "0"
+        tp_groups, dp_groups = self.pp * self.dp, self.pp * TP
+        index = {"tp": stage * self.dp + d, "dp": tp_groups + stage * TP + t, "pp": tp_groups + dp_groups + d * TP + t}
+        return str(1 + index[kind])
+
+    def group(self, rank: int, kind: str) -> list[int]:
+        stage, d, t = self.at(rank)
+        if kind == "tp":
+            return [self.rank_at(stage, d, i) for i in range(TP)]
+        if kind == "dp":
+            return [self.rank_at(stage, i, t) for i in range(self.dp)]
+        return [self.rank_at(i, d, t) for i in range(self.pp)] if kind == "pp" else list(range(self.ranks))
+
+    def peer(self, rank: int, what: str) -> int | None:
+        """The other end of a message; None where there is no such message."""
+        stage, d, t = self.at(rank)
+        other = stage + {"recv forward": -1, "send forward": 1, "recv backward": 1, "send backward": -1}.get(what, self.pp)
+        return self.rank_at(other, d, t) if 0 <= other < self.pp else None
+
+    def stream(self, rank: int, what: str) -> Stream:
+        """Which sequence a collective is counted in."""
+        peer = self.peer(rank, what)
+        if peer is None:
+            return Stream(self.group_name(rank, group_of(what)))
+        return Stream(self.group_name(rank, "pp"), *((rank, peer) if what.startswith("send") else (peer, rank)))
+
+    def steps_of(self, rank: int) -> list[list[Act]]:
+        """All that a rank does, step by step, if nobody keeps it from it. The victim does something else."""
+        acts = step_of_stage(self.at(rank)[0], self.pp)
+        steps = [acts] * (self.steps + 1)
+        if rank != self.victim:
+            return steps
+        first = next(i for i, act in enumerate(acts) if act.what == "tp forward")
+        last = max(i for i, act in enumerate(acts) if act.what == "tp backward")
+        if self.fault in ("missing", "dead"):  # leaves the last step in the middle
+            steps[-1] = acts[:last]
+        elif self.fault == "shape":
+            steps[-1] = [*acts[:first], acts[first]._replace(what="tp wrong"), *acts[first + 1 :]]
+        elif self.fault == "swapped":  # two steps before the end, and nobody notices
+            steps[-3] = [*acts[:first], acts[first + 1], acts[first], *acts[first + 2 :]]
+        elif self.fault == "deadlock":  # the world's reduction before the last one of its tensor-parallel group
+            norm = next(i for i, act in enumerate(acts) if act.what == "norm")
+            steps[-1] = [*acts[:last], acts[norm], *acts[last:norm], *acts[norm + 1 :]]
+        return steps
+
+
+def group_of(what: str) -> str:
+    return {"norm": "world", "grads": "dp"}.get(what, "tp")
+
+
+@cache
+def step_of_stage(stage: int, stages: int) -> list[Act]:
+    return list(_step(stage, last=stage == stages - 1))
+
+
+def _step(stage: int, *, last: bool) -> Iterator[Act]:
+    """Every stage has as many events: what others do with messages, the ends of the pipeline do with phases."""
+    call, forward, backward = Kind.COLLECTIVE, Pass.FORWARD, Pass.BACKWARD
+    layers = [f"layers.{stage * LAYERS + i}" for i in range(LAYERS)]
+    yield Act(Kind.STEP_BEGIN)
+    for _ in range(MICROBATCHES):
+        yield Act(call, "recv forward", line="train.py:41") if stage else Act(Kind.PHASE_BEGIN, "data", line="train.py:40")
+        for layer in layers:
+            yield Act(call, "tp forward", f"{layer}.attn.out", forward, "model.py:88")
+            yield Act(call, "tp forward", f"{layer}.mlp.down", forward, "model.py:95")
+        yield Act(Kind.PHASE_BEGIN, "loss") if last else Act(call, "send forward", line="train.py:45", is_async=True)
+        yield Act(Kind.PHASE_END, "loss") if last else Act(call, "recv backward", line="train.py:47")
+        for layer in reversed(layers):
+            yield Act(call, "tp backward", f"{layer}.mlp.up", backward, "train.py:50")
+            yield Act(call, "tp backward", f"{layer}.attn.qkv", backward, "train.py:50")
+        yield Act(call, "send backward", line="train.py:53", is_async=True) if stage else Act(Kind.PHASE_END, "data")
+    for layer in reversed(layers):
+        yield Act(call, "grads", layer, backward, "train.py:56", json.dumps(layer), is_async=True)
+    yield Act(None)
+    yield Act(call, "norm", line="train.py:60")
+    yield Act(Kind.OPTIMIZER, "AdamW", line="train.py:61")
+    yield Act(Kind.STEP_END)
+
+
+# -- the last step, played through -----------------------------------------------------------------------------------------
+
+
+class Play:
+    """How much of its last step each rank gets done."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._programs = [job.steps_of(rank)[-1] for rank in range(job.ranks)]
+        self._sizes = {"world": job.ranks, "tp": TP, "dp": job.dp}
+        self._there: defaultdict[Call, int] = defaultdict(int)
+        self._counts: list[defaultdict[Stream, int]] = [defaultdict(int) for _ in range(job.ranks)]
+        self._not_waited_for: list[list[Call]] = [[] for _ in range(job.ranks)]
+        self._asleep: defaultdict[Call, list[int]] = defaultdict(list)
+        self._complete: set[Call] = set()
+        self.done = [0] * job.ranks
+        self._awake = list(range(job.ranks))
+        while self._awake:
+            self._go_on(self._awake.pop())
+
+    def _go_on(self, rank: int) -> None:
+        program = self._programs[rank]
+        while self.done[rank] < len(program):
+            act = program[self.done[rank]]
+            if act.kind is None:
+                behind = next((call for call in self._not_waited_for[rank] if call not in self._complete), None)
+                if behind is not None:
+                    self._asleep[behind].append(rank)
+                    return
+            self.done[rank] += 1
+            if act.kind is Kind.COLLECTIVE and not self._issue(rank, act):
+                return
+
+    def _issue(self, rank: int, act: Act) -> bool:
+        """Whether the rank may go on."""
+        stream = self._job.stream(rank, act.what)
+        call = stream, self._counts[rank][stream]
+        self._counts[rank][stream] += 1
+        self._there[call] += 1
+        if self._there[call] == (2 if stream.source >= 0 else self._sizes[group_of(act.what)]):
+            self._complete.add(call)
+            self._awake += self._asleep.pop(call, [])
+            return True
+        (self._not_waited_for[rank] if act.is_async else self._asleep[call]).append(call if act.is_async else rank)  # type: ignore[arg-type]
+        return act.is_async

@@ -1,0 +1,248 @@
+"""What a clerk writes down of boxes, and what a hearing makes of it: the same as the boxes themselves say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox.label import label
+from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.reader import Box, BoxReader, read_box
+from torchwhere.blackbox.ring import RECORD_DTYPE
+from torchwhere.blackbox.run import Run
+from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
+from torchwhere.diagnose.hearing.sorting import narrow
+from torchwhere.diagnose.hearing.terms import Signatures
+from torchwhere.diagnose.hearing.testimony import Hearing
+from torchwhere.diagnose.hearing.testimony import Testimony as Said  # pytest takes what is called Test
+from torchwhere.diagnose.hearing.testimony import heard as hear_run
+from torchwhere.diagnose.hearing.transcript import Clerk
+from torchwhere.events import Kind
+from torchwhere.place import Place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty-two ranks in two stages, in a deadlock."""
+    folder = tmp_path_factory.mktemp("boxes")
+    make(Job(32, steps=4, records=180, fault="deadlock", victim=20), folder)
+    return folder
+
+
+def heard(box: Box) -> Said:
+    return Hearing().hear(box.rank, box)
+
+
+def test_events_come_back(folder: Path) -> None:
+    """Every collective of every rank is put together again as its box has it: number, time, place and fields."""
+    seen = 0
+    for path in sorted(folder.glob("*.box")):
+        box = read_box(path)
+        said = heard(box)
+        by_record = {event.number: event for event in box.events(kinds={"collective"})}
+        for key, calls in said.calls.items():
+            for number in range(calls.first, calls.last + 1):
+                event = said.issued(key, number)
+                assert event == by_record[calls.record(number)]
+                seen += 1
+        assert said.last_collective == by_record[max(by_record)]
+    assert seen > 32 * 100
+
+
+def test_clerks_agree(folder: Path) -> None:
+    """Who reads all boxes and who reads one say the same of it, in whatever order they come."""
+    paths = sorted(folder.glob("*.box"), reverse=True)
+    paths = [*paths[::3], *paths[1::3], *paths[2::3]]
+    reader, clerk, hearing = BoxReader(), Clerk(), Hearing()
+    for start in range(0, len(paths), 5):
+        transcript = clerk.write_down(reader.read(path) for path in paths[start : start + 5])
+        hearing.admit(transcript, clerk=0, wanted=set(paths))
+    for path in paths:
+        alone = heard(read_box(path))
+        among = hearing.testimonies[alone.rank]
+        assert spoken(among) == spoken(alone)
+        assert among.statement.last_line == alone.statement.last_line
+        assert (among.statement.steps_per_s, among.statement.last_step) == (
+            *(alone.statement.steps_per_s, alone.statement.last_step),
+        )
+
+
+def spoken(said: Said) -> dict[Any, Any]:
+    """All calls, in words that do not depend on who numbered what."""
+    found = {}
+    for key, calls in said.calls.items():
+        title = (said.language.group(key), key.source, key.destination)
+        found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
+    return found
+
+
+# -- numbers that do not simply follow each other --------------------------------------------------------------------------
+
+
+def box_of(numbers: list[int]) -> Box:
+    """A box of one group, with collectives of these numbers."""
+    box = Box(path=Path("rank0.box"), meta={"rank": 0})
+    box.names[1] = int(Sort.GROUP), json.dumps({"name": "0", "ranks": [0, 1], "desc": "default_pg"})
+    box.names[2] = int(Sort.COLLECTIVE), json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]})
+    box.records = np.zeros(len(numbers), RECORD_DTYPE)
+    box.records["number"] = np.arange(len(numbers))
+    box.records["kind"], box.records["what"], box.records["more"] = int(Kind.COLLECTIVE), 2, numbers
+    return box
+
+
+@pytest.mark.parametrize(
+    ("numbers", "kept"),
+    [
+        ([], []),
+        ([5], [5]),
+        ([3, 4, 5, 6], [3, 4, 5, 6]),
+        ([3, 4, 6, 7], [6, 7]),
+        ([0, 2, 3, 9], [9]),
+        ([1, 2, 4, 3, 5], [1, 2, 3, 4, 5]),
+        ([200, 201, 202, 0, 1, 2], [0, 1, 2]),
+        ([7, 8, 8, 9], [7, 8, 9]),
+    ],
+    ids=["none", "one", "whole", "hole", "holes", "swapped", "anew", "twice"],
+)
+def test_numbers(numbers: list[int], kept: list[int]) -> None:
+    """Of a stream its newest calls without a hole are kept: swapped ones in order, of a group made anew the new ones."""
+    said = heard(box_of(numbers))
+    found = [number for calls in said.calls.values() for number in range(calls.first, calls.last + 1)]
+    assert found == kept
+    assert all(said.issued(key, number) is not None for key in said.calls for number in kept)
+    assert all(said.issued(key, -1) is None and said.order(key, 10**6) == -1 for key in said.calls)
+
+
+def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> None:
+    """A record damaged in the middle: its stream is kept from there on, the others whole."""
+    whole = read_box(folder / "rank3.box")
+    data = bytearray((folder / "rank3.box").read_bytes())
+    calls = [event for event in whole.events(kinds={"collective"}) if event.fields["mesh_dim"] == "tp"]
+    torn = calls[len(calls) // 2]
+    assert whole.geometry is not None
+    at = whole.geometry.ring_at + torn.number % whole.geometry.capacity * 64
+    data[at + 20] ^= 0xFF
+    (tmp_path / "rank3.box").write_bytes(data)
+    one, other = heard(whole), heard(read_box(tmp_path / "rank3.box"))
+    for key, calls_before in one.calls.items():
+        is_torn_stream = one.language.group(key).mesh_dim == "tp" and key.source == -1
+        first = torn.fields["number"] + 1 if is_torn_stream else calls_before.first
+        assert (other.calls[key].first, other.calls[key].last) == (first, calls_before.last)
+        assert other.counts[key] == one.counts[key]
+
+
+def test_counts_without_names(folder: Path) -> None:
+    """A box whose table is cut off has counted what it cannot name: its label says so, and it is not heard at all."""
+    box = read_box(folder / "rank3.box")
+    assert not label(box).lacks_counts
+    box.names.clear()
+    assert label(box).lacks_counts
+    assert (heard(box).counts, heard(box).calls) == ({}, {})
+    run = Run(folder, {3: box, 4: read_box(folder / "rank4.box")})
+    assert list(hear_run(run).testimonies) == [4]
+
+
+def test_times_keep_their_order_over_hours() -> None:
+    """Times are kept to a part in four thousand million of what the ring spans."""
+    box = box_of([0, 1, 2, 3])
+    box.records["t_ns"] = [0, 10**9, 3600 * 10**9, 3600 * 10**9 + 5_000]
+    said = heard(box)
+    (key,) = said.calls
+    assert [said.issued_ns(key, number) for number in range(4)] == pytest.approx(box.records["t_ns"].tolist(), abs=1_000)
+
+
+# -- words -----------------------------------------------------------------------------------------------------------------
+
+FIELDS = {"op": "send", "raw_op": "c10d::send", "group": "7", "dtype": "float32", "shapes": [[4]], "peer": 3, "reduce_op": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"peer": None},
+        {"op": "broadcast", "peer": 9},
+        {"group": 'with "quotes", "peer": 5, '},
+        {"group": "dtype\\"},
+        {"dtype": 'x", "peer": 8, "y": "'},
+        {"op": 'odd "op"'},
+    ],
+    ids=["message", "no peer", "root", "quotes", "backslash", "misleading", "odd op"],
+)
+def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
+    """The short cut for signatures that differ in group and peer gives what JSON gives, for names that mislead it too."""
+    fields = FIELDS | change
+    reader = Signatures()
+    for _ in range(2):
+        signature, group = reader.read(json.dumps(fields))
+        assert signature is not None
+        assert (signature.op, group, signature.peer) == (
+            fields["op"],
+            fields["group"],
+            -1 if fields["peer"] is None else fields["peer"],
+        )
+        backwards, _ = Signatures().read(json.dumps(dict(reversed(fields.items()))))
+        assert backwards is not None
+        assert signature.form == backwards.form
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"op": "send", "group": "1", "dtype": }, "peer": 1, }'])
+def test_what_is_no_signature(text: str) -> None:
+    """An entry that is no JSON object is no collective."""
+    assert Signatures().read(text) == (None, "")
+
+
+def test_roots_must_agree_and_peers_need_not() -> None:
+    """The root is part of what ranks agree on; who a message goes to is not, and who sends it neither."""
+    reader = Signatures()
+
+    def form(**change: Any) -> Any:
+        signature, _ = reader.read(json.dumps(FIELDS | change))
+        assert signature is not None
+        return signature.form
+
+    assert form(peer=1) == form(peer=2) == form(op="recv", peer=2)
+    assert form(op="broadcast", peer=1) != form(op="broadcast", peer=2)
+    assert form(shapes=[[5]]) != form()
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [([7, 9], "uint8"), ([0, 256], "uint16"), ([5, 70_000], "uint32"), ([0, 1 << 40], "uint64")]
+)
+def test_narrow(values: list[int], kind: str) -> None:
+    """As few bytes as the numbers need, and all of them come back."""
+    found, base = narrow(np.array(values, np.uint64))
+    assert (found.dtype.name, (found.astype(np.uint64) + base).tolist()) == (kind, values)
+
+
+# -- folding ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "alike_in"),
+    [
+        (lambda rank: "layers.0", ["state", "pass", "module", "call", "line", "detail", "op", "group", "number"]),
+        (lambda rank: f"layers.{rank}", ["state", "pass", "op"]),
+    ],
+    ids=["alike", "all different"],
+)
+def test_folding_has_an_end(module: Callable[[int], str], alike_in: list[str]) -> None:
+    """However different ranks are, at most a few hundred of them are whole, and 16,384 of them are below 2 MB."""
+    last = {"op": "all_reduce", "number": 5, "shapes": [[4096, 8192]], "dtype": "bfloat16", "group": "tp"}
+    ranks = {
+        rank: RankReport(State.WAITING, Place(rank, 3, "forward", module=module(rank), line="train.py:12"), last=last)
+        for rank in range(16_384)
+    }
+    value = Verdict(VerdictKind.MISSING, culprits=tuple(range(5, 9000)), ranks=ranks).to_dict()
+    whole = [rank for rank, report in value["ranks"].items() if "like" not in report]
+    assert value["alike_in"] == alike_in
+    assert {"5", "6"} <= set(whole)
+    assert len(whole) <= 256 + 64
+    assert len(json.dumps(value)) < 2_000_000
