@@ -7,6 +7,8 @@ import functools
 import gc
 import hashlib
 import logging
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -186,6 +188,26 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
     assert found.backward() == "{shared1 {shared"
     assert shapes[0] is None
     assert torch.equal(shapes[1], shared.weight.grad)
+
+
+def test_a_graph_of_any_depth() -> None:
+    """A chain of 200,000 nodes is told as any other, and freed without overflowing the stack, in a process of its own."""
+    code = """
+import torch, torchwhere
+from torch import nn
+told = []
+model = nn.Linear(2, 2)
+with torchwhere.on_module(backward_enter=lambda *_: told.append("in"), backward_exit=lambda *_: told.append("out")):
+    x = model(torch.zeros(2))
+    for _ in range(200_000):
+        x = x + 1
+    loss = x.sum()
+    loss.backward()
+    del x, loss
+print(*told)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "in out\n"), done.stderr
 
 
 def test_a_parameter_that_is_used_outside_its_module_too() -> None:

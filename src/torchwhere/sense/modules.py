@@ -22,10 +22,11 @@ from torch import nn
 from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
-from torchwhere.inspect.names import NameTable, innermost, topmost, wrapped
+from torchwhere.inspect.names import NameTable, innermost, wrapped
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.locate import Locator
+from torchwhere.sense.strangers import OUTSIDE, Strangers
 from torchwhere.sense.tracks import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, REHEARSAL_BITS, Track, pass_of
 from torchwhere.sense.trouble import Trouble
 
@@ -60,7 +61,7 @@ class ModuleSense:
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._has_root = False
-        self._foreign: dict[str, int] = {}
+        self._strangers = Strangers(locator.names)
         self.calls: dict[int, int] = {}  # calls of each module in this step
         self.trouble = Trouble("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
@@ -96,7 +97,7 @@ class ModuleSense:
     def add_model(self, model: nn.Module) -> None:
         """Name a model given by the user. The first one is the root; another one given later has its class as prefix."""
         if not self._locator.names.modules.get(id(model)):
-            self._locator.names.add_root(model, prefix=self._prefix(model) if self._has_root else "")
+            self._locator.names.add_root(model, prefix=self._strangers.prefix(model) if self._has_root else "")
         self._has_a_root(model)
 
     def _has_a_root(self, root: nn.Module) -> None:
@@ -280,11 +281,12 @@ class ModuleSense:
     # -- names -------------------------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module, below: int) -> int:
-        name = self._known_name(module)
+        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
+        name = None if self._strangers.is_one(module, within) else self._known_name(module)
         if name is None and _is_graph(module):
             return _TRANSPARENT
         if name is None:
-            name = self._foreign_name(module, below)
+            name = self._foreign_name(module, within)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self._on_ddp(module)
         word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
@@ -300,27 +302,17 @@ class ModuleSense:
             inner = wrapped(inner)
         return None
 
-    def _foreign_name(self, module: nn.Module, below: int) -> str:
+    def _foreign_name(self, module: nn.Module, within: int) -> str:
         """A name for a module that belongs to no model known so far."""
-        if below >= FIRST_MODULE_WORD:  # held in a plain list, or made on the fly: no name of its own
-            parent = self._locator.text_of(below >> MODULE_SHIFT)
-            prefix = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
-            if module._modules:  # so that its parts have names of their own
-                self._locator.names.add_root(module, prefix=prefix)
-            return prefix
-        root = topmost(module)
+        if within != OUTSIDE:
+            return self._strangers.inside(module, within, self._locator.text_of(within))
+        root = self._strangers.root_of(module)
         is_model = not self._has_root and any(p.requires_grad for p in root.parameters())
-        self._locator.names.add_root(root, prefix="" if is_model else self._prefix(root))
+        self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
         if is_model:
             self._has_a_root(root)
         name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
-
-    def _prefix(self, root: nn.Module) -> str:
-        """A second model, a loss: `<CrossEntropyLoss>`, `<Discriminator>.layers.0`. Angle brackets: not a state_dict name."""
-        name = type(innermost(root)).__name__
-        self._foreign[name] = self._foreign.get(name, 0) + 1
-        return f"<{name}>" if self._foreign[name] == 1 else f"<{name}#{self._foreign[name]}>"
 
 
 def _rehearses() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchwhere.inspect.autograd import walk
 from torchwhere.sense import _torch
 from torchwhere.sense.listeners import Listener, Listeners, ModuleCall, Owner
 from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ
@@ -209,14 +210,10 @@ def _number(user: tuple[int, Span | None]) -> int:
 
 def _graph_of(outputs: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
     """Every node of the graph behind some tensors, and which nodes each leads to."""
-    pending = [node for output in outputs if (node := _node_of(output)) is not None]
-    edges: dict[Any, list[Any]] = {}
-    while pending:
-        node = pending.pop()
-        if node not in edges:
-            edges[node] = [following for following, _ in node.next_functions if following is not None]
-            pending += edges[node]
-    return list(edges), edges
+    nodes, starts, targets = walk(_node_of(output) for output in outputs)
+    following = [nodes[target] for target in targets.tolist()]
+    bounds = starts.tolist()
+    return nodes, {node: following[begin:end] for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)}
 
 
 def _node_of(output: Any) -> Any:
