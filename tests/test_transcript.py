@@ -210,7 +210,7 @@ def test_roots_must_agree_and_peers_need_not() -> None:
 
     assert form(peer=1) == form(peer=2) == form(op="recv", peer=2)
     assert form(op="broadcast", peer=1) != form(op="broadcast", peer=2)
-    assert form(shapes=[[5]]) != form()
+    assert form(shapes=[[2, 2]]) == form(shapes=[[4]]) != form(bytes=20)
 
 
 @pytest.mark.parametrize(

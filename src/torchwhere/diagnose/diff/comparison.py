@@ -16,13 +16,14 @@ from torchwhere.diagnose.diff.events import compare_events
 from torchwhere.diagnose.diff.logs import Log, compare_logs, ranks_of
 from torchwhere.diagnose.diff.strip import Stripper, patterns
 from torchwhere.errors import TorchwhereError
+from torchwhere.results import Shown
 
 LOG_NAMES = "log_rank_*.txt"  # as torchwhere.rank_log and DeepSpeed's log_rank_file write them
 _LOG_ENDINGS = (".txt", ".log", ".out", ".err")
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(Shown):
     """What ranks have in common and where they part; None for what there was not."""
 
     logs: Comparison | None

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP
 from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.diff.strip import Stripper, skeleton
+from torchwhere.diagnose.hearing.terms import P2P, must_agree
 from torchwhere.events import TEXT_FIELD, Event, Kind
 from torchwhere.place import Pass
 
@@ -28,19 +29,6 @@ _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
 _COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # data decides what is compiled anew
 _ALIKE = ("kind", "pass", "module", "call", "line", "what", "aim", "param", "more", "step")  # the last two do not count
-_P2P = ("send", "recv")
-# What ranks must agree on in one collective, beyond its name; shapes of which ranks may differ are not in it.
-_AGREED = {
-    "all_to_all": ("dtype",),
-    "all_to_all_single": ("dtype",),
-    "gather": ("dtype", "shapes"),
-    "scatter": ("dtype",),
-    "barrier": (),
-    "monitored_barrier": (),
-    "send": ("dtype", "bytes"),
-    "recv": ("dtype", "bytes"),
-}
-_AGREED_ELSE = ("dtype", "shapes", "out_shapes", "reduce_op")
 
 
 class Lexicon:
@@ -242,9 +230,9 @@ class _Reader:
 
     def _look_at(self, fields: dict[str, Any]) -> _Fact:
         op, group, peer = str(fields.get("op")), str(fields.get("group")), fields.get("peer")
-        label, is_p2p = self.labels.get(group, f"group {group}"), op in _P2P
+        label, is_p2p = self.labels.get(group, f"group {group}"), op in P2P
         seen = (op, label, self._seen(peer, group, is_p2p=is_p2p))
-        agreed: tuple[Any, ...] = tuple(repr(fields.get(key)) for key in _AGREED.get(op, _AGREED_ELSE))
+        agreed: tuple[Any, ...] = tuple(repr(fields.get(key)) for key in must_agree(op) if key != "peer")
         wire = Wire(group)
         if is_p2p:
             ends = (self.box.rank, peer) if op == "send" else (peer, self.box.rank)

@@ -10,19 +10,19 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-# What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different shapes, and only one rank of
-# a gather or scatter has the list of tensors.
+# What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different shapes, only one rank of a
+# scatter has the list of tensors, and what was sent may be received in another shape of as many bytes.
 _MUST_AGREE = {
     "all_gather": ("dtype", "out_shapes"),
     "all_to_all": ("dtype",),
     "all_to_all_single": ("dtype",),
-    "gather": ("dtype", "peer"),
+    "gather": ("dtype", "shapes", "peer"),
     "scatter": ("dtype", "peer"),
     "reduce_scatter": ("dtype", "shapes", "reduce_op"),
     "barrier": (),
     "monitored_barrier": (),
-    "send": ("dtype", "shapes"),
-    "recv": ("dtype", "shapes"),
+    "send": ("dtype", "bytes"),
+    "recv": ("dtype", "bytes"),
 }
 _MUST_AGREE_ELSE = ("dtype", "shapes", "out_shapes", "reduce_op", "peer")
 P2P = frozenset({"send", "recv"})
@@ -128,9 +128,14 @@ class Signatures:
         return (Signature(text, -1, form, op, -1 if peer == "null" else int(peer)), group) if form is not None else (None, "")
 
 
+def must_agree(op: str) -> tuple[str, ...]:
+    """The fields of a collective that are the same on all its ranks."""
+    return _MUST_AGREE.get(op, _MUST_AGREE_ELSE)
+
+
 def _signature(text: str, fields: dict[str, Any]) -> tuple[Signature, str]:
     op, peer = str(fields.get("op")), fields.get("peer")
-    agreed = {name: fields.get(name) for name in _MUST_AGREE.get(op, _MUST_AGREE_ELSE)}
+    agreed = {name: fields.get(name) for name in must_agree(op)}
     form = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
     return Signature(text, -1, form, op, peer if isinstance(peer, int) else -1), str(fields.get("group"))
 
