@@ -186,9 +186,9 @@ class ModuleSense:
                 track.top = word
                 cursor = track.cursor
                 words[cursor] = word
-                words[cursor + CURSOR_TIME] = now()
+                words[cursor + CURSOR_TIME] = t_ns = now()
                 if emit is not None and word != below:
-                    emit(ENTER, word, track)
+                    emit(ENTER, t_ns, word, track)
             except Exception as error:
                 trouble(error)
                 return original(self, *args, **kwargs)
@@ -203,32 +203,33 @@ class ModuleSense:
                 raise
             finally:
                 try:
+                    t_ns = now()
                     if emit is not None and word != below:  # a wrapper and what it wraps are one call
-                        emit(EXIT, word, track)
+                        emit(EXIT, t_ns, word, track)
                     track.top = below
                     at = track.count & LOG_MASK
                     track.seqs[at] = sequence_nr()
                     track.marks[at] = below
                     track.count += 1
                     words[cursor] = below
-                    words[cursor + CURSOR_TIME] = now()
+                    words[cursor + CURSOR_TIME] = t_ns
                 except Exception as error:
                     trouble(error)
 
         return __call__, call_through
 
-    def _make_emit(self) -> Callable[[int, int, Track], None]:
+    def _make_emit(self) -> Callable[[int, int, int, Track], None]:
         """Records a module event; only there when they were asked for."""
-        record, now, current_step = self._box.record, time.monotonic_ns, self._current_step
+        record, current_step = self._box.record, self._current_step
 
         @_torch.unseen
-        def emit(kind: int, word: int, track: Track) -> None:
+        def emit(kind: int, t_ns: int, word: int, track: Track) -> None:
             if word < FIRST_MODULE_WORD:
                 return
             call = word & CALL_MASK
             if word & RECOMPUTE_BIT and call != NO_CALL:
                 call = track.recomputed_call(word)
-            record(kind, now(), word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
+            record(kind, t_ns, word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
 
         return emit
 
