@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 
-.PHONY: demo test test-all check format bench clean
+.PHONY: demo test test-all check format bench docs clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -18,6 +18,7 @@ demo: $(VENV)/ready
 	@echo
 	@echo "The job is gone, its boxes are not. Look around:"
 	@echo "  $(BIN)/torchwhere doctor run/demo             the verdict again, from the boxes"
+	@echo "  $(BIN)/torchwhere report run/demo             all of it on one page, report.html"
 	@echo "  $(BIN)/torchwhere comms run/demo              which collectives each module caused"
 	@echo "  $(BIN)/torchwhere events run/demo --last 5    the last things each rank did"
 	@echo "  $(BIN)/torchwhere layout run/demo             how the model was laid out over the ranks"
@@ -39,6 +40,11 @@ format: $(VENV)/tested
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The pages of docs/ as a site, in site/. A link that leads nowhere is an error.
+docs: $(VENV)/documented
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs site
+	@echo "site/index.html"
+
 bench: $(VENV)/ready
 	$(BIN)/python -m bench $(ARGS)
 
@@ -54,5 +60,11 @@ $(VENV)/tested: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[test,check,peers]"
 	touch $@
 
+# What builds the site; torch is not needed for it.
+$(VENV)/documented: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	touch $@
+
 clean:
-	rm -rf $(VENV) run .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) run site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -189,7 +189,7 @@ class Maker:
         meta = json.dumps(_meta(job, rank)).encode()
         head[: geometry.cursors_at] = pack_header(geometry, meta) * layout.HEADER_COPIES
         _put_cursor(head, geometry, names, reel.acts[count - 1], records[-1])
-        _put_tallies(head, geometry, job, rank, names, reel.acts[:count])
+        _put_tallies(head, geometry, job, rank, names, reel.acts[:count], records["t_ns"])
         ring = np.frombuffer(head, RECORD_DTYPE, geometry.capacity, geometry.ring_at)
         kept = records[-geometry.capacity :]
         ring[kept["number"] % geometry.capacity] = kept
@@ -246,14 +246,17 @@ def _put_cursor(head: bytearray, geometry: Geometry, names: Names, act: Act, las
     words[layout.CURSOR_LINE], words[layout.CURSOR_RECORD] = line, last["number"]
 
 
-def _put_tallies(head: bytearray, geometry: Geometry, job: Job, rank: int, names: Names, acts: list[Act]) -> None:
+def _put_tallies(
+    head: bytearray, geometry: Geometry, job: Job, rank: int, names: Names, acts: list[Act], times: npt.NDArray[Any]
+) -> None:
     counts = Counter([_counted_as(act.what) for act in acts if act.kind is Kind.COLLECTIVE])
+    last = {_counted_as(act.what): index for index, act in enumerate(acts) if act.kind is Kind.COLLECTIVE}
     words = np.frombuffer(head, "<u8", 4 * layout.TALLIES, geometry.tallies_at).reshape(-1, 4)
     for slot, (what, count) in enumerate(counts.items()):
         stream = job.stream(rank, what)
         group = names.groups["pp" if stream.source >= 0 else group_of(what)]
         words[slot, 0] = group << 40 | (stream.source + 1) << 20 | (stream.destination + 1)
-        words[slot, 1] = count
+        words[slot, 1:] = count, times[last[what]], last[what]
 
 
 def make(job: Job, folder: Path, *, part: tuple[int, int] = (0, 1), done: Callable[[int, int], int] | None = None) -> None:

@@ -34,6 +34,14 @@ PAGES = [
             "diff",
             "backward",
             "graphs",
+            "hosts",
+            "export",
+            "notebook",
+            "how-it-works",
+            "limits",
+            "report",
+            "top",
+            "trace",
         )
     ),
 ]
@@ -48,10 +56,13 @@ PUBLIC = [
     "RankHandler",
     "Run",
     "TorchwhereError",
+    "Verdict",
     "__version__",
     "backward_graph",
     "comms",
     "describe",
+    "doctor",
+    "export",
     "forward_line",
     "forward_lines",
     "graphs",
@@ -88,7 +99,7 @@ def test_public_arguments() -> None:
         name: list(inspect.signature(getattr(torchwhere, name)).parameters.values())
         for name in ("layout", "note", "on_module", "phase", "read_run", "start", "step", "stop", "watch", "where")
         + ("backward_graph", "forward_line", "graphs")
-        + ("describe", "names", "print_rank", "rank_log", "comms", "phases")
+        + ("describe", "names", "print_rank", "rank_log", "comms", "phases", "doctor", "export")
     }
     assert {name: [p.name for p in found] for name, found in arguments.items()} == {
         "backward_graph": ["tensors", "model", "freed"],
@@ -107,6 +118,8 @@ def test_public_arguments() -> None:
         "where": [],
         "comms": ["model"],
         "describe": ["thing"],
+        "doctor": ["folder", "stall_s"],
+        "export": ["folder", "out", "ranks", "kinds", "force", "on_progress"],
         "names": ["model"],
         "print_rank": ["values", "ranks", "place", "sep", "end", "file", "flush"],
         "rank_log": ["values", "folder", "rank", "place", "sep", "end"],

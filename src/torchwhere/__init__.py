@@ -17,10 +17,11 @@ from torchwhere.version import __version__
 
 if TYPE_CHECKING:
     from torchwhere.autograd import backward_graph, forward_line, forward_lines
-    from torchwhere.blackbox.run import Run, read_run
     from torchwhere.callbacks import ModuleCall, on_module
     from torchwhere.compiled import graphs
+    from torchwhere.diagnose.doctor.verdict import Verdict
     from torchwhere.events import Event
+    from torchwhere.exporting import export
     from torchwhere.inspect.describe import describe
     from torchwhere.inspect.naming import names
     from torchwhere.inspect.sharding import layout
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torchwhere.place_logging import PlaceFilter, RankHandler
     from torchwhere.process import start, stop, watch
     from torchwhere.ranks import print_rank, rank_log
+    from torchwhere.recordings import Run, doctor, read_run
     from torchwhere.sharding import Layout
     from torchwhere.timing import phases
 
@@ -42,10 +44,13 @@ __all__ = [
     "RankHandler",
     "Run",
     "TorchwhereError",
+    "Verdict",
     "__version__",
     "backward_graph",
     "comms",
     "describe",
+    "doctor",
+    "export",
     "forward_line",
     "forward_lines",
     "graphs",
@@ -71,10 +76,13 @@ _HOME = {
     "ModuleCall": "torchwhere.callbacks",
     "PlaceFilter": "torchwhere.place_logging",
     "RankHandler": "torchwhere.place_logging",
-    "Run": "torchwhere.blackbox.run",
+    "Run": "torchwhere.recordings",
+    "Verdict": "torchwhere.diagnose.doctor.verdict",
     "backward_graph": "torchwhere.autograd",
     "comms": "torchwhere.live",
     "describe": "torchwhere.inspect.describe",
+    "doctor": "torchwhere.recordings",
+    "export": "torchwhere.exporting",
     "forward_line": "torchwhere.autograd",
     "forward_lines": "torchwhere.autograd",
     "graphs": "torchwhere.compiled",
@@ -86,7 +94,7 @@ _HOME = {
     "phases": "torchwhere.timing",
     "print_rank": "torchwhere.ranks",
     "rank_log": "torchwhere.ranks",
-    "read_run": "torchwhere.blackbox.run",
+    "read_run": "torchwhere.recordings",
     "start": "torchwhere.process",
     "step": "torchwhere.marks",
     "stop": "torchwhere.process",

@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.reader import Box, BoxReader
@@ -29,6 +29,15 @@ from torchwhere.diagnose.hearing.transcript import Clerk, Transcript
 from torchwhere.errors import TorchwhereError
 
 Progress = Callable[[int, int], None]  # boxes read, of how many
+
+
+class Taker(Protocol):
+    """Takes of the boxes, as they are read, what else is wanted of them. Is made in the process that reads, and comes home."""
+
+    def take(self, box: Box) -> Box: ...
+
+
+Aside = Callable[[], Taker] | None
 
 _FEW = 256  # boxes that are read before another process has started
 _CHUNK = 64  # boxes that are written down together
@@ -41,13 +50,16 @@ _Told = queue.SimpleQueue["tuple[int, Transcript] | None"]
 
 
 def hear_folder(
-    folder: str | Path, *, on_progress: Progress | None = None, processes: int | None = None
+    folder: str | Path, *, on_progress: Progress | None = None, processes: int | None = None, aside: Aside = None
 ) -> tuple[Roster[Label], Hearing]:
-    """The newest run in a folder. Raises `TorchwhereError` when there is nothing there to read."""
+    """The newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
+
+    `aside` makes a `Taker` for some of the boxes at a time; those are in `Hearing.asides`.
+    """
     files = box_files(folder)
     told = []
     done = 0
-    for clerk, transcript in _read(files, _how_many(len(files)) if processes is None else processes):
+    for clerk, transcript in _read(files, _how_many(len(files)) if processes is None else processes, aside):
         told.append((clerk, transcript))
         done += len(transcript.statements)
         if on_progress is not None:
@@ -56,6 +68,7 @@ def hear_folder(
     chosen, earlier, unreadable = choose(Path(folder), labels)
     hearing = Hearing()
     wanted = {label.path for label in chosen.values() if not label.lacks_counts}
+    hearing.asides = [transcript.aside for _, transcript in told if transcript.aside is not None]
     for clerk, transcript in told:
         hearing.admit(transcript, clerk=clerk, wanted=wanted)
     hearing.testimonies = dict(sorted(hearing.testimonies.items()))
@@ -66,19 +79,26 @@ def _how_many(boxes: int) -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if boxes > _FEW and sys.executable else 0
 
 
-def _read(files: Sequence[Path], processes: int) -> Iterator[tuple[int, Transcript]]:
+def _read(files: Sequence[Path], processes: int, aside: Aside) -> Iterator[tuple[int, Transcript]]:
     """Transcripts as they come, each with the number of the clerk that wrote it."""
     work: _Work = deque(list(files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK))
     with contextlib.ExitStack() as stack:
         told: _Told = queue.SimpleQueue()
         for number in range(processes):
-            stack.enter_context(_Helper(number, work, told))
+            stack.enter_context(_Helper(number, work, told, aside))
         for _ in range(processes):  # each says when it is done
             yield from iter(told.get, None)
     # What nobody took, or whose reader was killed, is read here.
     reader, clerk = BoxReader(), Clerk()
     while work:
-        yield _HERE, clerk.write_down(_boxes(reader, work.popleft()))
+        yield _HERE, _written_down(clerk, _boxes(reader, work.popleft()), aside)
+
+
+def _written_down(clerk: Clerk, boxes: Iterator[Box], aside: Aside) -> Transcript:
+    taker = aside() if aside is not None else None
+    transcript = clerk.write_down(boxes if taker is None else map(taker.take, boxes))
+    transcript.aside = taker
+    return transcript
 
 
 def _boxes(reader: BoxReader, files: Sequence[Path]) -> Iterator[Box]:
@@ -92,8 +112,8 @@ def _boxes(reader: BoxReader, files: Sequence[Path]) -> Iterator[Box]:
 class _Helper:
     """A process that reads, and the thread that hands it work and takes what it has written down."""
 
-    def __init__(self, number: int, work: _Work, told: _Told) -> None:
-        self._number, self._work, self._told = number, work, told
+    def __init__(self, number: int, work: _Work, told: _Told, aside: Aside) -> None:
+        self._number, self._work, self._told, self._aside = number, work, told, aside
         self._process: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._hand_out, name=f"torchwhere-clerk-{number}", daemon=True)
 
@@ -125,6 +145,7 @@ class _Helper:
             if self._process is None or self._process.stdin is None or self._process.stdout is None:
                 return
             _send(self._process.stdin, sys.path)
+            _send(self._process.stdin, self._aside)
             while self._work:
                 chunk = self._work.popleft()
                 _send(self._process.stdin, chunk)
@@ -150,6 +171,7 @@ def serve() -> None:
     gc.disable()  # there are no cycles, and much that is only made to be sent away
     reader, clerk = BoxReader(), Clerk()
     with contextlib.suppress(EOFError, OSError):
+        aside = pickle.load(sys.stdin.buffer)
         while True:
             files = pickle.load(sys.stdin.buffer)
-            _send(sys.stdout.buffer, clerk.write_down(_boxes(reader, files)))
+            _send(sys.stdout.buffer, _written_down(clerk, _boxes(reader, files), aside))

@@ -10,10 +10,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torchwhere.commands import comms, diff, doctor, events, flight_recorder, groups, layout, monitor, phases, run
+from torchwhere.commands import (
+    comms,
+    diff,
+    doctor,
+    events,
+    export,
+    flight_recorder,
+    groups,
+    layout,
+    monitor,
+    phases,
+    report,
+    run,
+    top,
+    trace,
+)
 from torchwhere.version import __version__
 
-COMMANDS = (run, events, comms, groups, layout, phases, diff, doctor, monitor, flight_recorder)
+COMMANDS = (run, events, comms, groups, layout, phases, diff, doctor, monitor, top, flight_recorder, export, report, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,15 @@ The JSON field names are a contract (`docs/format.md`). This file knows no torch
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from torchwhere.place import Place
+from torchwhere.results import Shown
 
 
 class Kind(IntEnum):
@@ -41,8 +45,33 @@ KIND_LABELS = tuple(kind.label for kind in Kind)
 TEXT_FIELD = {Kind.START: "text", Kind.END: "reason", Kind.NOTE: "text", Kind.EXCEPTION: "text"}
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+def known_kinds(kinds: Iterable[str] | None) -> set[str] | None:
+    """Kinds as a set; ValueError for one that there is not."""
+    wanted = None if kinds is None else {kinds} if isinstance(kinds, str) else set(kinds)
+    unknown = sorted(map(str, (wanted or set()) - set(KIND_LABELS)))
+    if unknown:
+        raise ValueError(f"there is no kind {unknown[0]!r}; there are {', '.join(KIND_LABELS)}")
+    return wanted
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON, on one line. NaN and infinities, which JSON does not have, become texts."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Event(Shown):
     """One recorded event: its kind, when, where, and what only this kind has."""
 
     kind: str

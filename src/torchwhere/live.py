@@ -175,12 +175,23 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
     def json(self) -> str:
         return json.dumps(self.to_dict())
 
+    def as_rows(self) -> list[dict[str, Any]]:
+        """What was counted, one a row: module, pass, op, group, what it was for, count, bytes."""
+        return self._comms().as_rows()
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame`."""
+        return self._comms().to_pandas()
+
     def __str__(self) -> str:
         return self.table()
 
     def __repr__(self) -> str:
         said = ", ".join(f"{op}={count}" for op, count in sorted(self.counts.items()))
         return f"<comms: {said or 'no collectives'}>"
+
+    def _repr_html_(self) -> str:
+        return self._comms()._repr_html_()
 
     # -- as a test ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
+from torchwhere.results import Shown
+
 
 class Pass(IntEnum):
     """Which part of a step is running.
@@ -49,7 +51,7 @@ def shown(module: str | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Place(Shown):
     """Where one thread of one rank is, or was.
 
     `module` is `None` outside any module and `""` in the root itself. `call` counts the calls of that module within the

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from torchwhere.results import Tabular
+
 Facts = tuple[tuple[str, Any], ...]  # a dictionary that can be compared and hashed
 
 FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 cut the flattened parameters, wherever the cut falls
@@ -152,7 +154,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Tabular):
     """How a model lies over the ranks, as `rank` sees it. `str()` is the tree as text, notebooks show it as HTML."""
 
     rank: int
@@ -191,6 +193,15 @@ class Layout:
                 break
             else:
                 pending.pop()
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The parameters, one a row, with their full names and the mesh they lie on."""
+        return [self._as_row(name, param) for name, param in self.params()]
+
+    def _as_row(self, name: str, param: Param) -> dict[str, Any]:
+        meshes = dict(enumerate(self.meshes))
+        mesh = meshes[param.mesh].label if param.mesh in meshes else None
+        return {"rank": self.rank} | param.to_dict() | {"name": name, "mesh": mesh}
 
     def to_dict(self) -> dict[str, Any]:
         return {

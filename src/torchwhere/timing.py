@@ -8,23 +8,10 @@ from collections.abc import Iterable
 
 from torchwhere.blackbox.run import Run, read_run
 from torchwhere.diagnose import phases as diagnosis
+from torchwhere.diagnose.phases import Phases
 from torchwhere.errors import TorchwhereError
-from torchwhere.show.phases import phases_lines
-from torchwhere.show.text import as_text
 
 _NOBODY = "nobody has watched this process yet: with torchwhere.watch(): ..."
-
-
-class Phases(diagnosis.Phases):
-    """The table of phases: printed, it is the table; its rows are in `rows`, or found by `phases["data"]`."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<Phases: {len(self.rows)} phases of {len(self.steps)} ranks>"
-
-    def __str__(self) -> str:
-        return as_text(phases_lines(self, width=None)).rstrip("\n")
 
 
 def phases(run: Run | str | os.PathLike[str] | None = None, *, ranks: Iterable[int] | None = None) -> Phases:
@@ -34,17 +21,15 @@ def phases(run: Run | str | os.PathLike[str] | None = None, *, ranks: Iterable[i
     its ranks, or of those in `ranks`.
     """
     if run is None:
-        found = _of_this_process()
-    else:
-        read = _read(run)
-        found = diagnosis.phases(read, ranks=_known(ranks, read))
-    return Phases(found.rows, found.steps, found.remarks)
+        return _of_this_process()
+    read = _read(run)
+    return diagnosis.phases(read, ranks=_known(ranks, read))
 
 
-def _of_this_process() -> diagnosis.Phases:
+def _of_this_process() -> Phases:
     watching = sys.modules.get("torchwhere.sense.phases")  # not there: nothing was watched, and torch need not be there either
     latest = watching.latest() if watching is not None else None
-    return diagnosis.table({latest.rank: latest.sums()}) if latest is not None else diagnosis.Phases((), {}, (_NOBODY,))
+    return diagnosis.table({latest.rank: latest.sums()}) if latest is not None else Phases((), {}, (_NOBODY,))
 
 
 def _read(run: object) -> Run:

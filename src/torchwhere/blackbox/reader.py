@@ -1,9 +1,8 @@
 """Reads one black box: while its process runs, is stuck, stopped, or long dead; whole, cut, or damaged.
 
-Takes the bytes of a file once (no map: a file that shrinks under a reader's map would kill the reader) and gives back what
-is good. It never raises on content: everything that is not good is counted in `Box.counts` and said in `Box.problems`.
-Records are kept as a numpy array; `events()` turns them into `Event`s one at a time. A `BoxReader` reads many boxes of a job,
-and leaves the ring of texts, which is larger than all else and seldom asked for, in the file until it is.
+Takes the bytes of a file once (a file that shrinks under a map would kill the reader) and gives back what is good. It never
+raises on content: what is not good is counted in `Box.counts` and said in `Box.problems`. `events()` makes `Event`s of the
+records one at a time. A `BoxReader` reads many boxes, and leaves the ring of texts, the largest, in the file until it is asked.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from torchwhere.blackbox.table import TableReader
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import TEXT_FIELD, Event, Kind
 from torchwhere.place import Certainty, Pass, Place
+from torchwhere.results import Shown
 
 PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
@@ -56,8 +56,8 @@ class Cursor:
     last_record: int
 
 
-@dataclass(slots=True)
-class Box:
+@dataclass(slots=True, repr=False)
+class Box(Shown):
     """What one rank's file holds."""
 
     path: Path

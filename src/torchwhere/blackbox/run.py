@@ -6,37 +6,50 @@ and counted, missing ranks are named. A `Roster` is the same with labels instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
-from torchwhere.blackbox.label import Labelled
-from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.label import Label, Labelled, label
+from torchwhere.blackbox.reader import Box, BoxReader, read_box
+from torchwhere.blackbox.shelf import Shelf
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import Event
+from torchwhere.results import Shown
 
 _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
+_FEW = 256  # boxes that are kept in memory together
 _MOST_CAVEATS = 32  # about single ranks
 
 B = TypeVar("B", bound=Labelled)
 
 
-@dataclass(slots=True)
-class Roster(Generic[B]):
+@dataclass(slots=True, repr=False)
+class Roster(Shown, Generic[B]):
     """One job: its boxes, or their labels, by rank; and what is not there."""
 
     noun: ClassVar[str] = "box"  # what a rank leaves
 
     folder: Path
-    boxes: dict[int, B]
+    boxes: Mapping[int, B]
     earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts in the same folder
     unreadable: list[B] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
-        sizes = [size for box in self.boxes.values() if isinstance(size := box.meta.get("world_size"), int)]
+        sizes = [size for box in self.labels.values() if isinstance(size := box.meta.get("world_size"), int)]
         return max([*sizes, len(self.boxes)])
+
+    @property
+    def labels(self) -> Mapping[int, Labelled]:
+        """What is known of every box without reading one."""
+        return self.boxes.labels if isinstance(self.boxes, Shelf) else self.boxes
+
+    def in_order(self) -> Iterator[tuple[int, B]]:
+        """The boxes by rank, one at a time."""
+        for rank in sorted(self.boxes):
+            yield rank, self.boxes[rank]
 
     @property
     def missing(self) -> list[int]:
@@ -49,7 +62,7 @@ class Roster(Generic[B]):
         if missing:
             said.append(f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of rank {_few(missing)}")
         of_ranks = []
-        for rank, box in sorted(self.boxes.items()):
+        for rank, box in sorted(self.labels.items()):
             of_ranks += [f"rank {rank}: {problem}" for problem in box.problems]
             if torn := box.counts.torn + box.counts.torn_entries:
                 of_ranks.append(f"rank {rank}: {torn} torn or damaged record{'s' * (torn > 1)} left out")
@@ -60,7 +73,7 @@ class Roster(Generic[B]):
         return said
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class Run(Roster[Box]):
     """One job, with all that its boxes hold."""
 
@@ -68,15 +81,29 @@ class Run(Roster[Box]):
         self, *, ranks: set[int] | None = None, kinds: set[str] | None = None, last: int | None = None
     ) -> Iterator[Event]:
         """Events rank by rank, each rank's in its own order: clocks of different hosts do not order them."""
-        for rank, box in sorted(self.boxes.items()):
+        for rank, box in self.in_order():
             if ranks is None or rank in ranks:
                 yield from box.events(kinds=kinds, last=last)
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read."""
-    boxes = [read_box(path) for path in box_files(folder)]
-    return Run(Path(folder), *choose(Path(folder), boxes))
+    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
+
+    The boxes of a large one are read when they are asked for: to go through it twice takes twice the time, not the memory.
+    """
+    files = box_files(folder)
+    if len(files) <= _FEW:
+        return Run(Path(folder), *choose(Path(folder), [read_box(path) for path in files]))
+    reader = BoxReader()
+    chosen, earlier, unreadable = choose(Path(folder), [_label(reader, path) for path in files])
+    return Run(Path(folder), Shelf(chosen), earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
+
+
+def _label(reader: BoxReader, path: Path) -> Label:
+    try:
+        return label(reader.read(path))
+    except TorchwhereError as error:  # deleted since the folder was listed
+        return label(Box(path=path, problems=[str(error)]))
 
 
 def box_files(folder: str | Path) -> list[Path]:

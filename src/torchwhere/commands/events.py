@@ -50,5 +50,5 @@ def _events(arguments: argparse.Namespace) -> int:
 
 
 def _started_ns(run: Run) -> int:
-    started = [box.meta.get("started_ns") for box in run.boxes.values()]
+    started = [box.meta.get("started_ns") for box in run.labels.values()]
     return min((value for value in started if isinstance(value, int)), default=0)

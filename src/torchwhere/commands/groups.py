@@ -17,17 +17,13 @@ def add(commands: Any) -> None:
 
 
 def _groups(arguments: argparse.Namespace) -> int:
-    run = read_folder(arguments)
-    ranks = ranks_asked(arguments)
-    found: dict[str, dict[str, Any]] = {}
-    for rank, box in sorted(run.boxes.items()):
-        if ranks is None or rank in ranks:
-            found |= box.groups()
-    groups = [found[name] for name in sorted(found, key=lambda name: (len(name), name))]
+    from torchwhere.diagnose.groups import groups
+
+    found = groups(read_folder(arguments), ranks=ranks_asked(arguments))
     if arguments.json:
-        print_json(groups)
+        print_json(found)
     else:
         from torchwhere.show import text
 
-        text.print_lines(partial(text.groups_lines, groups))
+        text.print_lines(partial(text.groups_lines, found))
     return 0

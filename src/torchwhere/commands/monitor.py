@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchwhere.commands.reading import reading
 from torchwhere.errors import TorchwhereError
+
+if TYPE_CHECKING:
+    from torchwhere.hosts.role import Alone
 
 
 def add(commands: Any) -> None:
@@ -18,6 +22,11 @@ def add(commands: Any) -> None:
     )
     sub.add_argument("folder", help="the run's folder")
     add_options(sub)
+    others = sub.add_mutually_exclusive_group()
+    others.add_argument("--serve", type=_port, metavar="PORT", help="speak for monitors of other hosts, which join this one")
+    others.add_argument(
+        "--join", type=_address, metavar="HOST:PORT", help="tell what is seen here to the one that serves there"
+    )
     sub.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
     sub.set_defaults(command=reading(_monitor))
 
@@ -42,11 +51,40 @@ def _signal(text: str) -> signal.Signals:
         raise argparse.ArgumentTypeError(f"{text!r} is no signal; one is SIGTERM") from None
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; one is 29600")
+    return int(text)
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host.strip("[]"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address; one is node0:29600")
+    return host.strip("[]"), _port(port)
+
+
+def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
+    from torchwhere.hosts.assignment import role
+    from torchwhere.hosts.deputy import Deputy
+    from torchwhere.hosts.lead import Lead
+    from torchwhere.hosts.role import Alone
+
+    if arguments.serve is not None:
+        return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
+    if arguments.join is not None:
+        return Deputy(folder, rendezvous=None, address=arguments.join)
+    return role(folder, stall_s=arguments.stall) if arguments.launcher is not None else Alone()
+
+
 def _monitor(arguments: argparse.Namespace) -> int:
     from torchwhere.monitor import Monitor
 
     folder = Path(arguments.folder)
     if not folder.is_dir():
         raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
-    Monitor(folder, stall_s=arguments.stall, end_with=arguments.end_with, launcher=arguments.launcher).watch()
+    others = _others(arguments, folder)
+    monitor = Monitor(folder, stall_s=arguments.stall, end_with=arguments.end_with, launcher=arguments.launcher, others=others)
+    if not monitor.watch():
+        os._exit(0)  # Python would end a thread inside c10d in the middle, and C++ would abort
     return 0

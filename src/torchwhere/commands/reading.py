@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchwhere.errors import TorchwhereError
+from torchwhere.events import json_text
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import Run
@@ -68,19 +67,7 @@ def _span(ranks: list[int]) -> str:
 def print_json(values: Iterable[Any]) -> None:
     """One object a line. NaN and infinities, which JSON does not have, become texts."""
     for value in values:
-        try:
-            line = json.dumps(value, allow_nan=False)
-        except ValueError:
-            line = json.dumps(_finite(value))
-        print(line)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        print(json_text(value))
 
 
 def say(message: object) -> None:

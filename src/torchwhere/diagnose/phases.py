@@ -14,6 +14,7 @@ from typing import Any
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
+from torchwhere.results import Shown, Tabular
 
 STEPS = PhaseKey((), True)
 
@@ -47,8 +48,8 @@ class PhaseTimes:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseRow:
+@dataclass(frozen=True, slots=True, repr=False)
+class PhaseRow(Shown):
     """One phase on all ranks that had it."""
 
     path: tuple[str, ...]
@@ -81,8 +82,8 @@ class PhaseRow:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Phases:
+@dataclass(frozen=True, slots=True, repr=False)
+class Phases(Shown, Tabular):
     """The phases of one rank or of many: rows in the order of the program, each phase before those inside it."""
 
     rows: tuple[PhaseRow, ...]
@@ -117,6 +118,14 @@ class Phases:
         path, main = (row.path, row.is_main) if row is not None else ((), is_main)
         return [inner for inner in self.rows if inner.path[:-1] == path and inner.is_main == main]
 
+    def as_rows(self) -> list[dict[str, Any]]:
+        """One a row for each phase and rank; a phase's name is its path, from the outermost on."""
+        return [
+            {"phase": " > ".join(row.path), "thread": "main" if row.is_main else "other", "rank": rank} | times.to_dict()
+            for row in self.rows
+            for rank, times in row.by_rank.items()
+        ]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "ranks": list(self.ranks),
@@ -131,8 +140,8 @@ class Phases:
 
 def phases(run: Run, *, ranks: set[int] | None = None) -> Phases:
     """The phases of a run, of all its ranks or of some."""
-    chosen = {rank: box for rank, box in sorted(run.boxes.items()) if ranks is None or rank in ranks}
-    return table({rank: (phase_sums(box), _last_ns(box)) for rank, box in chosen.items()})
+    chosen = ((rank, box) for rank, box in run.in_order() if ranks is None or rank in ranks)
+    return table({rank: (phase_sums(box), last_ns(box)) for rank, box in chosen})
 
 
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:
@@ -148,7 +157,7 @@ def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases
     return Phases(tuple(rows), steps)
 
 
-def _last_ns(box: Box) -> int:
+def last_ns(box: Box) -> int:
     """The latest moment that the box knows of, by the clock of its records."""
     latest = int(box.records["t_ns"].max()) if len(box.records) else 0
     return max([latest, *(cursor.t_ns - box.wall_ns(0) for cursor in box.cursors())])

@@ -18,6 +18,7 @@ from torchwhere.inspect.autograd import Numbers, Trail, is_leaf, sources
 from torchwhere.inspect.names import owner
 from torchwhere.inspect.saved import is_freed
 from torchwhere.place import Certainty
+from torchwhere.results import Tabular
 from torchwhere.show import graph as views
 
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
@@ -111,7 +112,7 @@ class Nodes(Sequence[GraphNode]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BackwardGraph:
+class BackwardGraph(Tabular):
     """Every autograd node behind some tensors, once: node 0 made the first of them, and a node comes before those it feeds.
 
     Columns have a number for each node; `ops`, `outputs` and `lines` are the tables those numbers point into.
@@ -191,11 +192,15 @@ class BackwardGraph:
         """The whole graph for Graphviz: `dot -Tsvg`."""
         return views.dot(self)
 
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The nodes, one a row."""
+        return [node.to_dict() for node in self]
+
     def to_dict(self) -> dict[str, Any]:
         """The whole graph as JSON knows it."""
         return {
             "roots": list(self.roots),
-            "nodes": [node.to_dict() for node in self],
+            "nodes": self.as_rows(),
             "edges": self.edges.tolist(),
             "parameters": self.parameters,
             "freed": self.freed,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, overload
 
 from torchwhere.inspect.bytecode import Expression
+from torchwhere.results import Tabular
 from torchwhere.show import graphs as views
 
 PARAMETER, BUFFER, INPUT = "parameter", "buffer", "input"
@@ -35,7 +36,7 @@ def inputs_of(expressions: Sequence[Expression] | None) -> tuple[GraphInput, ...
     return tuple(GraphInput(number, kind, name) for number, (kind, name) in enumerate(named))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CompiledGraph:
     """One compiled graph. A function that is trained has two for each variant: its forward and its backward."""
 
@@ -63,11 +64,17 @@ class CompiledGraph:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __repr__(self) -> str:
+        return f"<CompiledGraph {self.id}: {self.kind} of {self.function}>"
+
     def __str__(self) -> str:
         return views.graph_text(self)
 
+    def _repr_html_(self) -> str:
+        return views.graph_html(self)
 
-class CompiledGraphs(Sequence[CompiledGraph]):
+
+class CompiledGraphs(Sequence[CompiledGraph], Tabular):
     """All compiled graphs, in the order of their ids. `graphs["0/0"]` is the forward (or inference) graph with that id."""
 
     def __init__(self, graphs: Sequence[CompiledGraph]) -> None:
@@ -97,6 +104,10 @@ class CompiledGraphs(Sequence[CompiledGraph]):
     def ids(self) -> list[str]:
         return list(dict.fromkeys(graph.id for graph in self._graphs))
 
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The graphs, one a row; of the inputs how many."""
+        return [graph.to_dict() | {"inputs": None if graph.inputs is None else len(graph.inputs)} for graph in self._graphs]
+
     def to_dict(self) -> dict[str, Any]:
         return {"graphs": [graph.to_dict() for graph in self._graphs]}
 
@@ -105,3 +116,6 @@ class CompiledGraphs(Sequence[CompiledGraph]):
 
     def __str__(self) -> str:
         return views.table_text(self._graphs)
+
+    def _repr_html_(self) -> str:
+        return views.table_html(self._graphs)

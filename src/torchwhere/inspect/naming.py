@@ -19,9 +19,11 @@ from torchwhere.inspect.fsdp import Slot, class_name
 from torchwhere.inspect.names import WRAPPER_PARTS, NameTable, innermost, topmost, walk, wrapped
 from torchwhere.inspect.parameters import BUFFER, FLAT_KEY, PARAMETER, ParameterFacts, Part, facts, fsdp_parts, is_flat
 from torchwhere.place import shown
+from torchwhere.results import Tabular
 
 Thing = nn.Module | torch.Tensor
 
+_HEADINGS = ("name", "what", "shape", "here", "numel", "dtype", "device", "id", "status", "sharded", "holds", "also")
 _MOST_SEARCHED = 20_000  # names among which a mistyped one is looked for
 
 
@@ -58,7 +60,7 @@ def known() -> list[Names]:
     return [found for found, _ in list(_known.values())]
 
 
-class Names:
+class Names(Tabular):
     """Names and objects of one model, both ways. Holds nothing alive.
 
     `names[name]` is the module, parameter or buffer; `names[thing]` the list of its names, the one in `state_dict` first.
@@ -255,6 +257,15 @@ class Names:
         """One line for each module, parameter and buffer."""
         return f"{self!r}\n{_table(self._rows())}"
 
+    def _repr_html_(self) -> str:
+        from torchwhere.show.names import names_html
+
+        return names_html(repr(self), _HEADINGS, self._rows())
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The parameters and buffers, one a row (see `ParameterFacts`)."""
+        return [found.to_dict() for found in self._all_facts()]
+
     def _rows(self) -> Iterator[dict[str, str]]:
         of_name = {found.name: found for found in self._all_facts()}
         seen: set[int] = set()
@@ -315,10 +326,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _table(rows: Iterable[dict[str, str]]) -> str:
     """Aligned columns under their headings; a column with nothing in it is left out."""
     listed = list(rows)
-    headings = ("name", "what", "shape", "here", "numel", "dtype", "device", "id", "status", "sharded", "holds", "also")
-    widths = {heading: max((len(row.get(heading, "")) for row in listed), default=0) for heading in headings}
+    widths = {heading: max((len(row.get(heading, "")) for row in listed), default=0) for heading in _HEADINGS}
     columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
-    lines = [dict(zip(headings, headings, strict=True)), *listed]
+    lines = [dict(zip(_HEADINGS, _HEADINGS, strict=True)), *listed]
     cells = (((row.get(h, ""), h, width) for h, width in columns.items()) for row in lines)
     return "\n".join(
         "  ".join(text.rjust(width) if h in ("numel", "id") else text.ljust(width) for text, h, width in row).rstrip()

@@ -7,7 +7,6 @@ the line of the operation that uses them. Names and shapes come from the user's 
 
 from __future__ import annotations
 
-import html as markup
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -263,7 +262,9 @@ def _shapes(graph: Graph, node: int) -> str:
 
 def html(graph: Graph) -> str:
     """For notebooks."""
-    return f"<pre>{markup.escape(text(graph, lines=500))}</pre>"
+    from torchwhere.show import html as page  # it brings rich, which a training process need not load
+
+    return page.fragment(page.lines([(line, "")] for line in text(graph, lines=500).splitlines()))
 
 
 # -- DOT -------------------------------------------------------------------------------------------------------------------

@@ -43,6 +43,14 @@ def _row(graph: Any) -> tuple[str, ...]:
     )
 
 
+def table_html(graphs: Sequence[Any]) -> str:
+    from torchwhere.show import html as page  # it brings rich, which a training process need not load
+    from torchwhere.show.text import Column
+
+    columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in _HEADINGS]
+    return page.fragment(page.table(columns, map(_row, graphs)) if graphs else page.said(table_text(graphs)))
+
+
 def inputs_text(inputs: Sequence[Any] | None) -> str:
     """How many of each kind."""
     if inputs is None:
@@ -61,3 +69,9 @@ def graph_text(graph: Any) -> str:
     width = len(str(len(graph.inputs or ())))
     lines += [f"  {each.number:>{width}}  {plain(each)}" for each in graph.inputs or ()]
     return "\n".join(lines)
+
+
+def graph_html(graph: Any) -> str:
+    from torchwhere.show import html as page
+
+    return page.fragment(page.lines([(line, "")] for line in graph_text(graph).splitlines()))

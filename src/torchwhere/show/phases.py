@@ -23,17 +23,26 @@ def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
         yield [("no phase was recorded", "bold")]
         yield from _remarks(phases)
         return
-    yield fitted([(_title(phases), "bold")], width)
-    is_one = len(phases.ranks) == 1
-    headings, narrowing = (_ONE, _NARROWING_ONE) if is_one else (_MANY, _NARROWING_MANY)
+    yield fitted([(phases_title(phases), "bold")], width)
+    columns, rows = phases_table(phases)
+    narrowing = _NARROWING_ONE if len(phases.ranks) == 1 else _NARROWING_MANY
+    yield from table(columns, rows, width=width, narrowing=narrowing)
+    yield from phases_remarks(phases)
+
+
+def phases_table(phases: Phases) -> tuple[list[Column], list[list[Cell]]]:
+    headings = _ONE if len(phases.ranks) == 1 else _MANY
     columns = [Column("phase"), *(Column(heading, right=True) for heading in headings)]
     rows = (_cells(row, label, phases) for row, label in _labelled(phases))
-    yield from table(columns, [*rows, *_rest(phases, len(columns))], width=width, narrowing=narrowing)
+    return columns, [*rows, *_rest(phases, len(columns))]
+
+
+def phases_remarks(phases: Phases) -> Iterator[Line]:
     yield from _running(phases)
     yield from _remarks(phases)
 
 
-def _title(phases: Phases) -> str:
+def phases_title(phases: Phases) -> str:
     ranks, times = phases.ranks, list(phases.steps.values())
     who = f"rank {ranks[0]}" if len(ranks) == 1 else plural(len(ranks), "rank")
     count = max(one.count for one in times)

@@ -19,6 +19,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
+from torchwhere.diagnose.amounts import amount as amount
+from torchwhere.diagnose.amounts import duration as duration
 from torchwhere.diagnose.comms.outline import Branch, outline, params_text
 from torchwhere.diagnose.comms.tree import Comms, CommsKey, Tally
 from torchwhere.events import Event
@@ -42,27 +44,6 @@ def plain(text: object) -> str:
     found = str(text)
     found = found if len(found) <= _LONGEST else found[:_LONGEST] + "…"
     return found if found.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
-
-
-def amount(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} TB"
-
-
-def duration(ns: float) -> str:
-    """Nanoseconds as people read them."""
-    for unit, size in (("ns", 1), ("us", 1e3), ("ms", 1e6)):
-        if ns < 999.5 * size:
-            value = ns / size
-            return f"{value:.0f} {unit}" if unit == "ns" or value >= 99.95 else f"{value:.1f} {unit}"
-    seconds = ns / 1e9
-    if seconds < 999.5:
-        return f"{seconds:.2f} s" if seconds < 99.995 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5999.5 else f"{seconds / 3600:.1f} h"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -180,6 +161,12 @@ def fitted(line: Line, width: int | None) -> Line:
 
 def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None) -> Iterator[Line]:
     """One line an event; `time` is in seconds since `started_ns`."""
+    columns, rows = events_table(events, started_ns=started_ns)
+    narrowing = (("event", 56), ("line", 20), ("event", 46), ("time", 0), ("line", 14), ("module", 12), ("event", 10))
+    return table(columns, rows, width=width, narrowing=narrowing)
+
+
+def events_table(events: Iterable[Event], *, started_ns: int) -> tuple[list[Column], Iterator[list[Cell]]]:
     columns = [
         *(Column(heading, right=True) for heading in ("rank", "step", "time")),
         Column("pass"),
@@ -187,9 +174,7 @@ def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None)
         Column("module", keep_end=True),
         Column("event"),
     ]
-    narrowing = (("event", 56), ("line", 20), ("event", 46), ("time", 0), ("line", 14), ("module", 12), ("event", 10))
-    rows = (_event_row(event, started_ns) for event in events)
-    return table(columns, rows, width=width, narrowing=narrowing)
+    return columns, (_event_row(event, started_ns) for event in events)
 
 
 def _event_row(event: Event, started_ns: int) -> list[Cell]:
@@ -262,17 +247,22 @@ def comms_lines(comms: Comms, *, width: int | None) -> Iterator[Line]:
     if not comms.ranks:
         yield [("no collectives were recorded", "bold")]
         return
-    title = _title(comms)
+    columns, rows = comms_table(comms)
+    title = columns[0].heading
+    narrowing = (("calls", 0), ("steps", 0), ("for", 20), ("each", 0), ("group", 6), ("for", 10), ("group", 0), (title, 30))
+    yield from table(columns, rows, width=width, narrowing=narrowing)
+    if comms.overwritten:
+        yield [(f"not counted, overwritten in the ring (see --records): {_overwritten(comms)}", "yellow")]
+
+
+def comms_table(comms: Comms) -> tuple[list[Column], Iterator[list[Cell]]]:
     columns = [
-        Column(title),
+        Column(_title(comms)),
         *(Column(heading, right=True) for heading in ("per step", "steps", "each", "calls", "total")),
         Column("group", optional=True),
         Column("for", optional=True),
     ]
-    narrowing = (("calls", 0), ("steps", 0), ("for", 20), ("each", 0), ("group", 6), ("for", 10), ("group", 0), (title, 30))
-    yield from table(columns, _comms_rows(comms), width=width, narrowing=narrowing)
-    if comms.overwritten:
-        yield [(f"not counted, overwritten in the ring (see --records): {_overwritten(comms)}", "yellow")]
+    return columns, _comms_rows(comms)
 
 
 def _title(comms: Comms) -> str:
@@ -336,9 +326,14 @@ def _entry_row(key: CommsKey, tally: Tally, label: Line, branch: Branch, comms: 
 
 
 def groups_lines(groups: Iterable[dict[str, Any]], *, width: int | None) -> Iterator[Line]:
-    columns = [Column(heading) for heading in ("group", "description", "mesh dimension", "backend", "ranks")]
+    columns, rows = groups_table(groups)
     narrowing = (("ranks", 20), ("description", 20), ("backend", 8), ("group", 8))
-    return table(columns, map(_group_row, groups), width=width, narrowing=narrowing)
+    return table(columns, rows, width=width, narrowing=narrowing)
+
+
+def groups_table(groups: Iterable[dict[str, Any]]) -> tuple[list[Column], Iterator[list[Cell]]]:
+    headings = ("group", "description", "mesh dimension", "backend", "ranks")
+    return [Column(heading) for heading in headings], map(_group_row, groups)
 
 
 def _group_row(group: dict[str, Any]) -> list[Cell]:

@@ -25,9 +25,10 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         head.append(f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}")
     if verdict.stalled_s is not None:
         head.append(f"no progress for {verdict.stalled_s:.0f} s")
-    if verdict.certainty != "exact":
+    if verdict.certainty == "inferred":
         head.append(f"({verdict.certainty})")
-    lines = [f"{_TITLES[verdict.kind]}  {', '.join(head)}", *verdict.explanation]
+    title = _TITLES[verdict.kind] if verdict.certainty != "unknown" else "NOT KNOWN"
+    lines = [f"{title}  {', '.join(head)}", *verdict.explanation]
     common = verdict.last_common
     if common is not None and verdict.kind is not VerdictKind.MISMATCH:
         where = f"{common['pass']} of {common['module']}" if common.get("module") else common.get("pass")

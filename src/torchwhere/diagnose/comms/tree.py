@@ -17,6 +17,7 @@ from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.comms.sums import Sums, sums
 from torchwhere.place import Pass
+from torchwhere.results import Shown, Tabular
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step
 _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
@@ -65,8 +66,8 @@ class Tally:
         }
 
 
-@dataclass(slots=True)
-class CommsNode:
+@dataclass(slots=True, repr=False)
+class CommsNode(Shown):
     """A module: what it issued itself, and what is below it."""
 
     name: str | None  # None: outside any module
@@ -105,8 +106,8 @@ class CommsNode:
         }
 
 
-@dataclass(slots=True)
-class Comms:
+@dataclass(slots=True, repr=False)
+class Comms(Shown, Tabular):
     """The collectives of a run: below the model's root, and outside any module."""
 
     root: CommsNode = field(default_factory=lambda: CommsNode(name=""))
@@ -173,9 +174,17 @@ class Comms:
                 (pass_ is None or key.pass_ == pass_) and (group is None or key.group == group)
             )
             if is_wanted and (for_ is None or _serves(key.aim, name, for_)):
-                node = found.outside if name is None else _descend(found.root, name)
+                node = found.outside if name is None else descend(found.root, name)
                 node.own[key] = tally
         return found
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """What was counted, one a row: module, pass, op, group, what for; calls and bytes of all ranks, and of how many."""
+        return [
+            {"module": module, "pass": key.pass_, "op": key.op, "group": key.group, "for": key.aim}
+            | {"count": tally.count, "bytes": tally.bytes, "ranks": len(tally.ranks), "steps": tally.steps}
+            for module, key, tally in self.walk()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -202,7 +211,7 @@ def _serves(aim: Aim, issuer: str | None, module: str) -> bool:
 def comms(run: Run, *, ranks: set[int] | None = None) -> Comms:
     """Add up the collectives of a run, of all its ranks or of some."""
     found = Comms()
-    for rank, box in sorted(run.boxes.items()):
+    for rank, box in run.in_order():
         if ranks is None or rank in ranks:
             if box.counts.overwritten:
                 found.overwritten[rank] = box.counts.overwritten
@@ -220,7 +229,7 @@ def add(found: Comms, box: Box, counted: Sums) -> None:
     found.ranks.add(box.rank)
     tallies = [_count(found, box, key, count) for key, count in zip(counted.keys, counted.counts, strict=True)]
     _add_steps(tallies, counted.which, counted.steps)
-    _sort(found.root)
+    sort_children(found.root)
 
 
 def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> Tally:
@@ -229,7 +238,7 @@ def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> Tall
     call = box.value(what)
     call = call if isinstance(call, dict) else {}
     module = box.name(module_id) if module_id else None
-    node = found.outside if module is None else _descend(found.root, module)
+    node = found.outside if module is None else descend(found.root, module)
     aim = box.value(aim_id) if aim_id else None
     key = CommsKey(
         _PASS_LABELS.get(pass_, "outside"),
@@ -255,7 +264,8 @@ def _add_steps(tallies: list[Tally], which: Any, steps: Any) -> None:
         tally.steps += int(count)
 
 
-def _descend(root: CommsNode, module: str) -> CommsNode:
+def descend(root: CommsNode, module: str) -> CommsNode:
+    """The node of a module below a root, made where there is none."""
     node, path = root, ""
     for part in module.split(".", _DEEPEST) if module else ():
         path = f"{path}.{part}" if path else part
@@ -276,12 +286,12 @@ def _group_label(found: Comms, box: Box, name: str) -> str:
     return label
 
 
-def _sort(node: CommsNode) -> None:
+def sort_children(node: CommsNode) -> None:
     """Children in the order they were first seen; numbered ones by number, wherever the ring begins."""
     if all(map(is_number, node.children)):
         node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
     for child in node.children.values():
-        _sort(child)
+        sort_children(child)
 
 
 def is_number(name: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.events import Event
+from torchwhere.results import Shown
 
 _MOST_RUNS = 8  # of ranks in one text
 MOST_PARTINGS = 20  # told of; those after them are counted
@@ -30,8 +31,8 @@ class Entry:
         return found | ({"event": self.event.to_dict()} if self.event is not None else {})
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
+@dataclass(frozen=True, slots=True, repr=False)
+class Version(Shown):
     """What some ranks have where they part; none: nothing, or no more. `after` is what comes next on the first of them."""
 
     ranks: tuple[int, ...]
@@ -46,8 +47,8 @@ class Version:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Parting:
+@dataclass(frozen=True, slots=True, repr=False)
+class Parting(Shown):
     """A place where ranks that did the same until then go apart. `kind` says how:
 
     `flow`: they do, or say, different things; `value`: they say the same about different values; `group`: in one collective
@@ -75,8 +76,8 @@ class Parting:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison(Shown):
     """What the logs, or the events, of some ranks have in common, and where they part, first place first."""
 
     ranks: tuple[int, ...]

@@ -22,7 +22,7 @@ LOG_NAMES = "log_rank_*.txt"  # as torchwhere.rank_log and DeepSpeed's log_rank_
 _LOG_ENDINGS = (".txt", ".log", ".out", ".err")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Diff(Shown):
     """What ranks have in common and where they part; None for what there was not."""
 

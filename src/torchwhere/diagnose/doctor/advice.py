@@ -6,8 +6,9 @@ from typing import Any
 
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.mismatch import Mismatch
+from torchwhere.diagnose.doctor.pace import Pace
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.doctor.waits import Wait, members, out_of_turn
+from torchwhere.diagnose.doctor.waits import Wait, left_out, members, newcomers, out_of_turn
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Testimony
 from torchwhere.events import Event
@@ -109,7 +110,10 @@ def on_mismatch(case: Case, found: Mismatch) -> tuple[str, ...]:
     said += [f"  {ranks_said(each['ranks'])}: {each['issued']}" for each in cohorts(case, found)]
     if found.what != "form":
         said.append("Op and shapes are the same, so nothing fails: each rank's data was combined with another thing's.")
-    if not found.is_certain:
+    if not found.is_certain and found.departed:
+        who = ranks_said(found.departed)
+        said.append(f"The cohorts are of one size, but the others do as they did before: {who} departed from its own ways.")
+    elif not found.is_certain:
         said.append("The cohorts are of one size: the boxes alone cannot say which of them is wrong.")
     said += _before(case, found.culprits, found.key, found.number)
     return tuple(said)
@@ -193,7 +197,17 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     return tuple(said)
 
 
+def on_excused(excused: dict[int, int]) -> tuple[str, ...]:
+    """Who is waited for, and may wait himself for somebody of whom nothing is known."""
+    said = [
+        f"Rank {rank} may itself wait for rank {other}, of which there is nothing to read." for rank, other in excused.items()
+    ]
+    return (*said[:4], "Who is to blame is not known.") if said else ()
+
+
 def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
+    if all(case.state(rank) is State.STOPPED for rank in blamed):
+        return ["Look at: who stopped it, a debugger, a shell, a scheduler that suspends jobs."]
     before = case.hearing.testimonies[blamed[0]].issued(wait.key, wait.number - 1)
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     said = []
@@ -227,10 +241,22 @@ def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]
         what = what_said(call)
         said.append(f'The others wait for it in {what}, #{wait.number} of group "{group.title}".')
         said += _waiting(case, wait)
+        if all(rank in case.hearing.testimonies and case.state(rank) is State.FINISHED for rank in blamed):
+            said.append("Likely: it had fewer batches, left a loop early, or skipped a step. Look at: what ends its loop.")
     return tuple(said)
 
 
-def on_deadlock(case: Case, found: list[Wait]) -> tuple[str, ...]:
+def on_dead_together(case: Case, dead: list[int]) -> tuple[str, ...]:
+    """Nobody went by himself: who was the first is not to be seen."""
+    silent = [rank for rank in case.hearing.testimonies if rank not in dead and case.state(rank) is State.DEAD]
+    said = [f"A process ended, and it is not known whose went first. {ranks_said(dead).capitalize()} failed of it:"]
+    said.append(f"  {_first_line(str(case.detail(dead[0])))}")
+    if silent:
+        said.append(f"  one of {ranks_said(silent)} was the first: they all went without a word, and no monitor saw when")
+    return tuple(said)
+
+
+def on_deadlock(case: Case, found: list[Wait], odd: tuple[int, ...]) -> tuple[str, ...]:
     said = [f"{len(found)} ranks wait for each other in a circle:"]
     for wait in found[:_MOST_LINKS]:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
@@ -240,7 +266,13 @@ def on_deadlock(case: Case, found: list[Wait]) -> tuple[str, ...]:
         said.append(f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for {ranks_said(waits_for[:4])}')
     if len(found) > _MOST_LINKS:
         said.append(f"  and so on, {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
-    said.append("Likely: these ranks reach the same collectives in different order. Look at: the order of the lines above.")
+    if 0 < len(odd) < len(found):
+        said.append(
+            f"Likely: {ranks_said(odd)} came to them in another order than before, or left one out; the others do as they did "
+            "before. Look at: the order of the lines above."
+        )
+    else:
+        said.append("Likely: these ranks reach the same collectives in different order. Look at: the order of the lines above.")
     return tuple(said)
 
 
@@ -249,7 +281,9 @@ def on_wrong_peer(case: Case, strays: list[Wait]) -> tuple[str, ...]:
     for wait in strays[:_MOST_LINKS]:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
         what = call_said(call) if call is not None else "a message"
-        said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {wait.missing[0]} has no such message for it.")
+        other = (*wait.missing, *wait.unheard)[0]
+        answer = "does not listen to it" if wait.key.source == wait.rank else "has no such message for it"
+        said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {other} {answer}.")
         said.append("  Another rank has written to it, or listens to it, and gets no answer. Look at: the peer in that line.")
     return (*said, f"And {len(strays) - _MOST_LINKS} more.") if len(strays) > _MOST_LINKS else tuple(said)
 
@@ -272,7 +306,7 @@ def links(case: Case, found: list[Wait]) -> list[dict[str, Any]]:
 def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
     """Those of a circle that did it in another order a step before. For want of them, those in the one of its calls that the
     fewest are in; everyone in the circle where that is a tie."""
-    changed = out_of_turn(case.hearing, found)
+    changed = left_out(case.hearing, found) or out_of_turn(case.hearing, found) or newcomers(found)
     if changed:
         return tuple(changed)
     by_call: dict[tuple[StreamKey, int], list[int]] = {(wait.key, wait.number): [] for wait in found}
@@ -292,3 +326,36 @@ def on_together(case: Case) -> tuple[str, ...]:
         f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
         "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
     )
+
+
+# -- nothing wrong ---------------------------------------------------------------------------------------------------------
+
+
+def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
+    if case.have_finished:
+        return (f"All {len(case.hearing.testimonies)} ranks have finished. {found}",)
+    if not case.is_over or not case.sightings or any(sighting.alive is None for sighting in case.sightings.values()):
+        return (f"Progressing. {found}",)
+    said = f"Was progressing when it ended: no process is left, and none has said why. {found}"
+    if not case.all_in_one():
+        return (said,)
+    call = next(iter(case.hearing.testimonies.values())).last_collective
+    return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
+
+
+def on_unheard(
+    case: Case, witness: int | None, key: StreamKey | None, number: int, went_on: list[int], found: Pace
+) -> tuple[str, ...]:
+    """The job is over, what can be read is well, and a rank left nothing to read."""
+    unheard, noun = ranks_said(sorted(case.unheard)), case.run.noun
+    ended = f"The job is over, and {unheard} left no {noun} that can be read. {found}"
+    if key is None or witness is None:
+        return (ended, "The others have issued no collective: what the job did is not known.")
+    what = what_said(case.hearing.testimonies[witness].issued(key, number))
+    call = f'{what}, #{number} of group "{case.hearing.group(key).title}"'
+    if went_on:
+        past = (
+            f"{ranks_said(went_on).capitalize()} went on after {call}, which takes all of its ranks: until then all was well."
+        )
+        return (ended, past, f"What {unheard} did after it is not known.")
+    return (ended, f"The others came to {call}. Nobody is known to have got past it, and what was wrong does not show.")

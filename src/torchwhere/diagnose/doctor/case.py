@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from torchwhere.blackbox.run import Roster
-from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.deaths import Deaths, ended_well
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, members
+from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest, is_of_all, may_wait_for, members
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
-from torchwhere.events import Event
 from torchwhere.place import Certainty, Place
 
-# What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
-_HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
 _UNSEEN_STALLS = 10
 _UNUSUAL = 10  # times the usual
-_SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
@@ -37,7 +32,11 @@ class Case:
     waits: dict[int, Wait]
     now_ns: int | None
     is_suspicion: bool = False
-    _somebody_hung_up: bool | None = None
+    is_together: bool = False  # all stand in one collective, and that is the matter
+    deaths: Deaths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.deaths = Deaths(self.hearing, self.sightings, self.now_ns)
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -49,39 +48,25 @@ class Case:
     def sighting(self, rank: int) -> Sighting:
         return self.sightings.get(rank, Sighting())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of the job is known to be there any more."""
+        return not any(sighting.alive for sighting in self.sightings.values())
+
+    @property
+    def have_finished(self) -> bool:
+        """Whether all ranks that were heard have finished, and well."""
+        return all(self.state(rank) is State.FINISHED for rank in self.hearing.testimonies)
+
     def state(self, rank: int) -> State:
         testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
-        if testimony.end is not None:
-            return State.FINISHED if _ended_well(testimony.end) else State.DEAD
-        if sighting.ended is not None or (sighting.alive is False and self._died_first(sighting)):
+        if testimony.end is not None and ended_well(testimony.end):
+            return State.FINISHED
+        if self.deaths.is_dead(rank):
             return State.DEAD
         if sighting.is_stopped:
             return State.STOPPED
-        return State.WAITING if rank in self.waits else State.RUNNING
-
-    def _died_first(self, sighting: Sighting) -> bool:
-        """Whether a process that is gone, without a word, went by itself and not when all was over.
-
-        It did if others were seen alive when it was gone already, or if they say that a peer hung up on them.
-        """
-        if self.now_ns is not None and self.now_ns - (sighting.alive_ns or 0) > _SAME_DEATH_NS:
-            return True
-        if self._somebody_hung_up is None:
-            self._somebody_hung_up = any(map(self.was_hung_up_on, self.hearing.testimonies.values()))
-        return self._somebody_hung_up
-
-    def was_hung_up_on(self, testimony: Testimony) -> bool:
-        """Whether a rank ended because the process at the other end was gone."""
-        return testimony.end is not None and _HUNG_UP.search(str(testimony.end.fields.get("reason"))) is not None
-
-    def failed_by_themselves(self) -> list[int]:
-        """Ranks that failed, less those that say a peer hung up on them: where all say so, a rank that nobody heard did."""
-        failed = {rank: testimony for rank, testimony in self.hearing.testimonies.items() if self.failed(testimony)}
-        own = [rank for rank, testimony in failed.items() if not self.was_hung_up_on(testimony)]
-        return own or (sorted(self.unheard) if failed and self.unheard else list(failed))
-
-    def failed(self, testimony: Testimony) -> bool:
-        return testimony.end is not None and not _ended_well(testimony.end)
+        return State.WAITING if self.is_together or rank in self.waits else State.RUNNING
 
     def place(self, rank: int) -> Place:
         """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
@@ -89,7 +74,7 @@ class Case:
         issued_at = testimony.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
             return issued_at
-        error = testimony.exception if self.failed(testimony) else None
+        error = testimony.exception if self.deaths.has_failed(rank) else None
         place = error.place if error is not None else testimony.place
         folder = f"{testimony.label.meta.get('folder')}/"
         line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or testimony.statement.last_line
@@ -116,15 +101,12 @@ class Case:
 
     def detail(self, rank: int) -> str | None:
         """How it ended, or what holds it."""
-        testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
-        if testimony.end is not None:
-            return str(testimony.end.fields.get("reason"))
-        state = self.state(rank)
-        if state is State.DEAD:
-            return sighting.ended or "without a word: killed by a signal, by the system for want of memory, or crashed in C"
+        testimony, state = self.hearing.testimonies[rank], self.state(rank)
+        if state is State.DEAD or testimony.end is not None:
+            return self.deaths.how(rank)
         if state is State.STOPPED:
             return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
-        return holding(testimony, sighting) if rank not in self.waits else None
+        return holding(testimony, self.sighting(rank)) if state is State.RUNNING else None
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -143,8 +125,7 @@ class Case:
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
-        is_over = not any(sighting.alive for sighting in self.sightings.values())
-        return waited >= (min(stall_s, self._usual_s(wait) * _UNUSUAL) if is_over else stall_s)
+        return waited >= (min(stall_s, self._usual_s(wait) * _UNUSUAL) if self.is_over else stall_s)
 
     def _usual_s(self, wait: Wait) -> float:
         """Seconds between two collectives of this rank in this stream, the median; at least a tenth."""
@@ -160,10 +141,16 @@ class Case:
         """
         since = [testimony.in_collective_since_ns for testimony in self.hearing.testimonies.values()]
         known = [moment for moment in since if moment is not None]
-        is_over = any(testimony.end is not None for testimony in self.hearing.testimonies.values())
-        if self.now_ns is None or is_over or not known or len(known) < len(since):
+        has_ended = any(testimony.end is not None for testimony in self.hearing.testimonies.values())
+        if self.now_ns is None or has_ended or not known or len(known) < len(since):
             return None
         return (self.now_ns - max(known)) / 1e9
+
+    def all_in_one(self) -> bool:
+        """Whether all ranks are, or were to the end, in the same collective."""
+        said = self.hearing.testimonies.values()
+        lasts = {testimony.last for testimony in said}
+        return None not in lasts and len(lasts) == 1 and all(each.in_collective_since_ns is not None for each in said)
 
     def is_still(self, stall_s: float) -> bool:
         """Whether all have been in one collective for too long: by their stacks, or for want of them, much too long.
@@ -195,6 +182,12 @@ class Case:
         """Ranks of which nothing is known: they have no box, or one that was cut before its counts."""
         return {rank for rank in range(self.run.world_size) if rank not in self.hearing.testimonies}
 
+    @property
+    def ill_heard(self) -> list[int]:
+        """Ranks of which nothing is known, or not what they did last."""
+        cut = [rank for rank, testimony in self.hearing.testimonies.items() if has_lost_its_newest(testimony)]
+        return sorted([*self.unheard, *cut])
+
     def unheard_wait(self) -> Wait | None:
         """A rank of which nothing is known may be the one all others wait for: where they are in one of its collectives."""
         key, number, witness = self.last_of_all()
@@ -204,8 +197,38 @@ class Case:
         taking_part = members(self.hearing, key)
         absent = tuple(rank for rank in taking_part if rank in unheard)
         heard = [self.hearing.testimonies[rank] for rank in taking_part if rank not in unheard]
-        are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard)
+        are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard) and not any(
+            self.sighting(testimony.rank).stack and not self._waits_in_stack(testimony.rank) for testimony in heard
+        )
         return Wait(witness, key, number, (), absent) if absent and are_in_it else None
+
+    def excused(self, blamed: list[int]) -> dict[int, int]:
+        """Of ranks that others wait for, those that may themselves wait for a message of a rank that has no box, and which."""
+        unheard = self.unheard
+        if not unheard:
+            return {}
+        found = {}
+        for rank in blamed:
+            other = may_wait_for(self.hearing, rank, unheard) if rank in self.hearing.testimonies else None
+            stack = self.sighting(rank).stack
+            if other is not None and (not stack or any("/torch/distributed/" in line for line in stack)):
+                found[rank] = other
+        return found
+
+    def went_on_after(self, key: StreamKey, number: int) -> list[int]:
+        """Ranks that did more after a collective which nobody gets past before all have issued it: they returned from it, or
+        came to a later step."""
+        found = []
+        for rank, testimony in self.hearing.testimonies.items():
+            if testimony.last != (key, number):
+                continue
+            call, now = testimony.issued(key, number), testimony.place.step
+            has_returned = testimony.in_collective_since_ns is None and not testimony.is_async(key, number)
+            step = call.place.step if call is not None else None
+            is_later = now is not None and step is not None and now > step
+            if is_of_all(testimony, key, number) and (has_returned or is_later) and not self.deaths.has_failed(rank):
+                found.append(rank)
+        return found
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
         """The last collective that a whole group has issued: its stream and number, and a rank that knows it."""
@@ -275,17 +298,6 @@ def _shown(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in _SHOWN} | {"group": fields.get("group_desc")}
 
 
-def healthy(case: Case, found: Pace) -> tuple[str, ...]:
-    states = [case.state(rank) for rank in case.hearing.testimonies]
-    if all(state is State.FINISHED for state in states):
-        return (f"All {len(states)} ranks have finished. {found}",)
-    return (f"Progressing. {found}",)
-
-
-def _ended_well(end: Event) -> bool:
-    return str(end.fields.get("reason")) in ("stop", "exit", "exit 0")
-
-
 def user_line(stack: tuple[str, ...]) -> str | None:
     """The innermost line of a stack that is the user's own code."""
     for entry in stack:
@@ -305,15 +317,21 @@ _HOLDS = (
     ("/queue.py", "waiting for a queue"),
     ("/socket.py", "waiting for a socket"),
     ("/subprocess.py", "waiting for a program it started"),
-    ("/torch/distributed/", "in torch.distributed, outside any collective that its group has seen"),
 )
+_NO_COLLECTIVE = "in torch.distributed, outside any collective that its group has seen"
 
 
 def holding(testimony: Testimony, sighting: Sighting) -> str | None:
     """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
+    if sighting.holds_gil and sighting.state in ("S", "D"):
+        return "in C with the GIL held, in a call that waits: no Python thread of it can run"
     for part, words in _HOLDS:
         if any(part in line for line in sighting.stack[:24]):
             return words
+    call = testimony.last_collective
+    if any("/torch/distributed/" in line for line in sighting.stack[:24]):
+        is_in_it = call is not None and testimony.in_collective_since_ns is not None
+        return f"waiting in {call.fields.get('op')}" if call is not None and is_in_it else _NO_COLLECTIVE
     if testimony.is_compiling:
         return "in compilation"
     if sighting.stack and sighting.state == "R":

@@ -13,7 +13,6 @@ from typing import Any
 
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.doctor import advice, pace
-from torchwhere.diagnose.doctor import case as cases
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
@@ -53,7 +52,7 @@ class _Examination:
 
     def verdict(self) -> Verdict:
         self.parted = mismatches(self.case.hearing)
-        checks = (self._mismatch, self._dead, self._missing, self._deadlock, self._together)
+        checks = (self._mismatch, self._new_peer, self._dead, self._missing, self._deadlock, self._together)
         return next((verdict for check in checks if (verdict := check()) is not None), None) or self._progressing()
 
     # -- the kinds ---------------------------------------------------------------------------------------------------
@@ -76,12 +75,35 @@ class _Examination:
             facts={"differs_in": advice.differs_in(case, first), "cohorts": advice.cohorts(case, first)},
         )
 
-    def _dead(self) -> Verdict | None:
+    def _new_peer(self) -> Verdict | None:
+        """A rank that waits for a message with somebody it never dealt with, while one with whom it did waits for it."""
         case = self.case
-        blamed = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
-        if not blamed and not case.waits:  # nobody waits for them: those who say themselves that they failed
-            blamed = case.failed_by_themselves()
-        if not blamed:
+        strays = wrong_peers(case.hearing, case.waits.values(), is_circle=False)
+        stalled = [wait for wait in strays if case.is_stalled(wait, self.stall_s)]
+        return self._wrong_peer(stalled) if stalled else None
+
+    def _wrong_peer(self, strays: list[Wait], **facts: Any) -> Verdict:
+        case, first = self.case, strays[0]
+        return case.verdict(
+            VerdictKind.MISMATCH,
+            culprits=tuple(stray.rank for stray in strays),
+            key=first.key,
+            number=first.number,
+            witness=first.rank,
+            certainty=Certainty.EXACT if facts and not case.ill_heard else Certainty.INFERRED,
+            stalled_s=case.waited_s(first),
+            explanation=advice.on_wrong_peer(case, strays),
+            facts={"differs_in": ["peer"], **facts},
+        )
+
+    def _dead(self) -> Verdict | None:
+        case, deaths = self.case, self.case.deaths
+        dead = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
+        if dead:
+            blamed = deaths.first_of_awaited(dead, case.ill_heard)
+        elif not case.waits and (dead := deaths.failed()):
+            blamed = deaths.first(case.ill_heard)
+        else:
             return None
         wait = self._wait_for(blamed)
         return case.verdict(
@@ -90,8 +112,8 @@ class _Examination:
             key=wait.key if wait else None,
             number=wait.number if wait else 0,
             witness=wait.rank if wait else None,
-            certainty=Certainty.INFERRED if set(blamed) & case.unheard else Certainty.EXACT,
-            explanation=advice.on_dead(case, blamed, wait),
+            certainty=Certainty.EXACT if blamed and not set(blamed) & set(case.ill_heard) else Certainty.INFERRED,
+            explanation=advice.on_dead(case, blamed, wait) or advice.on_dead_together(case, dead),
         )
 
     def _missing(self) -> Verdict | None:
@@ -108,15 +130,16 @@ class _Examination:
             return None
         if not case.is_live:
             certainty = Certainty.INFERRED
+        excused = case.excused(blamed)
         return case.verdict(
             VerdictKind.MISSING,
-            culprits=tuple(blamed),
+            culprits=tuple(rank for rank in blamed if rank not in excused),
             key=wait.key,
             number=wait.number,
             witness=wait.rank,
-            certainty=certainty,
+            certainty=Certainty.INFERRED if excused else certainty,
             stalled_s=case.waited_s(wait),
-            explanation=advice.on_missing(case, blamed, wait),
+            explanation=advice.on_missing(case, blamed, wait) + advice.on_excused(excused),
         )
 
     def _deadlock(self) -> Verdict | None:
@@ -125,26 +148,19 @@ class _Examination:
         if not found or not case.is_stalled(found[0], self.stall_s):
             return None
         first = found[0]
-        strays = wrong_peers(case.hearing, found)
+        strays = wrong_peers(case.hearing, found, is_circle=True)
         if strays:
-            return case.verdict(
-                VerdictKind.MISMATCH,
-                culprits=tuple(stray.rank for stray in strays),
-                key=strays[0].key,
-                number=strays[0].number,
-                witness=strays[0].rank,
-                stalled_s=case.waited_s(strays[0]),
-                explanation=advice.on_wrong_peer(case, strays),
-                facts={"differs_in": ["peer"], "circle": advice.links(case, found)},
-            )
+            return self._wrong_peer(strays, circle=advice.links(case, found))
+        odd = advice.odd_ones(case, found)
         return case.verdict(
             VerdictKind.DEADLOCK,
-            culprits=advice.odd_ones(case, found),
+            culprits=odd,
             key=first.key,
             number=first.number,
             witness=first.rank,
+            certainty=Certainty.INFERRED if case.ill_heard else Certainty.EXACT,
             stalled_s=case.waited_s(first),
-            explanation=advice.on_deadlock(case, found),
+            explanation=advice.on_deadlock(case, found, odd),
             facts={"circle": advice.links(case, found)},
         )
 
@@ -152,6 +168,7 @@ class _Examination:
         case = self.case
         if not case.is_still(self.stall_s):
             return None
+        case.is_together = True
         key, number, witness = case.last_of_all()
         return case.verdict(
             VerdictKind.TOGETHER,
@@ -165,17 +182,36 @@ class _Examination:
 
     def _progressing(self) -> Verdict:
         case = self.case
-        found = pace.straggler(case.hearing)
-        if found is not None:
+        late = pace.straggler(case.hearing)
+        if late is not None:
             return case.verdict(
                 VerdictKind.STRAGGLER,
-                culprits=(found.rank,),
+                culprits=(late.rank,),
                 certainty=Certainty.INFERRED,
-                explanation=pace.sentences(found),
-                facts=found.to_dict(),
+                explanation=pace.sentences(late),
+                facts=late.to_dict(),
             )
-        healthy = pace.pace(case.hearing)
-        return case.verdict(VerdictKind.HEALTHY, explanation=cases.healthy(case, healthy), facts=healthy.to_dict())
+        found = pace.pace(case.hearing)
+        if case.is_over and case.unheard and not case.have_finished:
+            return self._unheard_to_the_end(found)
+        certainty = Certainty.INFERRED if case.is_over and case.all_in_one() else Certainty.EXACT
+        explanation = advice.on_healthy(case, found)
+        return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
+
+    def _unheard_to_the_end(self, found: pace.Pace) -> Verdict:
+        """The job is over, nothing is wrong in the boxes, and one is missing: nobody is to blame, and all may not be well."""
+        case = self.case
+        key, number, witness = case.last_of_all()
+        went_on = case.went_on_after(key, number) if key is not None else []
+        return case.verdict(
+            VerdictKind.HEALTHY if went_on else VerdictKind.MISSING,
+            key=key,
+            number=number,
+            witness=witness,
+            certainty=Certainty.INFERRED if went_on else Certainty.UNKNOWN,
+            explanation=advice.on_unheard(case, witness, key, number, went_on, found),
+            facts=found.to_dict(),
+        )
 
     def _wait_for(self, blamed: list[int]) -> Wait | None:
         """Somebody who waits for one of these, the longest first."""

@@ -8,6 +8,7 @@ at a position of the step where all ranks agreed in the step before.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.doctor.waits import has_lost_its_newest, members
 from torchwhere.diagnose.hearing import testimony
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Calls, Hearing
@@ -31,11 +32,14 @@ class Mismatch:
     number: int
     cohorts: tuple[tuple[int, ...], ...]
     what: Literal["form", "meaning", "step"]
+    departed: tuple[int, ...] = ()  # where none is larger than the others: who did otherwise in the step before
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The smaller cohorts; all of them where none is larger than the others."""
+        """The smaller cohorts. Where none is larger than the others, those that departed from their own ways; else all."""
         if len(self.cohorts) > 1 and len(self.cohorts[0]) == len(self.cohorts[1]):
+            if self.departed:
+                return self.departed
             return tuple(sorted(rank for cohort in self.cohorts for rank in cohort))
         return tuple(sorted(rank for cohort in self.cohorts[1:] for rank in cohort))
 
@@ -128,6 +132,18 @@ def _window(hearing: Hearing, key: StreamKey, said: list[tuple[int, Calls]]) -> 
     return Window(key, ranks, calls, first, end, classes, tuple(heads))
 
 
+def _longer_windows(hearing: Hearing) -> Iterator[Window]:
+    """Windows without ranks whose newest calls are lost, in a box that was cut: such a one ends the window for all, and may end
+    it before the difference that the others show."""
+    lost = {rank for rank, said in hearing.testimonies.items() if has_lost_its_newest(said)}
+    keys = {key for rank in lost for key in hearing.testimonies[rank].calls}
+    for key in sorted(keys):
+        said = [(rank, each.calls[key]) for rank, each in hearing.testimonies.items() if rank not in lost and key in each.calls]
+        window = _window(hearing, key, said)
+        if window is not None:
+            yield window
+
+
 def _content(calls: Calls, first: int, end: int, *, is_message: bool) -> bytes:
     """What is compared. Sender and receiver are in different places by nature: of a message, only the form."""
     whats = calls.whats(first, end)
@@ -137,7 +153,7 @@ def _content(calls: Calls, first: int, end: int, *, is_message: bool) -> bytes:
 def mismatches(hearing: Hearing) -> list[Mismatch]:
     """The first difference of each stream."""
     found = []
-    for window in windows(hearing):
+    for window in [*windows(hearing), *_longer_windows(hearing)]:
         differences = (_in_form(window), _in_meaning(hearing, window), _in_step(window))
         known = [mismatch for mismatch in differences if mismatch is not None]
         if known:  # what came first is the cause of the rest; of what came at once, the form says most
@@ -152,18 +168,28 @@ def _in_form(window: Window) -> Mismatch | None:
     if not len(differs):
         return None
     column = int(differs[0])
-    return Mismatch(window.key, window.first + column, window.cohorts(window.forms[:, column]), "form")
+    return _mismatch(window, column, window.forms, "form")
 
 
-def _in_meaning(hearing: Hearing, window: Window) -> Mismatch | None:
-    if len(window.heads) == 1 or window.key.source != window.key.destination:
+def _undamaged(hearing: Hearing, window: Window) -> Window | None:
+    """A window without ranks that have lost names: a place that cannot be read is not another place."""
+    damaged = {rank for rank in window.ranks if hearing.testimonies[rank].label.counts.torn_entries}
+    if not damaged:
+        return window
+    left = [(rank, calls) for rank, calls in zip(window.ranks, window.calls, strict=True) if rank not in damaged]
+    return _window(hearing, window.key, left)
+
+
+def _in_meaning(hearing: Hearing, whole: Window) -> Mismatch | None:
+    window = _undamaged(hearing, whole)
+    if window is None or len(window.heads) == 1 or window.key.source != window.key.destination:
         return None
     differs = np.flatnonzero((window.meanings != window.meanings[0]).any(axis=0))
     if _takes_turns(window, differs):
         return None
     for column in map(int, differs):
         if _departs(window, column) and not _is_barrier(hearing, window, column):
-            return Mismatch(window.key, window.first + column, window.cohorts(window.meanings[:, column]), "meaning")
+            return _mismatch(window, column, window.meanings, "meaning")
     return None
 
 
@@ -180,7 +206,38 @@ def _in_step(window: Window) -> Mismatch | None:
     if len(agreed) < 2 or not len(differs):
         return None
     column = int(differs[0])
-    return Mismatch(window.key, window.first + column, window.cohorts(window.steps[:, column]), "step")
+    return _mismatch(window, column, window.steps, "step")
+
+
+def _mismatch(window: Window, column: int, values: npt.NDArray[np.int64], what: Literal["form", "meaning", "step"]) -> Mismatch:
+    cohorts = window.cohorts(values[:, column])
+    departed: list[int] = []
+    if len(cohorts) > 1 and len(cohorts[0]) == len(cohorts[1]):
+        has = _has_changed_length if what == "step" else _has_departed
+        changed = [has(window, row, column, values) for row in range(len(window.heads))]
+        departed = [rank for rank, number in zip(window.ranks, window.classes.tolist(), strict=True) if changed[number]]
+    is_clear = 0 < len(departed) < len(window.ranks)
+    return Mismatch(window.key, window.first + column, cohorts, what, tuple(sorted(departed)) if is_clear else ())
+
+
+def _has_departed(window: Window, row: int, column: int, values: npt.NDArray[np.int64]) -> bool:
+    """Whether ranks of a class issued something else at the same position of their step before; without steps, whether they
+    have never issued this before."""
+    steps = window.steps[row]
+    this, before = np.flatnonzero(steps == steps[column]), np.flatnonzero(steps == steps[column] - 1)
+    position = column - int(this[0])
+    if this[0] > 0 and len(before) and before[0] > 0 and position < len(before):
+        return bool(values[row, before[position]] != values[row, column])
+    return column > 0 and not bool((values[row, :column] == values[row, column]).any())
+
+
+def _has_changed_length(window: Window, row: int, column: int, _values: npt.NDArray[np.int64]) -> bool:
+    """Whether the step in which classes part has another number of calls, for this class, than the one before."""
+    steps, parted = window.steps[row], int(window.steps[:, column].min())
+    last = int(steps[column])
+    this, before = int((steps == parted).sum()), int((steps == parted - 1).sum())
+    is_whole = last > parted or int(steps[-1]) > parted
+    return before > 0 and (this != before if is_whole else this > before)
 
 
 def _takes_turns(window: Window, differs: npt.NDArray[np.int64]) -> bool:

@@ -21,10 +21,29 @@ class Sighting:
     ended: str | None = None  # how it ended, where that is known
     stack: tuple[str, ...] = ()  # `file:line in function`, innermost first, of the main thread
     alive_ns: int | None = None  # wall clock of the last look that found it alive
+    oom_kills: int | None = None  # in its cgroup so far, when it was last seen alive
+    holds_gil: bool | None = None  # its main thread, where that is known
+    out_of_memory: str | None = None  # that it was killed for want of memory, in words, where that is known
 
     @property
     def is_stopped(self) -> bool:
         return self.alive is True and self.state in STOPPED
+
+    def after(self, before: Sighting) -> Sighting:
+        """This look, with what an earlier one knew and this one cannot: when it was last alive, how it ended, its stack."""
+        alive = before.alive if self.alive is None else self.alive
+        is_settled = before.alive is False  # it was found gone by then: what was killed since is another one
+        grew = self.oom_kills is None or before.oom_kills is None or self.oom_kills > before.oom_kills
+        return Sighting(
+            alive=alive,
+            state=self.state if self.alive else before.state,
+            ended=self.ended or before.ended,
+            stack=self.stack or before.stack,
+            alive_ns=self.alive_ns or before.alive_ns,
+            holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,
+            oom_kills=before.oom_kills if is_settled or self.oom_kills is None else self.oom_kills,
+            out_of_memory=before.out_of_memory if is_settled or not grew else self.out_of_memory or before.out_of_memory,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -33,11 +52,14 @@ class Sighting:
     def from_dict(cls, value: dict[str, Any]) -> Sighting:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
-        alive_ns = value.get("alive_ns")
+        alive_ns, oom_kills, out_of_memory = (value.get(name) for name in ("alive_ns", "oom_kills", "out_of_memory"))
         return cls(
             alive=alive if isinstance(alive, bool) else None,
             state=state if isinstance(state, str) else None,
             ended=ended if isinstance(ended, str) else None,
-            stack=tuple(line for line in stack if isinstance(line, str)) if isinstance(stack, list) else (),
+            stack=tuple(line for line in stack if isinstance(line, str)) if isinstance(stack, (list, tuple)) else (),
             alive_ns=alive_ns if isinstance(alive_ns, int) else None,
+            holds_gil=holds_gil if isinstance(holds_gil := value.get("holds_gil"), bool) else None,
+            oom_kills=oom_kills if isinstance(oom_kills, int) else None,
+            out_of_memory=out_of_memory if isinstance(out_of_memory, str) else None,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchwhere.diagnose.doctor.folding import folded
 from torchwhere.place import Certainty, Place
+from torchwhere.results import Shown, Tabular
 
 
 class VerdictKind(StrEnum):
@@ -33,7 +34,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(Shown):
     """One rank, as the verdict sees it."""
 
     state: State
@@ -48,8 +49,8 @@ class RankReport:
         return found | {"last": self.last, "detail": self.detail, "stack": list(self.stack)}
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+@dataclass(frozen=True, slots=True, repr=False)
+class Verdict(Shown, Tabular):
     """Who, where and why.
 
     `ranks` has every rank that was heard. As JSON it is `{rank: {state, step, pass, module, call, line, last, detail, stack}}`,
@@ -81,3 +82,13 @@ class Verdict:
             "stalled_s": self.stalled_s,
             "facts": self.facts,
         }
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The ranks, one a row: state, place, last collective."""
+        return [_as_row(rank, report) for rank, report in sorted(self.ranks.items())]
+
+
+def _as_row(rank: int, report: RankReport) -> dict[str, Any]:
+    found = {"rank": rank} | report.to_dict()
+    last, stack = found.pop("last") or {}, found.pop("stack")
+    return found | {f"last_{name}": last.get(name) for name in ("op", "group", "number")} | {"stack": "\n".join(stack) or None}

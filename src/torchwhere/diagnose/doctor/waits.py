@@ -7,6 +7,8 @@ Ranks that wait for the same ones share one tuple of them: thousands may wait fo
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
@@ -15,6 +17,11 @@ import numpy as np
 
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
+
+_OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
+_PERIODS = 4  # calls back, in which a rank's habits show
+_LOOKED_BACK = 4096
+_RECENT = 16  # records back, in which a message may still be waited for
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +94,35 @@ def _waits_for_unheard(hearing: Hearing, suspects: Iterable[int], streams: dict[
         if call is None or testimony.in_collective_since_ns is None:
             continue
         if call not in unheard:
-            is_newest = max(streams[call[0]].values()) == call[1] + 1
+            # Of a broadcast, a receiver goes on while the root still waits for another one: that says nothing.
+            is_newest = max(streams[call[0]].values()) == call[1] + 1 or not is_of_all(testimony, *call)
             taking_part = members(hearing, call[0]) if is_newest else ()
-            unheard[call] = tuple(member for member in taking_part if member not in hearing.testimonies)
+            unheard[call] = tuple(member for member in taking_part if not _is_readable(hearing, member, *call))
         if unheard[call]:
             found[rank] = Wait(rank, *call, (), unheard[call])
     return found
+
+
+def _is_readable(hearing: Hearing, member: int, key: StreamKey, number: int) -> bool:
+    """Whether it is known of a rank what it issued at a number, or that it has not come to it."""
+    testimony = hearing.testimonies.get(member)
+    if testimony is None:
+        return False
+    return testimony.counts.get(key, 0) <= number or (key in testimony.calls and testimony.calls[key].at(number) is not None)
+
+
+def is_of_all(testimony: Testimony, key: StreamKey, number: int) -> bool:
+    """Whether nobody gets past a collective before all have issued it; not so where it has a root, or is a message."""
+    calls = testimony.calls.get(key)
+    return calls is not None and calls.at(number) is not None and _OF_ALL.match(calls.of(number)[0].op) is not None
+
+
+def has_lost_its_newest(testimony: Testimony) -> bool:
+    """Whether a rank has counted calls after the last one that can be read: its box was cut, or damaged."""
+    calls, has_wrapped = testimony.calls, testimony.label.counts.overwritten > 0
+    return any(
+        calls[key].last + 1 < count if key in calls else not has_wrapped for key, count in testimony.counts.items() if count
+    )
 
 
 def awaited(found: dict[int, Wait]) -> list[int]:
@@ -174,10 +204,14 @@ def _nth_of_step(testimony: Testimony, key: StreamKey, step: int, position: int)
     return calls.record(calls.first + int(rows[position])) if position < len(rows) else None
 
 
-def wrong_peers(hearing: Hearing, found: list[Wait]) -> list[Wait]:
-    """Of ranks that wait in a circle, those that listen to one rank while another one has written to them, or that write to one
-    while another one listens. Outside a circle that means nothing: mail may lie unread for a while."""
-    messages = [wait for wait in found if wait.key.source != wait.key.destination]
+def wrong_peers(hearing: Hearing, found: Iterable[Wait], *, is_circle: bool) -> list[Wait]:
+    """Of ranks that wait, those that listen to one rank while another one has written to them, or that write to one while
+    another one listens.
+
+    Outside a circle mail may lie unread for a while: there it counts only for a rank that turns to somebody for the first time,
+    and away from somebody with whom it has had dealings.
+    """
+    messages = [wait for wait in found if wait.key.source != wait.key.destination and (is_circle or wait.number == 0)]
     if not messages:
         return []
     sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]] = {}  # to or from whom, by others
@@ -186,12 +220,52 @@ def wrong_peers(hearing: Hearing, found: list[Wait]) -> list[Wait]:
             if key.source != key.destination and rank in (key.source, key.destination):
                 other, is_receiver = (key.destination, True) if rank == key.source else (key.source, False)
                 sent.setdefault((key.group, other, is_receiver), []).append((key, count))
-    return [wait for wait in messages if _is_expected_elsewhere(hearing, wait, sent)]
+    least = 0 if is_circle else 1
+    return [wait for wait in messages if _is_expected_elsewhere(hearing, wait, sent, least)]
 
 
 def _is_expected_elsewhere(
-    hearing: Hearing, wait: Wait, sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]]
+    hearing: Hearing, wait: Wait, sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]], least: int
 ) -> bool:
     own = hearing.testimonies[wait.rank].counts
     streams = sent.get((wait.key.group, wait.rank, wait.key.destination == wait.rank), ())
-    return any(count > own.get(key, 0) for key, count in streams if key != wait.key)
+    return any(count > own.get(key, 0) >= least for key, count in streams if key != wait.key)
+
+
+def left_out(hearing: Hearing, found: list[Wait]) -> list[int]:
+    """Of ranks that wait in a circle, those that owe a call which they used to issue before the one they are in.
+
+    Told by a rank's own past, without steps: between the one it is in and the one before of that stream, it has issued fewer of
+    the calls that another waits for than it did every time before.
+    """
+    owing = []
+    for wait, other in zip(found, [*found[-1:], *found[:-1]], strict=True):  # `other` waits for this one
+        own, owed = (hearing.testimonies[wait.rank].calls.get(key) for key in (wait.key, other.key))
+        if own is None or owed is None or own.at(wait.number) is None or owed.last != other.number - 1:
+            continue
+        first = max(own.first, wait.number - _PERIODS)
+        marks = [own.record(number) for number in range(first, wait.number + 1)]
+        records = np.array([owed.record(number) for number in range(max(owed.first, owed.last - _LOOKED_BACK), owed.last + 1)])
+        issued = [int(((records > begin) & (records < end)).sum()) for begin, end in itertools.pairwise(marks)]
+        if len(issued) > 1 and len(set(issued[:-1])) == 1 and issued[-1] < issued[0]:
+            owing.append(wait.rank)
+    return sorted(owing) if len(owing) < len(found) else []
+
+
+def newcomers(found: list[Wait]) -> list[int]:
+    """Of ranks that wait for each other's messages in a circle, those that have never dealt with that one before, if the others
+    have."""
+    is_of_messages = all(wait.key.source != wait.key.destination for wait in found)
+    new = sorted(wait.rank for wait in found if wait.number == 0)
+    return new if is_of_messages and len(new) < len(found) else []
+
+
+def may_wait_for(hearing: Hearing, rank: int, unheard: Container[int]) -> int | None:
+    """A rank without a box for which this one may wait itself: its last message to or from it may still be under way."""
+    testimony = hearing.testimonies[rank]
+    recent = testimony.statement.records - _RECENT
+    for key, calls in testimony.calls.items():
+        other = key.destination if key.source == rank else key.source
+        if key.source != key.destination and other in unheard and calls.record(calls.last) >= recent:
+            return other
+    return None

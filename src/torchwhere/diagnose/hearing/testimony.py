@@ -7,10 +7,10 @@ asked for.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,9 @@ class Lexicon:
 
     def thing(self, number: int) -> Any:
         return self._things[number]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._things)
 
 
 class Language:
@@ -91,6 +94,18 @@ class _Page:
     whats: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
 
 
+class Counted(NamedTuple):
+    """How often some ranks issued what: columns, an item for each rank and sort of call."""
+
+    ranks: npt.NDArray[np.int64]
+    pairs: npt.NDArray[np.int32]  # signature and spot, numbers of the clerk
+    counts: npt.NDArray[np.int64]
+    within: npt.NDArray[np.int64]  # of these, in the steps that were asked for
+    signatures: list[Signature]
+    spots: list[Spot]
+    groups: list[int]  # of the signatures' groups, the numbers in our own language
+
+
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, and there are hundreds of thousands
 class Calls:
     """The collectives that one rank issued in one stream, as far as its ring goes back without a hole, in order."""
@@ -122,6 +137,11 @@ class Calls:
         found: npt.NDArray[np.uint64] = self._page.whats[self._statement.pairs_at :][
             self._page.transcript.codes[self._cut(first, end)]
         ]
+        return found
+
+    def codes(self) -> npt.NDArray[Any]:
+        """Equal for calls of this rank that are the same in all but number, step and time."""
+        found: npt.NDArray[Any] = self._page.transcript.codes[self._cut(None, None)]
         return found
 
     def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
@@ -274,6 +294,7 @@ class Hearing:
         self.testimonies: dict[int, Testimony] = {}
         self.language = Language()
         self.kept: dict[str, Any] = {}  # what was found out once and is asked for again
+        self.asides: list[Any] = []  # what somebody else took from the boxes as they were read
         self._keys: dict[StreamKey, StreamKey] = {}
         self._clerks: dict[int, _Clerks] = {}
         self._own_clerk = Clerk()
@@ -293,6 +314,29 @@ class Hearing:
         for said, page in self._pages(transcript, clerk):
             if said.label.path in wanted:
                 self.testimonies[said.label.rank] = self._testimony(said.label.rank, said, page)
+
+    def counted(self, steps: Mapping[int, tuple[int, int]]) -> Iterator[Counted]:
+        """All calls that the rings still have without a hole, counted; and those in the first to the last step of each rank."""
+        pages = {id(calls._page): calls._page for said in self.testimonies.values() for calls in list(said.calls.values())[:1]}
+        for page in pages.values():
+            yield self._counted(page, steps)
+
+    def _counted(self, page: _Page, steps: Mapping[int, tuple[int, int]]) -> Counted:
+        told, said = page.transcript, page.transcript.statements
+        lengths = [sum(part.length for part in each.parts) for each in said]
+        ends = [*(each.pairs_at for each in said[1:]), len(told.pairs)]
+        is_ours = [(own := self.testimonies.get(each.label.rank)) is not None and own.statement is each for each in said]
+        spans = np.array([steps.get(each.label.rank, (1, 0)) for each in said], np.int64) - [[each.step] for each in said]
+        first, last = np.repeat(spans, lengths, axis=0).T
+        pair = told.codes.astype(np.int64) + np.repeat([each.pairs_at for each in said], lengths)
+        counts = np.bincount(pair, minlength=len(told.pairs))
+        within = np.bincount(pair[(told.steps >= first) & (told.steps <= last)], minlength=len(told.pairs))
+        room = [end - each.pairs_at for end, each in zip(ends, said, strict=True)]
+        kept = (counts > 0) & np.repeat(is_ours, room)
+        ranks = np.repeat([each.label.rank for each in said], room)
+        clerk = page.clerk
+        columns = (ranks[kept], told.pairs[kept], counts[kept], within[kept])
+        return Counted(*columns, clerk.signatures, clerk.spots, clerk.groups)
 
     def _pages(self, transcript: Transcript, clerk: int) -> Iterator[tuple[Statement, _Page]]:
         known = self._clerks.setdefault(clerk, _Clerks())
@@ -328,7 +372,7 @@ class Hearing:
 def heard(run: Roster[Any]) -> Hearing:
     """All boxes of a run that was read whole. One that was cut before its counts has nothing to say."""
     hearing = Hearing()
-    for rank, box in sorted(run.boxes.items()):
+    for rank, box in run.in_order():
         if not box.lacks_counts:
             hearing.hear(rank, box)
     return hearing

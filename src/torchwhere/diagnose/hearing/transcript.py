@@ -74,6 +74,7 @@ class Transcript:
     groups: list[Group] = field(default_factory=list)  # what is new since the transcript before
     signatures: list[Signature] = field(default_factory=list)
     spots: list[Spot] = field(default_factory=list)
+    aside: Any = None  # what somebody else took from the same boxes
 
 
 class _Said(NamedTuple):

@@ -16,13 +16,14 @@ from torchwhere.blackbox.layouts import layouts_in
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.layout.parting import Canon, Difference, differences
 from torchwhere.diagnose.layout.shards import Cuts, Meetings, ranks_words
+from torchwhere.results import Shown, Tabular
 from torchwhere.sharding import Layout
 
 _MOST_DIFFERENCES = 20  # of a cohort; the first is what matters, the others mostly follow from it
 
 
-@dataclass(slots=True)
-class Cohort:
+@dataclass(slots=True, repr=False)
+class Cohort(Shown):
     """Ranks that are laid out alike. `layout` is as the first of them sees it."""
 
     ranks: list[int]
@@ -41,8 +42,8 @@ class Cohort:
         }
 
 
-@dataclass(slots=True)
-class Layouts:
+@dataclass(slots=True, repr=False)
+class Layouts(Shown, Tabular):
     """How the ranks of a run are laid out."""
 
     cohorts: list[Cohort]  # for each pipeline stage the largest first
@@ -55,6 +56,10 @@ class Layouts:
     @property
     def is_alike(self) -> bool:
         return not self.disagreements and not any(cohort.differences for cohort in self.cohorts)
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The parameters of every cohort, one a row, as its first rank has them."""
+        return [{"cohort": at} | row for at, cohort in enumerate(self.cohorts) for row in cohort.layout.as_rows()]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -73,7 +78,7 @@ def layouts(run: Run, *, ranks: set[int] | None = None) -> Layouts:
     missing, changed = [], []
 
     def found() -> Iterator[Layout]:
-        for rank, box in sorted(run.boxes.items()):
+        for rank, box in run.in_order():
             if ranks is not None and rank not in ranks:
                 continue
             layout, count = _last(layouts_in(box), rank)

@@ -1,0 +1,51 @@
+"""The boxes of a large job: each is read when it is asked for, and the last few are kept.
+
+Thousands of boxes at once are gigabytes. Whoever goes through them rank by rank reads each one once more, and holds one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+
+from torchwhere.blackbox.label import Label
+from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.errors import TorchwhereError
+
+_KEPT = 16
+
+
+class Shelf(Mapping[int, Box]):
+    """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
+
+    def __init__(self, labels: Mapping[int, Label]) -> None:
+        self.labels = labels
+        self._reader = BoxReader()
+        self._kept: OrderedDict[int, Box] = OrderedDict()
+
+    def __getitem__(self, rank: int) -> Box:
+        found = self._kept.get(rank)
+        if found is None:
+            found = self._kept[rank] = self._read(rank)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _read(self, rank: int) -> Box:
+        label = self.labels[rank]
+        try:
+            box = self._reader.read(label.path)
+        except TorchwhereError as error:
+            return Box(path=label.path, meta={"rank": rank}, problems=[str(error)])
+        if box.rank == rank:
+            return box
+        return Box(path=label.path, meta={"rank": rank}, problems=["it was replaced while the run was read"])
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.labels

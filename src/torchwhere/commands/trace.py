@@ -1,0 +1,211 @@
+"""`torchwhere trace`: a run as a timeline, for Perfetto and HTA."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import gzip
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from torchwhere.commands.reading import add_folder, print_json, ranks_asked, reading, say
+from torchwhere.errors import TorchwhereError
+
+if TYPE_CHECKING:
+    from torchwhere.diagnose.clocks import Clock, Clocks
+    from torchwhere.diagnose.timeline.survey import Survey
+    from torchwhere.show.trace import Tally
+
+_MOST_STEP = 0xFFFFFFFE
+_LEVEL = 3  # of compression: a sixth larger than the best, in a fifth of the time
+_MOST_CLOCKS = 8  # that are said
+
+
+def add(commands: Any) -> None:
+    text = "a timeline of all ranks, with aligned clocks, for Perfetto and HTA"
+    sub = commands.add_parser("trace", help=text, description=text)
+    add_folder(sub)
+    sub.add_argument(
+        "-o",
+        "--out",
+        default="trace.json.gz",
+        metavar="FILE",
+        help="where to (default: %(default)s); .json: not compressed; -: to stdout; FOLDER/: a file for each rank, for HTA",
+    )
+    chosen = sub.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=_step, dest="steps", metavar="N", help="only this step")
+    chosen.add_argument("--steps", type=_steps, dest="steps", metavar="A:B", help="only the steps from A to before B")
+    sub.set_defaults(command=reading(_trace))
+
+
+def _step(text: str) -> range:
+    if not text.isdecimal() or int(text) > _MOST_STEP:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: a number of 0 or more")
+    return range(int(text), int(text) + 1)
+
+
+def _steps(text: str) -> range:
+    first, colon, last = text.partition(":")
+    if not colon or not all(part.isdecimal() for part in (first, last) if part):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: A:B, :B or A:")
+    found = range(int(first or 0), min(int(last or _MOST_STEP), _MOST_STEP))
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} holds no step: it goes from the first to before the second")
+    return found
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from torchwhere.diagnose.timeline.survey import survey
+    from torchwhere.show.progress import progress_bar
+    from torchwhere.show.trace import Tally
+
+    if arguments.out == "-" and arguments.json:
+        raise TorchwhereError("-o - and --json both write to stdout: give one of them")
+    tally = Tally()
+    with _nothing_collected(), progress_bar("reading boxes") as on_progress:
+        found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
+        for caveat in [*found.roster.caveats(), *_remarks(found)]:
+            say(caveat)
+        if _is_folder(arguments.out):
+            size = _write_folder(Path(arguments.out), found, tally)
+        else:
+            size = _write_file(arguments.out, _pieces(found, tally))
+    if not tally.has_modules:
+        say("no module calls are in it: record them with torchwhere run --module-events, or watch(module_events=True)")
+    if arguments.json:
+        print_json([{"file": arguments.out, "bytes": size, **tally.to_dict(), "clocks": found.clocks.to_dict()}])
+    elif arguments.out != "-":
+        _print_lines(_summary(arguments.out, size, tally, found.clocks))
+    return 0
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """A tuple for each of a million slices, and no cycle among them: the garbage collector would go through them in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _remarks(found: Survey) -> Iterator[str]:
+    if found.lacking:
+        few = ", ".join(map(str, found.lacking[:8])) + (f" and {len(found.lacking) - 8} more" if len(found.lacking) > 8 else "")
+        yield f"not in it, for they have none of these steps: rank {few}"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+
+def _is_folder(out: str) -> bool:
+    return out.endswith(("/", os.sep)) or Path(out).is_dir()
+
+
+def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
+    """One file with all ranks."""
+    from torchwhere.show import trace
+
+    is_first = True
+    for box, each in found.timelines():
+        if is_first:
+            yield trace.head(box, found)
+        writer = trace.RankWriter(box, each, found, tally=tally)
+        for piece in trace.joined(writer.events(), is_first=is_first):
+            yield piece
+            is_first = False
+    yield trace.TAIL
+
+
+def _write_folder(folder: Path, found: Survey, tally: Tally) -> int:
+    """A file for each rank."""
+    from torchwhere.show import trace
+
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise TorchwhereError(f"cannot write {folder}: {error.strerror}") from error
+    size = 0
+    for box, each in found.timelines():
+        writer = trace.RankWriter(box, each, found, tally=tally, is_kineto=True)
+        pieces = [trace.head(box, found), *trace.joined(writer.events(), is_first=True), trace.TAIL]
+        size += _write_file(str(folder / f"rank{box.rank}.json.gz"), pieces)
+    return size
+
+
+def _write_file(out: str, pieces: Iterable[str]) -> int:
+    """Under another name until it is whole; returns its size."""
+    if out == "-":
+        for piece in pieces:
+            sys.stdout.write(piece)
+        return 0
+    path = Path(out)
+    # What is no ordinary file (a pipe, /dev/null) cannot be put in place of.
+    part = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")
+    try:
+        try:
+            with _opened(part) as file:
+                for piece in pieces:
+                    file.write(piece.encode())
+            size = part.stat().st_size
+            if part != path:
+                os.replace(part, path)
+        except BaseException:
+            if part != path:
+                with contextlib.suppress(OSError):
+                    part.unlink()
+            raise
+    except OSError as error:
+        raise TorchwhereError(f"cannot write {path}: {error.strerror or error}") from error
+    return size
+
+
+@contextlib.contextmanager
+def _opened(part: Path) -> Iterator[IO[bytes]]:
+    name = part.name.removesuffix(".part")
+    with part.open("wb") as raw:
+        if name.endswith(".gz"):
+            with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
+                yield packed  # type: ignore[misc]
+        else:
+            yield raw
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------------
+
+
+def _summary(out: str, size: int, tally: Tally, clocks: Clocks) -> Iterator[str]:
+    ranks = f"{len(tally.ranks)} rank{'s' * (len(tally.ranks) != 1)}"
+    unfinished = f", {tally.unfinished} unfinished" if tally.unfinished else ""
+    yield f"{out}: {ranks}, {tally.slices:,} slices{unfinished}, {tally.flows:,} arrows, {size / 1e6:.1f} MB"
+    others = [clock for clock in clocks.clocks if clock.evidence != "reference"]
+    for clock in others[:_MOST_CLOCKS]:
+        yield f"clock of {clock.host or '?'} ({_ranks(clock)}): {_said(clock)}"
+    if len(others) > _MOST_CLOCKS:
+        yield f"and {len(others) - _MOST_CLOCKS} more clocks; --json has all of them"
+    yield "Open it in https://ui.perfetto.dev" if not _is_folder(out) else "One file a rank, for HTA"
+
+
+def _ranks(clock: Clock) -> str:
+    ranks = clock.ranks
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} .. {ranks[-1]}"
+
+
+def _said(clock: Clock) -> str:
+    if clock.evidence == "unmatched":
+        return "not aligned, it has no call in common with the first"
+    if clock.evidence == "wall clock":
+        return "left as it is, nothing speaks against it"
+    ahead = f"{abs(clock.line.offset_ns) / 1e6:,.3f} ms {'ahead' if clock.line.offset_ns >= 0 else 'behind'}"
+    return f"was {ahead}, {clock.line.slope * 1e6:+.1f} ppm, by {clock.calls:,} calls ({clock.evidence})"
+
+
+def _print_lines(lines: Iterable[str]) -> None:
+    for line in lines:
+        sys.stdout.write(line + "\n")

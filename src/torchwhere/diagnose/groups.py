@@ -1,0 +1,45 @@
+"""The process groups of a run, each once: who is in them, and what they are called. Takes a run, gives `Groups`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchwhere.blackbox.run import Run
+from torchwhere.results import Shown, Tabular
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Groups(Shown, Tabular):
+    """Process groups, in the order of their names; each is `{name, desc, ranks, backend, mesh_dim}`."""
+
+    groups: tuple[dict[str, Any], ...]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.groups)
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """The group with a name."""
+        for group in self.groups:
+            if group.get("name") == name:
+                return group
+        raise KeyError(name)
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        return list(self.groups)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"groups": list(self.groups)}
+
+
+def groups(run: Run, *, ranks: set[int] | None = None) -> Groups:
+    """The groups that the ranks of a run knew, or some of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for rank, box in run.in_order():
+        if ranks is None or rank in ranks:
+            found |= box.groups()
+    return Groups(tuple(found[name] for name in sorted(found, key=lambda name: (len(name), name))))

@@ -1,0 +1,132 @@
+"""What a report needs of a box beyond its testimony, in a few numbers: steps, module times, phases, compilations.
+
+A `Digest` is handed to the clerks (`clerks.py`), takes from every box they read, and travels home with their transcript. A box
+of a thousand records takes 0.04 ms, one with module events 0.4 ms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.blackbox.layout import NO_STEP
+from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
+from torchwhere.blackbox.reader import PASS_LABELS, Box
+from torchwhere.diagnose.phases import last_ns
+from torchwhere.diagnose.report.spans import module_times
+from torchwhere.diagnose.report.words import cut
+from torchwhere.events import Kind
+
+MOST_STEPS = 100
+_MOST_COMPILATIONS = 64  # of a rank: one that compiles anew in every step is told by its last ones
+_NONE = np.empty(0, np.int64)
+
+ModuleKey = tuple[str | None, str]  # name and pass
+
+
+class Compilation(NamedTuple):
+    """One compilation of a graph on a rank."""
+
+    graph: str
+    part: str
+    because: str | None
+    step: int | None
+    took_ns: int | None
+
+
+class Summary(NamedTuple):
+    """One box."""
+
+    path: Path
+    first_ns: int = 0  # wall clock of the first record
+    steps: npt.NDArray[np.int64] = _NONE  # the last ones that are there from beginning to end
+    took_ns: npt.NDArray[np.int64] = _NONE
+    modules: tuple[ModuleKey, ...] = ()
+    module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)  # calls, total ns, self ns, calls in whole steps
+    phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
+    until_ns: int = 0  # up to when the phases are true
+    compilations: tuple[Compilation, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, int] | None:
+        """The first and the last of the steps that are there from beginning to end."""
+        return (int(self.steps[0]), int(self.steps[-1])) if len(self.steps) else None
+
+
+@dataclass(slots=True)
+class Digest:
+    """The summaries of some boxes."""
+
+    summaries: list[Summary] = field(default_factory=list)
+    _modules: dict[tuple[ModuleKey, ...], tuple[ModuleKey, ...]] = field(default_factory=dict)
+
+    def take(self, box: Box) -> Box:
+        """Sum up a box, and hand it on."""
+        self.summaries.append(self._summary(box))
+        return box
+
+    def _summary(self, box: Box) -> Summary:
+        records = box.records
+        kinds = np.bincount(records["kind"], minlength=256)
+        steps, took_ns = step_times(records)
+        whole = (int(steps[0]), int(steps[-1])) if len(steps) else None
+        modules, numbers = self._module_times(box, whole) if kinds[Kind.MODULE_ENTER] else ((), np.empty((4, 0), np.int64))
+        phases = phase_sums(box)
+        return Summary(
+            path=box.path,
+            first_ns=box.wall_ns(int(records["t_ns"][0])) if len(records) else 0,
+            steps=steps,
+            took_ns=took_ns,
+            modules=modules,
+            module_numbers=numbers,
+            phases=phases,
+            until_ns=last_ns(box) if phases else 0,
+            compilations=_compilations(box) if kinds[Kind.COMPILE_BEGIN] else (),
+        )
+
+    def _module_times(self, box: Box, whole: tuple[int, int] | None) -> tuple[tuple[ModuleKey, ...], Any]:
+        found = module_times(box.records, whole)
+        if found is None:
+            return (), np.empty((4, 0), np.int64)
+        keys = tuple(
+            zip(map(box.name, found.modules), (PASS_LABELS.get(each, "outside") for each in found.passes), strict=True)
+        )
+        return self._modules.setdefault(keys, keys), found.numbers  # ranks of one stage share one tuple
+
+
+def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The last steps that both begin and end in these records, by number, and how long each took."""
+    begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))
+    ends = np.flatnonzero(records["kind"] == int(Kind.STEP_END))
+    before = np.searchsorted(begins, ends) - 1
+    begins, ends = begins[before[before >= 0]], ends[before >= 0]
+    is_same = (records["step"][begins] == records["step"][ends]) & (records["step"][ends] != NO_STEP)
+    begins, ends = begins[is_same][-MOST_STEPS:], ends[is_same][-MOST_STEPS:]
+    times = records["t_ns"].astype(np.int64)
+    steps, last = np.unique(records["step"][ends][::-1].astype(np.int64), return_index=True)  # of a step run twice, the last
+    return steps, np.maximum(times[ends] - times[begins], 0)[::-1][last]
+
+
+def _compilations(box: Box) -> tuple[Compilation, ...]:
+    records = box.records
+    begins = np.flatnonzero(records["kind"] == int(Kind.COMPILE_BEGIN))[-_MOST_COMPILATIONS:]
+    ends = records[records["kind"] == int(Kind.COMPILE_END)]
+    found = []
+    for index in map(int, begins):
+        event, row = box.event(index), records[index]
+        same = ends[(ends["what"] == row["what"]) & (ends["number"] > row["number"])]
+        because = event.fields.get("because")
+        found.append(
+            Compilation(
+                graph=cut(event.fields.get("what")),
+                part=cut(event.fields.get("part") or "forward"),
+                because=cut(str(because).partition("\n")[0].strip()) if because else None,
+                step=event.place.step,
+                took_ns=int(same["t_ns"][0]) - int(row["t_ns"]) if len(same) else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,236 @@
+"""Writes the events of a run for other tools: Parquet for DuckDB, Polars, Spark and Ray, or JSON lines.
+
+Takes a folder of boxes and the name of what to write, which says the format; gives an account of it (`Exported`). One box is in
+memory at a time, however many ranks there are. What is written stands under its name only when all of it is there: until then
+it has `.part` in the place of that name. An export to Parquet that was interrupted goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from torchwhere.blackbox.columns import rows_of
+from torchwhere.blackbox.label import Label, label
+from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.run import Roster, box_files, choose
+from torchwhere.errors import TorchwhereError
+from torchwhere.events import json_text, known_kinds
+from torchwhere.results import Shown
+
+Progress = Callable[[int, int], None]  # how much is done, of how much
+
+FORMATS = (".parquet", ".jsonl", ".jsonl.gz")
+_MOST_CAVEATS = 8  # in the text
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Exported(Shown):
+    """What was written, and what the boxes did not have."""
+
+    path: Path
+    format: str
+    ranks: tuple[int, ...]
+    events: int
+    bytes: int
+    overwritten: int  # events that were older than their rings: nobody has them any more
+    caveats: tuple[str, ...] = ()  # missing ranks, torn records, foreign files
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "format": self.format,
+            "ranks": list(self.ranks),
+            "events": self.events,
+            "bytes": self.bytes,
+            "overwritten": self.overwritten,
+            "caveats": list(self.caveats),
+        }
+
+    def __repr__(self) -> str:
+        return f"<Exported {self.path}: {self.events:,} events of {len(self.ranks)} ranks>"
+
+    def __str__(self) -> str:
+        ranks = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}"
+        said = f"{self.events:,} events of {ranks} in {self.path} ({self.bytes:,} bytes)"
+        lost = [f"not there: {self.overwritten:,} older events, overwritten in the rings (see --records)"] * bool(
+            self.overwritten
+        )
+        return "\n  ".join([said, *lost, *self.caveats[:_MOST_CAVEATS]])
+
+
+class Writer(Protocol):
+    """Takes boxes one by one."""
+
+    def __enter__(self) -> Writer: ...
+    def __exit__(self, *error: object) -> None: ...
+
+    def has(self, label: Label) -> int | None:
+        """How many events of that box, as it is now, are there already."""
+
+    def write(self, box: Box) -> int:
+        """Write the events of a box; how many."""
+
+
+def export(
+    folder: str | os.PathLike[str],
+    *,
+    out: str | os.PathLike[str],
+    ranks: Iterable[int] | None = None,
+    kinds: Iterable[str] | None = None,
+    force: bool = False,
+    on_progress: Progress | None = None,
+) -> Exported:
+    """Write the events of the newest run in a folder, of all its ranks and kinds or of some.
+
+    `out` says what: `events.parquet` is a folder with a file for each rank (`pip install 'torchwhere[parquet]'`),
+    `events.jsonl` and `events.jsonl.gz` are a file with a JSON object a line. An earlier export is replaced only with `force`.
+    """
+    target = _target(out)
+    wanted = known_kinds(kinds)
+    make = _maker(target)
+    labels = _labels(folder, on_progress)
+    run = Roster(Path(folder), *choose(Path(folder), labels))
+    chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
+    part = target.with_name(f"{target.name}.part")
+    _refuse(target, part, force=force)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with make(part, ranks=[one.rank for one in chosen], kinds=wanted) as writer:
+            events = sum(_written(writer, chosen, on_progress))
+        _put(part, target)
+    except OSError as error:
+        raise TorchwhereError(f"cannot write {target}: {error.strerror or error}") from None
+    return Exported(
+        path=target,
+        format=target.suffixes[-1] if target.suffix != ".gz" else ".jsonl.gz",
+        ranks=tuple(one.rank for one in chosen),
+        events=events,
+        bytes=sum(path.stat().st_size for path in ([target] if target.is_file() else target.rglob("*.parquet"))),
+        overwritten=sum(one.counts.overwritten for one in chosen),
+        caveats=tuple(run.caveats()),
+    )
+
+
+# -- what was asked for ----------------------------------------------------------------------------------------------------
+
+
+def _target(out: object) -> Path:
+    if not isinstance(out, (str, os.PathLike)):
+        raise TypeError(f"export(out=...): expected a path, got {type(out).__name__}")
+    target = Path(os.fspath(out))
+    if not target.name.endswith(FORMATS):
+        raise TorchwhereError(f"cannot tell what to write to {target}: a name ends with {', '.join(FORMATS)}")
+    return target
+
+
+def _checked_ranks(ranks: Iterable[int] | None, run: Roster[Label]) -> list[int]:
+    wanted = sorted(run.boxes) if ranks is None else sorted(set(ranks))
+    unknown = [rank for rank in wanted if rank not in run.boxes]
+    if unknown:
+        raise TorchwhereError(f"{run.folder} has no box of rank {unknown[0]}")
+    return wanted
+
+
+def _maker(target: Path) -> Callable[..., Writer]:
+    if target.suffix == ".parquet":
+        from torchwhere.parquet import ParquetFolder
+
+        return ParquetFolder
+    return JsonLines
+
+
+def _refuse(target: Path, part: Path, *, force: bool) -> None:
+    """Never write over what is not an export, and over one only when told to."""
+    for path in (target, part):
+        if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=target.suffix == ".parquet"):
+            raise TorchwhereError(f"{path} is there already, and is no export: give another name")
+    if target.exists() and not force:
+        raise TorchwhereError(f"{target} is there already: give another name, or --force to replace it")
+
+
+def _is_export(path: Path, *, is_folder: bool) -> bool:
+    if not is_folder or not path.is_dir():
+        return not is_folder and path.is_file()
+    return all(one.name.startswith("rank=") and one.is_dir() for one in path.iterdir())
+
+
+# -- reading and writing ---------------------------------------------------------------------------------------------------
+
+
+def _labels(folder: str | os.PathLike[str], on_progress: Progress | None) -> list[Label]:
+    """Who the boxes in the folder belong to. They are read again when their turn comes: none is kept in memory."""
+    files, reader, found = box_files(os.fspath(folder)), BoxReader(), []
+    for done, path in enumerate(files, 1):
+        found.append(label(_box(reader, path)))
+        if on_progress is not None:
+            on_progress(done, 2 * len(files))
+    return found
+
+
+def _box(reader: BoxReader, path: Path) -> Box:
+    try:
+        return reader.read(path)
+    except TorchwhereError as error:  # deleted since the folder was listed
+        return Box(path=path, problems=[str(error)])
+
+
+def _again(reader: BoxReader, known: Label) -> Box:
+    box = _box(reader, known.path)
+    if box.rank != known.rank or box.run != known.run:
+        raise TorchwhereError(f"{known.path} is gone, or another one, since the export began: export again")
+    return box
+
+
+def _written(writer: Writer, labels: list[Label], on_progress: Progress | None) -> Iterator[int]:
+    reader = BoxReader()
+    for done, one in enumerate(labels, 1):
+        known = writer.has(one)
+        yield known if known is not None else writer.write(_again(reader, one))
+        if on_progress is not None:
+            on_progress(len(labels) + done, 2 * len(labels))
+
+
+def _put(part: Path, target: Path) -> None:
+    """Give what is whole its name. What had it before goes only when the new one is there."""
+    old = target.with_name(f"{target.name}.old") if target.is_dir() else None
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(target, old)
+    os.replace(part, target)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+class JsonLines:
+    """All events as `torchwhere events --json` prints them, in one file, compressed if its name says so."""
+
+    def __init__(self, part: Path, *, ranks: Collection[int], kinds: set[str] | None) -> None:
+        self._part, self._kinds = part, kinds
+        self._stack = contextlib.ExitStack()
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> JsonLines:
+        is_packed = self._part.name.endswith(".gz.part")
+        opened: Any = gzip.open(self._part, "wt", encoding="utf-8") if is_packed else self._part.open("w", encoding="utf-8")
+        self._file = self._stack.enter_context(opened)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        if any(error):
+            self._part.unlink(missing_ok=True)
+
+    def has(self, label: Label) -> int | None:
+        return None
+
+    def write(self, box: Box) -> int:
+        assert self._file is not None
+        self._file.writelines(json_text(event.to_dict()) + "\n" for event in box.events(kinds=self._kinds))
+        return len(rows_of(box, kinds=self._kinds))

@@ -1,0 +1,326 @@
+/* The rank map: a cell for each rank, as large as there is room for. Few ranks are tiles with words, thousands are dots.
+ *
+ * State is a colour and a sign, never a colour alone: a letter where there is room for one, a shape where there is not. */
+
+const STATES = {
+  running: ["R", "running"],
+  waiting: ["W", "waiting in a collective"],
+  stopped: ["S", "stopped by a signal"],
+  dead: ["D", "dead"],
+  finished: ["F", "finished"],
+  unknown: ["?", "no box, nothing known"],
+};
+
+function knownState(state) {
+  return Object.hasOwn(STATES, state) ? state : "unknown";
+}
+
+const MARGIN = 2; // for the rings of cells at the edge
+const MOST_PINS = 12;
+
+class RankMap {
+  constructor(report, onselect) {
+    this.ranks = report.ranks;
+    this.grid = new RankGrid(this.ranks);
+    this.size = this.grid.size;
+    this.culprits = new Set(report.verdict.culprits || []);
+    this.onselect = onselect;
+    this.colourBy = "state";
+    this.focused = this.selected = 0;
+    this.canvas = el("canvas", { "aria-hidden": "true" });
+    this.status = liveRegion();
+    const label = `Map of ${plural(this.size, "rank")}. Arrow keys move, Enter shows a rank.`;
+    this.frame = el(
+      "div",
+      { class: "rankmap", tabindex: "0", role: "application", "aria-roledescription": "rank map", "aria-label": label },
+      this.canvas,
+      this.status,
+    );
+    this.legend = el("p", { class: "legend" });
+    this.listen();
+    keptDrawn(this.frame, (width) => this.arrange(width));
+  }
+
+  arrange(width) {
+    this.wholeWidth = width;
+    this.grid.arrange(width - 2 * MARGIN);
+    this.draw();
+  }
+
+  group(by) {
+    this.grid.groupBy = by;
+    if (this.wholeWidth) this.arrange(this.wholeWidth);
+  }
+
+  colour(by) {
+    this.colourBy = by;
+    this.draw();
+  }
+
+  /* -- drawing ------------------------------------------------------------------------------------------------------ */
+
+  draw() {
+    if (!this.wholeWidth) return; // not on the screen yet
+    const pen = sized(this.canvas, this.wholeWidth, this.grid.height + 2 * MARGIN);
+    pen.translate(MARGIN, MARGIN);
+    if (this.grid.hasLabels) this.drawLabels(pen);
+    this.scale = this.colourBy === "state" ? null : this.scaleOf();
+    for (let at = 0; at < this.size; at++) this.drawRank(pen, at);
+    this.drawCulprits(pen);
+    this.ring(pen, this.selected, "--text", 2, 1);
+    if (document.activeElement === this.frame) this.ring(pen, this.focused, "--focus", 3, 1);
+    this.drawLegend();
+  }
+
+  drawLabels(pen) {
+    pen.font = `11px ${FONT}`;
+    pen.textBaseline = "alphabetic";
+    pen.textAlign = "left";
+    pen.fillStyle = palette.get("--muted");
+    for (const block of this.grid.blocks) pen.fillText(fitText(pen, block.label, block.width - 4), block.x, block.y + 11);
+  }
+
+  values() {
+    return { behind: this.ranks.behind, calls: this.ranks.behind_calls, age: this.ranks.age_ms }[this.colourBy];
+  }
+
+  scaleOf() {
+    return this.values().reduce((most, value) => Math.max(most, value || 0), 0);
+  }
+
+  valueText(value) {
+    if (value === null || value === undefined) return "not known";
+    return this.colourBy === "age" ? duration(value) : count(value);
+  }
+
+  colours(at) {
+    if (this.colourBy === "state") {
+      const state = this.state(at);
+      return [palette.get(`--state-${state}`), palette.get(`--on-${state}`)];
+    }
+    const value = this.values()[at];
+    return value === null || value === undefined ? [null, palette.get("--text")] : heat(this.scale ? value / this.scale : 0);
+  }
+
+  state(at) {
+    return knownState(this.ranks.states[this.ranks.state[at]]);
+  }
+
+  drawRank(pen, at) {
+    const [fill, text] = this.colours(at);
+    const [x, y] = [this.grid.x[at], this.grid.y[at]];
+    const isUnknown = fill === null || (this.colourBy === "state" && this.state(at) === "unknown");
+    if (isUnknown) hatch(pen, x, y, this.grid.cellWidth, this.grid.cellHeight);
+    else {
+      pen.fillStyle = fill;
+      pen.fillRect(x, y, this.grid.cellWidth, this.grid.cellHeight);
+    }
+    pen.fillStyle = pen.strokeStyle = isUnknown ? palette.get("--text") : text;
+    if (this.size <= TILES) this.drawTile(pen, at, x, y);
+    else if (this.grid.cellHeight >= 22) this.drawNumber(pen, at, x, y);
+    else if (this.colourBy === "state" && this.grid.cellHeight >= 14) this.drawLetter(pen, at, x, y);
+    else if (this.colourBy === "state") drawShape(pen, this.state(at), x, y, this.grid.cellHeight);
+  }
+
+  drawTile(pen, at, x, y) {
+    const { ranks } = this;
+    const room = this.grid.cellWidth - 22;
+    pen.textBaseline = "alphabetic";
+    pen.textAlign = "left";
+    pen.font = `600 17px ${FONT}`;
+    pen.fillText(String(ranks.rank[at]), x + 11, y + 22);
+    pen.textAlign = "right";
+    pen.font = `600 11px ${FONT}`;
+    const value = this.colourBy === "state" ? this.state(at) : this.valueText(this.values()[at]);
+    pen.fillText(value, x + this.grid.cellWidth - 11, y + 20);
+    pen.textAlign = "left";
+    pen.font = `11px ${FONT}`;
+    pen.fillText(ranks.step[at] === null ? "" : `step ${ranks.step[at]}`, x + 11, y + 38);
+    pen.fillText(fitText(pen, inert(ranks.places[ranks.place[at]] ?? ""), room), x + 11, y + 52);
+  }
+
+  drawNumber(pen, at, x, y) {
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    const hasTwo = this.grid.cellHeight >= 30;
+    const size = this.grid.cellHeight >= 36 ? 13 : this.grid.cellHeight >= 26 ? 11 : 10;
+    pen.font = `${size === 13 ? 600 : 500} ${size}px ${FONT}`;
+    pen.fillText(
+      String(this.ranks.rank[at]),
+      x + this.grid.cellWidth / 2,
+      y + this.grid.cellHeight * (hasTwo ? 0.36 : 0.5),
+      this.grid.cellWidth - 2,
+    );
+    if (!hasTwo) return;
+    pen.font = `10px ${FONT}`;
+    const below = this.colourBy === "state" ? STATES[this.state(at)][0] : this.valueText(this.values()[at]);
+    pen.fillText(below, x + this.grid.cellWidth / 2, y + this.grid.cellHeight * 0.74, this.grid.cellWidth - 4);
+  }
+
+  drawLetter(pen, at, x, y) {
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    pen.font = `600 ${Math.min(11, this.grid.cellHeight - 5)}px ${FONT}`;
+    pen.fillText(STATES[this.state(at)][0], x + this.grid.cellWidth / 2, y + this.grid.cellHeight / 2 + 0.5);
+  }
+
+  /* `out`: how far outside the cell its middle line runs. */
+  ring(pen, at, colour, width, out) {
+    pen.strokeStyle = palette.get(colour);
+    pen.lineWidth = width;
+    pen.strokeRect(this.grid.x[at] - out, this.grid.y[at] - out, this.grid.cellWidth + 2 * out, this.grid.cellHeight + 2 * out);
+  }
+
+  /* A ring inside the cell, lifted off its colour; where cells are dots, a ring around it and its number beside it. */
+  drawCulprits(pen) {
+    const named = this.ranks.rank.flatMap((rank, at) => (this.culprits.has(rank) ? [at] : []));
+    for (const at of named) {
+      if (this.grid.cellHeight >= 14) this.ring(pen, at, "--page", 1.5, -4);
+      this.ring(pen, at, "--bad", this.grid.cellHeight >= 14 ? 3 : 2, this.grid.cellHeight >= 14 ? -1.5 : 1);
+    }
+    if (this.grid.cellHeight < 14) for (const at of named.slice(0, MOST_PINS)) this.pin(pen, at);
+  }
+
+  pin(pen, at) {
+    const text = `rank ${this.ranks.rank[at]}`;
+    pen.font = `600 11px ${FONT}`;
+    const width = pen.measureText(text).width + 10;
+    const isLeft = this.grid.x[at] + this.grid.cellWidth + 8 + width > this.grid.width;
+    const x = isLeft ? this.grid.x[at] - 8 - width : this.grid.x[at] + this.grid.cellWidth + 8;
+    const y = Math.max(0, Math.min(this.grid.height - 18, this.grid.y[at] + this.grid.cellHeight / 2 - 9));
+    pen.fillStyle = palette.get("--page");
+    pen.fillRect(x, y, width, 18);
+    pen.strokeStyle = pen.fillStyle = palette.get("--bad");
+    pen.lineWidth = 1.5;
+    pen.strokeRect(x, y, width, 18);
+    pen.textAlign = "left";
+    pen.textBaseline = "middle";
+    pen.fillText(text, x + 5, y + 9.5);
+  }
+
+  drawLegend() {
+    this.legend.replaceChildren();
+    if (this.colourBy !== "state") {
+      const steps = Array.from({ length: HEATS }, (_, at) => swatch(heat((at + 0.5) / HEATS)[0]));
+      put(this.legend, [this.colourBy === "age" ? "0 ms " : "0 ", steps, ` ${this.valueText(this.scale)}`]);
+      return;
+    }
+    const counts = new Map();
+    for (let at = 0; at < this.size; at++) counts.set(this.state(at), (counts.get(this.state(at)) || 0) + 1);
+    for (const [state, [letter, meaning]] of Object.entries(STATES)) {
+      if (counts.has(state))
+        this.legend.append(el("span", { class: "key" }, stateMark(state, letter), ` ${count(counts.get(state))} ${meaning}`));
+    }
+    if (this.culprits.size)
+      this.legend.append(
+        el(
+          "span",
+          { class: "key" },
+          el("span", { class: "mark ringed", "aria-hidden": "true" }, "\u00a0"),
+          " named by the verdict",
+        ),
+      );
+  }
+
+  /* -- pointer and keys --------------------------------------------------------------------------------------------- */
+
+  listen() {
+    this.frame.addEventListener("pointermove", (event) => this.hover(event));
+    this.frame.addEventListener("pointerleave", () => tip.hide());
+    this.frame.addEventListener("click", (event) => this.click(event));
+    this.frame.addEventListener("keydown", (event) => this.key(event));
+    this.frame.addEventListener("focus", () => this.draw());
+    this.frame.addEventListener("blur", () => (tip.hide(), this.draw()));
+  }
+
+  at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    return this.grid.at(event.clientX - box.left - MARGIN, event.clientY - box.top - MARGIN);
+  }
+
+  hover(event) {
+    const at = this.at(event);
+    if (at === null) tip.hide();
+    else tip.show(this.lines(at), event.clientX, event.clientY);
+  }
+
+  lines(at) {
+    const { ranks } = this;
+    const number = ranks.last_number[at];
+    const last = ranks.lasts[ranks.last[at]];
+    const step = ranks.step[at];
+    return [
+      `rank ${ranks.rank[at]}: ${this.state(at)}${this.culprits.has(ranks.rank[at]) ? ", named by the verdict" : ""}`,
+      (step === null ? "no step" : `step ${step}`) + (ranks.behind[at] ? `, ${plural(ranks.behind[at], "step")} behind` : ""),
+      ranks.places[ranks.place[at]] || "",
+      last ? `last: ${last}${number === null ? "" : ` #${number}`}` : "",
+      ranks.hosts[ranks.host[at]] || "",
+    ];
+  }
+
+  click(event) {
+    const at = this.at(event);
+    if (at !== null) this.select(at);
+  }
+
+  select(at) {
+    this.selected = this.focused = at;
+    this.draw();
+    this.status.textContent = this.lines(at).map(inert).join(", ");
+    this.onselect(at);
+  }
+
+  key(event) {
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      this.select(this.focused);
+    }
+    if (event.key === "Escape") tip.hide();
+    const to = this.grid.neighbour(this.focused, event.key);
+    if (to === null) return;
+    event.preventDefault();
+    this.focused = to;
+    this.draw();
+    this.status.textContent = this.lines(to).map(inert).join(", ");
+    this.pointOut(to);
+  }
+
+  pointOut(at) {
+    const box = this.canvas.getBoundingClientRect();
+    const [x, y] = [box.left + this.grid.x[at] + this.grid.cellWidth, box.top + this.grid.y[at] + this.grid.cellHeight];
+    if (y < 60 || y > innerHeight - 40) window.scrollBy({ top: y - innerHeight / 2 });
+    const moved = this.canvas.getBoundingClientRect().top - box.top;
+    tip.show(this.lines(at), x, y + moved);
+  }
+}
+
+/* What is left to tell states apart where a cell is a few pixels. */
+function drawShape(pen, state, x, y, size) {
+  const middle = size / 2;
+  pen.lineWidth = Math.max(1, size / 6);
+  pen.beginPath();
+  if (state === "dead") {
+    pen.moveTo(x + 1, y + 1);
+    pen.lineTo(x + size - 1, y + size - 1);
+    pen.moveTo(x + size - 1, y + 1);
+    pen.lineTo(x + 1, y + size - 1);
+  } else if (state === "stopped") {
+    pen.rect(x + size * 0.3, y + size * 0.3, size * 0.4, size * 0.4);
+  } else if (state === "finished") {
+    pen.moveTo(x + size * 0.25, y + middle);
+    pen.lineTo(x + size * 0.75, y + middle);
+  } else if (state === "running") {
+    pen.arc(x + middle, y + middle, size * 0.18, 0, 2 * Math.PI);
+  }
+  pen.stroke();
+}
+
+function swatch(colour) {
+  const made = el("span", { class: "swatch" });
+  made.style.background = colour;
+  return made;
+}
+
+function stateMark(state, letter) {
+  return el("span", { class: `mark state-${state}`, "aria-hidden": "true" }, letter);
+}

@@ -1,0 +1,228 @@
+/* The section of the ranks: the map with its controls, the card of the rank that was chosen, and all of them as a table. */
+
+function showRanks(report) {
+  const { ranks } = report;
+  if (!ranks.rank.length)
+    return nothing("No rank is known.", "A run's folder holds `rank<N>.box` files; `torchwhere run` writes them.");
+  const card = el("div", { class: "card", "aria-live": "polite" });
+  const map = new RankMap(report, (at) => card.replaceChildren(...rankCard(report, at)));
+  const first = ranks.rank.findIndex((rank) => map.culprits.has(rank));
+  map.focused = map.selected = Math.max(0, first);
+  card.replaceChildren(...rankCard(report, map.selected));
+  const table = fold("All ranks as a table", () => rankTable(report, map));
+  linkCulprits(map);
+  const shape = ranks.rank.length <= TILES ? "mapandcard few" : "mapandcard";
+  return [rankControls(report, map), el("div", { class: shape }, el("div", {}, map.frame, map.legend), card), table];
+}
+
+function rankControls(report, map) {
+  const colours = [
+    ["state", "state"],
+    ["behind", "steps behind"],
+    ["calls", "collectives behind"],
+    ["age", "age of its last record"],
+  ];
+  const groups = [
+    ["none", "rank"],
+    ["host", "host"],
+    ...report.ranks.meshes.map((mesh, at) => [`mesh ${at}`, `mesh dimension ${mesh.name}`]),
+  ];
+  const said = el("span", { class: "found", role: "status" });
+  return el(
+    "div",
+    { class: "controls" },
+    choice("Colour by", colours, { value: "state", onchange: (value) => map.colour(value) }),
+    choice("Group by", groups, { value: map.grid.groupBy, onchange: (value) => map.group(value) }),
+    searchBox("Find", {
+      placeholder: "rank or host",
+      oninput: (text) => findRank(map, text, said),
+      onenter: () => map.frame.focus(),
+    }),
+    said,
+  );
+}
+
+function findRank(map, text, said) {
+  said.textContent = "";
+  if (!text) return;
+  const { ranks } = map;
+  const wanted = text.toLowerCase();
+  let at = ranks.rank.indexOf(/^\d+$/.test(text) ? Number(text) : -1);
+  if (at < 0) {
+    const host = ranks.hosts.findIndex((each) => each.toLowerCase().includes(wanted) && !/^\d+$/.test(text));
+    at = host < 0 ? -1 : ranks.host.indexOf(host);
+  }
+  if (at < 0) said.textContent = `no such rank; there are ranks ${ranks.rank[0]} to ${ranks.rank[map.size - 1]}`;
+  else map.select(at);
+}
+
+/* The ranks that the verdict names lead to their cells. */
+function linkCulprits(map) {
+  for (const link of document.querySelectorAll("a[data-rank]")) {
+    link.addEventListener("click", (event) => {
+      event.preventDefault();
+      const at = map.ranks.rank.indexOf(Number(link.dataset.rank));
+      if (at < 0) return;
+      document.getElementById("ranks").scrollIntoView();
+      map.select(at);
+      map.frame.focus({ preventScroll: true });
+    });
+  }
+}
+
+/* -- one rank -------------------------------------------------------------------------------------------------------- */
+
+function rankCard(report, at) {
+  const { ranks } = report;
+  const rank = ranks.rank[at];
+  const known = report.details[rank];
+  const state = knownState(ranks.states[ranks.state[at]]);
+  const head = el("h3", {}, `Rank ${rank} `, stateMark(state, STATES[state][0]), ` ${state}`);
+  const [stack, events] = known
+    ? [stackOf(known, report.settings.folder), eventsOf(known, ranks.rank.length <= TILES)]
+    : [notKept(rank), null];
+  return [el("div", {}, head, rankFacts(report, at, known), stack), events].filter(Boolean);
+}
+
+function rankFacts(report, at, known) {
+  const { ranks } = report;
+  const behind = [
+    ranks.behind[at] && plural(ranks.behind[at], "step"),
+    ranks.behind_calls[at] && plural(ranks.behind_calls[at], "collective"),
+  ];
+  const number = ranks.last_number[at];
+  const last = ranks.lasts[ranks.last[at]];
+  const facts = [
+    ["place", name(ranks.places[ranks.place[at]])],
+    ["what", known && known.detail ? name(known.detail, { mono: false }) : null],
+    ["step", ranks.step[at] === null ? null : String(ranks.step[at])],
+    ["behind", behind.filter(Boolean).join(" and ")],
+    ["last call", last ? [name(last), number === null ? "" : ` #${number}`] : null],
+    [
+      "last record",
+      ranks.age_ms[at] === null
+        ? null
+        : ranks.age_ms[at]
+          ? `${duration(ranks.age_ms[at])} before the newest of all ranks`
+          : "the newest of all ranks",
+    ],
+    ["host", [name(ranks.hosts[ranks.host[at]]), ranks.pid[at] === null ? "" : `, pid ${ranks.pid[at]}`]],
+    [
+      "groups",
+      ranks.meshes
+        .filter((mesh) => mesh.of[at] !== null && mesh.of[at] !== undefined)
+        .map((mesh) => [name(`${mesh.name} ${mesh.groups[mesh.of[at]]}`), "  "]),
+    ],
+  ];
+  const shown = facts.filter(([, value]) => value !== null && value !== "" && !(Array.isArray(value) && !value.length));
+  return el(
+    "dl",
+    { class: "facts" },
+    shown.flatMap(([key, value]) => [el("dt", {}, key), el("dd", {}, ...[value].flat(2))]),
+  );
+}
+
+function stackOf({ stack }, folder) {
+  if (!stack || !stack.length) return null;
+  return [
+    el("h4", {}, "Stack, innermost first"),
+    el(
+      "ol",
+      { class: "stack" },
+      stack.map((line) => el("li", {}, name(shortPath(line, folder)))),
+    ),
+  ];
+}
+
+function eventsOf({ events }, isWide) {
+  return events && events.length
+    ? el("div", {}, el("h4", {}, `Last ${plural(events.length, "event")}`), eventTable(events, isWide))
+    : null;
+}
+
+/* As in the job's own folder; of an installed package, below its folder. */
+function shortPath(line, folder) {
+  const whole = String(line);
+  const at = whole.lastIndexOf("/site-packages/");
+  if (at >= 0) return whole.slice(at + "/site-packages/".length);
+  return folder && whole.startsWith(`${folder}/`) ? whole.slice(folder.length + 1) : whole;
+}
+
+function eventTable(events, isWide) {
+  const place = (row) => name(row[3], { longest: 90 });
+  const event = (row) => [
+    el("span", { class: "kind" }, row[1], " "),
+    name(row[2], { longest: 120 }),
+    isWide ? null : el("div", { class: "kind" }, place(row)),
+  ];
+  const columns = [
+    {
+      label: "ago",
+      value: (row) => row[0],
+      cell: (row) => (row[0] === null ? "" : duration(-row[0])),
+      isNumber: true,
+      title: "before the newest record of all ranks",
+    },
+    { label: "event", value: (row) => `${row[1]} ${row[2]}`, cell: event },
+    isWide ? { label: "place", value: (row) => row[3], cell: place } : null,
+  ].filter(Boolean);
+  return sortedTable({
+    caption: "Last events of this rank, the newest first",
+    columns,
+    rows: [...events].reverse(),
+    atFirst: 12,
+    noun: "event",
+  });
+}
+
+function notKept(rank) {
+  return el(
+    "p",
+    { class: "nothing" },
+    "Stack and events are kept here for the ranks the verdict names and for one of each kind. ",
+    codes(`\`torchwhere events FOLDER --rank ${rank} --last 30\` has those of this one.`),
+  );
+}
+
+/* -- all of them ------------------------------------------------------------------------------------------------------ */
+
+function rankTable(report, map) {
+  const { ranks } = report;
+  const open = (at) =>
+    button(String(ranks.rank[at]), () => (map.select(at), map.frame.scrollIntoView({ block: "nearest" })), { class: "link" });
+  const columns = [
+    { label: "rank", value: (at) => ranks.rank[at], cell: open, isNumber: true },
+    {
+      label: "state",
+      value: (at) => map.state(at),
+      cell: (at) => [stateMark(map.state(at), STATES[map.state(at)][0]), " ", map.state(at)],
+    },
+    { label: "step", value: (at) => ranks.step[at], isNumber: true, isName: true },
+    { label: "steps behind", value: (at) => ranks.behind[at], isNumber: true },
+    { label: "calls behind", value: (at) => ranks.behind_calls[at], isNumber: true },
+    {
+      label: "place",
+      value: (at) => ranks.places[ranks.place[at]],
+      cell: (at) => name(ranks.places[ranks.place[at]], { longest: 80 }),
+    },
+    {
+      label: "last call",
+      value: (at) => ranks.lasts[ranks.last[at]],
+      cell: (at) => name(ranks.lasts[ranks.last[at]], { longest: 60 }),
+    },
+    { label: "#", value: (at) => ranks.last_number[at], isNumber: true, isName: true },
+    {
+      label: "host",
+      value: (at) => ranks.hosts[ranks.host[at]],
+      cell: (at) => name(ranks.hosts[ranks.host[at]], { longest: 40 }),
+    },
+    {
+      label: "last record",
+      value: (at) => ranks.age_ms[at],
+      cell: (at) => duration(ranks.age_ms[at]),
+      isNumber: true,
+      title: "before the newest of all ranks",
+    },
+  ];
+  return sortedTable({ caption: "All ranks", columns, rows: ranks.rank.map((_, at) => at), noun: "rank" });
+}

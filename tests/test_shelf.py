@@ -1,0 +1,81 @@
+"""The boxes of a large job, read one at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox import run as runs
+from torchwhere.blackbox.run import Run, read_run
+from torchwhere.blackbox.shelf import Shelf
+from torchwhere.diagnose.comms.tree import comms
+from torchwhere.diagnose.groups import groups
+from torchwhere.diagnose.phases import phases
+
+RANKS = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shelf")
+    make(Job(RANKS, steps=3, records=256), folder)
+    return folder
+
+
+@pytest.fixture
+def shelved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The run, read as one too large for memory."""
+    monkeypatch.setattr(runs, "_FEW", 8)
+    run = read_run(folder)
+    assert isinstance(run.boxes, Shelf)
+    return run
+
+
+def test_the_same_answers(folder: Path, shelved: Run) -> None:
+    """What is read one at a time gives what all of it gives: collectives, groups, phases, events, caveats."""
+    whole = read_run(folder) if isinstance(shelved.boxes, dict) else Run(folder, dict(shelved.boxes))
+    assert comms(shelved).to_dict() == comms(whole).to_dict()
+    assert groups(shelved).to_dict() == groups(whole).to_dict()
+    assert phases(shelved).to_dict() == phases(whole).to_dict()
+    assert [event.to_dict() for event in shelved.events(last=3)] == [event.to_dict() for event in whole.events(last=3)]
+    assert (shelved.world_size, shelved.missing, shelved.caveats()) == (RANKS, [], [])
+
+
+def test_few_are_held(shelved: Run) -> None:
+    """Going through all boxes keeps the last few, however many there are."""
+    assert sum(1 for _ in shelved.in_order()) == RANKS
+    held = [rank for rank in shelved.boxes if shelved.boxes._kept.get(rank) is not None]  # type: ignore[attr-defined]
+    assert held == list(range(RANKS - 16, RANKS))
+
+
+def test_a_box_that_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A box that is deleted or replaced while a run is read is an empty one that says so."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    monkeypatch.setattr(runs, "_FEW", 8)
+    run = read_run(copy)
+    (copy / "rank5.box").unlink()
+    shutil.copy(copy / "rank7.box", copy / "rank6.box")
+    gone, replaced = run.boxes[5], run.boxes[6]
+    assert (gone.rank, len(gone.records), gone.problems) == (
+        5,
+        0,
+        [f"cannot read {copy / 'rank5.box'}: No such file or directory"],
+    )
+    assert (replaced.rank, len(replaced.records), replaced.problems) == (6, 0, ["it was replaced while the run was read"])
+    assert 5 not in {event.place.rank for event in run.events(last=1)}
+
+
+def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A foreign file and a missing rank are told as of a small run."""
+    copy = tmp_path / "run"
+    shutil.copytree(folder, copy)
+    (copy / "rank3.box").write_bytes(b"not a box")
+    small = read_run(copy).caveats()
+    monkeypatch.setattr(runs, "_FEW", 8)
+    assert read_run(copy).caveats() == small
+    assert small[0] == f"{RANKS - 1} of {RANKS} ranks: no box of rank 3"

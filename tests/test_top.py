@@ -1,0 +1,543 @@
+"""`torchwhere top` without a terminal: what a glance at a box says, who stands still, who waits, what is shown at any size."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox import layout
+from torchwhere.blackbox.glance import Glance
+from torchwhere.blackbox.glance_names import Names
+from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.cli import main
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.live.ranks import LiveRanks, RankNow
+from torchwhere.diagnose.live.run import RunNow
+from torchwhere.events import Kind
+from torchwhere.place import Pass
+from torchwhere.show.text import as_text
+from torchwhere.show.top import body_height, impression, plain_lines, screen_lines
+from torchwhere.show.top_detail import detail_lines
+from torchwhere.show.top_rows import Letters, age, speed, widths
+from torchwhere.show.top_view import View
+from torchwhere.ward import Ward
+
+S = 1_000_000_000
+START_NS = 1_700_000_000 * S
+EVIL = "bad\x1b[31m\u202emirror\nline\x07"
+
+
+class Writer:
+    """A rank that does as it is told: a real box, written by the library's own writer, on a clock of the test."""
+
+    def __init__(self, folder: Path, rank: int, *, world: int = 2, **meta: Any) -> None:
+        known = {"rank": rank, "world_size": world, "run_id": "r", "host": "elsewhere", "pid": 1, "started_ns": START_NS}
+        self.box = BoxWriter(folder / f"rank{rank}.box", meta=known | {"clock_offset_ns": START_NS} | meta, records=64)
+        group = json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "mesh_dim": None})
+        self.group = self.box.intern(Sort.GROUP, group)
+        self.tally = self.box.tally_at((self.group, -1, -1))
+        self.cursor = self.box.cursor_at(0)
+        self.count = 0
+        self.box.words[self.cursor + layout.CURSOR_THREAD] = 1
+
+    def _at(self, at_s: float) -> int:
+        t_ns = int(at_s * S) + 1
+        self.box.words[self.cursor + layout.CURSOR_TIME] = t_ns
+        return t_ns
+
+    def enter(self, module: str, at_s: float, pass_: Pass = Pass.FORWARD) -> None:
+        entry = self.box.intern(Sort.MODULE, module)
+        self.box.words[self.cursor] = entry << layout.MODULE_SHIFT | pass_ << layout.PASS_SHIFT
+        self._at(at_s)
+
+    def step(self, number: int, at_s: float) -> None:
+        self.box.words[self.cursor + layout.CURSOR_STEP] = number
+        self._at(at_s)
+
+    def issue(self, op: str, at_s: float, line: str = "train.py:7") -> None:
+        assert self.tally is not None
+        what = self.box.intern(Sort.COLLECTIVE, json.dumps({"op": op, "group": "0"}))
+        t_ns, line_id = self._at(at_s), self.box.intern(Sort.LINE, line)
+        number = self.box.record(Kind.COLLECTIVE, t_ns, line=line_id, what=what, more=self.count)
+        self.count += 1
+        for word, value in ((layout.TALLY_COUNT, self.count), (layout.TALLY_TIME, t_ns), (layout.TALLY_RECORD, number)):
+            self.box.words[self.tally + word] = value
+        self.box.words[self.cursor + layout.CURSOR_RECORD] = number
+
+    def end(self, reason: str, at_s: float) -> None:
+        number = self.box.record(Kind.END, self._at(at_s), more=self.box.text(json.dumps({"reason": reason})))
+        self.box.words[self.cursor + layout.CURSOR_RECORD] = number
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Callable[..., list[Writer]]]:
+    made: list[Writer] = []
+
+    def make_ranks(count: int = 2, **meta: Any) -> list[Writer]:
+        made.extend(Writer(tmp_path, rank, world=count, **meta) for rank in range(count))
+        return made
+
+    yield make_ranks
+    for writer in made:
+        writer.box.close()
+
+
+class Watcher:
+    """`LiveRanks` over some boxes, on the clock of the test: its second 0 is that of the boxes."""
+
+    def __init__(self, writers: list[Writer], *, stall_s: float = 1.5) -> None:
+        names = Names()
+        self.glances = [Glance(writer.box.path, names) for writer in writers if writer.box.path is not None]
+        self.live = LiveRanks(stall_s=stall_s)
+
+    def look(self, at_s: float, sightings: dict[int, Sighting] | None = None) -> list[RankNow]:
+        for glance in self.glances:
+            has_moved = glance.look()
+            self.live.looked(glance, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S))
+            self.live.meet(glance, now_s=at_s, now_ns=START_NS + int(at_s * S))
+        return self.live.now([glance.rank for glance in self.glances], sightings or {}, now_s=at_s)
+
+
+# -- a glance --------------------------------------------------------------------------------------------------------------
+
+
+def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
+    """Step, place, counts and last collective are those that reading the whole box gives, on every rank."""
+    make(Job(64, steps=2, records=64, fault="missing", victim=9), tmp_path)
+    names = Names()
+    for path in tmp_path.glob("*.box"):
+        glance, box = Glance(path, names), read_box(path)
+        assert glance.look()
+        assert not glance.look()
+        (cursor,) = box.cursors()
+        place = glance.place()
+        assert (place.step, place.pass_, place.module) == (cursor.place.step, cursor.place.pass_, cursor.place.module)
+        groups = {entry: box.value(entry)["name"] for entry, (sort, _) in box.names.items() if sort == Sort.GROUP}
+        counted = {(groups[group], *ends): count for (group, *ends), count in box.tallies().items()}
+        assert {tuple(stream): count for stream, count in glance.counts().items()} == counted
+        last = list(box.events(kinds={"collective"}))[-1]
+        issued = glance.issued()
+        assert issued is not None
+        if next(iter(box.events(last=1))).kind == "collective":
+            assert (issued.op, issued.number, place.line) == (last.fields["op"], last.fields["number"], last.place.line)
+        assert glance.moved_ns == box.last_ns
+
+
+def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> None:
+    """Names, streams and the end that come while it looks are seen, whatever the number of streams."""
+    writer, _ = ranks()
+    (glance,) = Watcher([writer]).glances
+    assert glance.look()
+    writer.enter("encoder", 1)
+    assert glance.look()
+    assert (glance.place().module, glance.issued()) == ("encoder", None)
+    writer.issue("broadcast", 2, line="later.py:3")
+    streams = [writer.box.tally_at((writer.group, 0, peer)) for peer in range(100)]
+    writer.box.words[(streams[-1] or 0) + layout.TALLY_COUNT] = 7
+    assert glance.look()
+    assert glance.place().line == "later.py:3"
+    assert len(glance.counts()) == 101
+    assert max(glance.counts().values()) == 7
+    writer.end("exit 3", 3)
+    assert glance.look()
+    assert not glance.look()  # the last record is read when nothing moves any more
+    assert glance.ended == "exit 3"
+
+
+def test_glance_at_damage(tmp_path: Path) -> None:
+    """A box that is cut or damaged anywhere is looked at without an error, and what is gone is not made up."""
+    make(Job(16, steps=1, records=16), tmp_path / "made")
+    whole = (tmp_path / "made" / "rank3.box").read_bytes()
+    path, chance = tmp_path / "rank3.box", random.Random(0)
+    known = set(read_box(tmp_path / "made" / "rank3.box").names.values())
+    modules = {text for _, text in known} | {None}
+    for attempt in range(150):
+        data = bytearray(whole[: chance.randrange(len(whole))] if attempt % 2 else whole)
+        for _ in range(attempt % 5 * 3 if data else 0):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        path.write_bytes(data)
+        glance = Glance(path, Names())
+        glance.look()
+        glance.look()
+        assert {glance.place().module, glance.place().line} <= modules
+        glance.issued(), glance.counts(), glance.label(), glance.phase(), glance.ended
+    path.unlink()
+    assert not glance.look()
+    assert glance.problem == "cannot be read: No such file or directory"
+
+
+# -- who stands still ------------------------------------------------------------------------------------------------------
+
+
+def train(writers: list[Writer], watcher: Watcher, *, steps: int, step_s: float = 0.5) -> float:
+    """All ranks go through some steps, and are looked at; when it ends."""
+    for step in range(steps):
+        for writer in writers:
+            writer.step(step, step * step_s)
+            writer.issue("all_reduce", step * step_s)
+        watcher.look(step * step_s)
+    return (steps - 1) * step_s
+
+
+def test_hang_is_seen_within_two_seconds(ranks: Callable[..., list[Writer]]) -> None:
+    """When one rank does not issue what the others do, it is blamed, they wait for it, and nobody was accused before."""
+    writers = ranks(4)
+    watcher = Watcher(writers)
+    end_s = train(writers, watcher, steps=10)
+    assert not any(rank.is_trouble for rank in watcher.look(end_s))
+    for writer in (writers[0], writers[1], writers[3]):
+        writer.issue("all_reduce", end_s + 0.1)
+    assert not any(rank.is_trouble for rank in watcher.look(end_s + 0.5))
+    found = watcher.look(end_s + 2)
+    assert [(str(rank.state), rank.is_blamed, rank.waits_for) for rank in found] == [
+        ("waiting", False, (2,)),
+        ("waiting", False, (2,)),
+        ("running", True, ()),
+        ("waiting", False, (2,)),
+    ]
+    assert all(rank.is_stalled for rank in found)
+    assert found[2].age_s == pytest.approx(2, abs=0.01)
+    run = RunNow("run", START_NS, tuple(found), world_size=4)
+    assert impression(run)[0] == "rank 2 STUCK for 2.0s; 3 ranks wait in all_reduce #10 default"
+    writers[2].issue("all_reduce", end_s + 3)
+    assert not any(rank.is_blamed for rank in watcher.look(end_s + 3))
+
+
+def test_slow_steps_are_no_hang(ranks: Callable[..., list[Writer]]) -> None:
+    """A rank may stand still for as long as a few of its steps take, and no longer."""
+    writers = ranks(1)
+    watcher = Watcher(writers)
+    end_s = train(writers, watcher, steps=4, step_s=10)
+    assert [watcher.look(end_s + late)[0].is_stalled for late in (9, 19, 51)] == [False, False, True]
+    assert watcher.look(end_s + 9)[0].steps_per_s == pytest.approx(0.1)
+
+
+def test_a_start_is_no_hang(ranks: Callable[..., list[Writer]]) -> None:
+    """Before its first module, collective or step a rank has half a minute."""
+    watcher = Watcher(ranks(1))
+    assert [watcher.look(late)[0].is_stalled for late in (1, 20, 31)] == [False, False, True]
+
+
+def test_looping_rank_is_blamed(ranks: Callable[..., list[Writer]]) -> None:
+    """A rank that moves and issues nothing is the one that the others wait for: `BEHIND`."""
+    writers = ranks()
+    watcher = Watcher(writers)
+    end_s = train(writers, watcher, steps=5)
+    writers[0].issue("all_reduce", end_s)
+    for tick in range(8):
+        writers[1].enter(f"layer{tick}", end_s + tick * 0.5)
+        found = watcher.look(end_s + tick * 0.5)
+    assert (found[1].is_stalled, found[1].is_blamed, found[0].waits_for) == (False, True, (1,))
+    assert "rank 1 BEHIND" in impression(RunNow("run", START_NS, tuple(found), world_size=2))[0]
+
+
+def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
+    """Finished, dead by its own word, gone without one, stopped: each has its state."""
+    writers = ranks(4)
+    watcher = Watcher(writers)
+    writers[0].end("exit", 1)
+    writers[1].end("exception: ValueError: no", 1)
+    sightings = {2: Sighting(alive=False), 3: Sighting(alive=True, state="T")}
+    watcher.look(1)
+    found = watcher.look(2, sightings)
+    assert [str(rank.state) for rank in found] == ["finished", "dead", "dead", "stopped"]
+    assert found[1].detail == "exception: ValueError: no"
+
+
+# -- a folder --------------------------------------------------------------------------------------------------------------
+
+
+def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
+    """A folder that is not there yet, is empty, has a run, is gone: each is said."""
+    ward = Ward(tmp_path / "run")
+
+    def visit() -> RunNow:
+        ward._list_at = 0.0  # look at the folder now
+        return ward.visit()
+
+    assert visit().problem == f"there is no folder {tmp_path / 'run'} yet"
+    (tmp_path / "run").mkdir()
+    assert visit().problem == f"{tmp_path / 'run'} holds no black box (*.box) yet"
+    make(Job(16, steps=1, records=16), tmp_path / "run")
+    found = visit()
+    assert (len(found.ranks), found.world_size, found.missing, found.problem) == (16, 16, (), None)
+    shutil.rmtree(tmp_path / "run")
+    gone = visit()
+    assert gone.problem == f"the folder {tmp_path / 'run'} is gone"
+    assert len(gone.ranks) == 16
+
+
+def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer]]) -> None:
+    """The boxes of an elastic restart take the place of the first ones while it looks; ranks without one are named."""
+    old = ranks(2)
+    old[0].step(40, 1)
+    ward = Ward(tmp_path)
+    assert [rank.step for rank in ward.visit().ranks] == [40, None]
+    for writer in old:
+        writer.box.close()
+        assert writer.box.path is not None
+        writer.box.path.rename(writer.box.path.with_name(f"{writer.box.path.stem}.old.box"))
+    new = Writer(tmp_path, 0, restart=1, started_ns=START_NS + S)
+    new.step(3, 1)
+    ward._list_at = 0.0
+    found = ward.visit()
+    assert ([(rank.rank, rank.step) for rank in found.ranks], found.missing) == ([(0, 3)], (1,))
+    new.box.close()
+
+
+def test_ward_reads_in_slices(tmp_path: Path) -> None:
+    """Given no time it reads one box a visit, and says how many it has not seen."""
+    make(Job(16, steps=1, records=16), tmp_path)
+    ward = Ward(tmp_path)
+    assert [(len(run.ranks), run.unread) for run in (ward.visit(most_s=0) for _ in range(3))] == [(1, 15), (2, 14), (3, 13)]
+
+
+# -- the screen ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
+    """10,240 ranks: rank 777 stands still, eight wait for it, all others move."""
+    folder = tmp_path_factory.mktemp("many")
+    make(Job(16, steps=1, records=16), folder)
+    names = Names()
+    glances = [Glance(folder / f"rank{rank}.box", names) for rank in range(16)]
+    assert all(glance.look() for glance in glances)
+
+    def one(rank: int) -> RankNow:
+        waits_for = (777,) if 760 <= rank < 768 else ()
+        return RankNow(
+            rank=rank,
+            state="waiting" if waits_for else "running",  # type: ignore[arg-type]
+            step=41 + rank % 2,
+            age_s=9.0 if waits_for or rank == 777 else rank % 7 / 10,
+            steps_per_s=2.5 if rank != 4000 else 1.5,
+            is_stalled=bool(waits_for) or rank == 777,
+            is_blamed=rank == 777,
+            waits_for=waits_for,
+            detail=None,
+            glance=glances[rank % 16],
+        )
+
+    return RunNow("run", START_NS, tuple(map(one, range(10240))), world_size=10240)
+
+
+def painted(run: RunNow, view: View, *, width: int = 120, height: int = 40, letters: Letters | None = None) -> list[str]:
+    lines = screen_lines(run, view, verdict=None, width=width, height=height, letters=letters or Letters())
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def test_ten_thousand_ranks_fit(many: RunNow) -> None:
+    """The culprit is on top, those who wait for it below, all others in a line for each step; a line can be opened."""
+    view = View()
+    rows = view.rows(many, 30)
+    assert [(row.id, len(row.cohort.ranks)) for row in rows][:1] == [(("rank", 777), 1)]
+    assert sum(len(row.cohort.ranks) for row in rows) == 10240
+    assert len(rows) < 30
+    lines = painted(many, view)
+    assert lines[1].startswith("rank 777 STUCK for 9.0s; 8 ranks wait in ")
+    assert lines[4].startswith(">!777 ")
+    assert "STUCK" in lines[4]
+    assert any(re.search(r"^ \+0,2,4,.* \(5\d+\) +running +41 ", line) for line in lines)
+    view.press("end", many, 30)
+    view.press("enter", many, 30)
+    assert len(view.rows(many, 30)) > 5000
+    view.press("enter", many, 30)
+    assert len(view.rows(many, 30)) == len(rows)
+
+
+def test_keys(many: RunNow) -> None:
+    """Sorting, jumping, filtering, folding, moving, pages, pausing: each key does what the help says."""
+    view = View()
+
+    def press(*keys: str) -> View:
+        assert all(view.press(key, many, 30) for key in keys)
+        return view
+
+    assert press("n").selected == ("rank", 777)
+    assert press("s").sort == "rank"
+    assert press("c").rows(many, 30)[0].id == ("rank", 0)
+    assert (len(view.rows(many, 30)), press("end").selected, press("k").selected) == (10240, ("rank", 10239), ("rank", 10238))
+    assert (press("home", "pagedown").selected, press("down", "j", "up").selected) == (("rank", 30), ("rank", 31))
+    assert press("s", "home").rows(many, 30)[0].id[1] in range(760, 778)  # the oldest first
+    assert press("s", "s").sort == "speed"
+    assert press("home").rows(many, 30)[0].id == ("rank", 4000)
+    assert [row.id[1] for row in press("/", *"waitinx", "backspace", *"g", "enter").rows(many, 30)] == list(range(760, 768))
+    assert "filter 'waiting': 8 of 10240" in painted(many, view)[-1]
+    assert len(press("/", *" rank 761").rows(many, 30)) == 1
+    assert len(press("escape").rows(many, 30)) == 8
+    assert press("enter").page == "detail"
+    assert press("escape").page == "list"
+    assert len(press("escape").rows(many, 30)) == 10240
+    assert press("?").page == "help"
+    assert any("jump to the slowest" in line for line in painted(many, view))
+    assert press("h").page == "list"
+    assert press("p").is_paused
+    assert "PAUSED" in painted(many, view)[1]
+    assert not view.press("q", many, 30)
+
+
+@pytest.mark.parametrize("is_ascii", [False, True])
+def test_every_size(many: RunNow, is_ascii: bool) -> None:
+    """At every width and height there are so many lines, and none is wider than the screen."""
+    small = RunNow("run", START_NS, many.ranks[755:780], world_size=10240, missing=tuple(range(755)))
+    for width in (1, 2, 5, 10, 19, 20, 33, 60, 79, 80, 100, 200):
+        for height in (1, 2, 3, 4, 6, 10, 24, 50):
+            for page in ("list", "help"):
+                lines = painted(small, View(page=page), width=width, height=height, letters=Letters(is_ascii=is_ascii))
+                assert len(lines) == height
+                assert max(map(cell_len, lines)) <= width
+                assert not is_ascii or "".join(lines).isascii()
+    assert body_height(small, None, 20, 10, Letters()) >= 5
+
+
+def test_columns_at_widths(many: RunNow) -> None:
+    """At 80 columns everything has a column; at 20 it is who, what state, and for how long."""
+    rows = View(folds=False).rows(RunNow("run", START_NS, many.ranks[:9], world_size=9), 30)
+    every = ["rank", "state", "step", "pass", "module", "line", "last", "age", "speed"]
+    assert list(widths(rows, 80, step=99)) == every
+    assert list(widths(rows, 20, step=99)) == ["rank", "state", "age"]
+    assert sum(widths(rows, 80, step=99).values()) + len(every) + 1 <= 80
+
+
+def test_numbers_fit() -> None:
+    """Ages and speeds take at most five cells."""
+    assert [age(s) for s in (0, 9.94, 99.9, 100, 599, 600, 35999, 36000, 10**6)] == [
+        *("0.0s", "9.9s", "99.9s", "100s", "599s", "10m", "600m", "10h", "278h"),
+    ]
+    assert [speed(s) for s in (None, 0.0, 9.99, 10, 99.9, 1234.5)] == ["-", "0.00", "9.99", "10.0", "99.9", "1234"]
+    assert all(len(age(10**power)) <= 5 for power in range(9))
+
+
+def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> None:
+    """Names with escape sequences, direction marks and line breaks reach neither the screen nor a file."""
+    (writer,) = ranks(1, host=EVIL)
+    writer.enter(EVIL, 1)
+    writer.issue(EVIL, 1, line=EVIL)
+    run = Ward(tmp_path).visit()
+    verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
+    for letters in (Letters(), Letters(is_ascii=True)):
+        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, letters=letters)
+        text = "\n".join("".join(text for text, _ in line) for line in lines)
+        assert "mirror" in text
+        assert all(character.isprintable() or character == "\n" for character in text)
+        assert not letters.is_ascii or text.isascii()
+        page = detail_lines(run.ranks[0], read_box(tmp_path / "rank0.box"), verdict=verdict, width=150, letters=letters)
+        texts = [text for line in page for text, _ in line]
+        assert sum("mirror" in text for text in texts) > 4
+        assert all(text.isprintable() for text in texts)
+    printed = as_text(plain_lines(run, verdict=verdict, width=None))
+    assert "mirror" in printed
+    assert all(character.isprintable() or character == "\n" for character in printed)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------------
+
+
+def top(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchwhere", "top", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""})
+
+
+def test_plain_snapshot(tmp_path: Path) -> None:
+    """Into a pipe it prints one look with the verdict, uncut and uncoloured, a line a rank; as JSON one object."""
+    make(Job(16, steps=2, records=64, fault="dead", victim=5), tmp_path)
+    done = top(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith(f"{tmp_path}  16 ranks  step 2")
+    assert lines[1].startswith("rank 5 DEAD for ")
+    assert lines[2].startswith("DEAD: Rank 5 ended: exit 1")
+    assert len(lines) == 4 + 16
+    assert lines[4].split()[:4] == ["!", "5", "DEAD", "2"]
+    assert "\x1b" not in done.stdout
+    done = top(tmp_path, "--json", "--count", 2, "--interval", 0.1)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert second["t_ns"] > first["t_ns"]
+    assert second["verdict"]["culprits"] == [5]
+    assert second["ranks"][5] | {"age_s": 0} == {
+        "rank": 5,
+        "state": "dead",
+        "step": 2,
+        "pass": "backward",
+        "module": "layers.0.mlp.up",
+        "call": 0,
+        "line": "train.py:50",
+        "phase": None,
+        "last": {"op": "all_reduce", "group": "tp", "number": 94},
+        "age_s": 0,
+        "steps_per_s": None,
+        "stalled": False,
+        "blamed": False,
+        "waits_for": [],
+        "host": "node0000",
+        "detail": "exit 1",
+    }
+
+
+def test_plain_waits_for_a_run(tmp_path: Path) -> None:
+    """With an interval it waits for a run that has not begun, says so once, and ends when the job is over."""
+    command = [sys.executable, "-m", "torchwhere", "top", str(tmp_path / "run"), "--interval", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == f"torchwhere: there is no folder {tmp_path / 'run'} yet; waiting for it\n"
+        (tmp_path / "run").mkdir()
+        writer = Writer(tmp_path / "run", 0, world=1)
+        writer.step(8, 1)
+        time.sleep(0.3)
+        writer.end("exit", 2)
+        out, err = process.communicate(timeout=60)
+    writer.box.close()
+    assert process.returncode == 0
+    assert re.search(r"^the rank has finished$", out, re.MULTILINE)
+    assert "yet" not in err.replace("holds no black box (*.box) yet", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "torchwhere: there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py"),
+        (["empty"], "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run --out empty train.py"),
+        (
+            ["foreign"],
+            "torchwhere: none of the 1 boxes in foreign can be read: no readable header: not a black box, or damaged",
+        ),
+        (["a file"], "torchwhere: there is no folder a file. Record one with: torchwhere run --out a file train.py"),
+        (["empty", "--count", "1"], "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run --out"),
+        (["empty", "--interval", "0"], "argument --interval: '0' is no number of seconds, at least 0.01"),
+        (["empty", "--interval", "nan"], "argument --interval: 'nan' is no number of seconds, at least 0.01"),
+        (["empty", "--stall", "-1"], "argument --stall: '-1' is no number of seconds, at least 0.01"),
+        (["empty", "--count", "0"], "argument --count: '0' is no number of looks, at least 1"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be shown is said on stderr, with exit code 2."""
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("foreign").mkdir()
+    Path("foreign/rank0.box").write_text("no box")
+    Path("a file").touch()
+    try:
+        code = main(["top", *arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
