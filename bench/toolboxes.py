@@ -21,6 +21,8 @@ SECTIONS = {
     "graph_walk": "an autograd graph of 1,000,000 nodes",
     "printing": "100,000 lines from 8 processes",
     "doctor": "a verdict on a job that hangs",
+    "trace": "a timeline of all ranks",
+    "report": "the report page of 10,000 ranks",
 }
 
 
