@@ -77,7 +77,10 @@ def _rows_of(ranks: int, folder: Path) -> list[Row]:
 def _rows_of_peer(ranks: int, folder: Path) -> list[Row]:
     subprocess.run([sys.executable, "-c", _WRITE_DUMPS, str(folder / "boxes"), str(folder / "dumps")], check=True)
     peer = _run([str(Path(sys.executable).with_name("torchfrtrace")), str(folder / "dumps"), "-p", "torchwhere_rank_"])
+    own = _run([sys.executable, "-m", "torchwhere", "doctor", "--flight-recorder", str(folder / "dumps"), "--json"])
     return [
+        (f"torchwhere doctor --flight-recorder, {ranks:,} ranks", own.seconds, "s"),
+        (f"torchwhere doctor --flight-recorder, {ranks:,} ranks", own.bytes / 1e6, "MB of memory"),
         (f"torchfrtrace, {ranks:,} ranks", peer.seconds, "s"),
         (f"torchfrtrace, {ranks:,} ranks", peer.bytes / 1e6, "MB of memory"),
     ]

@@ -83,6 +83,8 @@ def _monitor(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder)
     if not folder.is_dir():
         raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
+    # What c10d prints of connections that fail is for the developers of a job; here it is expected, and said in a verdict.
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     others = _others(arguments, folder)
     monitor = Monitor(folder, stall_s=arguments.stall, end_with=arguments.end_with, launcher=arguments.launcher, others=others)
     if not monitor.watch():

@@ -65,6 +65,8 @@ def _trace(arguments: argparse.Namespace) -> int:
 
     if arguments.out == "-" and arguments.json:
         raise TorchwhereError("-o - and --json both write to stdout: give one of them")
+    if not arguments.out:
+        raise TorchwhereError("-o needs a file: an empty name is none")
     tally = Tally()
     with _nothing_collected(), progress_bar("reading boxes") as on_progress:
         found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)

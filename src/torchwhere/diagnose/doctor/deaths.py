@@ -42,8 +42,8 @@ class Deaths:
         return self._sighting(rank).ended is not None or self._unfinished(rank) is not None
 
     def is_dead(self, rank: int) -> bool:
-        """Whether a rank has failed, or went without a word while the others went on."""
-        return self.has_failed(rank) or self._is_gone_first(rank)
+        """Whether a rank has failed, was killed for want of memory, or went without a word while the others went on."""
+        return self.has_failed(rank) or self._sighting(rank).out_of_memory is not None or self._is_gone_first(rank)
 
     def was_hung_up_on(self, rank: int) -> bool:
         """Whether a rank ended because the process at the other end was gone."""
@@ -98,7 +98,8 @@ class Deaths:
     def _is_gone_first(self, rank: int) -> bool:
         """Whether a process that is gone, without a word, went by itself and not when all was over.
 
-        It did if others were seen alive when it was gone already, or if they say that a peer hung up on them.
+        It did if others were seen alive when it was gone already, or if they say that a peer hung up on them, and none of those
+        who ended by themselves, as of waiting too long, can be that peer.
         """
         sighting = self._sighting(rank)
         if sighting.alive is not False or self.hearing.testimonies[rank].end is not None:
@@ -106,13 +107,18 @@ class Deaths:
         if self.now_ns is not None and self.now_ns - (sighting.alive_ns or 0) > _SAME_DEATH_NS:
             return True
         if self._somebody_hung_up is None:
-            self._somebody_hung_up = any(map(self.was_hung_up_on, self.hearing.testimonies))
+            failed = {rank: self.was_hung_up_on(rank) for rank in self.failed()}
+            self._somebody_hung_up = bool(failed) and all(failed.values())
         return self._somebody_hung_up
 
     def _silent(self) -> list[int]:
-        """The one rank that went without a word; nobody, where there are several and no one saw which went first."""
+        """Those that went without a word, the first of them; nobody, where there are several and no one saw when they went."""
         silent = [rank for rank in self.hearing.testimonies if not self.has_failed(rank) and self._is_gone_first(rank)]
-        return silent if len(silent) == 1 or self.now_ns is not None else []
+        seen = {rank: ns for rank in silent if (ns := self._sighting(rank).alive_ns) is not None}
+        if len(silent) < 2 or len(seen) < len(silent):
+            return silent if len(silent) < 2 else []
+        first = min(seen.values())
+        return [rank for rank in silent if seen[rank] - first <= _SAME_DEATH_NS]
 
 
 def ended_well(end: Event) -> bool:

@@ -53,13 +53,14 @@ def waits(hearing: Hearing) -> dict[int, Wait]:
         for wait in _incomplete(hearing, key, counts):
             candidates[wait.rank].append(wait)
     found = {rank: _blocking(hearing.testimonies[rank], each) for rank, each in candidates.items()}
-    return found | _waits_for_unheard(hearing, awaited(found), streams)
+    found |= _waits_for_unheard(hearing, awaited(found), streams)
+    return found | _waits_for_anybody(hearing, awaited(found))
 
 
 def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> list[Wait]:
     """Of each rank, its first call in this stream that somebody has not issued."""
     taking_part = members(hearing, key)
-    if len(taking_part) < 2:
+    if len(taking_part) < 2 or _listens_to_anybody(hearing, key):
         return []
     if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
         counts = {rank: counts.get(rank, 0) for rank in taking_part if rank in hearing.testimonies}
@@ -69,6 +70,25 @@ def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> lis
     unheard = tuple(rank for rank in taking_part if rank not in counts)
     behind = tuple(rank for rank in taking_part if counts.get(rank) == lowest)
     return [Wait(rank, key, lowest, behind, unheard) for rank in taking_part if counts.get(rank, lowest) > lowest]
+
+
+def _listens_to_anybody(hearing: Hearing, key: StreamKey) -> bool:
+    """Whether the receiver of messages takes some from whoever writes: whose they were is not known, so none can be missed."""
+    if key.source == key.destination or key.destination not in hearing.testimonies:
+        return False
+    return StreamKey(key.group, -1, key.destination) in hearing.testimonies[key.destination].counts
+
+
+def _waits_for_anybody(hearing: Hearing, suspects: list[int]) -> dict[int, Wait]:
+    """Of ranks that others wait for, those that listen to anybody: they may wait for any of the other suspects."""
+    listening = {}
+    for rank in suspects:
+        testimony = hearing.testimonies[rank]
+        call = testimony.last
+        if call is not None and testimony.in_collective_since_ns is not None and call[0].source < 0 <= call[0].destination:
+            listening[rank] = call
+    others = tuple(rank for rank in suspects if rank not in listening)
+    return {rank: Wait(rank, *call, others, ()) for rank, call in listening.items()} if others else {}
 
 
 def _blocking(testimony: Testimony, candidates: list[Wait]) -> Wait:

@@ -1,0 +1,159 @@
+"""The boxes of a job that never ran, on hosts whose clocks differ. It is played in true time: whoever waits, waits.
+
+A program is a list of acts for each rank. Each host has a clock of its own, with an offset and a drift; what a rank records it
+records by the clock of its host. So a test knows when everything was, and can ask how much of it is found again.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
+from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.events import Kind
+
+WALL_NS = 1_800_000_000_000_000_000
+BOOT_NS = 10**13  # what a monotonic clock shows when the job begins
+TRANSFER_NS = 80_000
+
+
+@dataclass(frozen=True)
+class Act:
+    """One thing a rank does: work for a while, or an event."""
+
+    what: str  # "work", "call", "send", "recv", "mark"
+    group: tuple[int, ...] = ()
+    op: str = "all_reduce"
+    work_ns: int = 0
+    peer: int = -1
+    is_async: bool = False
+    kind: Kind = Kind.STEP_BEGIN
+
+
+def work(ns: float) -> Act:
+    return Act("work", work_ns=int(ns))
+
+
+def call(group: Sequence[int], op: str = "all_reduce", *, is_async: bool = False) -> Act:
+    return Act("call", tuple(group), op, is_async=is_async)
+
+
+def send(peer: int, *, is_async: bool = False) -> Act:
+    return Act("send", peer=peer, is_async=is_async, op="send")
+
+
+def recv(peer: int, *, is_async: bool = False) -> Act:
+    return Act("recv", peer=peer, is_async=is_async, op="recv")
+
+
+def mark(kind: Kind) -> Act:
+    return Act("mark", kind=kind)
+
+
+@dataclass(frozen=True)
+class Skew:
+    """How a clock runs."""
+
+    offset_ns: int = 0
+    ppm: float = 0.0
+
+    def shows(self, true_ns: float) -> int:
+        """What it shows, so long after the job began."""
+        return int(true_ns * (1 + self.ppm / 1e6)) + self.offset_ns
+
+
+@dataclass
+class Player:
+    """Plays the programs; `log` has for each rank what was recorded, and when it truly was."""
+
+    programs: list[list[Act]]
+    waits: bool = True  # False: calls return at once, as those of a GPU do
+    seed: int = 0
+    log: list[list[tuple[float, Act, int]]] = field(default_factory=list)
+
+    def play(self) -> Player:
+        chance = random.Random(self.seed)
+        ranks = range(len(self.programs))
+        now, at = [chance.random() * 1e5 for _ in ranks], [0 for _ in ranks]
+        counts: list[defaultdict[object, int]] = [defaultdict(int) for _ in ranks]
+        there: defaultdict[object, dict[int, float]] = defaultdict(dict)
+        held: dict[int, tuple[object, int]] = {}
+        self.log = [[] for _ in ranks]
+        moved = True
+        while moved:
+            moved = False
+            for rank in ranks:
+                while at[rank] < len(self.programs[rank]):
+                    if rank in held:
+                        key, size = held[rank]
+                        if len(there[key]) < size:
+                            break
+                        now[rank] = max(now[rank], max(there[key].values()) + TRANSFER_NS) + chance.random() * 20_000
+                        del held[rank]
+                        at[rank] += 1
+                        moved = True
+                        continue
+                    act = self.programs[rank][at[rank]]
+                    moved = True
+                    now[rank] += 2_000 + chance.random() * 3_000
+                    if act.what == "work":
+                        now[rank] += act.work_ns
+                    else:
+                        key, size = self._key(rank, act)
+                        number = counts[rank][key]
+                        counts[rank][key] += 1
+                        self.log[rank].append((now[rank], act, number))
+                        if act.what != "mark":
+                            there[key, number][rank] = now[rank]
+                        if act.what in ("call", "recv") and not act.is_async and self.waits:
+                            held[rank] = (key, number), size
+                            continue
+                    at[rank] += 1
+        return self
+
+    def _key(self, rank: int, act: Act) -> tuple[object, int]:
+        if act.what == "call":
+            return act.group, len(act.group)
+        pair = (rank, act.peer) if act.what == "send" else (act.peer, rank)
+        return ("p2p", pair), 2
+
+    def write(self, folder: Path, skews: Sequence[Skew], hosts: Sequence[str], *, offsets: Sequence[int] | None = None) -> None:
+        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each rank takes for its wall-clock offset."""
+        for rank, events in enumerate(self.log):
+            offset = (offsets or [0] * len(self.log))[rank]
+            meta = {
+                "rank": rank,
+                "world_size": len(self.log),
+                "run_id": "skewed",
+                "host": hosts[rank],
+                "pid": 100 + rank,
+                "started_ns": WALL_NS,
+                "clock_offset_ns": WALL_NS - BOOT_NS + offset,
+            }
+            box = BoxWriter(folder / box_name(rank), meta=meta, records=max(8, len(events)))
+            self._fill(box, events, skews[rank])
+            box.close()
+
+    def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew) -> None:
+        box.intern(Sort.THREAD, "0\tMainThread")
+        step = -1
+        for true_ns, act, number in events:
+            t_ns = BOOT_NS + skew.shows(true_ns)
+            step += act.what == "mark" and act.kind is Kind.STEP_BEGIN
+            what = 0
+            if act.what != "mark":
+                members = act.group or tuple(range(len(self.programs)))
+                name = "-".join(map(str, members))
+                group = {"name": name, "desc": "", "ranks": list(members), "backend": "gloo", "mesh_dim": None}
+                box.intern(Sort.GROUP, json.dumps(group))
+                peer = act.peer if act.peer >= 0 else None
+                fields = {"op": act.op, "group": name, "dtype": "float32", "shapes": [[4]], "bytes": 16, "peer": peer}
+                what = box.intern(Sort.COLLECTIVE, json.dumps(fields))
+            kind = act.kind if act.what == "mark" else Kind.COLLECTIVE
+            flags = FLAG_ASYNC * act.is_async
+            box.record(kind, t_ns, 1, flags, 0, max(step, 0), 0, 0, 0, 0, what, 0, 0, number if act.what != "mark" else 0)
