@@ -6,12 +6,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
-from torchwhere.consultation import consult
+from torchwhere.consultation import consult, judge, kept_sightings
+from torchwhere.monitor import Monitor
+from torchwhere.vigil import Vigil
 
 SCRIPT = """
 import sys, time
@@ -86,3 +92,55 @@ def test_bad_signal(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["monitor", ".", "--end-with", "SIGNOTHING"])
     assert "'SIGNOTHING' is no signal; one is SIGTERM" in capsys.readouterr().err
+
+
+# -- whose processes -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
+    """That a process was gone is kept with its number: of an earlier run in the same folder it says nothing about this one."""
+    make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
+    run = read_run(tmp_path)
+    for box in run.boxes.values():
+        box.meta["pid"], box.meta["host"] = 100 + box.rank, "elsewhere"
+    alive = {"alive": True, "alive_ns": max(box.last_ns for box in run.boxes.values()) + 10**10}
+    found = {}
+    for pid in (102, 7):
+        kept = {str(rank): {**alive, "pid": 100 + rank} for rank in range(16) if rank != 2} | {
+            "2": {"alive": False, "pid": pid}
+        }
+        (tmp_path / "monitor-elsewhere.json").write_text(json.dumps({"ranks": kept}))
+        found[pid] = judge(run, kept_sightings(tmp_path), stall_s=30.0).ranks[2].state
+    assert (found[102], found[7]) == ("dead", "waiting")
+
+
+def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
+    """A monitor that a rank has started stays with its run when boxes of a restart come; one started by hand goes on."""
+    make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
+    started, by_hand = Monitor(tmp_path, launcher=os.getpid()), Monitor(tmp_path)
+    for monitor in (started, by_hand):
+        monitor._started_ns = 0
+        monitor._run = read_run(tmp_path)
+        for box in monitor._run.boxes.values():
+            box.meta["restart"] = 5
+    assert started._read() is None
+    assert by_hand._read() is not None
+
+
+def test_vigil() -> None:
+    """Who keeps a vigil knows at once that a process has ended, once, and watches no others; without any it waits."""
+    with Vigil() as vigil:
+        assert not vigil.wait(0.01)
+        one, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+        vigil.keep({one.pid, other.pid, 2**22 + 1})
+        assert not vigil.wait(0.01)
+        one.kill()
+        start = time.monotonic()
+        assert vigil.wait(60)
+        assert time.monotonic() - start < 50
+        vigil.keep({one.pid, other.pid})  # a zombie, which is still there
+        assert not vigil.wait(0.01)
+        other.kill()
+        assert vigil.wait(60)
+        for process in (one, other):
+            process.communicate()

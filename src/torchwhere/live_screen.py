@@ -25,7 +25,7 @@ from torchwhere.ward import Ward
 
 _MOST_SHARE = 0.5  # of the time: of a job so large that a visit takes long, there are fewer
 _READ_S = 1.0  # the box of a rank whose page is open is read this often
-_ONCE_S = 120.0
+_WHOLE_S = 120.0  # for a look that is printed: nobody waits for keys to be obeyed
 
 
 def watch_screen(folder: str | Path, *, stall_s: float, interval_s: float) -> None:
@@ -116,7 +116,7 @@ def looks(folder: str | Path, *, stall_s: float, interval_s: float | None, count
     try:
         for number in itertools.count(1):
             begin = time.monotonic()
-            run = ward.visit(most_s=_ONCE_S if is_once else max(pause_s / 2, 0.1))
+            run = ward.visit(most_s=_WHOLE_S)
             is_last = is_once or run.is_over or number == count
             if run.problem is not None and (is_last or run.ranks):
                 raise TorchwhereError(_nothing(run))

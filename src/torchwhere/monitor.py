@@ -2,11 +2,13 @@
 
 It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are stopped, or are dead. Often it
 takes a pulse (cursors and counts, a few KB a rank); it reads whole boxes when the pulse stops, when a process is gone, and now
-and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes.
+and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes. Of monitors of several
+hosts one speaks; `hosts.py` knows which, and what the others can tell it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,21 +18,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torchwhere.blackbox.pulse import Pulse, take_pulse
 from torchwhere.blackbox.run import Run, read_run
 from torchwhere.consultation import judge, kept_sightings
+from torchwhere.diagnose.doctor.deaths import ended_well
 from torchwhere.diagnose.doctor.examination import STALL_S
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
+from torchwhere.hosts.role import Alone, with_hosts, write_whole
+from torchwhere.place import Certainty
 from torchwhere.processes import is_running, look
 from torchwhere.show.verdict import verdict_json, verdict_text
+from torchwhere.vigil import Vigil
 
 PULSE_S = 0.25
 KEEP_S = 2.0
 EXAMINE_S = 15.0
 _MOST_SHARE = 0.02  # of one core: an examination that takes long is made less often
+_UNSEEN = Sighting()
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
@@ -43,34 +51,56 @@ class Monitor:
     end_with: signal.Signals | None = None  # sent to the ranks of this host after a verdict
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201 - its one job
     launcher: int | None = None  # the process that started it: while it is there, ranks may still come
+    others: Alone = field(default_factory=Alone)  # the monitors of other hosts
     _run: Run | None = None
     _sightings: dict[int, Sighting] = field(default_factory=dict)
     _pulses: dict[Path, tuple[Pulse, float]] = field(default_factory=dict)  # the last one, and since when it is the same
-    _said: set[tuple[str, tuple[int, ...], int | None]] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
+    _has_ended: bool = False
+    _has_news: bool = False  # a process has gone, and no examination has seen it
     _examined_at: float = 0.0
     _kept_at: float = 0.0
     _has_failed: bool = False
     _examine_every: float = EXAMINE_S
     _started_ns: int = field(default_factory=time.time_ns)
 
-    def watch(self) -> None:
-        while True:
-            died = self._look()
-            stalled = self._feel()
-            due = time.monotonic() - self._examined_at > self._examine_every
-            if self._run is not None and (died or stalled or due):
-                self._examine_safely()
-            if self._is_over():
-                self._keep()
-                return
-            time.sleep(PULSE_S)
+    def watch(self) -> bool:
+        """Until all is over. False if a thread is left that waits for another host."""
+        with Vigil() as vigil:
+            while True:
+                died = self._look()
+                vigil.keep(self._pids())
+                stalled = self._feel()
+                called = self.others.tend(self._run)
+                self._has_news = self._has_news or died
+                due = time.monotonic() - self._examined_at > self._examine_every
+                if self._run is not None and (died or stalled or called or (due and self.others.speaks)):
+                    self._act()
+                if self.others.ends and self.end_with is not None:
+                    self._end(self.end_with)
+                if self._is_over() and self.others.may_leave(is_well=self._has_ended_well()):
+                    return self._leave()
+                vigil.wait(PULSE_S)
+
+    def _act(self) -> None:
+        """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
+        try:
+            if self.others.speaks:
+                self._examine()
+            else:
+                self._report()
+        except Exception as error:
+            self._examined_at = time.monotonic()
+            if not self._has_failed:
+                self._has_failed = True
+                self.say(f"torchwhere: the monitor could not examine {self.folder}: {type(error).__name__}: {error}")
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """See the processes; whether one has gone since."""
         if self._run is None or set(self._paths()) != {box.path for box in self._run.boxes.values()}:
-            self._run = self._read()
+            self._run = self._read() or self._run
         if self._run is None:
             return False
         before, now = self._sightings, look(self._run.boxes)
@@ -83,7 +113,7 @@ class Monitor:
     def _feel(self) -> bool:
         """Take every pulse; whether one has stood still for as long as a stall."""
         now, stalled = time.monotonic(), False
-        for path in self._paths():
+        for path in self._paths() if self.others.speaks else self._own_paths():
             pulse, known = take_pulse(path), self._pulses.get(path)
             if known is None or pulse.counts != known[0].counts:
                 self._pulses[path] = pulse, now
@@ -94,11 +124,25 @@ class Monitor:
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("rank*.box"))
 
+    def _own_paths(self) -> list[Path]:
+        """Boxes of this host: in a shared folder, those of others are looked at by others."""
+        boxes = self._run.boxes if self._run is not None else {}
+        return [boxes[rank].path for rank, seen in self._sightings.items() if seen.alive is not None and rank in boxes]
+
+    def _pids(self) -> set[int]:
+        boxes = self._run.boxes if self._run is not None else {}
+        alive = [boxes[rank].meta.get("pid") for rank, seen in self._sightings.items() if seen.alive and rank in boxes]
+        return {pid for pid in alive if isinstance(pid, int)}
+
     def _read(self) -> Run | None:
         try:
             run = read_run(self.folder)
         except TorchwhereError:
             return None
+        if self.launcher is None:
+            return run
+        if self._run is not None and _identity(run) != _identity(self._run):
+            return None  # a restart, which has a monitor of its own
         newest = max(int(box.meta.get("started_ns", 0)) for box in run.boxes.values())
         return run if newest > self._started_ns - 60_000_000_000 else None  # boxes of an earlier run, not yet replaced
 
@@ -107,75 +151,109 @@ class Monitor:
         launched = self.launcher is not None and is_running(self.launcher)
         return not launched and not any(sighting.alive for sighting in self._sightings.values())
 
-    # -- saying ------------------------------------------------------------------------------------------------------
+    def _has_ended_well(self) -> bool:
+        """Whether all ranks that were seen here say so."""
+        run = self._read() if self._sightings else None
+        boxes = (
+            [run.boxes[rank] for rank, seen in self._sightings.items() if seen.alive is False and rank in run.boxes]
+            if run
+            else []
+        )
+        ends = [list(box.events(kinds={"end"}, last=1)) for box in boxes]
+        return all(end and ended_well(end[0]) for end in ends)
 
-    def _examine_safely(self) -> None:
-        """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
-        try:
-            self._examine()
-        except Exception as error:
-            self._examined_at = time.monotonic()
-            if not self._has_failed:
-                self._has_failed = True
-                self.say(f"torchwhere: the monitor could not examine {self.folder}: {type(error).__name__}: {error}")
+    # -- saying ------------------------------------------------------------------------------------------------------
 
     def _examine(self) -> None:
         start = time.monotonic()
+        self._has_news = False
+        self.others.prepare()
         self._run = self._read() or self._run
         if self._run is None:
             return
-        kept = kept_sightings(self.folder) | {rank: seen.to_dict() for rank, seen in self._sightings.items()}
-        verdict = judge(self._run, kept, stall_s=self.stall_s)
+        found = self.others.gather(self._run)
+        kept = kept_sightings(self.folder) | found.kept | self._seen()
+        verdict = judge(found.run, kept, stall_s=self.stall_s, hearing=found.hearing, ask=self.others.ask)
+        verdict = with_hosts(verdict, found.run)
         self._examined_at = time.monotonic()
         self._examine_every = max(EXAMINE_S, (self._examined_at - start) / _MOST_SHARE)
         number = verdict.collective.get("number") if verdict.collective else None
-        if _is_news(verdict) and (verdict.kind, verdict.culprits, number) not in self._said:
-            self._said.add((verdict.kind, verdict.culprits, number))
+        news = f"{verdict.kind} {verdict.culprits} {number}"
+        if _is_news(verdict) and news not in self._said and not self.others.has_said(news):
+            self._said.add(news)
             self._tell(verdict)
+            self.others.told(news, ends=self.end_with is not None)
+            if self.end_with is not None:
+                self._end(self.end_with)
+
+    def _report(self, *, is_last: bool = False) -> None:
+        """To the monitor that speaks: how the processes of this host are, and what their boxes say."""
+        self._examined_at = time.monotonic()
+        if self._run is None:
+            return
+        own = {rank: box for rank, box in self._run.boxes.items() if self._sightings.get(rank, _UNSEEN).alive is not None}
+        seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
+        self._sightings |= {rank: _remembered(self._sightings.get(rank), each) for rank, each in seen.items()}
+        self._keep()
+        self._run = self._read() or self._run  # after the look: of a process that is gone, with its last words
+        boxes = {rank: self._run.boxes[rank] for rank in own if rank in self._run.boxes}
+        self.others.report(boxes, self._sightings, is_last=is_last)
+
+    def _leave(self) -> bool:
+        self._keep()
+        if not self.others.speaks:
+            self._report(is_last=True)
+        elif self._has_news:
+            self._act()
+        return self.others.close()
 
     def _tell(self, verdict: Verdict) -> None:
         text = verdict_text(verdict)
         self.say(f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt, verdict.json ---")
-        _write(self.folder / "verdict.txt", text + "\n")
-        _write(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
+        write_whole(self.folder / "verdict.txt", text + "\n")
+        write_whole(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
         for rank, report in verdict.ranks.items():
             if report.stack and rank in self._sightings:
                 self._sightings[rank] = replace(self._sightings[rank], stack=report.stack)
         self._keep()
-        if self.end_with is not None:
-            self._end(self.end_with)
 
     def _end(self, number: signal.Signals) -> None:
+        """Once: who does not obey a signal does not obey it twice."""
+        if self._has_ended:
+            return
+        self._has_ended = True
         for rank, sighting in self._sightings.items():
             box = self._run.boxes.get(rank) if self._run is not None else None
             if sighting.alive and box is not None and isinstance(pid := box.meta.get("pid"), int):
                 self.say(f"torchwhere: ending rank {rank} (process {pid}) with {number.name}")
-                os.kill(pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _keep(self) -> None:
         """What was seen, for a doctor who comes when all is over."""
         self._kept_at = time.monotonic()
-        seen = {str(rank): sighting.to_dict() for rank, sighting in self._sightings.items() if sighting.alive is not None}
-        _write(self.folder / f"monitor-{socket.gethostname()}.json", json.dumps({"ranks": seen}))
+        write_whole(
+            self.folder / f"monitor-{socket.gethostname()}.json", json.dumps(self.others.describe() | {"ranks": self._seen()})
+        )
+
+    def _seen(self) -> dict[int, dict[str, Any]]:
+        """The processes of this host, as they are kept: with whose they are."""
+        boxes = self._run.boxes if self._run is not None else {}
+        whose = {rank: {"pid": box.meta.get("pid"), "host": box.meta.get("host")} for rank, box in boxes.items()}
+        seen = {rank: sighting for rank, sighting in self._sightings.items() if sighting.alive is not None}
+        return {rank: sighting.to_dict() | whose.get(rank, {}) for rank, sighting in seen.items()}
+
+
+def _identity(run: Run) -> tuple[str, int]:
+    return next(iter(run.boxes.values())).run
 
 
 def _is_news(verdict: Verdict) -> bool:
     """Whether anybody needs to be told: not that a rank failed for whom nobody waits, which it has said itself."""
-    return verdict.kind not in _CALM and not (verdict.kind is VerdictKind.DEAD and verdict.collective is None)
+    if verdict.kind in _CALM or verdict.certainty is Certainty.UNKNOWN:
+        return False
+    return not (verdict.kind is VerdictKind.DEAD and verdict.collective is None)
 
 
 def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:
-    """A new look, with what older looks knew and this one cannot: when it was last alive, and its stack."""
-    if before is None:
-        return seen
-    return replace(seen, alive_ns=seen.alive_ns or before.alive_ns, stack=seen.stack or before.stack)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all; a folder that cannot be written is said by the ranks themselves."""
-    try:
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(text)
-        part.replace(path)
-    except OSError:
-        pass
+    return seen if before is None else seen.after(before)

@@ -1,0 +1,546 @@
+"""Several hosts: two torchrun agents, one verdict; with folders of their own, with one folder, and in networks of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox.run import read_run
+from torchwhere.cli import main
+from torchwhere.consultation import consult, judge
+from torchwhere.correspondence import Office, Post, Rendezvous, Word, run_key
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.hosts.assignment import role
+from torchwhere.hosts.deputy import Deputy
+from torchwhere.hosts.lead import Lead
+from torchwhere.hosts.role import WORD_FILE, Alone, write_whole
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+
+victim, is_killed = int(sys.argv[1]), sys.argv[2] == "killed"
+dist.init_process_group("gloo")
+for step in range(6):
+    if dist.get_rank() == victim and step == 3:
+        while not (is_killed and os.path.exists("go")):
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+"""
+
+
+@dataclass
+class Scene:
+    """A job of two agents, as it went."""
+
+    folder: Path
+    said: list[str]
+
+    @property
+    def speakers(self) -> list[int]:
+        """The agents whose stderr has a verdict."""
+        return [agent for agent, text in enumerate(self.said) if "--- torchwhere ---" in text]
+
+    @property
+    def lead(self) -> Path:
+        """The folder of the agent that got rank 0."""
+        (box,) = self.folder.rglob("rank0.box")
+        return box.parent
+
+    def verdict(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.lead / "verdict.json").read_text())
+        return found
+
+
+@dataclass
+class Stage:
+    """Where two agents run: what stands before their commands, how they find each other, and in which folders they record."""
+
+    name: str
+    ranks: int  # of each agent
+    arguments: tuple[str, ...]
+    options: tuple[str, ...]
+    outs: tuple[str, str] = ("a", "b")
+    before: tuple[tuple[str, ...], ...] = ((), ())
+    addresses: tuple[str, str] = ("localhost", "localhost")
+
+    def start(self, folder: Path) -> list[subprocess.Popen[str]]:
+        folder.mkdir()
+        (folder / "train.py").write_text(SCRIPT)
+        endpoint = f"{self.addresses[0]}:{free_port()}"
+        return [self._agent(folder, number, endpoint) for number in (0, 1)]
+
+    def _agent(self, folder: Path, number: int, endpoint: str) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(self.ranks)]
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", self.name]
+        where = ["--local-addr", self.addresses[number]] if self.addresses[number] != "localhost" else []
+        watched = ["-m", "torchwhere", "run", "--out", self.outs[number], *self.options, "train.py", *self.arguments]
+        interface = {"GLOO_SOCKET_IFNAME": f"twv{number}"} if self.before[number] else {}
+        return subprocess.Popen(
+            [*self.before[number], *torchrun, *rendezvous, *where, *watched],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | interface,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
+
+
+# -- networks of their own -------------------------------------------------------------------------------------------------
+
+SPACES = ("twhost0", "twhost1")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+
+
+@contextlib.contextmanager
+def two_networks() -> Iterator[str | None]:
+    """Two network namespaces joined by a cable, with names of their own; or why there are none."""
+    if os.geteuid() != 0:
+        yield "not root"
+        return
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        yield "no ip or no unshare command"
+        return
+    try:
+        for space in SPACES:
+            ip("netns", "add", space)
+            ip("-n", space, "link", "set", "lo", "up")
+        ip("link", "add", "twv0", "netns", SPACES[0], "type", "veth", "peer", "name", "twv1", "netns", SPACES[1])
+        for number, space in enumerate(SPACES):
+            ip("-n", space, "address", "add", f"10.213.7.{number + 1}/24", "dev", f"twv{number}")
+            ip("-n", space, "link", "set", f"twv{number}", "up")
+        yield None
+    except subprocess.CalledProcessError as error:
+        yield f"no network namespaces: {error.stderr.decode().strip()}"
+    finally:
+        for space in SPACES:
+            subprocess.run(["ip", "netns", "delete", space], capture_output=True, timeout=20, check=False)
+
+
+def inside(number: int) -> tuple[str, ...]:
+    """Before a command: in one of these networks, as a host with a name of its own that both know."""
+    names = r'printf "127.0.0.1 localhost\n10.213.7.1 node0\n10.213.7.2 node1\n" > hosts && mount --bind hosts /etc/hosts'
+    script = f'{names} && hostname node{number} && exec "$@"'
+    return ("ip", "netns", "exec", SPACES[number], "unshare", "--uts", "--mount", "sh", "-c", script, "sh")
+
+
+# -- real jobs -------------------------------------------------------------------------------------------------------------
+
+ENDED = ("--stall", "3", "--end-with", "SIGKILL")
+STAGES = [
+    Stage("apart", 2, ("3", "stuck"), ENDED),
+    Stage("killed", 1, ("1", "killed"), ("--stall", "60")),
+]
+SHARED = Stage("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
+NETWORKS = Stage(
+    "networks",
+    1,
+    ("1", "stuck"),
+    ENDED,
+    before=(inside(0), inside(1)),
+    addresses=("10.213.7.1", "10.213.7.2"),
+)
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene | str]]:
+    """All jobs at once: mostly they import torch, and wait."""
+    root = tmp_path_factory.mktemp("hosts")
+    with two_networks() as problem:
+        shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
+        stages = [*STAGES, shared, *([NETWORKS] if problem is None else [])]
+        agents = {stage.name: stage.start(root / stage.name) for stage in stages}
+        try:
+            wait_until_heard(root / "killed")
+            (root / "killed" / "go").touch()
+            found: dict[str, Scene | str] = {"networks": problem or ""}
+            for name, started in agents.items():
+                found[name] = Scene(root / name, [agent.communicate(timeout=150)[1] for agent in started])
+            yield found
+        finally:
+            for agent in (agent for started in agents.values() for agent in started):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(agent.pid, 9)
+
+
+def wait_until_heard(folder: Path) -> None:
+    """Until a monitor says that it hears another host's: it keeps that with what it sees."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
+        if any(each["role"] == "lead" and each["hears"] for each in kept):
+            return
+        time.sleep(0.1)
+
+
+def scene(scenes: dict[str, Scene | str], name: str) -> Scene:
+    found = scenes[name]
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def speaker(found: Scene, outs: tuple[str, str]) -> int:
+    return outs.index(found.lead.name)
+
+
+def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
+    """A rank of the other host hangs: the monitor of host 0 says so of all four ranks, with its line and stack, and alone."""
+    found = scene(scenes, "apart")
+    verdict = found.verdict()
+    culprit = verdict["culprits"][0]
+    assert (verdict["kind"], verdict["culprits"], verdict["certainty"], verdict["missing_data"]) == (
+        "missing",
+        [3],
+        "exact",
+        [],
+    )
+    assert {rank: report["state"] for rank, report in verdict["ranks"].items()} == {
+        "0": "waiting",
+        "1": "waiting",
+        "2": "waiting",
+        "3": "running",
+    }
+    assert verdict["ranks"][str(culprit)]["line"] == "train.py:10"
+    assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["3"]["stack"])
+    assert found.speakers == [speaker(found, ("a", "b"))]
+    other = found.folder / ({"a", "b"} - {found.lead.name}).pop()
+    assert not (other / "verdict.json").exists()
+    assert sorted(path.name for path in other.glob("*.box")) == ["rank2.box", "rank3.box"]
+
+
+def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
+    """Asked to end the job, each host's monitor ends the ranks of its host."""
+    found = scene(scenes, "apart")
+    lead = speaker(found, ("a", "b"))
+    for rank in range(4):
+        said = f"torchwhere: ending rank {rank} "
+        assert [said in text for text in found.said] == [(rank < 2) == (agent == lead) for agent in (0, 1)]
+
+
+def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
+    """A rank of the other host is killed: host 0 says who died, at once, though it never saw that process."""
+    found = scene(scenes, "killed")
+    verdict = found.verdict()
+    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == ("dead", [1], ["0", "1"])
+    assert verdict["ranks"]["1"]["state"] == "dead"
+    assert verdict["ranks"]["1"]["detail"].startswith("without a word")
+    assert found.speakers == [speaker(found, ("a", "b"))]
+
+
+def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
+    """With one folder for all, one monitor speaks; where hosts have names of their own, with the stack from the other one."""
+    found = scene(scenes, "shared")
+    verdict = found.verdict()
+    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == ("missing", [1], ["0", "1"])
+    assert verdict["ranks"]["1"]["line"] == "train.py:10"
+    assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
+    assert "".join(found.said).count("--- torchwhere ---") == 1
+    for rank in (0, 1):
+        assert "".join(found.said).count(f"torchwhere: ending rank {rank} ") == 1
+
+
+def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
+    """Two hosts of different names that share nothing but a cable: the same verdict, with the stack from the other end."""
+    found = scene(scenes, "networks")
+    verdict = found.verdict()
+    assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
+    assert verdict["ranks"]["1"]["line"] == "train.py:10"
+    assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
+    assert len(found.speakers) == 1
+    assert {path.name for path in found.folder.rglob("monitor-*.json")} == {"monitor-node0.json", "monitor-node1.json"}
+    elsewhere = {"a": "node1", "b": "node0"}[found.lead.name]
+    assert verdict["facts"]["hosts"] == {"1": elsewhere}
+    assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
+
+
+def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None:
+    """The folders of all hosts copied into one are one run: the doctor says the same of it."""
+    found = scene(scenes, "apart")
+    for path in found.folder.glob("[ab]/*"):
+        shutil.copy(path, tmp_path / path.name if path.suffix == ".box" else tmp_path / f"{path.stem}-{path.parent.name}.json")
+    verdict = consult(tmp_path, stall_s=3.0)
+    assert (verdict.kind, verdict.culprits, sorted(verdict.ranks)) == ("missing", (3,), [0, 1, 2, 3])
+
+
+# -- lead and deputy, here -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of them each."""
+    root = tmp_path_factory.mktemp("job")
+    (root / "whole").mkdir()
+    make(Job(16, steps=4, records=180, fault="deadlock", victim=12), root / "whole")
+    for name, ranks in (("a", range(8)), ("b", range(8, 16))):
+        (root / name).mkdir()
+        for rank in ranks:
+            shutil.copy(root / "whole" / f"rank{rank}.box", root / name)
+    return root
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Pair:
+    """A lead and a deputy of one job, with a real store between them."""
+
+    def __init__(self, job: Path, *, stall_s: float = 30.0) -> None:
+        port = free_port()
+        self.one, self.other = read_run(job / "a"), read_run(job / "b")
+        now_ns = max(box.last_ns for box in self.other.boxes.values()) + 60_000_000_000
+        self.seen = {
+            rank: Sighting(alive=True, state="S", stack=(f"train.py:{rank} in main",), alive_ns=now_ns) for rank in range(8, 16)
+        }
+        self.lead = Lead(job / "a", stall_s=stall_s, rendezvous=None, port=port)
+        self.deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", port))
+
+    def go_on(self) -> None:
+        if self.deputy.tend(self.other):
+            self.deputy.report(self.other.boxes, self.seen)
+        self.lead.tend(self.one)
+
+    def judged(self) -> Verdict:
+        gathered = self.lead.gather(self.one)
+        return judge(gathered.run, gathered.kept, stall_s=30.0, hearing=gathered.hearing)
+
+    def close(self) -> None:
+        assert self.deputy.close()
+        assert self.lead.close()
+
+
+@pytest.fixture
+def pair(job: Path) -> Iterator[Pair]:
+    found = Pair(job)
+    yield found
+    found.close()
+
+
+def met(pair: Pair) -> bool:
+    pair.go_on()
+    return pair.lead.speaks
+
+
+def test_letters_make_the_same_verdict(pair: Pair, job: Path) -> None:
+    """What half of the boxes and a letter say together is what all boxes say; sightings and stacks come with it."""
+    assert not pair.lead.speaks
+    until(lambda: met(pair))
+    gathered = pair.lead.gather(pair.one)
+    assert gathered.kept[9]["stack"] == ("train.py:9 in main",)
+    assert gathered.run.caveats() == []
+    told, whole = pair.judged(), consult(job / "whole")
+    assert (told.kind, told.culprits, told.collective) == (whole.kind, whole.culprits, whole.collective)
+    assert list(told.ranks) == list(whole.ranks) == list(range(16))
+    assert [report.last for report in told.ranks.values()] == [report.last for report in whole.ranks.values()]
+    assert told.ranks[9].stack == ("train.py:9 in main",)
+    assert pair.lead.describe() == {"role": "lead", "hears": [socket.gethostname()]}
+    assert pair.deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
+
+
+def test_words_reach_the_deputy(pair: Pair) -> None:
+    """What the lead has said, and that ranks are to be ended, comes to the deputy. It is silent until the lead leaves."""
+    until(lambda: met(pair))
+    assert not pair.deputy.speaks
+    assert (pair.deputy.ends, pair.deputy.has_said("missing (3,) 7")) == (False, False)
+    pair.lead.told("missing (3,) 7", ends=True)
+    until(lambda: (pair.go_on(), pair.deputy.has_said("missing (3,) 7"))[1])
+    assert pair.deputy.ends
+    assert not pair.lead.may_leave(is_well=True)  # ranks of the other host are alive
+    pair.deputy.report(pair.other.boxes, pair.seen, is_last=True)
+    until(lambda: pair.lead.may_leave(is_well=True))
+    pair.lead.close()
+    until(lambda: (pair.deputy.tend(pair.other), pair.deputy.speaks)[1])
+
+
+def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that no longer answers is not waited for twice, and its last letter no longer counts: that is said."""
+    monkeypatch.setattr("torchwhere.hosts.lead.ANSWER_S", 0.3)
+    monkeypatch.setattr("torchwhere.hosts.lead.FRESH_S", 0.0)
+    until(lambda: met(pair))
+    pair.lead._stall_s = 0.4
+    start = time.monotonic()
+    pair.lead.prepare()
+    assert time.monotonic() - start >= 0.3
+    time.sleep(0.3)
+    (first, second) = pair.lead.gather(pair.one).run.caveats()
+    assert first == "8 of 16 ranks: no box or letter of rank 8, 9, 10, 11, 12, 13, 14, 15"
+    host = socket.gethostname()
+    assert second.startswith(f"nothing from host {host} (ranks 8 to 15) for ")
+    assert second.endswith(" s: it, its monitor or the way to it is gone")
+
+
+def test_another_run(pair: Pair) -> None:
+    """A letter of another run or restart is kept apart."""
+    until(lambda: met(pair))
+    for box in pair.one.boxes.values():
+        box.meta["restart"] = 1
+    caveats = pair.lead.gather(pair.one).run.caveats()
+    assert caveats[-1] == f"host {socket.gethostname()} tells of another run or restart: ranks 8 to 15 there"
+
+
+def test_a_bad_letter(pair: Pair) -> None:
+    """A letter that is none is refused, and the verdict says so."""
+    until(lambda: met(pair))
+    assert pair.deputy._post is not None
+    pair.deputy._post.send(b"no letter at all")
+    until(lambda: (pair.lead.tend(pair.one), len(pair.lead.gather(pair.one).run.boxes) == 8)[1])
+    said = pair.lead.gather(pair.one).run.caveats()
+    assert said[-1] == "a letter of another host was refused: not a letter, or of another version"
+
+
+def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
+    """The office says where it is in the job's own store, under one key, and touches nothing else there."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    before = store.num_keys()
+    rendezvous = Rendezvous("127.0.0.1", store.port, "torchwhere/monitor/job/0")
+    office, post = Office("token", rendezvous), Post(rendezvous)
+    office.say(Word(token="token"))
+    office.open()
+    post.open()
+    until(lambda: post.ahead_ns is not None)
+    assert post.word is not None
+    assert post.word.token == "token"
+    assert post.ahead_ns is not None
+    assert 0 < post.ahead_ns < 1e9  # both have one clock: what is left is the way
+    assert store.num_keys() == before + 1
+    assert json.loads(store.get("torchwhere/monitor/job/0"))["port"] == office.port
+    post.send(b"letter")
+    until(lambda: bool(office.letters))
+    assert office.letters[1].data == b"letter"
+    assert post.close()
+    assert office.close()
+
+
+def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until all ranks are accounted for a lead is silent; after a while it speaks without them, and says who is missing."""
+    run = read_run(job / "a")
+    lead = Lead(job / "a", stall_s=30.0, rendezvous=None)
+    assert (lead.tend(run), lead.speaks) == (False, False)
+    monkeypatch.setattr("torchwhere.hosts.lead.SETTLE_S", 0.0)
+    assert (lead.tend(run), lead.speaks) == (True, True)
+    assert lead.gather(run).run.caveats() == ["8 of 16 ranks: no box of rank 8, 9, 10, 11, 12, 13, 14, 15"]
+
+
+def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deputy that hears nothing for a while speaks by itself, and says that it is alone."""
+    run = read_run(job / "b")
+    deputy = Deputy(job / "b", rendezvous=None)
+    assert (deputy.tend(run), deputy.speaks) == (False, False)
+    monkeypatch.setattr("torchwhere.hosts.deputy.SILENCE_S", 0.0)
+    assert deputy.speaks
+    assert deputy.gather(run).run.caveats()[-1] == (
+        "nothing from the monitor of host 0: this one tells what it knows by itself"
+    )
+
+
+# -- one folder ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
+    """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that changes is."""
+    folder, run = tmp_path, read_run(job / "whole")
+    write_whole(folder / WORD_FILE, Word(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json())
+    deputy = Deputy(folder, rendezvous=None)
+    assert not deputy.tend(run)
+    assert not deputy.ends
+    lead = Lead(folder, stall_s=30.0, rendezvous=None)
+    assert lead.tend(run)  # all ranks are in the folder: it may speak at once
+    assert deputy.tend(run)
+    deputy.report(run.boxes, {})
+    assert not deputy.tend(run)
+    assert deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
+    lead.told("dead (3,) None", ends=True)
+    deputy.tend(run)
+    assert (deputy.ends, deputy.has_said("dead (3,) None"), deputy.speaks) == (True, True, False)
+    lead.close()
+    deputy.tend(run)
+    assert deputy.speaks
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"token": 5}', '{"stacks": ["x"]}', '{"stacks": 7}', '{"said": [1]}', '{"ends": 1}', '{"number": true}'],
+)
+def test_what_is_no_word(text: str) -> None:
+    """A word of any other form is none; one from a newer version, with more in it, is."""
+    assert Word.from_json(text) is None
+    assert Word.from_json('{"token": "x", "stacks": [3], "new": {}}') == Word(token="x", stacks=(3,))
+
+
+# -- who is who ------------------------------------------------------------------------------------------------------------
+
+TWO = {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_NODEID")
+
+
+@pytest.mark.parametrize(
+    ("environment", "kind"),
+    [
+        ({}, Alone),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, Alone),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, Alone),
+        ({**TWO, "RANK": "0", "GROUP_RANK": "0"}, Lead),
+        ({**TWO, "RANK": "2", "GROUP_RANK": "1"}, Deputy),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Lead),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Deputy),
+        ({"RANK": "8", "WORLD_SIZE": "16", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}, Deputy),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, Alone),
+        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Alone),
+    ],
+)
+def test_roles(environment: dict[str, str], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a launcher says makes a monitor the lead, a deputy, or the only one."""
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert type(role(tmp_path, stall_s=30.0)) is kind
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--serve", "many"], "'many' is no port; one is 29600"),
+        (["--serve", "70000"], "'70000' is no port; one is 29600"),
+        (["--join", "29600"], "'29600' is no address; one is node0:29600"),
+        (["--join", "node0:x"], "'x' is no port; one is 29600"),
+        (["--join", "node0:29600", "--serve", "29600"], "not allowed with argument"),
+    ],
+)
+def test_bad_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A port or an address that is none is refused, with one that is."""
+    with pytest.raises(SystemExit):
+        main(["monitor", ".", *arguments])
+    assert said in capsys.readouterr().err

@@ -1,0 +1,296 @@
+"""Letters between monitors: all that a verdict needs comes through, and nothing that anybody may send does harm."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox.label import Label
+from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.doctor.examination import examine
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.hearing.letter import HEAD, SEAL, Letter, runs, transcribe, write_letter
+from torchwhere.diagnose.hearing.opening import Refusal, open_letter
+from torchwhere.diagnose.hearing.testimony import Hearing
+from torchwhere.diagnose.hearing.testimony import Testimony as Said  # pytest takes what is called Test
+from torchwhere.events import Event
+from torchwhere.place import Place
+
+RANKS = range(8, 16)
+
+
+@pytest.fixture(scope="module")
+def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Box]:
+    """The second host of four, in a deadlock."""
+    folder = tmp_path_factory.mktemp("boxes")
+    make(Job(32, steps=4, records=180, fault="deadlock", victim=20), folder)
+    return [read_box(folder / f"rank{rank}.box") for rank in RANKS]
+
+
+@pytest.fixture(scope="module")
+def letter(boxes: list[Box]) -> Letter:
+    seen = {8: Sighting(alive=True, state="S", stack=("train.py:3 in main",), alive_ns=5 * 10**9), 9: Sighting(alive=False)}
+    return Letter("b", transcribe(boxes)[0], seen, answers=7, is_last=True)
+
+
+def opened(data: bytes) -> Letter:
+    found = open_letter(data)
+    assert isinstance(found, Letter), found
+    return found
+
+
+def admitted(found: Letter) -> Hearing:
+    hearing = Hearing()
+    hearing.admit(found.transcript, clerk=1, wanted={said.label.path for said in found.transcript.statements})
+    return hearing
+
+
+def spoken(said: Said) -> dict[Any, Any]:
+    """All calls, in words that do not depend on who numbered what."""
+    found = {}
+    for key, calls in said.calls.items():
+        title = (said.language.group(key), key.source, key.destination)
+        found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
+    return found
+
+
+# -- there and back --------------------------------------------------------------------------------------------------------
+
+
+def test_everything_comes_through(boxes: list[Box], letter: Letter) -> None:
+    """Of every rank: its calls with place and fields, its counts, its last call, its place and pace, as its box says."""
+    found = opened(write_letter(letter))
+    assert (found.host, found.sightings, found.answers) == ("b", letter.sightings, 7)
+    assert (found.is_last, found.is_cut, found.ahead_ns) == (True, False, 0)
+    hearing = admitted(found)
+    assert sorted(hearing.testimonies) == list(RANKS)
+    for box in boxes:
+        alone, told = Hearing().hear(box.rank, box), hearing.testimonies[box.rank]
+        assert spoken(told) == spoken(alone)
+        assert told.last_collective == alone.last_collective
+        assert {told.language.group(key).name: count for key, count in told.counts.items()} == {
+            alone.language.group(key).name: count for key, count in alone.counts.items()
+        }
+        # The arrays count from elsewhere once they are cut; everything else of a statement is the same.
+        own = {"label", "parts", "last", "pairs_at"}
+        assert {name: value for name, value in told.statement._asdict().items() if name not in own} == {
+            name: value for name, value in alone.statement._asdict().items() if name not in own
+        }
+        assert told.label.path == Path(f"b:{box.path}")
+        assert (told.label.rank, told.label.run, told.label.counts) == (box.rank, box.run, box.counts)
+        assert (told.box, told.label.meta["told_by"]) == (None, "b")
+
+
+def test_the_end_comes_through(letter: Letter) -> None:
+    """How a rank ended and what it raised come through; a text of a megabyte is cut."""
+    place = Place(8, 3, "forward", module="a.b", call=1, line="train.py:9")
+    error = Event("exception", 4, 50, place, {"text": "x" * 1_000_000, "fields": [1, 2]})
+    end = Event("end", 5, 60, place, {"reason": "exception: ValueError: no"})
+    said = letter.transcript.statements[0]._replace(end=end, exceptions=(error,), place=place)
+    changed = replace(letter, transcript=replace(letter.transcript, statements=[said]), sightings={})
+    (told,) = opened(write_letter(changed)).transcript.statements
+    assert (told.end, told.place) == (end, place)
+    assert told.exceptions[0].fields == {"text": "x" * 2000}
+
+
+def test_clocks(letter: Letter) -> None:
+    """Times are given by the reader's clock: what a clock is ahead is taken off."""
+    before, after = opened(write_letter(letter)), opened(write_letter(replace(letter, ahead_ns=10**9)))
+    one, other = (admitted(found).testimonies[8] for found in (before, after))
+    key, calls = next(iter(one.calls.items()))
+    assert one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last) == 10**9
+    assert one.label.last_ns - other.label.last_ns == 10**9
+    assert after.sightings[8].alive_ns == 4 * 10**9
+
+
+@pytest.mark.parametrize("calls", [1, 7, 64, 100])
+def test_cut(boxes: list[Box], calls: int) -> None:
+    """A cut letter has the newest calls of each rank, at least a few of every stream, whole counts, and says that it is cut."""
+    transcript, is_cut = transcribe(boxes, calls=calls)
+    assert is_cut
+    found = admitted(opened(write_letter(Letter("b", transcript, is_cut=is_cut))))
+    for box in boxes:
+        alone, told = Hearing().hear(box.rank, box), found.testimonies[box.rank]
+        whole, kept = spoken(alone), spoken(told)
+        newest = sorted((event.number for events in whole.values() for event in events), reverse=True)[:calls]
+        for title, events in whole.items():
+            assert kept[title] == events[len(events) - len(kept[title]) :]
+            assert len(kept[title]) >= min(8, len(events))
+            assert {event.number for event in events} & set(newest) <= {event.number for event in kept[title]}
+        assert sorted(told.counts.values()) == sorted(alone.counts.values())
+        assert told.last_collective == alone.last_collective
+
+
+def test_no_boxes() -> None:
+    """A host without a readable box writes a letter too."""
+    found = opened(write_letter(Letter("b", transcribe([])[0])))
+    assert (found.host, found.transcript.statements) == ("b", [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ((), []),
+        ((5,), [[5, 1, 0]]),
+        (tuple(range(16_384)), [[0, 16_384, 1]]),
+        ((3, 11, 19), [[3, 3, 8]]),
+        ((9, 6, 3), [[9, 3, -3]]),
+        ((0, 1, 2, 7, 9), [[0, 3, 1], [7, 2, 2]]),
+        ((4, 4), [[4, 1, 0], [4, 1, 0]]),
+    ],
+    ids=["none", "one", "world", "row", "backwards", "two", "twice"],
+)
+def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
+    """Members of a group are told as a few rows of numbers."""
+    assert runs(ranks) == expected
+    assert tuple(first + step * index for first, count, step in expected for index in range(count)) == ranks
+
+
+# -- from anybody ----------------------------------------------------------------------------------------------------------
+
+
+def sealed(head: Any, arrays: bytes = b"") -> bytes:
+    text = json.dumps(head).encode() if not isinstance(head, bytes) else head
+    body = zlib.compress(HEAD.pack(len(text)) + text + arrays)
+    return SEAL.pack(b"TWLETTR1", len(body), zlib.crc32(body)) + body
+
+
+def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
+    body = zlib.decompress(data[SEAL.size :])
+    (length,) = HEAD.unpack_from(body)
+    return json.loads(body[HEAD.size : HEAD.size + length]), body[HEAD.size + length :]
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damage_is_refused(letter: Letter, data: st.DataObject) -> None:
+    """A letter that was cut, or with any byte changed, is refused: no rank is invented."""
+    whole = write_letter(letter)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
+    for changed in (whole[:at], flipped, whole + b"x"):
+        assert isinstance(open_letter(changed), Refusal)
+
+
+@given(st.binary(max_size=400))
+@settings(max_examples=200, deadline=None)
+def test_noise_is_refused(noise: bytes) -> None:
+    """Bytes of any kind, also where they are packed and sealed as a letter is, are refused with a reason."""
+    packed = zlib.compress(noise)
+    for data in (noise, SEAL.pack(b"TWLETTR1", len(packed), zlib.crc32(packed)) + packed, sealed(noise, noise)):
+        found = open_letter(data)
+        assert isinstance(found, Refusal)
+        assert found.reason
+
+
+ODD = [[], {}, 1 << 31, 1 << 40, 1 << 62, 1 << 63, -(1 << 63), [[0, 1 << 40, 1]], [[]], {"a": 1}]
+HOSTILE = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(-3, 40),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(ODD).map(copy.deepcopy),
+)
+
+
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [found for name, each in inside for found in paths(each, (*path, name))]
+
+
+@pytest.fixture(scope="module")
+def head(letter: Letter) -> tuple[dict[str, Any], bytes, list[tuple[Any, ...]]]:
+    found, arrays = taken_apart(write_letter(letter))
+    return found, arrays, paths(found)
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_lies_do_no_harm(head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]]], data: st.DataObject) -> None:
+    """A letter whose seal is right and whose content is anything is refused, or fit for the doctor, who gives some verdict."""
+    found, arrays, everywhere = head
+    changed = json.loads(json.dumps(found))
+    for path in data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=2)):
+        into = changed
+        try:
+            for name in path[:-1]:
+                into = into[name]
+            into[path[-1]] = data.draw(HOSTILE)
+        except (TypeError, KeyError, IndexError):  # what was changed before is above it
+            continue
+    if data.draw(st.booleans()):
+        arrays = bytes(data.draw(st.binary(min_size=1, max_size=8))) + arrays[8:]
+    told = open_letter(sealed(changed, arrays))
+    if isinstance(told, Letter):
+        labels: dict[int, Label] = {said.label.rank: said.label for said in told.transcript.statements}
+        roster = Roster(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
+        if labels:
+            assert examine(roster, sightings=told.sightings, now_ns=10**18, hearing=admitted(told)).kind
+
+
+def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[Letter], bytes]:
+    def change_letter(letter: Letter) -> bytes:
+        found, arrays = taken_apart(write_letter(letter))
+        change(found)
+        return sealed(found, arrays)
+
+    return change_letter
+
+
+def bomb(_: Letter) -> bytes:
+    body = zlib.compress(bytes(65 << 20))
+    return SEAL.pack(b"TWLETTR1", len(body), zlib.crc32(body)) + body
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda letter: b"", "not a letter, or of another version"),
+        (lambda letter: write_letter(letter)[:-1], "cut short"),
+        (lambda letter: write_letter(letter)[:-1] + b"\0", "damaged"),
+        (lambda letter: bytes(5 << 20), "larger than 4194304 bytes"),
+        (bomb, "more than 67108864 bytes when unpacked"),
+        (lambda letter: sealed(b"[" * 100_000), "not a letter: RecursionError"),
+        (lambda letter: sealed({}), "not a letter: KeyError"),
+        (changed_by(lambda head: head["ranks"].append(head["ranks"][0])), "a rank is in it twice"),
+        (changed_by(lambda head: head["groups"].append(["x", [[0, 1 << 30, 0]], "", None, None])), "its groups are too large"),
+        (changed_by(lambda head: head["sightings"].update({"99": {}})), "it has seen a rank of which it says nothing"),
+        (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(0, 999)), "a collective of no group"),
+        (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(6, 10**9)), "calls that are not there"),
+        (changed_by(lambda head: head["ranks"][0].update(last=[0, -1, -1, 10**6])), "a last call that is not there"),
+        (changed_by(lambda head: head["ranks"][0].update(pairs_at=10**6)), "a call of which it does not say what it is"),
+        (changed_by(lambda head: head["signatures"].clear()), "a call of which it does not say what it is"),
+        (changed_by(lambda head: head["signatures"].insert(0, ["[]", 0])), "something in it is no collective"),
+        (changed_by(lambda head: head["arrays"][0].__setitem__(1, 3)), "something comes after its end"),
+        (changed_by(lambda head: head.update(host="x" * 1000)), "a text that is none, or too long"),
+        (changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)), "a number that cannot be"),
+    ],
+)
+def test_reasons(letter: Letter, made: Callable[[Letter], bytes], reason: str) -> None:
+    """What is wrong with a letter is said."""
+    assert open_letter(made(letter)) == Refusal(reason)
+
+
+def test_size(boxes: list[Box]) -> None:
+    """A thousand collectives a rank, at times as irregular as can be, are a few KB a rank."""
+    for box in boxes:
+        box.records["t_ns"] = np.sort(np.random.default_rng(box.rank).integers(0, 10**10, len(box.records)))
+    data = write_letter(Letter("b", transcribe(boxes)[0]))
+    assert len(data) / len(boxes) < 6_000
+    assert struct.calcsize("<8sII") == SEAL.size
