@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "live_screen": {"blackbox", "diagnose", "errors", "on_call", "show", "ward"},
     "monitor": {"blackbox", "consultation", "diagnose", "errors", "hosts", "place", "processes", "show", "vigil"},
     "correspondence": set(),
-    "hosts": {"blackbox", "consultation", "correspondence", "diagnose"},
+    "hosts": {"blackbox", "clerks", "consultation", "correspondence", "diagnose"},
     "vigil": set(),
     "launch": {"errors", "process", "sense"},
     "timing": {"blackbox", "diagnose", "errors", "sense"},

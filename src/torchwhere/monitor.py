@@ -38,6 +38,7 @@ PULSE_S = 0.25
 KEEP_S = 2.0
 EXAMINE_S = 15.0
 _MOST_SHARE = 0.02  # of one core: an examination that takes long is made less often
+_MOST_SHARE_LOOKING = 0.05  # likewise, of a job with thousands of boxes in one folder
 _UNSEEN = Sighting()
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
@@ -68,9 +69,11 @@ class Monitor:
         """Until all is over. False if a thread is left that waits for another host."""
         with Vigil() as vigil:
             while True:
+                began = time.monotonic()
                 died = self._look()
                 vigil.keep(self._pids())
                 stalled = self._feel()
+                took = time.monotonic() - began
                 called = self.others.tend(self._run)
                 self._has_news = self._has_news or died
                 due = time.monotonic() - self._examined_at > self._examine_every
@@ -80,7 +83,7 @@ class Monitor:
                     self._end(self.end_with)
                 if self._is_over() and self.others.may_leave(is_well=self._has_ended_well()):
                     return self._leave()
-                vigil.wait(PULSE_S)
+                vigil.wait(max(PULSE_S, min(took / _MOST_SHARE_LOOKING, self.stall_s / 3)))
 
     def _act(self) -> None:
         """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
@@ -99,11 +102,11 @@ class Monitor:
 
     def _look(self) -> bool:
         """See the processes; whether one has gone since."""
-        if self._run is None or set(self._paths()) != {box.path for box in self._run.boxes.values()}:
+        if self._run is None or set(self._paths()) != {box.path for box in self._run.labels.values()}:
             self._run = self._read() or self._run
         if self._run is None:
             return False
-        before, now = self._sightings, look(self._run.boxes)
+        before, now = self._sightings, look(self._run.labels)
         self._sightings = {rank: _remembered(before.get(rank), seen) for rank, seen in now.items()}
         died = any(seen.alive is False and before.get(rank, seen).alive for rank, seen in self._sightings.items())
         if died or time.monotonic() - self._kept_at > KEEP_S:
@@ -126,11 +129,11 @@ class Monitor:
 
     def _own_paths(self) -> list[Path]:
         """Boxes of this host: in a shared folder, those of others are looked at by others."""
-        boxes = self._run.boxes if self._run is not None else {}
+        boxes = self._run.labels if self._run is not None else {}
         return [boxes[rank].path for rank, seen in self._sightings.items() if seen.alive is not None and rank in boxes]
 
     def _pids(self) -> set[int]:
-        boxes = self._run.boxes if self._run is not None else {}
+        boxes = self._run.labels if self._run is not None else {}
         alive = [boxes[rank].meta.get("pid") for rank, seen in self._sightings.items() if seen.alive and rank in boxes]
         return {pid for pid in alive if isinstance(pid, int)}
 
@@ -143,7 +146,7 @@ class Monitor:
             return run
         if self._run is not None and _identity(run) != _identity(self._run):
             return None  # a restart, which has a monitor of its own
-        newest = max(int(box.meta.get("started_ns", 0)) for box in run.boxes.values())
+        newest = max(int(box.meta.get("started_ns", 0)) for box in run.labels.values())
         return run if newest > self._started_ns - 60_000_000_000 else None  # boxes of an earlier run, not yet replaced
 
     def _is_over(self) -> bool:
@@ -191,7 +194,7 @@ class Monitor:
         self._examined_at = time.monotonic()
         if self._run is None:
             return
-        own = {rank: box for rank, box in self._run.boxes.items() if self._sightings.get(rank, _UNSEEN).alive is not None}
+        own = {rank: box for rank, box in self._run.labels.items() if self._sightings.get(rank, _UNSEEN).alive is not None}
         seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
         self._sightings |= {rank: _remembered(self._sightings.get(rank), each) for rank, each in seen.items()}
         self._keep()
@@ -223,7 +226,7 @@ class Monitor:
             return
         self._has_ended = True
         for rank, sighting in self._sightings.items():
-            box = self._run.boxes.get(rank) if self._run is not None else None
+            box = self._run.labels.get(rank) if self._run is not None else None
             if sighting.alive and box is not None and isinstance(pid := box.meta.get("pid"), int):
                 self.say(f"torchwhere: ending rank {rank} (process {pid}) with {number.name}")
                 with contextlib.suppress(ProcessLookupError):
@@ -238,14 +241,14 @@ class Monitor:
 
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""
-        boxes = self._run.boxes if self._run is not None else {}
+        boxes = self._run.labels if self._run is not None else {}
         whose = {rank: {"pid": box.meta.get("pid"), "host": box.meta.get("host")} for rank, box in boxes.items()}
         seen = {rank: sighting for rank, sighting in self._sightings.items() if sighting.alive is not None}
         return {rank: sighting.to_dict() | whose.get(rank, {}) for rank, sighting in seen.items()}
 
 
 def _identity(run: Run) -> tuple[str, int]:
-    return next(iter(run.boxes.values())).run
+    return next(iter(run.labels.values())).run
 
 
 def _is_news(verdict: Verdict) -> bool:

@@ -66,7 +66,7 @@ class Deputy(Alone):
         if not run.missing:
             return Gathering(run)
         lacks = "nothing from the monitor of host 0: this one tells what it knows by itself"
-        return Gathering(Assembly(run.folder, dict(run.boxes), run.earlier, list(run.unreadable), (lacks,)))
+        return Gathering(Assembly(run.folder, run.boxes, run.earlier, list(run.unreadable), (lacks,)))
 
     def has_said(self, verdict: str) -> bool:
         return self._word is not None and verdict in self._word.said

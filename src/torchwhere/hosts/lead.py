@@ -78,7 +78,7 @@ class Lead(Alone):
 
     def gather(self, run: Run) -> Gathering:
         if self._office is None:
-            return Gathering(run)
+            return Alone.gather(self, run)
         hearing, boxes, kept, lacks = heard(run), dict[int, Any](run.boxes), Kept(), list[str]()
         for host, received in sorted(self._letters().items()):
             letter, self._seen[host] = self._open_letter(host), received.at
@@ -199,7 +199,7 @@ class Lead(Alone):
             return (
                 f"nothing from host {letter.host} ({_named(ranks)}) for {age_s:.0f} s: it, its monitor or the way to it is gone"
             )
-        own, world = next(iter(run.boxes.values())), run.world_size
+        own, world = next(iter(run.labels.values())), run.world_size
         told = {(said.label.run, said.label.meta["world_size"]) for said in letter.transcript.statements}
         if told - {(own.run, world)} or any(rank >= world for rank in ranks):
             return f"host {letter.host} tells of another run or restart: {_named(ranks)} there"

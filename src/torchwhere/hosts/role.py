@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Roster, Run
+from torchwhere.blackbox.shelf import Shelf
+from torchwhere.clerks import hear_folder
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.hearing.testimony import Hearing
@@ -61,7 +63,8 @@ class Alone:
         """Before the boxes are read."""
 
     def gather(self, run: Run) -> Gathering:
-        return Gathering(run)
+        """A large job is heard by several processes; a small one by whoever judges."""
+        return Gathering(*hear_folder(run.folder)) if isinstance(run.boxes, Shelf) else Gathering(run)
 
     def ask(self, ranks: Sequence[int]) -> Kept:
         """Have these ranks' stacks, where other hosts can see them."""
@@ -91,7 +94,7 @@ class Alone:
 
 def with_hosts(verdict: Verdict, run: Roster[Any]) -> Verdict:
     """The verdict with where its culprits are, if the job has several hosts: somebody has to go there."""
-    hosts = {rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.boxes.items()}
+    hosts = {rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()}
     if len(set(hosts.values())) < 2:
         return verdict
     found = {rank: str(hosts[rank]) for rank in verdict.culprits[:_MOST_NAMED] if rank in hosts}
