@@ -10,11 +10,15 @@ import ctypes
 import itertools
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import surroundings
 import torchwhere
 
 WORLD = 4
@@ -41,8 +46,13 @@ class Expected:
     culprits: Callable[[int], set[int]] = lambda victim: {victim}
     line: str | None = None  # mark of the culprit's line
     module: str | None = None
+    issued: str | None = None  # mark of the line from which the culprit issued what differs
     words: str | None = None  # in the culprit's detail
     only_live: bool = False  # after everybody was killed, the boxes alone cannot tell
+    spied_line: str | None = None  # as `line`, where py-spy is installed: nothing else can look
+    spied_words: str | None = None  # as `words`
+    around: Callable[[str], AbstractContextManager[None]] | None = None  # what must be there before the job starts
+    enter: Callable[[str, int, int], None] | None = None  # by each rank, before it is watched: what is around it, victim, rank
 
 
 FAULTS: dict[str, tuple[Callable[[int], None], Expected]] = {}
@@ -67,11 +77,19 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     os.chdir(Path(__file__).parent)
     torch.set_num_threads(1)
+    enter = FAULTS[name][1].enter
+    if enter is not None:
+        enter(around_name(folder), victim, rank)
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
     torch.manual_seed(0)
     with torchwhere.watch(out=f"{folder}/run"):
         FAULTS[name][0](victim)
+
+
+def around_name(folder: str | Path) -> str:
+    """What is around a job is called after its folder; no two jobs of a machine have one name."""
+    return f"tw-{zlib.crc32(str(folder).encode()):08x}"
 
 
 def serve() -> None:
@@ -149,10 +167,14 @@ def branch(victim: int) -> None:
     train(victim, lambda: None, instead=True)
 
 
-@fault("mismatch")
+@fault("mismatch", issued="extra")
 def extra(victim: int) -> None:
     """One collective more, of another shape."""
-    train(victim, lambda: dist.all_reduce(torch.ones(3)))
+
+    def reduces() -> None:
+        dist.all_reduce(torch.ones(3))  # here: extra
+
+    train(victim, reduces)
 
 
 @fault("mismatch")
@@ -161,13 +183,13 @@ def extra_of_same_shape(victim: int) -> None:
     train(victim, lambda: dist.all_reduce(torch.tensor(1.0)))
 
 
-@fault("mismatch")
+@fault("mismatch", issued="order")
 def wrong_order(victim: int) -> None:
     """Two collectives of different kinds in the other order."""
     for step in range(STEPS):
         x = torch.ones(4)
         if is_faulty(victim, step):
-            dist.broadcast(x, 0)
+            dist.broadcast(x, 0)  # here: order
             dist.all_reduce(x)
         else:
             dist.all_reduce(x)
@@ -175,7 +197,7 @@ def wrong_order(victim: int) -> None:
         torchwhere.step()
 
 
-@fault("mismatch")
+@fault("mismatch", issued="swapped")
 def swapped(victim: int) -> None:
     """Two reductions of one shape in the other order: nothing fails, the sums are of different things."""
     loss, accuracy = torch.ones(1), torch.ones(1)
@@ -184,7 +206,7 @@ def swapped(victim: int) -> None:
         dist.all_reduce(loss)
 
     def reduce_accuracy() -> None:
-        dist.all_reduce(accuracy)
+        dist.all_reduce(accuracy)  # here: swapped
 
     for step in range(STEPS):
         both = (reduce_accuracy, reduce_loss) if is_faulty(victim, step) else (reduce_loss, reduce_accuracy)
@@ -194,22 +216,23 @@ def swapped(victim: int) -> None:
     time.sleep(60)
 
 
-@fault("mismatch")
+@fault("mismatch", issued="shape")
 def wrong_shape(victim: int) -> None:
     for step in range(STEPS):
-        dist.all_reduce(torch.ones(5 if is_faulty(victim, step) else 4))
+        dist.all_reduce(torch.ones(5 if is_faulty(victim, step) else 4))  # here: shape
 
 
-@fault("mismatch")
+@fault("mismatch", issued="dtype")
 def wrong_dtype(victim: int) -> None:
     for step in range(STEPS):
-        dist.all_reduce(torch.ones(4, dtype=torch.float64 if is_faulty(victim, step) else torch.float32))
+        dtype = torch.float64 if is_faulty(victim, step) else torch.float32
+        dist.all_reduce(torch.ones(4, dtype=dtype))  # here: dtype
 
 
-@fault("mismatch")
+@fault("mismatch", issued="root")
 def wrong_root(victim: int) -> None:
     for step in range(STEPS):
-        dist.broadcast(torch.ones(4), 1 if is_faulty(victim, step) else 0)
+        dist.broadcast(torch.ones(4), 1 if is_faulty(victim, step) else 0)  # here: root
 
 
 @fault("deadlock", "mismatch", "missing")
@@ -239,6 +262,79 @@ def wrong_peer(victim: int) -> None:
         work = dist.isend(out, (rank + 1) % WORLD)
         dist.recv(into, source)
         work.wait()
+
+
+@fault("deadlock", "missing")
+def microbatches(victim: int) -> None:
+    """A pipeline in which one stage takes one microbatch fewer than the stage before it sends, or sends one fewer."""
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        for _ in range(4 - is_faulty(victim, step)):
+            if rank > 0:
+                dist.recv(torch.ones(4), rank - 1)
+            if rank < WORLD - 1:
+                dist.send(torch.ones(4), rank + 1)
+        dist.barrier()
+
+
+@fault("mismatch", "deadlock", line="stage")
+def pipeline_peer(victim: int) -> None:
+    """A pipeline in which one stage, of those that send, sends to the stage after the next, or back."""
+    rank = dist.get_rank()
+    for step in range(STEPS):
+        if rank > 0:
+            dist.recv(torch.ones(4), rank - 1)
+        if rank < WORLD - 1 or is_faulty(victim, step):
+            to = (rank + 2) % WORLD if is_faulty(victim, step) else rank + 1
+            dist.send(torch.ones(4), to)  # here: stage
+        dist.barrier()
+
+
+@fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1})
+def shared_by_two_groups(victim: int) -> None:
+    """Two groups that have two ranks in common, of which one takes them in the other order."""
+    groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (1, 2, 3))}
+    own = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
+    for step in range(STEPS):
+        for group in reversed(own) if is_faulty(victim if victim in (1, 2) else 1, step) else own:
+            dist.all_reduce(torch.ones(4), group=group)
+
+
+@fault("mismatch", only_live=True)
+def skipped_by_one_of_two(victim: int) -> None:
+    """A layer of a tensor-parallel pair that one of them skips: nothing fails, and there is no majority."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for step in range(STEPS):
+        for layer in range(3):
+            if layer != 1 or not is_faulty(victim, step):
+                dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
+        dist.all_reduce(torch.ones(8), group=mesh["dp"].get_group())
+        torchwhere.step()
+    time.sleep(60)
+
+
+@fault("missing", line="late")
+def others_give_up(victim: int) -> None:
+    """One rank is held so long that the others' collective times out, and they end before it does."""
+    impatient = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=3))
+    for step in range(STEPS):
+        if is_faulty(victim, step):
+            time.sleep(600)  # here: late
+        dist.all_reduce(torch.ones(4), group=impatient)
+
+
+@fault("missing", culprits=lambda victim: {victim or 1})
+def mail_from_anybody(victim: int) -> None:
+    """Rank 0 takes what comes from whoever writes, and one does not write."""
+    for step in range(STEPS):
+        if dist.get_rank() == 0:
+            for _ in range(WORLD - 1):
+                dist.recv(torch.ones(2))
+        else:
+            if is_faulty(victim or 1, step):
+                time.sleep(600)
+            dist.send(torch.ones(2), 0)
+        dist.barrier()
 
 
 @fault("mismatch", "dead", "missing")
@@ -295,11 +391,13 @@ def no_sync_on_one(victim: int) -> None:
 
 @fault("dead")
 def leaves_early(victim: int) -> None:
-    """A rank returns from its program, all is well for it."""
+    """A rank of a tensor-parallel pair returns from its program, all is well for it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         if is_faulty(victim, step):
             return
-        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
+        dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
 
 
 @fault("missing", culprits=lambda victim: {0, 1, 2, 3} - {victim})
@@ -339,6 +437,24 @@ def data_loader(victim: int) -> None:
         dist.all_reduce(batch)
 
 
+@fault("missing", line="program", words="a program it started")
+def waits_for_a_program(victim: int) -> None:
+    def copies() -> None:
+        subprocess.run(["sleep", "600"], check=True)  # here: program
+
+    train(victim, copies)
+
+
+@fault("missing", line="store")
+def waits_for_the_store(victim: int) -> None:
+    """For a key that nobody writes: no collective, and nothing in the others."""
+
+    def waits() -> None:
+        dist.distributed_c10d._get_default_store().get("never")  # here: store
+
+    train(victim, waits)
+
+
 @fault("missing", line="lock", words="lock")
 def lock(victim: int) -> None:
     held = threading.Lock()
@@ -351,7 +467,7 @@ def lock(victim: int) -> None:
     train(victim, waits)
 
 
-@fault("missing", line="gil")
+@fault("missing", line="gil", spied_words="GIL held")
 def gil(victim: int) -> None:
     """In C, with the GIL held: no Python of this process runs any more."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
@@ -371,7 +487,7 @@ def endless_loop(victim: int) -> None:
     train(victim, loops)
 
 
-@fault("missing", module="head")
+@fault("missing", line="in module", module="head")
 def loop_in_module(victim: int) -> None:
     class Endless(Net):
         def forward(self, x: torch.Tensor, **kwargs: object) -> torch.Tensor:
@@ -383,18 +499,21 @@ def loop_in_module(victim: int) -> None:
     def hook(*_: object) -> None:
         if is_faulty(victim, next(steps)):
             while True:
-                time.sleep(0.01)
+                time.sleep(0.01)  # here: in module
 
     model.module.head.register_forward_pre_hook(hook)
     train(-1, lambda: None, model=model)
 
 
-@fault("missing", words="stopped")
+@fault("missing", words="stopped", spied_line="stopped")
 def sigstop(victim: int) -> None:
-    train(victim, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    def stops() -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)  # here: stopped
+
+    train(victim, stops)
 
 
-@fault("missing")
+@fault("missing", line="hook")
 def backward_hook(victim: int) -> None:
     """Stuck in a hook of the backward."""
     model = DistributedDataParallel(Net())
@@ -402,16 +521,16 @@ def backward_hook(victim: int) -> None:
 
     def hook(_gradient: torch.Tensor) -> None:
         if is_faulty(victim, next(steps)):
-            time.sleep(600)
+            time.sleep(600)  # here: hook
 
     model.module.layers[0][0].weight.register_hook(hook)
     train(-1, lambda: None, model=model)
 
 
-@fault("missing", words="compilation")
+@fault("missing", line="compiling", words="compilation")
 def compilation(victim: int) -> None:
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
-        time.sleep(600)
+        time.sleep(600)  # here: compiling
         return graph
 
     train(victim, lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)))
@@ -425,17 +544,50 @@ def sigkill(victim: int) -> None:
     train(victim, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
-@fault("dead", words="Segmentation fault")
+@fault("dead", line="segfault", words="Segmentation fault")
 def segfault(victim: int) -> None:
-    train(victim, lambda: ctypes.string_at(0) and None)
+    def crashes() -> None:
+        ctypes.string_at(0)  # here: segfault
+
+    train(victim, crashes)
 
 
-@fault("dead", words="a wrong number")
+@fault("dead", line="exception", words="a wrong number")
 def exception(victim: int) -> None:
     def fails() -> None:
         raise ArithmeticError("a wrong number")  # here: exception
 
     train(victim, fails)
+
+
+def enter_memory_limit(name: str, victim: int, rank: int) -> None:
+    if rank == victim:
+        surroundings.enter_memory_limit(name)
+
+
+@fault(
+    "dead",
+    words="killed by the system: out of memory (cgroup limit 300 MB",
+    around=surroundings.memory_limit,
+    enter=enter_memory_limit,
+)
+def oom_kill(victim: int) -> None:
+    """More memory than its cgroup has: the kernel kills it, and tells nobody."""
+
+    def eats() -> None:
+        bytearray(b"x") * 1_000_000_000
+
+    train(victim, eats)
+
+
+@fault("dead", line="allocation", words="out of memory: exception: RuntimeError")
+def no_memory(victim: int) -> None:
+    """More memory than anybody has: the allocator says so."""
+
+    def allocates() -> None:
+        torch.empty(1 << 55)  # here: allocation
+
+    train(victim, allocates)
 
 
 # -- slow ------------------------------------------------------------------------------------------------------------------
@@ -460,11 +612,40 @@ def slow(victim: int) -> None:
         torchwhere.step(step)
 
 
-# -- nothing is wrong ------------------------------------------------------------------------------------------------------
+# -- all together ----------------------------------------------------------------------------------------------------------
 
 
 def no_one(_victim: int) -> set[int]:
     return set()
+
+
+def enter_network(name: str, _victim: int, rank: int) -> None:
+    surroundings.enter_network(name, rank % 2)
+    folder = tempfile.gettempdir()
+    os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] = f"{folder}/{name}-rank"
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{folder}/{name}-dump"
+    threading.Thread(target=dump_when_asked, args=(f"{folder}/{name}", rank), daemon=True).start()
+
+
+def dump_when_asked(stem: str, rank: int) -> None:
+    """What NCCL does on its pipe, for gloo: its recorder is real, the one that listens is this."""
+    os.mkfifo(f"{stem}-rank{rank}.pipe")
+    with open(f"{stem}-rank{rank}.pipe", "rb") as pipe:
+        pipe.readline()
+    Path(f"{stem}-dump{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
+
+
+@fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network, only_live=True)
+def cable_pulled(victim: int) -> None:
+    """The network between two halves of the job fails: all ranks wait in one collective, and nobody is missing."""
+    for step in range(STEPS):
+        if is_faulty(victim, step):
+            surroundings.pull_cable()
+        dist.all_reduce(torch.ones(4))  # here: cable
+        torchwhere.step()
+
+
+# -- nothing is wrong ------------------------------------------------------------------------------------------------------
 
 
 @fault("healthy", culprits=no_one, only_live=True)

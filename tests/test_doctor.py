@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from faulty_jobs import FAULTS, WORLD, Expected, marked
+from faulty_jobs import FAULTS, WORLD, Expected, around_name, marked
+from surroundings import NotHereError
+from torchwhere import py_spy
 from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
@@ -65,13 +68,17 @@ class Outcome:
 
 def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
     folder.mkdir()
-    with nursery.lock:
-        pids = nursery.start(name, victim, folder)
-    try:
-        live = wait_for_verdict(folder / "run", FAULTS[name][1])
-    finally:
-        kill(pids)
-    return Outcome(live, consult(folder / "run", stall_s=STALL_S), folder / "run")
+    expected = FAULTS[name][1]
+    with expected.around(around_name(folder)) if expected.around is not None else nullcontext():
+        with nursery.lock:
+            pids = nursery.start(name, victim, folder)
+        try:
+            live = wait_for_verdict(folder / "run", expected)
+            if live.kind == "dead":
+                time.sleep(1.0)  # until the others have noticed, on a crowded machine
+        finally:
+            kill(pids)
+        return Outcome(live, consult(folder / "run", stall_s=STALL_S), folder / "run")
 
 
 def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) -> Verdict:
@@ -122,13 +129,23 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
     """Kind and culprits are right while the job hangs and again when all of it was killed; the culprit's place is right."""
-    expected, outcome = FAULTS[name][1], outcomes[name, victim].result()
+    try:
+        expected, outcome = FAULTS[name][1], outcomes[name, victim].result()
+    except NotHereError as error:
+        pytest.skip(str(error))
     live, after, culprits = outcome.live, outcome.after, expected.culprits(victim)
     assert (live.kind in expected.kinds, set(live.culprits)) == (True, culprits), live.explanation
     if expected.line is not None:
         assert live.ranks[victim].place.line == marked(expected.line)
+    if expected.spied_line is not None and py_spy.program() is not None:
+        assert live.ranks[victim].place.line == marked(expected.spied_line)
+    if expected.spied_words is not None and py_spy.program() is not None:
+        assert expected.spied_words in (live.ranks[victim].detail or "")
     if expected.module is not None:
         assert live.ranks[victim].place.module == expected.module
+    if expected.issued is not None:
+        (said,) = [cohort["issued"] for cohort in live.facts["cohorts"] if cohort["ranks"] == [victim]]
+        assert f"{marked(expected.issued)}," in said
     if expected.words is not None:
         assert expected.words in (live.ranks[victim].detail or "")
     if not expected.only_live:
@@ -149,6 +166,27 @@ def test_one_box_is_gone(name: str, gone: int, outcomes: dict[tuple[str, int], F
         assert (verdict.kind in FAULTS[name][1].kinds, verdict.culprits) == (True, (2,)), verdict.explanation
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("wrong_dtype", "wrong_root", "wrong_peer", "microbatches", "shared_by_two_groups", "others_give_up"),
+        *("mail_from_anybody", "sigkill", "exception", "data_loader"),
+    ],
+)
+def test_nobody_else_is_blamed(name: str, outcomes: dict[tuple[str, int], Future[Outcome]], tmp_path: Path) -> None:
+    """With any one box deleted no rank is blamed but the victim; where that cannot be told nobody is."""
+    folder = outcomes[name, 2].result().folder
+    for gone in range(WORLD):
+        run = tmp_path / f"without-{gone}"
+        run.mkdir()
+        for path in folder.iterdir():
+            if path.name != f"rank{gone}.box":
+                os.link(path, run / path.name)
+        verdict = consult(run, stall_s=STALL_S)
+        assert set(verdict.culprits) <= {2}, (gone, verdict.explanation)
+        assert f"no box of rank {gone}" in " ".join(verdict.missing_data)
+
+
 @pytest.mark.parametrize("cut", range(WORLD))
 @pytest.mark.parametrize("name", ["branch", "endless_loop"])
 def test_one_box_is_cut(name: str, cut: int, outcomes: dict[tuple[str, int], Future[Outcome]], tmp_path: Path) -> None:
@@ -161,6 +199,20 @@ def test_one_box_is_cut(name: str, cut: int, outcomes: dict[tuple[str, int], Fut
         verdict = consult(run, stall_s=STALL_S)
         assert verdict.missing_data
         assert set(verdict.culprits) == {2}, (size, verdict.explanation)
+
+
+def test_the_flight_recorder_is_asked(outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
+    """Where all hang together, every rank that listens is asked for its dump, once, and what it adds is said."""
+    try:
+        live = outcomes["cable_pulled", 2].result().live
+    except NotHereError as error:
+        pytest.skip(str(error))
+    assert live.collective is not None
+    number = live.collective["number"]
+    assert f'By the flight recorder, #{number} of group "default" is issued on ranks 0-3.' in live.explanation
+    assert live.facts["flight_recorder"][0]["ranks"] == [
+        {"ranks": list(range(WORLD)), "issued": number, "started": None, "completed": None}
+    ]
 
 
 def copied(run: Path, folder: Path) -> Path:

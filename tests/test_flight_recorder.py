@@ -27,6 +27,7 @@ from test_doctor import Nursery, kill, wait_for_verdict
 from torchwhere.cli import main
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
+from torchwhere.flight_recorder import reading
 from torchwhere.flight_recorder.consultation import consult_dumps
 from torchwhere.flight_recorder.dump import user_line
 from torchwhere.flight_recorder.dumps import read_dumps
@@ -184,6 +185,21 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
         "  last in common: all_reduce #4, train.py:9",
         f"Not known: dumps say what was issued, {not_known}",
     ]
+
+
+@pytest.mark.parametrize("program", [None, "", "import sys; sys.stdout.write('nonsense')"], ids=["well", "silent", "mad"])
+def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many dumps are read by several processes: nothing is lost or mixed up, also where such a process fails."""
+    count = 30
+    for rank in range(count):
+        Recorder(rank, groups={DEFAULT: list(range(count))}).calls(3 + rank).write(tmp_path)
+    (tmp_path / "nccl_trace_rank_7").write_bytes(b"\x80\x02cos\nsystem\n.")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2})
+    if program is not None:
+        monkeypatch.setattr(reading, "_PROGRAM", program)
+    run = read_dumps(tmp_path)
+    assert {rank: len(box.records) for rank, box in run.boxes.items()} == {n: 3 + n for n in range(count) if n != 7}
+    assert [box.path.name for box in run.unreadable] == ["nccl_trace_rank_7"]
 
 
 @pytest.mark.parametrize(

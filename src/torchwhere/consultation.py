@@ -1,4 +1,4 @@
-"""Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for their stacks.
+"""Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for their stacks and dumps.
 
 Everything here reads. What a monitor has kept in the folder counts where nobody can look any more: it saw who died first.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torchwhere.diagnose.doctor.examination import STALL_S, examine
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
+from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.processes import look, merged
 
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
@@ -27,13 +28,13 @@ _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 def consult(folder: str | Path, *, stall_s: float = STALL_S, on_progress: Progress | None = None) -> Verdict:
     """The verdict on the run in a folder, now. `on_progress` is told how many boxes have been read, of how many."""
-    with _nothing_collected():
+    with nothing_collected():
         run, hearing = hear_folder(folder, on_progress=on_progress)
         return judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
 
 
 @contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """Of thousands of ranks millions of objects are made and kept: the garbage collector would go through them in vain."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -44,18 +45,36 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def judge(run: Roster[Any], kept: Mapping[int, dict[str, Any]], *, stall_s: float, hearing: Hearing | None = None) -> Verdict:
-    """The verdict on a run that was just read. Stacks are asked for only where something is wrong."""
+def judge(
+    run: Roster[Any],
+    kept: Mapping[int, dict[str, Any]],
+    *,
+    stall_s: float,
+    hearing: Hearing | None = None,
+    ask: Callable[[Sequence[int]], Mapping[int, dict[str, Any]]] | None = None,
+) -> Verdict:
+    """The verdict on a run that was just read. Stacks are asked for only where something is wrong; of `ask`, on other hosts."""
     hearing = hearing if hearing is not None else heard(run)
+    kept = {rank: value for rank, value in kept.items() if _is_of(run, rank, value)}
     seen = merged(look(run.boxes), kept)
     _read_again(run, hearing, [rank for rank, sighting in seen.items() if sighting.alive is False])
     now_ns = _now(seen)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
-    if verdict.kind in _CALM or now_ns is None:
+    if verdict.kind in _CALM:
         return verdict
-    suspects = verdict.culprits[:16] or tuple(run.boxes)[:16]
+    if now_ns is None:
+        return with_evidence(verdict, run.boxes, run.folder, may_ask=False)
+    suspects = tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
+    kept |= ask(suspects) if ask is not None else {}
     seen = merged(look(run.boxes, stacks=suspects), kept)
-    return examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
+    verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
+    is_there = any(sighting.alive for sighting in seen.values())
+    return with_evidence(verdict, run.boxes, run.folder, may_ask=is_there)
+
+
+def _is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
+    """Whether what was kept is about a process of this run, not of an earlier one in the same folder."""
+    return rank not in run.boxes or kept.get("pid") in (None, run.boxes[rank].meta.get("pid"))
 
 
 def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchwhere.cgroup import oom_counter, oom_kills
 from torchwhere.version import __version__
 
 
@@ -46,6 +47,16 @@ def _started() -> int | None:
         return None
 
 
+def _flight_recorder() -> dict[str, str]:
+    """Where PyTorch's flight recorder writes its dumps (the rank follows), and the pipe on which it is asked for one."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
+    default = os.path.join(cache, "torch", "comm_lib_trace_rank_")
+    dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
+    pipe = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
+    found = {"dump": os.path.abspath(dump)}
+    return found | {"pipe": os.path.abspath(pipe)} if pipe else found
+
+
 def describe() -> dict[str, Any]:
     """Everything about this process that a reader may want, short facts first."""
     rank, world = rank_and_world()
@@ -59,6 +70,9 @@ def describe() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_started": _started(),
+        "oom_counter": (counter := oom_counter()),
+        "oom_kills": oom_kills(counter) if counter is not None else None,
+        "flight_recorder": _flight_recorder(),
         "started_ns": wall,
         "clock_offset_ns": wall - monotonic,
         "torchwhere": __version__,

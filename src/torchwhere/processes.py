@@ -2,6 +2,8 @@
 
 Reads /proc and asks a rank for its stack by a signal that its watch has made harmless (see `sense/faults.py`). A process is
 only ever signalled if its box names it, it has not been replaced by another one of the same number, and it catches that signal.
+Of one that cannot answer `py-spy` reads the stack, where it is installed. That a process was killed for want of memory is told
+by its cgroup: the kernel's count of such kills went up since the process began, or since it was last seen.
 """
 
 from __future__ import annotations
@@ -11,14 +13,18 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchwhere import py_spy
 from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.writer import fault_file
+from torchwhere.cgroup import limit_bytes, oom_kills
 from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.py_spy import Frame, MainThread
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _MOST_FRAMES = 64
 _UNSEEN = Sighting()
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # what runs a script, outside it
@@ -37,14 +43,40 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
                 found[rank] = stack
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
     here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host}
-    return {rank: _sighting(box, found.get(rank, ())) if rank in here else _UNSEEN for rank, box in boxes.items()}
+    spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
+    found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
+    counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
+    seen = {rank: _sighting(box, found.get(rank, ()), counts) if rank in here else _UNSEEN for rank, box in boxes.items()}
+    return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
 
 
-def _sighting(box: Labelled, stack: tuple[str, ...]) -> Sighting:
+def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None]) -> Sighting:
     state = _state(box)
-    ended = _last_words(box) if state in (None, "Z") else None
     alive = state not in (None, "Z", "X")
-    return Sighting(alive=alive, state=state, ended=ended, stack=stack, alive_ns=time.time_ns() if alive else None)
+    counter = box.meta.get("oom_counter")
+    if isinstance(counter, str) and counter not in counts:
+        counts[counter] = oom_kills(counter)
+    kills = counts.get(counter) if isinstance(counter, str) else None
+    ended, crashed_at = _last_words(box) if state in (None, "Z") else (None, ())
+    return Sighting(
+        alive=alive,
+        state=state,
+        ended=ended,
+        stack=stack or crashed_at,
+        alive_ns=time.time_ns() if alive else None,
+        oom_kills=kills,
+        out_of_memory=None if alive else _out_of_memory(box, kills),
+    )
+
+
+def _out_of_memory(box: Labelled, kills: int | None) -> str | None:
+    """That a process which is gone was killed for want of memory: since it began, a process of its cgroup was."""
+    counter, before = box.meta.get("oom_counter"), box.meta.get("oom_kills")
+    if kills is None or not isinstance(counter, str) or not isinstance(before, int) or kills <= before:
+        return None
+    most = limit_bytes(counter)
+    limit = f"cgroup limit {most / 1e6:.0f} MB" if most is not None else "no limit but the machine's"
+    return f"killed by the system: out of memory ({limit}, its oom_kill count went from {before} to {kills})"
 
 
 def is_running(pid: int) -> bool:
@@ -67,13 +99,14 @@ def _state(box: Labelled) -> str | None:
     return stat[0] if started is None or int(stat[19]) == started else None
 
 
-def _last_words(box: Labelled) -> str | None:
-    """How a process says it crashed, if it could: the first line that Python's fault handler wrote for it."""
-    text = _read(fault_file(box.path)).partition("Current thread")[0].strip()
-    for line in text.splitlines():
-        if line.startswith("Fatal Python error"):
-            return line.partition(": ")[2]
-    return None
+def _last_words(box: Labelled) -> tuple[str | None, tuple[str, ...]]:
+    """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the stack of that thread."""
+    text = _read(fault_file(box.path))
+    crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
+    if crash is None:
+        return None, ()
+    current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE)
+    return crash[1], _shown(_frames(current[1])) if current is not None else ()
 
 
 def _read(path: Path, *, start: int = 0) -> str:
@@ -121,12 +154,25 @@ def _answer(box: Labelled, size: int) -> tuple[str, ...]:
 def main_thread(text: str) -> tuple[str, ...]:
     """`file:line in function`, innermost first, of the thread that Python's fault handler prints last: the main one."""
     blocks = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", text, flags=re.MULTILINE)
-    lines = blocks[-1].splitlines() if len(blocks) > 1 else []
-    frames = [match.groupdict() for line in lines if (match := _FRAME.match(line))]
-    while frames and any(part in frames[-1]["file"] for part in _LAUNCHERS):
+    return _shown(_frames(blocks[-1])) if len(blocks) > 1 else ()
+
+
+def _frames(text: str) -> list[Frame]:
+    return [Frame(match[1], int(match[2]), match[3]) for line in text.splitlines() if (match := _FRAME.match(line))]
+
+
+def _shown(frames: list[Frame]) -> tuple[str, ...]:
+    """A stack without what runs the script, and without torchwhere's own."""
+    while frames and any(part in frames[-1].file for part in _LAUNCHERS):
         frames.pop()
-    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/sense/" not in frame["file"]]
-    return tuple(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in shown)
+    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/sense/" not in frame.file]
+    return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)
+
+
+def _spied(boxes: Mapping[int, Labelled]) -> dict[int, MainThread]:
+    """What py-spy sees of ranks: their stacks, stopped and deaf as they may be, and who holds the GIL."""
+    ranks = {int(box.meta["pid"]): rank for rank, box in boxes.items() if _state(box) not in (None, "Z", "X")}
+    return {ranks[pid]: main for pid, main in py_spy.main_threads(ranks).items()} if ranks else {}
 
 
 def merged(seen: Mapping[int, Sighting], kept: Mapping[int, dict[str, Any]]) -> dict[int, Sighting]:
@@ -135,7 +181,5 @@ def merged(seen: Mapping[int, Sighting], kept: Mapping[int, dict[str, Any]]) -> 
     for rank, value in kept.items():
         now, then = found.get(rank, Sighting()), Sighting.from_dict(value)
         if not now.alive:
-            alive = then.alive if now.alive is None else False
-            ended = now.ended or then.ended
-            found[rank] = Sighting(alive=alive, state=then.state, ended=ended, stack=then.stack, alive_ns=then.alive_ns)
+            found[rank] = now.after(then)
     return found

@@ -110,6 +110,7 @@ class _Making:
             self.box.counts.overwritten, self.box.has_lost = lost, True
         self._ids: dict[tuple[Sort, str], int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
+        self._same: dict[int, dict[str, Any] | None] = {}  # what own entries share, by id; None if it is not sound
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._first_message: set[str] = set()
         self._note_groups(own)
@@ -143,7 +144,7 @@ class _Making:
         self.box.counts.good = len(records)
 
     def _note_call(self, record: Any, row: int, call: list[Entry]) -> None:
-        entry, own = call[-1], _own_place(call[-1].place) if self.box.is_own else None
+        entry, own = call[-1], self._own_place(call[-1].place) if self.box.is_own else None
         what, group, number = self._what(call, own)
         record["number"], record["t_ns"], record["kind"] = row, call[0].t_ns, int(Kind.COLLECTIVE)
         record["what"], record["more"] = what, number
@@ -158,6 +159,17 @@ class _Making:
         if not entry.is_p2p:
             self._account(entry, group)
 
+    def _own_place(self, value: Any) -> dict[str, Any] | None:
+        """What rode along with an entry. What repeats from step to step is in the dump once, as `same`, and looked at once."""
+        same = value.get("same") if type(value) is dict else None
+        if type(same) is not dict:  # format 1: all of it each time
+            return _own_place(value)
+        if id(same) not in self._same:
+            self._same[id(same)] = _own_place(same | {"step": None, "call": None, "number": 0})
+        sound, step, at, number = self._same[id(same)], value.get("step"), value.get("call"), value.get("number")
+        is_sound = _is_number(number) and all(each is None or _is_number(each, NO_STEP) for each in (step, at))
+        return sound | {"step": step, "call": at, "number": number, "id": id(same)} if sound is not None and is_sound else None
+
     def _note_place(self, record: Any, own: dict[str, Any]) -> None:
         module, line, aim = own["module"], own["line"], own["for"]
         record["step"] = NO_STEP if own["step"] is None else own["step"]
@@ -171,12 +183,18 @@ class _Making:
     def _what(self, call: list[Entry], own: dict[str, Any] | None) -> tuple[int, str, int]:
         """The id of what repeats of a call, its group, and its number in its stream. What was there before is not remade."""
         entry = call[-1]
+        if own is not None and ("own", own.get("id")) in self._known:
+            return self._known["own", own["id"]], own["group"], own["number"] if entry.is_p2p else entry.seq
         is_plain = own is None and len(call) == 1 and not entry.is_p2p
-        key = (entry.backend, entry.recorded_op, entry.group, entry.dtype, entry.inputs, entry.outputs) if is_plain else None
+        key: tuple[Any, ...] | None = (
+            (entry.backend, entry.recorded_op, entry.group, entry.dtype, entry.inputs, entry.outputs) if is_plain else None
+        )
         if key is not None and key in self._known:
             return self._known[key], entry.group, entry.seq
         signature, number = self._signature(call, own)
         what = self._id(Sort.COLLECTIVE, json.dumps(signature))
+        if own is not None and "id" in own:
+            key = "own", own["id"]
         if key is not None:
             self._known[key] = what
         return what, str(signature["group"]), number

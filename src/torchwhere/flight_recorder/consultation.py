@@ -116,7 +116,7 @@ def _title(run: Dumps, rank: int, name: str) -> str:
 
 
 def _with_completion(verdict: Verdict, run: Dumps) -> Verdict:
-    known = completion(run)
+    known = [group for group in completion(run) if all(each["completed"] is not None for each in group["ranks"])]
     if not known:
         return verdict
     collective = verdict.collective or {}
@@ -127,19 +127,25 @@ def _with_completion(verdict: Verdict, run: Dumps) -> Verdict:
 
 
 def completion(run: Dumps) -> list[dict[str, Any]]:
-    """For each group, the ranks that have come equally far: what they issued, started and completed last. -1: none."""
-    found: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int, int], list[int]]] = {}
+    """For each group, the ranks that have come equally far: what they issued, started and completed last. -1: none; None: the
+    recorder does not say, as gloo's."""
+    found: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int, int, bool], list[int]]] = {}
     for rank, box in run.dumps.items():
-        for name, account in box.accounts.items() if box.has_states else ():
+        for name, account in box.accounts.items() if not box.is_own else ():
             key = name, box.members(name) or ()
-            reached = account.issued, account.started, account.completed
+            reached = account.issued, account.started, account.completed, box.has_states
             found.setdefault(key, {}).setdefault(reached, []).append(rank)
     return [
         {
             "group": _title(run, next(iter(reached.values()))[0], name),
             "ranks": [
-                {"ranks": members, "issued": issued, "started": started, "completed": completed}
-                for (issued, started, completed), members in sorted(reached.items(), reverse=True)
+                {
+                    "ranks": members,
+                    "issued": issued,
+                    "started": started if has_states else None,
+                    "completed": completed if has_states else None,
+                }
+                for (issued, started, completed, has_states), members in sorted(reached.items(), reverse=True)
             ],
         }
         for (name, _), reached in sorted(found.items())

@@ -22,9 +22,9 @@ from torchwhere.blackbox.layout import TALLY_RANKS, Sort
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.errors import TorchwhereError
-from torchwhere.flight_recorder.boxes import DumpBox, to_box
-from torchwhere.flight_recorder.dump import read_dump
-from torchwhere.flight_recorder.unpickle import CAPS, Caps, RefusedError
+from torchwhere.flight_recorder.boxes import DumpBox
+from torchwhere.flight_recorder.reading import read_all
+from torchwhere.flight_recorder.unpickle import CAPS, Caps
 
 _FILE = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL)
 _DEFAULT = "0"  # the name of the default group
@@ -81,14 +81,18 @@ def read_dumps(folder: str | Path, *, caps: Caps = CAPS) -> Dumps:
     files = _files(folder)
     if not files:
         raise TorchwhereError(f"{folder} holds no dump. {_HOW_TO}")
+    return read_files(folder, files, caps=caps)
+
+
+def read_files(folder: Path, files: list[tuple[str, int, Path]], *, caps: Caps = CAPS) -> Dumps:
+    """Read some files as dumps: what stands before the rank in the name, the rank, the file."""
     boxes: dict[str, dict[int, DumpBox]] = defaultdict(dict)
     unreadable: list[Box] = []
     earlier: list[Path] = []
-    for prefix, rank, path in files:
-        try:
-            box = to_box(read_dump(path, rank, caps=caps))
-        except RefusedError as error:
-            unreadable.append(Box(path=path, problems=[f"refused: {error}"]))
+    read = read_all([(rank, path) for _, rank, path in files], caps)
+    for (prefix, rank, path), box in zip(files, read, strict=True):
+        if isinstance(box, str):
+            unreadable.append(Box(path=path, problems=[f"refused: {box}"]))
             continue
         known = boxes[prefix].get(rank)
         if known is not None:

@@ -30,7 +30,8 @@ class Caps:
 
 
 CAPS = Caps()
-_BINGET, _STOP = ord("h"), ord(".")
+_BINGET, _LONG_BINPUT, _BININT1, _STOP = ord("h"), ord("r"), ord("K"), ord(".")
+_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LONG_BYTES = 16  # of an integer; a dump needs 8
 
 
@@ -61,6 +62,7 @@ def loads(data: bytes, *, caps: Caps = CAPS) -> Any:
         raise CutShortError(f"cut short: it ends at byte {len(data)}, in the middle of its data", machine.salvaged()) from None
 
 
+_TEXTS = frozenset({str})
 _ATOMS = frozenset({str, int, float, bool, type(None)})
 _EXECUTES = {
     ord("c"): "imports something",
@@ -77,46 +79,63 @@ _EXECUTES = {
     ord("P"): "asks for an object from outside",
     ord("Q"): "asks for an object from outside",
 }
-_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class _Machine:
-    __slots__ = ("at", "caps", "containers", "data", "marks", "memo", "shared", "stack", "weights")
+    __slots__ = ("at", "caps", "containers", "data", "marks", "memo", "ready", "shared", "stack", "weights")
 
     def __init__(self, data: bytes, caps: Caps) -> None:
         self.data, self.caps, self.at = data, caps, 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []  # the stacks below the open marks
         self.memo: dict[int, Any] = {}
+        self.ready: dict[int, tuple[Any, int]] = {}  # of what was remembered, what may be recalled as it is, and its weight
         # Of containers that were referred to, by id: items when written out, and depth. They never change again.
         self.weights: dict[int, tuple[int, int]] = {}
         self.containers = 0
         self.shared = 0
 
     def run(self) -> Any:
-        data, table, memo, end = self.data, _TABLE, self.memo, len(self.data)
+        """The hot path. What dumps mostly consist of is handled right here: recalling what was there before, remembering, small
+        numbers. All else, and every odd case of these, goes through the table."""
+        data, memo, ready, end, most = self.data, self.memo, self.ready, len(self.data), self.caps.memo
         if data[:1] != b"\x80":
             raise RefusedError("not a pickle: it does not begin with a protocol")
+        at, stack = 0, self.stack
         for _ in range(self.caps.items):
-            at = self.at
             if at >= end:
                 raise _EndError
             code = data[at]
-            if code == _BINGET and at + 1 < end and type(value := memo.get(data[at + 1])) is str:
-                self.stack.append(value)  # two of three instructions of a dump: a text that was there before
-                self.at = at + 2
-                continue
-            self.at = at + 1
-            if code == _STOP:
+            if code == _BINGET and at + 1 < end and (known := ready.get(data[at + 1])) is not None:
+                stack.append(known[0])
+                self.shared += known[1]
+                at += 2
+            elif code == _LONG_BINPUT and at + 4 < end and stack and len(memo) < most:
+                index = data[at + 1] | data[at + 2] << 8 | data[at + 3] << 16 | data[at + 4] << 24
+                self.remember(index, stack[-1])
+                at += 5
+            elif code == _BININT1 and at + 1 < end:
+                stack.append(data[at + 1])
+                at += 2
+            elif code in _CONSTANTS:
+                stack.append(_CONSTANTS[code])
+                at += 1
+            elif code == _STOP:
+                self.at = at + 1
                 return self._result()
-            table[code](self)
+            else:
+                self.at = at + 1
+                _TABLE[code](self)
+                at, stack = self.at, self.stack
         raise RefusedError(f"more than {self.caps.items} instructions")
 
     def refuse(self, why: str) -> RefusedError:
         return RefusedError(f"{why}, at byte {max(self.at - 1, 0)}")
 
     def _result(self) -> Any:
+        self.add(0)  # what the hot path has added
         if self.marks or len(self.stack) != 1:
             raise self.refuse("it ends with its data half built")
         if self.at != len(self.data):
@@ -169,6 +188,13 @@ class _Machine:
         except UnicodeDecodeError:
             raise self.refuse("a text that is not UTF-8") from None
 
+    def short(self) -> None:
+        at = self.at
+        if at + 2 > len(self.data):
+            raise _EndError
+        self.stack.append(self.data[at] | self.data[at + 1] << 8)
+        self.at = at + 2
+
     def long(self) -> None:
         length = self.take(1)[0]
         if length > _LONG_BYTES:
@@ -201,12 +227,16 @@ class _Machine:
         return items
 
     def make_tuple(self, items: list[Any]) -> None:
-        if any(type(item) not in _ATOMS for item in items):
+        if not _ATOMS.issuperset(map(type, items)):
             raise self.refuse("a tuple that holds a container")
         self.container(tuple(items))
 
     def make_tuple_of(self, count: int) -> None:
-        self.make_tuple([self.pop() for _ in range(count)][::-1])
+        if len(self.stack) < count:
+            raise self.refuse("it takes a value where there is none")
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        self.make_tuple(items)
 
     def target(self, kind: type, word: str) -> Any:
         target = self.stack[-1] if self.stack else None
@@ -223,9 +253,9 @@ class _Machine:
         target, keys = self.target(dict, "dict"), items[::2]
         if len(items) % 2:
             raise self.refuse("a key without a value")
-        for key in keys:
-            if type(key) is not str:
-                raise self.refuse(f"a key that is no text but {type(key).__name__}")
+        if not _TEXTS.issuperset(map(type, keys)):
+            odd = next(key for key in keys if type(key) is not str)
+            raise self.refuse(f"a key that is no text but {type(odd).__name__}")
         target.update(zip(keys, items[1::2], strict=True))
 
     def append_one(self) -> None:
@@ -240,19 +270,44 @@ class _Machine:
     def put(self, index: int) -> None:
         if not self.stack:
             raise self.refuse("it remembers a value where there is none")
-        self.memo[index] = self.stack[-1]
+        self.remember(index, self.stack[-1])
         if len(self.memo) > self.caps.memo:
             raise self.refuse(f"more than {self.caps.memo} values to remember")
+
+    def remember(self, index: int, value: Any) -> None:
+        self.memo[index] = value
+        if type(value) is str:
+            self.ready[index] = value, 0
+        elif index in self.ready:
+            del self.ready[index]
 
     def get(self, index: int) -> None:
         if index not in self.memo:
             raise self.refuse(f"it recalls value {index}, which it has not remembered")
         value = self.memo[index]
-        if type(value) in (dict, list):
-            self.shared += self.weigh(value)[0]
-            if self.shared > self.caps.items:
-                raise self.refuse(f"what it refers to again is, written out, more than {self.caps.items} items")
+        if type(value) is dict or type(value) is list:
+            weight = self.weigh(value)[0]
+            self.ready[index] = value, weight
+            self.add(weight)
         self.stack.append(value)
+
+    def get_far(self) -> None:
+        data, at = self.data, self.at
+        if at + 4 > len(data):
+            raise _EndError
+        index = data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24
+        self.at = at + 4
+        known = self.ready.get(index)
+        if known is None:
+            self.get(index)
+        else:
+            self.stack.append(known[0])
+            self.add(known[1])
+
+    def add(self, weight: int) -> None:
+        self.shared += weight
+        if self.shared > self.caps.items:
+            raise self.refuse(f"what it refers to again is, written out, more than {self.caps.items} items")
 
     def weigh(self, container: Any) -> tuple[int, int]:
         """How many items a container is when written out, and how deep. From here on it may not change."""
@@ -308,7 +363,7 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     0x8C: lambda m: m.text(m.take(1)[0]),
     0x8D: lambda m: m.text(m.number(_U64)),
     ord("K"): lambda m: m.push(m.take(1)[0]),
-    ord("M"): lambda m: m.push(m.number(_U16)),
+    ord("M"): _Machine.short,
     ord("J"): lambda m: m.push(m.number(_I32)),
     0x8A: _Machine.long,
     ord("G"): lambda m: m.push(m.number(_F64)),
@@ -319,6 +374,6 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     ord("r"): lambda m: m.put(m.number(_U32)),
     0x94: lambda m: m.put(len(m.memo)),
     ord("h"): lambda m: m.get(m.take(1)[0]),
-    ord("j"): lambda m: m.get(m.number(_U32)),
+    ord("j"): _Machine.get_far,
 }
 _TABLE = [_KNOWN.get(code) or _refuser(code) for code in range(256)]

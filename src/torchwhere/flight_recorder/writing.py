@@ -16,7 +16,7 @@ import pickle
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
@@ -28,8 +28,10 @@ from torchwhere.place import shown
 PREFIX = "torchwhere_rank_"
 VERSION = "2.10"
 _BACKENDS = ("nccl", "gloo", "xccl", "hccl", "rccl")  # those that `torchfrtrace` knows
-_OWN = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api", "number", "for", "async")
+_OWN = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api", "for", "async")
+_DIFFERS = ("step", "call", "rank")  # from step to step, or said elsewhere
 _FLATTENED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})  # of these it looks at the first tensor alone
+T = TypeVar("T")
 Stream = tuple[str, int, int]  # a group; and of a message, from and to, else -1
 
 
@@ -108,6 +110,7 @@ class _Dump:
         self.left_out: Counter[str] = Counter()
         self._groups: dict[str, dict[str, str]] = {}
         self._ids: dict[str, int] = {}
+        self._known: dict[str, Any] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
             key = stream(event, box.rank)
             if int(event.fields["number"]) < first[key, _members(box, event)]:
@@ -145,7 +148,7 @@ class _Dump:
             for group in self.box.groups().values()
         ]
         place = cursor.place.to_dict() | {"t_ns": cursor.t_ns} if cursor is not None else None
-        return {"format": 1, "groups": groups, "overwritten": self.box.counts.overwritten, "place": place}
+        return {"format": 2, "groups": groups, "overwritten": self.box.counts.overwritten, "place": place}
 
     def _add(self, event: Event, key: Stream) -> None:
         fields, (name, source, destination) = event.fields, key
@@ -172,33 +175,52 @@ class _Dump:
 
     def _entry(self, event: Event, recorded: str, group: tuple[str, str], pg_id: int, is_p2p: bool) -> dict[str, Any]:
         fields, number = event.fields, int(event.fields["number"]) + 1
-        inputs, outputs = _sizes(recorded, fields)
+        inputs, outputs = map(self._once, _sizes(recorded, fields))
         dtype = RECORDED_DTYPES.get(str(fields.get("dtype")), str(fields.get("dtype")))
         backend = next((known for known in _BACKENDS if known in str(fields.get("backend"))), _BACKENDS[0])
         return {
-            "frames": _frames(event),
+            "frames": self._frames(event),
             "record_id": len(self.entries),
             "pg_id": pg_id,
-            "process_group": group,
+            "process_group": self._once(group),
             "thread_id": "0",
             "thread_name": event.place.thread or "",
             "collective_seq_id": number,
             "p2p_seq_id": number if is_p2p else 0,
             "op_id": len(self.entries) + 1,
-            "profiling_name": f"{backend}:{recorded}",
+            "profiling_name": self._once(f"{backend}:{recorded}"),
             "time_created_ns": event.t_ns,
             "input_sizes": inputs,
-            "input_dtypes": [dtype] * len(inputs),
+            "input_dtypes": self._once([dtype] * len(inputs)),
             "output_sizes": outputs,
-            "output_dtypes": [dtype] * len(outputs),
+            "output_dtypes": self._once([dtype] * len(outputs)),
             "state": "scheduled",
             "time_discovered_started_ns": None,
             "time_discovered_completed_ns": None,
             "retired": False,
             "timeout_ms": 0,
             "is_p2p": is_p2p,
-            "torchwhere": event.place.to_dict() | {name: fields.get(name) for name in _OWN},
+            "torchwhere": {"same": self._same(event), **{name: getattr(event.place, name) for name in ("step", "call")}}
+            | {"number": fields.get("number")},
         }
+
+    def _same(self, event: Event) -> dict[str, Any]:
+        """Of a call, all that it has in common with those of other steps."""
+        same = {name: value for name, value in event.place.to_dict().items() if name not in _DIFFERS}
+        same |= {name: event.fields.get(name) for name in _OWN}
+        return self._once(same)
+
+    def _once(self, thing: T) -> T:
+        """One object for all that are the same: a pickle refers to it, and is a third as long."""
+        known: T = self._known.setdefault(repr(thing), thing)
+        return known
+
+    def _frames(self, event: Event) -> list[dict[str, Any]]:
+        """One frame: the user's line, in what torchwhere knows that a stack does not."""
+        place = event.place
+        where = place.pass_ if place.module is None else f"{place.pass_} of {shown(place.module)}"
+        key = place.line, where + (f", step {place.step}" if place.step is not None else "")
+        return self._once([_frame(*key)])
 
 
 def _sizes(recorded: str, fields: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
@@ -215,10 +237,6 @@ def _whole(shapes: list[list[int]]) -> list[int]:
     return [len(shapes), *shapes[0]] if all(shape == shapes[0] for shape in shapes) else [sum(map(math.prod, shapes))]
 
 
-def _frames(event: Event) -> list[dict[str, Any]]:
-    """One frame: the user's line, in what torchwhere knows that a stack does not."""
-    place = event.place
-    file, _, line = (place.line or "").rpartition(":")
-    where = place.pass_ if place.module is None else f"{place.pass_} of {shown(place.module)}"
-    name = where + (f", step {place.step}" if place.step is not None else "")
-    return [{"name": name, "filename": file or "?", "line": int(line) if line.isdigit() else 0}]
+def _frame(line: str | None, name: str) -> dict[str, Any]:
+    file, _, number = (line or "").rpartition(":")
+    return {"name": name, "filename": file or "?", "line": int(number) if number.isdigit() else 0}

@@ -309,6 +309,8 @@ def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
     changed = left_out(case.hearing, found) or out_of_turn(case.hearing, found) or newcomers(found)
     if changed:
         return tuple(changed)
+    if any(wait.rank in case.ill_heard for wait in found):  # its habits cannot be read
+        return ()
     by_call: dict[tuple[StreamKey, int], list[int]] = {(wait.key, wait.number): [] for wait in found}
     for rank, wait in case.waits.items():
         if (wait.key, wait.number) in by_call:
@@ -324,6 +326,17 @@ def on_together(case: Case) -> tuple[str, ...]:
     where = places.pop() if len(places) == 1 else f"in {len(places)} places"
     return (
         f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
+        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+    )
+
+
+def on_given_up(case: Case) -> tuple[str, ...]:
+    """All have ended, of waiting too long, and no rank is missing."""
+    first = next(rank for rank in case.hearing.testimonies if case.deaths.gave_up(rank))
+    count = len(case.hearing.testimonies)
+    return (
+        f"All {count} ranks came to the same collective, and waited there until they gave up. No rank is missing from it.",
+        f"  rank {first}: {_first_line(str(case.detail(first)))}",
         "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
     )
 

@@ -17,6 +17,10 @@ from torchwhere.events import Event
 
 # What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
 _HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
+# And when nobody came for too long, and they gave up.
+_GAVE_UP = re.compile(
+    r"timed out waiting \d+ ?ms for|collective operation timeout|failed to pass monitoredBarrier|wait timeout", re.IGNORECASE
+)
 _OUT_OF_MEMORY = re.compile(
     r"\bMemoryError\b|OutOfMemoryError|\bout of memory\b|can't allocate memory|cannot allocate memory", re.IGNORECASE
 )
@@ -47,16 +51,25 @@ class Deaths:
 
     def was_hung_up_on(self, rank: int) -> bool:
         """Whether a rank ended because the process at the other end was gone."""
+        return _HUNG_UP.search(self._last_words(rank)) is not None
+
+    def gave_up(self, rank: int) -> bool:
+        """Whether a rank ended because a collective took too long: it waited for somebody."""
+        return _GAVE_UP.search(self._last_words(rank)) is not None
+
+    def _last_words(self, rank: int) -> str:
         testimony = self.hearing.testimonies[rank]
-        last = testimony.end.fields.get("reason") if testimony.end is not None else None
-        if testimony.end is None and self._sighting(rank).alive is not True:
-            last = last_exception(testimony)
-        return _HUNG_UP.search(str(last)) is not None
+        if testimony.end is not None:
+            return str(testimony.end.fields.get("reason"))
+        return (last_exception(testimony) or "") if self._sighting(rank).alive is not True else ""
+
+    def _is_victim(self, rank: int) -> bool:
+        return self.was_hung_up_on(rank) or self.gave_up(rank)
 
     def first_of_awaited(self, awaited: list[int], unheard: list[int]) -> list[int]:
         """Of dead ranks that others wait for, those that went by themselves; where all were hung up on, those of which nothing
         is known."""
-        own = [rank for rank in awaited if not self.was_hung_up_on(rank)]
+        own = [rank for rank in awaited if not self._is_victim(rank)]
         return own or unheard or awaited
 
     def first(self, unheard: list[int]) -> list[int]:
@@ -66,7 +79,7 @@ class Deaths:
         own = [rank for rank in failed if not self._reacted(rank)]
         if own or unheard:
             return own or unheard
-        crashed = [rank for rank in failed if not self.was_hung_up_on(rank)]
+        crashed = [rank for rank in failed if not self._is_victim(rank)]
         return crashed or self._silent()
 
     def failed(self) -> list[int]:
@@ -93,7 +106,7 @@ class Deaths:
     def _reacted(self, rank: int) -> bool:
         testimony = self.hearing.testimonies[rank]
         is_crash = testimony.end is None and self._unfinished(rank) is None and self._sighting(rank).out_of_memory is None
-        return self.was_hung_up_on(rank) or (is_crash and testimony.in_collective_since_ns is not None)
+        return self._is_victim(rank) or (is_crash and testimony.in_collective_since_ns is not None)
 
     def _is_gone_first(self, rank: int) -> bool:
         """Whether a process that is gone, without a word, went by itself and not when all was over.

@@ -17,11 +17,12 @@ from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, waiting_for, waits, wrong_peers
+from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, owes, waiting_for, waits, wrong_peers
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.place import Certainty
 
 STALL_S = 30.0
+_ASKED = 64  # of those who wait for one rank, to find what it owes them
 
 
 def examine(
@@ -103,6 +104,8 @@ class _Examination:
             blamed = deaths.first_of_awaited(dead, case.ill_heard)
         elif not case.waits and (dead := deaths.failed()):
             blamed = deaths.first(case.ill_heard)
+            if any(map(deaths.gave_up, dead)) and set(blamed) <= set(case.ill_heard):
+                return self._gave_up(blamed)
         else:
             return None
         wait = self._wait_for(blamed)
@@ -116,6 +119,23 @@ class _Examination:
             explanation=advice.on_dead(case, blamed, wait) or advice.on_dead_together(case, dead),
         )
 
+    def _gave_up(self, blamed: list[int]) -> Verdict:
+        """All that were heard waited in one collective until they gave up: for one of which nothing is known, or together."""
+        case = self.case
+        key, number, witness = case.last_of_all()
+        wait = Wait(witness, key, number, (), tuple(blamed)) if key is not None and witness is not None else None
+        is_missing = bool(blamed) and wait is not None
+        explanation = advice.on_missing(case, blamed, wait) if blamed and wait is not None else advice.on_given_up(case)
+        return case.verdict(
+            VerdictKind.MISSING if is_missing else VerdictKind.TOGETHER,
+            culprits=tuple(blamed) if is_missing else (),
+            key=key,
+            number=number,
+            witness=witness,
+            certainty=Certainty.INFERRED,
+            explanation=explanation,
+        )
+
     def _missing(self) -> Verdict | None:
         case = self.case
         blamed = awaited(case.waits)
@@ -126,6 +146,9 @@ class _Examination:
             if wait is None and not case.waits:
                 wait = case.unheard_wait()
             blamed, certainty = list(wait.unheard) if wait else [], Certainty.INFERRED
+            owing = self._owing()
+            if owing:
+                blamed, wait = owing, self._wait_for(owing)
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s):
             return None
         if not case.is_live:
@@ -140,6 +163,16 @@ class _Examination:
             certainty=Certainty.INFERRED if excused else certainty,
             stalled_s=case.waited_s(wait),
             explanation=advice.on_missing(case, blamed, wait) + advice.on_excused(excused),
+        )
+
+    def _owing(self) -> list[int]:
+        """Ranks that stand in a collective with one that has no box, but came there without what others wait for from them."""
+        case = self.case
+        excused = [wait for wait in case.waits.values() if not wait.missing]
+        return sorted(
+            wait.rank
+            for wait in excused
+            if any(owes(case.hearing, wait, other) for other in waiting_for(case.waits, [wait.rank])[:_ASKED])
         )
 
     def _deadlock(self) -> Verdict | None:

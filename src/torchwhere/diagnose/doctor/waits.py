@@ -88,7 +88,12 @@ def _waits_for_anybody(hearing: Hearing, suspects: list[int]) -> dict[int, Wait]
         if call is not None and testimony.in_collective_since_ns is not None and call[0].source < 0 <= call[0].destination:
             listening[rank] = call
     others = tuple(rank for rank in suspects if rank not in listening)
-    return {rank: Wait(rank, *call, others, ()) for rank, call in listening.items()} if others else {}
+    found = {}
+    for rank, call in listening.items():
+        unheard = tuple(member for member in hearing.group(call[0]).ranks if member not in hearing.testimonies)
+        if others or unheard:
+            found[rank] = Wait(rank, *call, others, unheard)
+    return found
 
 
 def _blocking(testimony: Testimony, candidates: list[Wait]) -> Wait:
@@ -253,23 +258,25 @@ def _is_expected_elsewhere(
 
 
 def left_out(hearing: Hearing, found: list[Wait]) -> list[int]:
-    """Of ranks that wait in a circle, those that owe a call which they used to issue before the one they are in.
+    """Of ranks that wait in a circle, those that owe a call which they used to issue before the one they are in."""
+    pairs = zip(found, [*found[-1:], *found[:-1]], strict=True)  # the second waits for the first
+    owing = sorted(wait.rank for wait, other in pairs if owes(hearing, wait, other))
+    return owing if len(owing) < len(found) else []
 
-    Told by a rank's own past, without steps: between the one it is in and the one before of that stream, it has issued fewer of
-    the calls that another waits for than it did every time before.
+
+def owes(hearing: Hearing, wait: Wait, other: Wait) -> bool:
+    """Whether a rank that waits, and that another one waits for, has left out what the other one waits for.
+
+    Told by its own past, without steps: between the call it is in and the one before of that stream, it has issued fewer of
+    the calls that the other waits for than it did every time before.
     """
-    owing = []
-    for wait, other in zip(found, [*found[-1:], *found[:-1]], strict=True):  # `other` waits for this one
-        own, owed = (hearing.testimonies[wait.rank].calls.get(key) for key in (wait.key, other.key))
-        if own is None or owed is None or own.at(wait.number) is None or owed.last != other.number - 1:
-            continue
-        first = max(own.first, wait.number - _PERIODS)
-        marks = [own.record(number) for number in range(first, wait.number + 1)]
-        records = np.array([owed.record(number) for number in range(max(owed.first, owed.last - _LOOKED_BACK), owed.last + 1)])
-        issued = [int(((records > begin) & (records < end)).sum()) for begin, end in itertools.pairwise(marks)]
-        if len(issued) > 1 and len(set(issued[:-1])) == 1 and issued[-1] < issued[0]:
-            owing.append(wait.rank)
-    return sorted(owing) if len(owing) < len(found) else []
+    own, owed = (hearing.testimonies[wait.rank].calls.get(key) for key in (wait.key, other.key))
+    if own is None or owed is None or own.at(wait.number) is None or owed.last != other.number - 1:
+        return False
+    marks = [own.record(number) for number in range(max(own.first, wait.number - _PERIODS), wait.number + 1)]
+    records = np.array([owed.record(number) for number in range(max(owed.first, owed.last - _LOOKED_BACK), owed.last + 1)])
+    issued = [int(((records > begin) & (records < end)).sum()) for begin, end in itertools.pairwise(marks)]
+    return len(issued) > 1 and len(set(issued[:-1])) == 1 and issued[-1] < issued[0]
 
 
 def newcomers(found: list[Wait]) -> list[int]:
