@@ -513,6 +513,17 @@ def sigstop(victim: int) -> None:
     train(victim, stops)
 
 
+@fault("missing", words="stopped", only_live=True)
+def sigstop_inside(victim: int) -> None:
+    """Stopped while it waits in a collective that it has issued: all have come to it, and one cannot go on."""
+    for step in range(STEPS):
+        if is_faulty(victim, step):
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}"])
+        elif step == FAULTY_STEP:
+            time.sleep(1.5)
+        dist.all_reduce(torch.ones(4))
+
+
 @fault("missing", line="hook")
 def backward_hook(victim: int) -> None:
     """Stuck in a hook of the backward."""

@@ -56,32 +56,32 @@ def judge(
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong; of `ask`, on other hosts."""
     hearing = hearing if hearing is not None else heard(run)
     kept = {rank: value for rank, value in kept.items() if _is_of(run, rank, value)}
-    seen = merged(look(run.boxes), kept)
+    seen = merged(look(run.labels), kept)
     _read_again(run, hearing, [rank for rank, sighting in seen.items() if sighting.alive is False])
     now_ns = _now(seen)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
     if verdict.kind in _CALM:
         return verdict
     if now_ns is None:
-        return with_evidence(verdict, run.boxes, run.folder, may_ask=False)
+        return with_evidence(verdict, run.labels, run.folder, may_ask=False)
     suspects = tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
     kept |= ask(suspects) if ask is not None else {}
-    seen = merged(look(run.boxes, stacks=suspects), kept)
+    seen = merged(look(run.labels, stacks=suspects), kept)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
     is_there = any(sighting.alive for sighting in seen.values())
-    return with_evidence(verdict, run.boxes, run.folder, may_ask=is_there)
+    return with_evidence(verdict, run.labels, run.folder, may_ask=is_there)
 
 
 def _is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
     """Whether what was kept is about a process of this run, not of an earlier one in the same folder."""
-    return rank not in run.boxes or kept.get("pid") in (None, run.boxes[rank].meta.get("pid"))
+    return rank not in run.boxes or kept.get("pid") in (None, run.labels[rank].meta.get("pid"))
 
 
 def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
     """A process may have written its last words between the reading of its box and the look that found it gone."""
     for rank in gone:
-        if rank in run.boxes and pulse_of(run.boxes[rank].path) != run.boxes[rank].pulse:
-            box = read_box(run.boxes[rank].path)
+        if rank in run.boxes and pulse_of(run.labels[rank].path) != run.labels[rank].pulse:
+            box = read_box(run.labels[rank].path)
             if box.rank == rank:
                 hearing.hear(rank, box)
 

@@ -103,10 +103,21 @@ class Guard:
         self._sigaction(None, now)
         if now.handler == self._address:
             self._sigaction(self._before, None)
+            self._take_away_closed_ones()
         else:
             _outlived.append(self)  # somebody may have kept our address to chain to
         self._length = 0  # from here on no fault is ours, whatever gets mapped there next
         self._is_short = lambda: False
+
+    def _take_away_closed_ones(self) -> None:
+        """What was put back may be the handler of a guard that was closed while a later one stood before it."""
+        now = _Action()
+        self._sigaction(None, now)
+        below = next((guard for guard in _outlived if guard._address == now.handler), None)
+        if below is not None:
+            _outlived.remove(below)
+            self._sigaction(below._before, None)
+            self._take_away_closed_ones()
 
 
 _outlived: list[Guard] = []

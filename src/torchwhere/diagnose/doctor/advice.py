@@ -62,14 +62,17 @@ def what_said(call: Event | None) -> str:
     if call is None:
         return "a collective"
     fields = call.fields
-    shapes = fields.get("shapes") or []
-    of = f" of {fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}" if shapes else ""
     root = (
         f" with {'peer' if fields.get('op') in ('send', 'recv') else 'root'} {fields['peer']}"
         if fields.get("peer") is not None
         else ""
     )
-    return f"{fields.get('op')}{of}{root}"
+    return f"{fields.get('op')}{_of_said(call)}{root}"
+
+
+def _of_said(call: Event | None) -> str:
+    shapes = (call.fields.get("shapes") or []) if call is not None else []
+    return f" of {call.fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}" if call is not None and shapes else ""
 
 
 # -- mismatch --------------------------------------------------------------------------------------------------------------
@@ -172,14 +175,11 @@ def _waiting(case: Case, wait: Wait) -> list[str]:
 
 
 def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
-    call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
-    group = case.hearing.group(wait.key)
-    what = what_said(call)
+    if _is_inside(case, blamed[0], wait):
+        came = f"{ranks_said(blamed).capitalize()} came to {_awaited_said(case, wait)}, and cannot go on there."
+        return (came, *_waiting(case, wait), *_held_said(case, blamed), *_branch(case, blamed, wait))
     never = "never" if any(rank in case.hearing.testimonies for rank in blamed) else "may never have"
-    said = [
-        f'{ranks_said(blamed).capitalize()} {never} issued {what}, #{wait.number} of group "{group.title}".',
-        *_waiting(case, wait),
-    ]
+    said = [f"{ranks_said(blamed).capitalize()} {never} issued {_awaited_said(case, wait)}.", *_waiting(case, wait)]
     for rank in blamed[:4]:
         if rank not in case.hearing.testimonies:
             said.append(f"  rank {rank} has no {case.run.noun}: where it is, nobody knows")
@@ -195,6 +195,27 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     if known and wait.number:
         said += _branch(case, known, wait)
     return tuple(said)
+
+
+def _is_inside(case: Case, rank: int, wait: Wait) -> bool:
+    """Whether a rank that others wait for in a call has come to it."""
+    testimony = case.hearing.testimonies.get(rank)
+    return testimony is not None and testimony.counts.get(wait.key, 0) > wait.number
+
+
+def _awaited_said(case: Case, wait: Wait) -> str:
+    """What the others wait for: the call they are in, or of a message its other end."""
+    call, key = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number), wait.key
+    title = case.hearing.group(key).title
+    if key.source == key.destination:
+        return f'{what_said(call)}, #{wait.number} of group "{title}"'
+    op = "recv" if wait.rank == key.source else "send"
+    return f'the {op}{_of_said(call)}, #{wait.number} from rank {key.source} to rank {key.destination} on group "{title}"'
+
+
+def _held_said(case: Case, blamed: list[int]) -> list[str]:
+    said = [f"  rank {rank} is {in_place(case.place(rank))}: {case.detail(rank) or case.state(rank)}" for rank in blamed[:4]]
+    return said + ([f"  and {len(blamed) - 4} more"] if len(blamed) > 4 else [])
 
 
 def on_excused(excused: dict[int, int]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.doctor import advice, pace
 from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.deaths import Deaths
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
@@ -40,8 +41,10 @@ def examine(
     boxes say, where they have been heard already.
     """
     hearing = hearing if hearing is not None else heard(run)
-    found = waits(hearing)
-    case = Case(run, hearing, dict(sightings or {}), found, now_ns, is_suspicion)
+    seen = dict(sightings or {})
+    deaths = Deaths(hearing, seen, now_ns)
+    held = {rank for rank in hearing.testimonies if (rank in seen and seen[rank].is_stopped) or deaths.is_dead(rank)}
+    case = Case(run, hearing, seen, waits(hearing, held=held), now_ns, is_suspicion)
     return _Examination(case, stall_s).verdict()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ class Wait:
     rank: int
     key: StreamKey
     number: int
-    missing: tuple[int, ...]  # who has not issued it, by their own boxes
+    missing: tuple[int, ...]  # who has not issued it, by their own boxes, or cannot go on in it
     unheard: tuple[int, ...]  # members without a box: nobody knows
 
 
@@ -42,8 +42,8 @@ def members(hearing: Hearing, key: StreamKey) -> tuple[int, ...]:
     return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
 
 
-def waits(hearing: Hearing) -> dict[int, Wait]:
-    """For each rank that has one, the incomplete call it must be in."""
+def waits(hearing: Hearing, *, held: Collection[int] = ()) -> dict[int, Wait]:
+    """For each rank that has one, the incomplete call it must be in. `held` are ranks that are stopped, or dead."""
     streams: dict[StreamKey, dict[int, int]] = {}
     for rank, testimony in hearing.testimonies.items():
         for key, count in testimony.counts.items():
@@ -53,6 +53,7 @@ def waits(hearing: Hearing) -> dict[int, Wait]:
         for wait in _incomplete(hearing, key, counts):
             candidates[wait.rank].append(wait)
     found = {rank: _blocking(hearing.testimonies[rank], each) for rank, each in candidates.items()}
+    found = _waits_for_held(hearing, held, streams, found) | found
     found |= _waits_for_unheard(hearing, awaited(found), streams)
     return found | _waits_for_anybody(hearing, awaited(found))
 
@@ -70,6 +71,31 @@ def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> lis
     unheard = tuple(rank for rank in taking_part if rank not in counts)
     behind = tuple(rank for rank in taking_part if counts.get(rank) == lowest)
     return [Wait(rank, key, lowest, behind, unheard) for rank in taking_part if counts.get(rank, lowest) > lowest]
+
+
+def _waits_for_held(
+    hearing: Hearing, held: Collection[int], streams: dict[StreamKey, dict[int, int]], found: Container[int]
+) -> dict[int, Wait]:
+    """Of ranks that all came to one call: those that stand there with one who was stopped in it, or died in it."""
+    stuck: defaultdict[tuple[StreamKey, int], list[int]] = defaultdict(list)
+    for rank in held:
+        call = _stands_in(hearing.testimonies[rank])
+        if call is not None and rank not in found:
+            stuck[call].append(rank)
+    waiting: dict[int, Wait] = {}
+    for (key, number), ranks in stuck.items():
+        if max(streams[key].values()) > number + 1:  # somebody got through it
+            continue
+        missing = tuple(sorted(ranks))
+        others = (rank for rank in streams[key] if rank not in held and rank not in found)
+        standing = [rank for rank in others if _stands_in(hearing.testimonies[rank]) == (key, number)]
+        waiting |= {rank: Wait(rank, key, number, missing, ()) for rank in standing}
+    return waiting
+
+
+def _stands_in(testimony: Testimony) -> tuple[StreamKey, int] | None:
+    """The call that a rank is in, by its last record and its cursor."""
+    return testimony.last if testimony.in_collective_since_ns is not None else None
 
 
 def _listens_to_anybody(hearing: Hearing, key: StreamKey) -> bool:

@@ -113,7 +113,7 @@ def ranks(run: Roster[Any], hearing: Hearing, verdict: Verdict, when: Moments) -
     furthest = max((step for step in found.step if step is not None), default=0)
     found.behind = [furthest - step if step is not None else 0 for step in found.step]
     found.behind_calls = _behind_calls(known, hearing)
-    found.meshes = meshes(known, hearing.language.groups)
+    found.meshes = meshes(known, _used_groups(hearing))
     return found
 
 
@@ -146,23 +146,30 @@ def _behind_calls(known: list[int], hearing: Hearing) -> list[int]:
     return found
 
 
+def _used_groups(hearing: Hearing) -> list[Group]:
+    """Those in which something was issued; a job may have made others. All, where there is none."""
+    used = {key.group for testimony in hearing.testimonies.values() for key, count in testimony.counts.items() if count}
+    groups = list(hearing.language.groups)
+    return [groups[number] for number in sorted(used)] or groups
+
+
 def meshes(known: list[int], groups: Iterable[Group]) -> list[Mesh]:
     """The dimensions along which ranks are grouped, named ones first. A family whose groups overlap is none, and neither is
     one that has all ranks in one group."""
     at = {rank: index for index, rank in enumerate(known)}
-    families: dict[str, list[Group]] = {}
+    families: dict[str, dict[tuple[int, ...], Group]] = {}  # two groups of the same ranks are one
     for group in groups:
         if 0 < len(group.ranks) < len(known):
-            families.setdefault(group.title, []).append(group)
+            families.setdefault(group.title, {})[group.ranks] = group
     found: list[tuple[bool, int, str, Mesh]] = []
     for title, family in families.items():
         of: list[int | None] = [None] * len(known)
-        size = sum(rank in at for group in family for rank in group.ranks)
-        for number, group in enumerate(sorted(family, key=lambda group: group.ranks)):
-            for rank in group.ranks:
+        size = sum(rank in at for members in family for rank in members)
+        for number, members in enumerate(sorted(family)):
+            for rank in members:
                 if rank in at:
                     of[at[rank]] = number
         if size == sum(number is not None for number in of):
-            is_named = any(group.mesh_dim for group in family)
+            is_named = any(group.mesh_dim for group in family.values())
             found.append((not is_named, -size, title, Mesh(title, of, [str(number) for number in range(len(family))])))
     return [mesh for *_, mesh in sorted(found, key=lambda one: one[:3])[:_MOST_MESHES]]
