@@ -6,7 +6,7 @@ and counted, missing ranks are named. A `Roster` is the same with labels instead
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -86,17 +86,23 @@ class Run(Roster[Box]):
                 yield from box.events(kinds=kinds, last=last)
 
 
-def read_run(folder: str | Path) -> Run:
+def read_run(folder: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> Run:
     """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
 
     The boxes of a large one are read when they are asked for: to go through it twice takes twice the time, not the memory.
+    `on_progress` is told how many boxes have been read, of how many; of a large run, also while somebody goes through it.
     """
     files = box_files(folder)
-    if len(files) <= _FEW:
-        return Run(Path(folder), *choose(Path(folder), [read_box(path) for path in files]))
-    reader = BoxReader()
-    chosen, earlier, unreadable = choose(Path(folder), [_label(reader, path) for path in files])
-    return Run(Path(folder), Shelf(chosen), earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
+    is_small, tell = len(files) <= _FEW, on_progress or (lambda _done, _of: None)
+    reader, found = BoxReader(), []
+    for count, path in enumerate(files, 1):
+        found.append(read_box(path) if is_small else _label(reader, path))
+        tell(count, len(files) if is_small else 2 * len(files))
+    if is_small:
+        return Run(Path(folder), *choose(Path(folder), [box for box in found if isinstance(box, Box)]))
+    chosen, earlier, unreadable = choose(Path(folder), [label for label in found if isinstance(label, Label)])
+    shelf = Shelf(chosen, on_read=lambda count: tell(min(len(files) + count, 2 * len(files)), 2 * len(files)))
+    return Run(Path(folder), shelf, earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
 
 
 def _label(reader: BoxReader, path: Path) -> Label:

@@ -6,7 +6,7 @@ Thousands of boxes at once are gigabytes. Whoever goes through them rank by rank
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.reader import Box, BoxReader
@@ -18,8 +18,10 @@ _KEPT = 16
 class Shelf(Mapping[int, Box]):
     """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
 
-    def __init__(self, labels: Mapping[int, Label]) -> None:
+    def __init__(self, labels: Mapping[int, Label], *, on_read: Callable[[int], None] | None = None) -> None:
         self.labels = labels
+        self._on_read = on_read  # told how many have been read
+        self._count = 0
         self._reader = BoxReader()
         self._kept: OrderedDict[int, Box] = OrderedDict()
 
@@ -33,6 +35,9 @@ class Shelf(Mapping[int, Box]):
 
     def _read(self, rank: int) -> Box:
         label = self.labels[rank]
+        self._count += 1
+        if self._on_read is not None:
+            self._on_read(self._count)
         try:
             box = self._reader.read(label.path)
         except TorchwhereError as error:

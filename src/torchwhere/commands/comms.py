@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
 
 
 def add(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 def _comms(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.comms.tree import comms
 
-    found = comms(read_folder(arguments), ranks=ranks_asked(arguments))
+    found = ask(arguments, partial(comms, ranks=ranks_asked(arguments)))
     if arguments.json:
         print_json([found.to_dict()])
     else:

@@ -8,13 +8,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
 from torchwhere.errors import TorchwhereError
-
-if TYPE_CHECKING:
-    from torchwhere.blackbox.run import Run
 
 _THEY_DIFFER = 1
 
@@ -33,14 +30,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.diff.comparison import diff, find_logs
 
     logs = find_logs(Path(arguments.folder), arguments.logs)
+    compare = partial(diff, logs=logs, ranks=ranks_asked(arguments), strip=arguments.strip, ignore=arguments.ignore)
     try:
-        found = diff(
-            _run(arguments, has_logs=bool(logs)),
-            logs=logs,
-            ranks=ranks_asked(arguments),
-            strip=arguments.strip,
-            ignore=arguments.ignore,
-        )
+        found = compare(None) if _has_only_logs(arguments, logs) else ask(arguments, compare)
     except ValueError as error:
         raise TorchwhereError(str(error)) from None
     if arguments.json:
@@ -53,9 +45,6 @@ def _diff(arguments: argparse.Namespace) -> int:
     return 0 if found.is_equal else _THEY_DIFFER
 
 
-def _run(arguments: argparse.Namespace, *, has_logs: bool) -> Run | None:
-    """The boxes; None where there are only logs."""
+def _has_only_logs(arguments: argparse.Namespace, logs: object) -> bool:
     folder = Path(arguments.folder)
-    if has_logs and folder.is_dir() and not any(folder.glob("*.box")):
-        return None
-    return read_folder(arguments)
+    return bool(logs) and folder.is_dir() and not any(folder.glob("*.box"))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading, say
+from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading, say
 from torchwhere.events import KIND_LABELS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def _count(text: str) -> int:
 
 
 def _events(arguments: argparse.Namespace) -> int:
-    run = read_folder(arguments)
+    run = ask(arguments, lambda run: run)
     kinds = set(arguments.kind) if arguments.kind else None
     events: Iterator[Event] = run.events(ranks=ranks_asked(arguments), kinds=kinds, last=arguments.last)
     first = next(events, None)

@@ -21,11 +21,13 @@ def add(commands: Any) -> None:
 def _flight_recorder(arguments: argparse.Namespace) -> int:
     from torchwhere.blackbox.run import read_run
     from torchwhere.flight_recorder.writing import write_dumps
+    from torchwhere.show.progress import progress_bar
 
-    run = read_run(arguments.folder)
-    for caveat in run.caveats():
-        say(caveat)
-    written = write_dumps(run, folder=arguments.out)
+    with progress_bar("writing dumps") as on_progress:
+        run = read_run(arguments.folder, on_progress=on_progress)
+        for caveat in run.caveats():
+            say(caveat)
+        written = write_dumps(run, folder=arguments.out)
     if arguments.json:
         print_json([written.to_dict()])
     else:

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
 from torchwhere.errors import TorchwhereError
 
 
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
 def _layout(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.layout.layouts import layouts
 
-    found = layouts(read_folder(arguments), ranks=ranks_asked(arguments))
+    found = ask(arguments, partial(layouts, ranks=ranks_asked(arguments)))
     if not found.cohorts:
         raise TorchwhereError(
             f"{arguments.folder} holds no layout. It is recorded when the first step of a model with parameters has ended, or "

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, read_folder, reading
+from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
 
 
 def add(commands: Any) -> None:
@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 def _phases(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.phases import phases
 
-    found = phases(read_folder(arguments), ranks=ranks_asked(arguments))
+    found = ask(arguments, partial(phases, ranks=ranks_asked(arguments)))
     if arguments.json:
         print_json([found.to_dict()])
     else:

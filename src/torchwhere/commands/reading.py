@@ -7,7 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import json_text
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchwhere.blackbox.run import Run
 
 BAD_INPUT = 2
+T = TypeVar("T")
 
 
 def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -44,10 +45,18 @@ def add_folder(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 
-def read_folder(arguments: argparse.Namespace) -> Run:
+def ask(arguments: argparse.Namespace, question: Callable[[Run], T]) -> T:
+    """What a question finds in the run, with a bar on a terminal while its boxes are read and gone through."""
+    from torchwhere.show.progress import progress_bar
+
+    with progress_bar("reading boxes") as on_progress:
+        return question(read_folder(arguments, on_progress=on_progress))
+
+
+def read_folder(arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None) -> Run:
     from torchwhere.blackbox.run import read_run
 
-    run = read_run(arguments.folder)
+    run = read_run(arguments.folder, on_progress=on_progress)
     unknown = sorted((ranks_asked(arguments) or set()) - set(run.boxes))
     if unknown:
         raise TorchwhereError(f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")

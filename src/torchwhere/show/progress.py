@@ -23,7 +23,11 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     progress = Progress(*columns, console=Console(stderr=True), transient=True)
     task, begin = progress.add_task(text, total=None), time.monotonic()
 
+    is_over = False
+
     def tell(done: int, total: int) -> None:
+        if is_over:  # somebody goes on reading, and prints
+            return
         if not progress.live.is_started and done < total and time.monotonic() - begin > _AT_ONCE_S:
             progress.start()
         progress.update(task, completed=done, total=total)
@@ -31,4 +35,5 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     try:
         yield tell
     finally:
+        is_over = True
         progress.stop()
