@@ -16,11 +16,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MAY_IMPORT = {
     "version": set(),
     "errors": set(),
+    "collector": set(),
     "results": {"errors", "show"},  # a result shows itself when it is asked to; only then is that imported
     "place": {"results"},
     "events": {"place", "results"},
     "blackbox": {"errors", "events", "place", "results"},
-    "inspect": {"blackbox", "events", "place", "results", "sharding", "show"},
+    "inspect": {"blackbox", "collector", "events", "place", "results", "sharding", "show"},
     "sense": {"blackbox", "errors", "events", "inspect", "place"},
     "cgroup": set(),
     "identity": {"cgroup", "version"},
@@ -38,9 +39,9 @@ MAY_IMPORT = {
     "processes": {"blackbox", "cgroup", "diagnose", "py_spy"},
     "py_spy": set(),
     "clerks": {"blackbox", "diagnose", "errors"},
-    "consultation": {"blackbox", "clerks", "diagnose", "flight_recorder", "processes"},
-    "reporting": {"clerks", "consultation", "diagnose", "show", "version"},
-    "flight_recorder": {"blackbox", "diagnose", "errors", "events", "place"},
+    "consultation": {"blackbox", "clerks", "collector", "diagnose", "flight_recorder", "processes"},
+    "reporting": {"clerks", "collector", "consultation", "diagnose", "show", "version"},
+    "flight_recorder": {"blackbox", "collector", "diagnose", "errors", "events", "place"},
     "ward": {"blackbox", "consultation", "diagnose", "errors", "processes"},
     "on_call": set(),
     "live_screen": {"blackbox", "diagnose", "errors", "on_call", "show", "ward"},
@@ -61,6 +62,7 @@ MAY_IMPORT = {
     | {"sense", "session"},
 }
 KNOWS_NO_TORCH = (
+    "collector",
     "exporting",
     "parquet",
     "recordings",

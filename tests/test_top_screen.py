@@ -214,3 +214,4 @@ def test_the_terminal_is_given_back(job: Path, tmux: Tmux) -> None:
     (child,) = map(int, Path(f"/proc/{shell}/task/{shell}/children").read_text().split())
     os.kill(child, signal.SIGTERM)
     tmux.code(143)
+    assert "q quit" not in tmux.text()

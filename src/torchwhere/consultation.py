@@ -5,10 +5,8 @@ Everything here reads. What a monitor has kept in the folder counts where nobody
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from torchwhere.blackbox.label import pulse_of
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
 from torchwhere.clerks import Progress, hear_folder
+from torchwhere.collector import nothing_collected
 from torchwhere.diagnose.doctor.examination import STALL_S, examine
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
@@ -31,18 +30,6 @@ def consult(folder: str | Path, *, stall_s: float = STALL_S, on_progress: Progre
     with nothing_collected():
         run, hearing = hear_folder(folder, on_progress=on_progress)
         return judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
-
-
-@contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Of thousands of ranks millions of objects are made and kept: the garbage collector would go through them in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def judge(

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.clerks import Progress, hear_folder
-from torchwhere.consultation import judge, kept_sightings, nothing_collected
+from torchwhere.collector import nothing_collected
+from torchwhere.consultation import judge, kept_sightings
 from torchwhere.diagnose.doctor.examination import STALL_S
 from torchwhere.diagnose.report.digest import Digest
 from torchwhere.diagnose.report.report import Report, make_report

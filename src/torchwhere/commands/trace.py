@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import gzip
 import os
 import sys
@@ -59,6 +58,7 @@ def _steps(text: str) -> range:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
+    from torchwhere.collector import nothing_collected
     from torchwhere.diagnose.timeline.survey import survey
     from torchwhere.show.progress import progress_bar
     from torchwhere.show.trace import Tally
@@ -68,7 +68,7 @@ def _trace(arguments: argparse.Namespace) -> int:
     if not arguments.out:
         raise TorchwhereError("-o needs a file: an empty name is none")
     tally = Tally()
-    with _nothing_collected(), progress_bar("reading boxes") as on_progress:
+    with nothing_collected(), progress_bar("reading boxes") as on_progress:
         found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
         for caveat in [*found.roster.caveats(), *_remarks(found)]:
             say(caveat)
@@ -83,18 +83,6 @@ def _trace(arguments: argparse.Namespace) -> int:
     elif arguments.out != "-":
         _print_lines(_summary(arguments.out, size, tally, found.clocks))
     return 0
-
-
-@contextlib.contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """A tuple for each of a million slices, and no cycle among them: the garbage collector would go through them in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _remarks(found: Survey) -> Iterator[str]:

@@ -13,9 +13,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from torchwhere.collector import nothing_collected
 from torchwhere.flight_recorder.boxes import DumpBox, to_box
 from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.unpickle import Caps, RefusedError
@@ -42,18 +43,6 @@ def read_all(files: Sequence[File], caps: Caps) -> list[DumpBox | str]:
             share = shares[start]
             found[start::processes] = told if told is not None else [_read(file, caps) for file in share]
     return found
-
-
-@contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
-    """Dumps are made of hundreds of thousands of small objects: the garbage collector would go through them in vain."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _read(file: File, caps: Caps) -> DumpBox | str:

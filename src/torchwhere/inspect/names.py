@@ -7,7 +7,6 @@ shown. Everything is held weakly. `NameTable` is what the engine asks; `Names` i
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from torchwhere.collector import nothing_collected
 
 # The class (by name, so that nothing is imported for this) and the attribute that holds the wrapped module.
 _WRAPPERS = {
@@ -108,7 +109,7 @@ class NameTable:
 
     def _scan(self, root: nn.Module, prefix: str) -> None:
         remember, modules, params, buffers = self.remember, self.modules, self.params, self.buffers
-        with _without_collector():
+        with nothing_collected():
             for name, module in walk(root, prefix=prefix):
                 remember(modules, module, name)
                 if module._parameters:
@@ -180,18 +181,6 @@ class NameTable:
         """Forget everything."""
         for table in (self.modules, self.params, self._alive, self._roots, self._strangers, self.buffers or {}):
             table.clear()
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Nothing made here is garbage: with the cycle collector on, 100,000 modules take more than twice the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def owner(param: str) -> str:
