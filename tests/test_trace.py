@@ -164,7 +164,7 @@ def test_perfetto_reads_it(run: Path, tmp_path: Path) -> None:
         "select a.name a, b.name b, b.ts + b.dur - a.ts room from flow "
         "join slice a on a.id = slice_out join slice b on b.id = slice_in",
         "select s.name, s.depth, p.name up from slice s "
-        "left join slice p on p.id = s.parent_id where s.category = 'module' limit 5",
+        "left join slice p on p.id = s.parent_id where s.category = 'module' order by s.track_id, s.ts, s.depth limit 5",
         "select distinct a.display_value n from slice s join args a using (arg_set_id) where a.key = 'args.number'",
         "select distinct name from process where name is not null",
     )

@@ -32,6 +32,7 @@ TALLY_RANKS = (1 << 20) - 1  # ranks are below this: a tally keeps rank + 1 in 2
 
 # number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more; the CRC follows
 RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
+RECORD_OF_PLACE = struct.Struct("<QQ BBBB III 28x")  # the same, all after the call being 0
 RECORD_BYTES = 64
 RECORD_CRC_AT = RECORD_BYTES - 4
 

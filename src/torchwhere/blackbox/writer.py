@@ -30,8 +30,12 @@ from torchwhere.blackbox.layout import (
     HEADER_BYTES,
     HEADER_COPIES,
     META_BYTES,
+    MODULE_SHIFT,
+    PASS_MASK,
+    PASS_SHIFT,
     RECORD,
     RECORD_BYTES,
+    RECORD_OF_PLACE,
     TALLIES,
     TALLY_BYTES,
     TALLY_RANKS,
@@ -223,6 +227,23 @@ class BoxWriter:
             at = ring_at + number % capacity * RECORD_BYTES
             region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
             return number
+
+        return record
+
+    def make_place_record(self, current_step: Callable[[], int]) -> Callable[[int, int, int, int, int], None]:
+        """`record(kind, t_ns, word, call, thread)`: one that has a place and nothing else, given as a word.
+
+        With module events there are two for every module call: it saves a frame, and six fields.
+        """
+        numbers, pack, pack_crc, region = self._numbers, RECORD_OF_PLACE.pack, CRC.pack, self._map
+        ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
+
+        def record(kind: int, t_ns: int, word: int, call: int, thread: int) -> None:
+            number = next(numbers)
+            pass_, module = word >> PASS_SHIFT & PASS_MASK, word >> MODULE_SHIFT
+            data = pack(number, t_ns, kind, pass_, 0, thread, current_step(), module, call)
+            at = ring_at + number % capacity * RECORD_BYTES
+            region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
 
         return record
 

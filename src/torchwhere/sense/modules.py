@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
+from torchwhere.blackbox.layout import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
 from torchwhere.inspect.names import NameTable, innermost, wrapped
@@ -152,7 +152,7 @@ class ModuleSense:
         sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
         words, now = self._box.words, time.monotonic_ns
         compiling = torch.compiler.is_dynamo_compiling
-        emit = self._make_emit() if self._events else None
+        emit = _torch.unseen(self._box.make_place_record(self._current_step)) if self._events else None
         # None: what torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody else has wrapped it too.
         plain = inner = None if self._runs_directly() else original
 
@@ -188,7 +188,8 @@ class ModuleSense:
                 words[cursor] = word
                 words[cursor + CURSOR_TIME] = t_ns = now()
                 if emit is not None and word != below:
-                    emit(ENTER, t_ns, word, track)
+                    number = word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
+                    emit(ENTER, t_ns, word, number, track.number)
             except Exception as error:
                 trouble(error)
                 return original(self, *args, **kwargs)
@@ -205,7 +206,8 @@ class ModuleSense:
                 try:
                     t_ns = now()
                     if emit is not None and word != below:  # a wrapper and what it wraps are one call
-                        emit(EXIT, t_ns, word, track)
+                        number = word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
+                        emit(EXIT, t_ns, word, number, track.number)
                     track.top = below
                     at = track.count & LOG_MASK
                     track.seqs[at] = sequence_nr()
@@ -217,21 +219,6 @@ class ModuleSense:
                     trouble(error)
 
         return __call__, call_through
-
-    def _make_emit(self) -> Callable[[int, int, int, Track], None]:
-        """Records a module event; only there when they were asked for."""
-        record, current_step = self._box.record, self._current_step
-
-        @_torch.unseen
-        def emit(kind: int, t_ns: int, word: int, track: Track) -> None:
-            if word < FIRST_MODULE_WORD:
-                return
-            call = word & CALL_MASK
-            if word & RECOMPUTE_BIT and call != NO_CALL:
-                call = track.recomputed_call(word)
-            record(kind, t_ns, word >> PASS_SHIFT & PASS_MASK, 0, track.number, current_step(), word >> MODULE_SHIFT, call)
-
-        return emit
 
     # -- the first time, and the outermost call ----------------------------------------------------------------------
 

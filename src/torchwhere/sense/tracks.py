@@ -109,6 +109,11 @@ class Track:
         """Whether a recomputed call makes nodes that backward runs: reentrant checkpointing; the other kind runs the old."""
         return pass_of(word) == Pass.RECOMPUTE and bool(self.regions[word & CALL_MASK & (REGIONS - 1)] & 1)
 
+    def call_of(self, word: int) -> int:
+        """The number of a call: of a recomputed one, what it was in the forward."""
+        call = word & CALL_MASK
+        return self.recomputed_call(word) if word & RECOMPUTE_BIT and call != NO_CALL else call
+
     def recomputed_call(self, word: int) -> int:
         """The call number that a recomputed module had in its forward, NO_CALL where that is no longer known.
 
