@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -45,7 +46,10 @@ def measure(keys: Sequence[str]) -> list[Section]:
 
 def _measured(key: str) -> Section:
     print(f"{key} ...", file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, "-m", "bench.toolboxes", key], stdout=subprocess.PIPE, text=True, check=False)
+    # One thread: a fork of a process whose OpenMP has threads waits for them forever.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bench.toolboxes", key]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     if done.returncode:
         return Section(key, SECTIONS[key], error=f"exit code {done.returncode}")
     rows = json.loads(done.stdout.splitlines()[-1])
