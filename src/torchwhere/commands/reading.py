@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import os
 import sys
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 T = TypeVar("T")
+_PLAINER = "torchwhere-plainer"
+_PLAIN = dict(zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True))
 
 
 def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -24,7 +27,8 @@ def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
 
     def reading_command(arguments: argparse.Namespace) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a terminal that knows no Unicode gets question marks, not a traceback
+            codecs.register_error(_PLAINER, _plainer)
+            sys.stdout.reconfigure(errors=_PLAINER)  # a terminal that knows no Unicode gets plainer signs, not a traceback
         try:
             code = command(arguments)
             sys.stdout.flush()
@@ -37,6 +41,14 @@ def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
         return code
 
     return reading_command
+
+
+def _plainer(error: UnicodeError) -> tuple[str, int]:
+    """What stands for signs that an output does not know, each as wide as what it stands for."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    signs = error.object[error.start : error.end]
+    return "".join(_PLAIN.get(sign, "?") for sign in signs), error.end
 
 
 def add_folder(sub: argparse.ArgumentParser) -> None:
