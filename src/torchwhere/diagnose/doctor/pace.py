@@ -20,6 +20,7 @@ from torchwhere.place import shown
 
 _STEPS = 50  # the last so many are looked at
 _FEWEST_STEPS = 8
+_PAUSE = 4  # steps on time, after which lateness counts as new
 _SHARE = 0.9  # of these steps it is the last: on a crowded machine anyone is, now and then
 _LATE_SHARE = 0.15  # of a step
 _LATE_NS = 2_000_000
@@ -84,11 +85,22 @@ def _straggler_in(hearing: Hearing, window: Window) -> Straggler | None:
     count = int(is_late[row].sum())
     if count < _SHARE * len(late.steps) or not is_late[row][-3:].any():
         return None
-    since = int(late.steps[int(np.flatnonzero(is_late[row])[0])])
+    since = _since(window, row, late)
     late_ns = float(np.median(late.worst[row][is_late[row]]))
     after, before, phase = _where(hearing, window, row, late.latest_of(window, row, is_late[row]))
     share = late_ns / max(late.step_ns, 1.0)
     return Straggler(window.ranks[row], late_ns / 1e9, share, count, len(late.steps), since, after, before, phase)
+
+
+def _since(window: Window, row: int, late: _Lateness) -> int:
+    """The step since which a rank is late, with at most a few on time in between, as far back as can be looked at."""
+    per_step = max(1, len(late.columns) // len(late.steps))
+    longer = _lateness(window, most=max(_STEPS, _MOST_TIMES // (len(window.ranks) * per_step)))
+    longer = longer if longer is not None else late
+    is_late = longer.worst[row] >= max(_LATE_NS, _LATE_SHARE * longer.step_ns)
+    steps = np.flatnonzero(is_late)
+    pauses = np.flatnonzero(np.diff(steps) > _PAUSE)
+    return int(longer.steps[steps[int(pauses[-1]) + 1 if len(pauses) else 0]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +123,10 @@ class _Lateness:
         return [window.first + int(self.columns[begin + int(late[begin:end].argmax())]) for begin, end in spans]
 
 
-def _lateness(window: Window) -> _Lateness | None:
+def _lateness(window: Window, *, most: int = _STEPS) -> _Lateness | None:
+    """Of the last so many steps."""
     steps = window.steps[0]
-    chosen = np.unique(steps)[1:-1][-_STEPS:]  # the first makes and compiles things, the last may not be over
+    chosen = np.unique(steps)[1:-1][-most:]  # the first makes and compiles things, the last may not be over
     if len(chosen) < _FEWEST_STEPS:
         return None
     order = np.argsort(steps, kind="stable")
