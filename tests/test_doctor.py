@@ -19,10 +19,10 @@ import pytest
 
 from faulty_jobs import FAULTS, WORLD, Expected, around_name, marked
 from surroundings import NotHereError
-from torchwhere import py_spy
 from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
+from torchwhere.host import py_spy
 
 STALL_S = 5.0
 AT_ONCE = 4

@@ -22,13 +22,13 @@ from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
 from torchwhere.consultation import consult, judge
-from torchwhere.correspondence import Office, Post, Rendezvous, Word, run_key
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.hosts.assignment import role
-from torchwhere.hosts.deputy import Deputy
-from torchwhere.hosts.lead import Lead
-from torchwhere.hosts.role import WORD_FILE, Alone, write_whole
+from torchwhere.monitor.assignment import role
+from torchwhere.monitor.correspondence import Office, Post, Rendezvous, Word, run_key
+from torchwhere.monitor.deputy import Deputy
+from torchwhere.monitor.lead import Lead
+from torchwhere.monitor.role import WORD_FILE, Alone, write_whole
 
 SCRIPT = """
 import os, signal, sys, time
@@ -384,8 +384,8 @@ def test_words_reach_the_deputy(pair: Pair) -> None:
 
 def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that no longer answers is not waited for twice, and its last letter no longer counts: that is said."""
-    monkeypatch.setattr("torchwhere.hosts.lead.ANSWER_S", 0.3)
-    monkeypatch.setattr("torchwhere.hosts.lead.FRESH_S", 0.0)
+    monkeypatch.setattr("torchwhere.monitor.lead.ANSWER_S", 0.3)
+    monkeypatch.setattr("torchwhere.monitor.lead.FRESH_S", 0.0)
     until(lambda: met(pair))
     pair.lead._stall_s = 0.4
     start = time.monotonic()
@@ -448,7 +448,7 @@ def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -
     run = read_run(job / "a")
     lead = Lead(job / "a", stall_s=30.0, rendezvous=None)
     assert (lead.tend(run), lead.speaks) == (False, False)
-    monkeypatch.setattr("torchwhere.hosts.lead.SETTLE_S", 0.0)
+    monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
     assert (lead.tend(run), lead.speaks) == (True, True)
     assert lead.gather(run).run.caveats() == ["8 of 16 ranks: no box of rank 8, 9, 10, 11, 12, 13, 14, 15"]
 
@@ -458,7 +458,7 @@ def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run = read_run(job / "b")
     deputy = Deputy(job / "b", rendezvous=None)
     assert (deputy.tend(run), deputy.speaks) == (False, False)
-    monkeypatch.setattr("torchwhere.hosts.deputy.SILENCE_S", 0.0)
+    monkeypatch.setattr("torchwhere.monitor.deputy.SILENCE_S", 0.0)
     assert deputy.speaks
     assert deputy.gather(run).run.caveats()[-1] == (
         "nothing from the monitor of host 0: this one tells what it knows by itself"

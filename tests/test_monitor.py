@@ -16,8 +16,8 @@ from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
 from torchwhere.consultation import consult, judge, kept_sightings
-from torchwhere.monitor import Monitor
-from torchwhere.vigil import Vigil
+from torchwhere.host.vigil import Vigil
+from torchwhere.monitor.monitor import Monitor
 
 SCRIPT = """
 import sys, time

@@ -36,7 +36,7 @@ from torchwhere.show.top import body_height, impression, plain_lines, screen_lin
 from torchwhere.show.top_detail import detail_lines
 from torchwhere.show.top_rows import Letters, age, speed, widths
 from torchwhere.show.top_view import View
-from torchwhere.ward import Ward
+from torchwhere.top.ward import Ward
 
 S = 1_000_000_000
 START_NS = 1_700_000_000 * S

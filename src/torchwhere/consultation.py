@@ -20,7 +20,7 @@ from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.flight_recorder.evidence import with_evidence
-from torchwhere.processes import look, merged
+from torchwhere.host.processes import look, merged
 
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 

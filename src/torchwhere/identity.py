@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchwhere.cgroup import oom_counter, oom_kills
+from torchwhere.host.cgroup import oom_counter, oom_kills
 from torchwhere.version import __version__
 
 

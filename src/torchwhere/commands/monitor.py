@@ -12,7 +12,7 @@ from torchwhere.commands.reading import reading
 from torchwhere.errors import TorchwhereError
 
 if TYPE_CHECKING:
-    from torchwhere.hosts.role import Alone
+    from torchwhere.monitor.role import Alone
 
 
 def add(commands: Any) -> None:
@@ -65,10 +65,10 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
-    from torchwhere.hosts.assignment import role
-    from torchwhere.hosts.deputy import Deputy
-    from torchwhere.hosts.lead import Lead
-    from torchwhere.hosts.role import Alone
+    from torchwhere.monitor.assignment import role
+    from torchwhere.monitor.deputy import Deputy
+    from torchwhere.monitor.lead import Lead
+    from torchwhere.monitor.role import Alone
 
     if arguments.serve is not None:
         return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
@@ -78,7 +78,7 @@ def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
 
 
 def _monitor(arguments: argparse.Namespace) -> int:
-    from torchwhere.monitor import Monitor
+    from torchwhere.monitor.monitor import Monitor
 
     folder = Path(arguments.folder)
     if not folder.is_dir():

@@ -55,7 +55,7 @@ def _top(arguments: argparse.Namespace) -> int:
 
     try:
         if can_paint() and not arguments.json and arguments.count is None:
-            from torchwhere.live_screen import watch_screen
+            from torchwhere.top.live_screen import watch_screen
 
             watch_screen(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval or 0.5)
         else:
@@ -66,9 +66,9 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _print(arguments: argparse.Namespace) -> None:
-    from torchwhere.live_screen import looks
     from torchwhere.show.text import print_lines
     from torchwhere.show.top import plain_lines
+    from torchwhere.top.live_screen import looks
 
     found = looks(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval, count=arguments.count)
     said, gap = None, ""

@@ -1,7 +1,7 @@
 """What was seen of a rank's process from outside: is it there, does it run, where is its Python stack.
 
 Boxes say what a rank did; they cannot say that it is gone. Whoever looked at the processes, just now or while the job ran, says
-so here. `processes.py` looks; this file only holds what was found, and knows how to keep it in a file.
+so here. `host/processes.py` looks; this file only holds what was found, and knows how to keep it in a file.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import Any
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
-from torchwhere.correspondence import Post, Rendezvous, Word, run_key
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing.letter import CALLS, MOST_BYTES, Letter, transcribe, write_letter
-from torchwhere.hosts.role import GRACE_S, LINGER_S, WORD_FILE, Alone, Assembly, Gathering
+from torchwhere.monitor.correspondence import Post, Rendezvous, Word, run_key
+from torchwhere.monitor.role import GRACE_S, LINGER_S, WORD_FILE, Alone, Assembly, Gathering
 
 SILENCE_S = 30.0  # of the lead, before a deputy speaks
 

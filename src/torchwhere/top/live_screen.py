@@ -14,14 +14,14 @@ from typing import Any
 from torchwhere.blackbox.reader import Box, read_box
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.errors import TorchwhereError
-from torchwhere.on_call import DoctorOnCall
 from torchwhere.show.screen import Screen, has_colour, is_ascii
 from torchwhere.show.text import Line
 from torchwhere.show.top import body_height, screen_lines
 from torchwhere.show.top_detail import detail_lines
 from torchwhere.show.top_rows import Letters
 from torchwhere.show.top_view import View
-from torchwhere.ward import Ward
+from torchwhere.top.on_call import DoctorOnCall
+from torchwhere.top.ward import Ward
 
 _MOST_SHARE = 0.5  # of the time: of a job so large that a visit takes long, there are fewer
 _READ_S = 1.0  # the box of a rank whose page is open is read this often

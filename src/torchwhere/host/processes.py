@@ -17,12 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere import py_spy
 from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.writer import fault_file
-from torchwhere.cgroup import limit_bytes, oom_kills
 from torchwhere.diagnose.doctor.sighting import Sighting
-from torchwhere.py_spy import Frame, MainThread
+from torchwhere.host import py_spy
+from torchwhere.host.cgroup import limit_bytes, oom_kills
+from torchwhere.host.py_spy import Frame, MainThread
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _MOST_FRAMES = 64

@@ -16,11 +16,11 @@ from typing import Any
 
 from torchwhere.blackbox.run import Run
 from torchwhere.consultation import kept_sightings
-from torchwhere.correspondence import TICK_S, Office, Received, Rendezvous, Word, run_key
 from torchwhere.diagnose.hearing.letter import CALLS, Letter
 from torchwhere.diagnose.hearing.opening import Refusal, open_letter
 from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.hosts.role import GRACE_S, LINGER_S, WORD_FILE, Alone, Assembly, Gathering, Kept, write_whole
+from torchwhere.monitor.correspondence import TICK_S, Office, Received, Rendezvous, Word, run_key
+from torchwhere.monitor.role import GRACE_S, LINGER_S, WORD_FILE, Alone, Assembly, Gathering, Kept, write_whole
 
 ANSWER_S = 3.0  # for letters
 STACKS_S = 4.0  # for letters with stacks

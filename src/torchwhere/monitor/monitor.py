@@ -28,11 +28,11 @@ from torchwhere.diagnose.doctor.examination import STALL_S
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
-from torchwhere.hosts.role import Alone, with_hosts, write_whole
+from torchwhere.host.processes import is_running, look
+from torchwhere.host.vigil import Vigil
+from torchwhere.monitor.role import Alone, with_hosts, write_whole
 from torchwhere.place import Certainty
-from torchwhere.processes import is_running, look
 from torchwhere.show.verdict import verdict_json, verdict_text
-from torchwhere.vigil import Vigil
 
 PULSE_S = 0.25
 KEEP_S = 2.0

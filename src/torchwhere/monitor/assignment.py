@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchwhere.correspondence import Rendezvous
-from torchwhere.hosts.deputy import Deputy
-from torchwhere.hosts.lead import Lead
-from torchwhere.hosts.role import Alone
+from torchwhere.monitor.correspondence import Rendezvous
+from torchwhere.monitor.deputy import Deputy
+from torchwhere.monitor.lead import Lead
+from torchwhere.monitor.role import Alone
 
 
 def role(folder: Path, *, stall_s: float) -> Alone:

@@ -22,7 +22,7 @@ from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.live.ranks import STALL_S, LiveRanks
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.errors import TorchwhereError
-from torchwhere.processes import look, merged
+from torchwhere.host.processes import look, merged
 
 _LIST_S = 1.0  # new boxes are looked for this often, and what monitors have written is read
 _MOST_SHARE = 0.1  # of the time, for each of them

@@ -1,1 +1,0 @@
-"""A job of several hosts: one monitor leads and gives the verdict, the others are its deputies."""

@@ -1,0 +1,1 @@
+"""Watches a run while it runs, with the monitors of other hosts."""

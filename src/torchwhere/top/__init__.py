@@ -1,0 +1,1 @@
+"""The live screen: visits the ranks, has a doctor on call."""
