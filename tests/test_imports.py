@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "blackbox": {"errors", "events", "place", "results"},
     "inspect": {"blackbox", "collector", "events", "place", "results", "sharding", "show"},
     "sense": {"blackbox", "errors", "events", "inspect", "place"},
-    "identity": {"host", "version"},
+    "identity": {"host", "sense", "version"},
     "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
     "session": {"blackbox", "errors", "events", "identity", "inspect", "place", "recorder", "sense"},
     "sharding": {"results", "show"},  # a layout shows itself when it is printed; only then is that imported

@@ -502,3 +502,37 @@ def test_steps_counted_by_the_user_begin_at_zero() -> None:
             torchwhere.step()
             steps.append(torchwhere.where().step)
     assert steps == [0, 1, 2]
+
+
+def test_the_folder_it_works_in_is_gone(tmp_path: Path) -> None:
+    """A process whose working folder somebody has deleted is watched as any other; lines are then absolute."""
+    code = """
+import os, sys
+import torch, torchwhere
+from torch import nn
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+os.makedirs("gone")
+os.chdir("gone")
+os.rmdir(os.getcwd())
+seen = []
+model.register_forward_hook(lambda *_: seen.append(torchwhere.where()))
+with torchwhere.watch(model, out=sys.argv[1]):
+    with torchwhere.phase("all"):
+        model(torch.zeros(2)).sum().backward()
+        optimizer.step()
+    torchwhere.note("said")
+print(seen[0].module == "", os.path.isabs(seen[0].line.partition(":")[0]))
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
+    assert [event.fields["text"] for event in torchwhere.read_run(tmp_path / "run").events(kinds={"note"})] == ["said"]

@@ -6,7 +6,6 @@ and does not load dynamo: where nothing was compiled, the table is empty.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 from torchwhere.inspect.bytecode import graph_inputs
@@ -14,6 +13,7 @@ from torchwhere.inspect.graphs import CompiledGraph, CompiledGraphs, inputs_of
 from torchwhere.process import current
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.compiled import Compilation, Ledger, LiveGraph, live_graphs, model_name, order_of
+from torchwhere.sense.stack import current_folder
 
 FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 
@@ -108,5 +108,5 @@ def _times(compile_id: str) -> int:
 
 def _line(file: str, line: int | None) -> str:
     session = current()
-    folder = session.recorder.locator.folder if session is not None else os.getcwd()
+    folder = session.recorder.locator.folder if session is not None else current_folder()
     return stack.shortened(file, line or 0, folder=folder)

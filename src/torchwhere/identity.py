@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchwhere.host.cgroup import oom_counter, oom_kills
+from torchwhere.sense.stack import current_folder
 from torchwhere.version import __version__
 
 
@@ -53,8 +54,9 @@ def _flight_recorder() -> dict[str, str]:
     default = os.path.join(cache, "torch", "comm_lib_trace_rank_")
     dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
     pipe = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
-    found = {"dump": os.path.abspath(dump)}
-    return found | {"pipe": os.path.abspath(pipe)} if pipe else found
+    folder = current_folder()
+    found = {"dump": os.path.join(folder, dump)}
+    return found | {"pipe": os.path.join(folder, pipe)} if pipe else found
 
 
 def describe() -> dict[str, Any]:
@@ -78,6 +80,6 @@ def describe() -> dict[str, Any]:
         "torchwhere": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "folder": os.getcwd(),
+        "folder": current_folder(),
         "argv": sys.argv,
     }

@@ -8,7 +8,6 @@ tool that traces the thread already is left alone.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from array import array
@@ -173,4 +172,4 @@ def forget() -> None:
 
 def shortened(written: Written, folder: str | None = None) -> str:
     """`file:line`, relative to a folder: the watch's, or the one the process is in."""
-    return stack.shortened(written.file, written.line, folder=folder or os.getcwd())
+    return stack.shortened(written.file, written.line, folder=folder or stack.current_folder())

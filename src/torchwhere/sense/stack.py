@@ -32,6 +32,14 @@ _LIBRARIES = tuple(
 _kinds: dict[str, int] = {}
 
 
+def current_folder() -> str:
+    """Where this process works; nowhere, if somebody has deleted that folder: no reason to fail."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 def _kind(filename: str) -> int:
     """Whose code a file is. Asked once per file."""
     kind = _LIBRARY
@@ -193,7 +201,7 @@ def _compiled_as(code: CodeType) -> str | None:
 
 def shortened(file: str, line: int, *, folder: str) -> str:
     """`file:line`, relative to `folder` where it is below it."""
-    if file.startswith(folder + os.sep):
+    if folder and file.startswith(folder + os.sep):
         file = file[len(folder) + 1 :]
     return f"{file}:{line}"
 
