@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -457,6 +459,21 @@ def test_lines_of_the_user() -> None:
     )
     assert {user_line({"filename": file, "line": 1}) for file in others} == {None}
     assert user_line({"filename": "/home/user/torch/train.py", "line": 7}) == "/home/user/torch/train.py:7"
+
+
+def test_dump_of_nccl(tmp_path: Path) -> None:
+    """What NCCL's own recorder wrote on an H200, asked for through its pipe: ops, groups, numbers, sizes and lines are read."""
+    shutil.copy(Path(__file__).parent / "golden/nccl-2.28.9-rank_0", tmp_path / "nccl_trace_rank_0")
+    dumps = read_dumps(tmp_path)
+    events = [event.to_dict() for event in dumps.events()]
+    assert (list(dumps.boxes), dumps.boxes[0].has_states) == ([0], True)
+    assert [event["number"] for event in events] == list(range(26))
+    assert Counter(event["op"] for event in events) == {"all_reduce": 21, "broadcast": 4, "all_gather": 1}
+    assert {event["group_desc"] for event in events} == {"default_pg"}
+    assert {event["dtype"] for event in events} == {"float32", "int32", "int64"}
+    assert (events[-1]["line"], events[-1]["shapes"], events[-1]["bytes"]) == ("nccl.py:24", [[4]], 16)
+    assert [event["shapes"] for event in events if event["line"] is None][-1] == [[65792]]  # DDP's: no frame of the user's
+    assert consult_dumps(tmp_path).kind == "healthy"
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
