@@ -10,7 +10,9 @@ import threading
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.nn.modules import module as nn_module
 from torch.optim import optimizer as optim_optimizer
 
@@ -34,6 +36,7 @@ def snapshot() -> dict[str, Any]:
     gc.collect()
     return {
         "patches": (nn.Module.__call__, torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
+        "patches of torch.distributed": (dist.init_process_group, c10d.init_process_group, c10d._new_group_with_tag),
         "global module hooks": [
             len(getattr(nn_module, name))
             for name in sorted(vars(nn_module))

@@ -145,6 +145,33 @@ def test_c7_non_reentrant_checkpoint(calls: int) -> None:
     ]
 
 
+class _CheckpointedTwice(nn.Module):
+    def __init__(self, seen: list[Place], *, reentrant: bool) -> None:
+        super().__init__()
+        self.block = Probe(seen)
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x * 1, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("outer", [True, False], ids=["in reentrant", "in non-reentrant"])
+@pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "non-reentrant"])
+def test_c6_and_c7_checkpoint_inside_a_checkpoint(outer: bool, inner: bool) -> None:
+    """However often a block is recomputed, and before any module was called, its call is that of the forward it repeats."""
+    seen: list[Place] = []
+    model = _CheckpointedTwice(seen, reentrant=inner)
+    with torchwhere.watch(model):
+        outputs = [checkpoint(model, batch(seed=seed).requires_grad_(), use_reentrant=outer) for seed in range(3)]
+        for output in outputs:
+            output.sum().backward()
+    recomputed = 1 if not outer and not inner else 2  # non-reentrant ones share what they recompute
+    passes = ["forward", "backward"] + ["recompute"] * recomputed
+    assert sorted(told(seen)) == sorted((each, "block", call) for each in passes for call in range(3))
+    assert [place.call for place in seen] == [0, 1, 2] + [call for call in range(3) for _ in passes[1:]]
+    assert {place.certainty for place in seen} == {"exact"}
+
+
 class _KeywordOnly(nn.Module):
     def __init__(self, seen: list[Place]) -> None:
         super().__init__()
@@ -243,6 +270,46 @@ def test_c11_names_without_a_model_are_those_of_the_users_model() -> None:
         model(batch())
     assert told(seen)[0] == ("forward", "1", 0)
     assert (root[0].module, str(root[0]).count("<root>")) == ("", 1)
+
+
+def test_c11_a_part_is_called_before_the_model_is_put_together() -> None:
+    """A parametrization runs when it is registered, by itself: the model is the root all the same, with its own names."""
+    seen: list[Place] = []
+    model = nn.Sequential(nn.Linear(8, 8), Probe(seen))
+    with torchwhere.watch():
+        nn.utils.parametrizations.weight_norm(model[0])
+        weight = model[0].parametrizations.weight.original1
+        weight.register_post_accumulate_grad_hook(lambda _: seen.append(torchwhere.where()))
+        model(batch()).sum().backward()
+    assert told(seen)[0] == ("forward", "1", 0)
+    assert seen[-1].param == "0.parametrizations.weight.original1"
+
+
+def test_c11_a_wrapper_that_comes_later_changes_no_names() -> None:
+    """Once training has begun, a module around the model (to evaluate it, say) is a stranger: no name changes on the way."""
+    seen: list[Place] = []
+    model = nn.Sequential(Probe(seen))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torchwhere.watch():
+        model(batch()).sum().backward()
+        optimizer.step()
+        nn.Sequential(model)(batch())
+        model(batch())
+    assert [place.module for place in seen if place.pass_ == "forward"] == ["0", "0", "0"]
+
+
+def test_c11_the_next_model_has_its_own_names_too() -> None:
+    """Once the first model is gone, the next one is the root; one beside a root is not."""
+    seen: list[Place] = []
+    with torchwhere.watch():
+        for _ in range(2):
+            model = nn.Sequential(Probe(seen))
+            model(batch())
+            del model
+        model, beside = nn.Sequential(Probe(seen)), nn.Sequential(Probe(seen))
+        model(batch())
+        beside(batch())
+    assert [place.module for place in seen] == ["0", "0", "0", "<Sequential>.0"]
 
 
 def test_c11_tied_modules_and_wrappers() -> None:

@@ -257,6 +257,7 @@ def test_c4_and_c11_fsdp1(two_ranks: Pool, tmp_path: Path) -> None:
         reductions = [e["for"] for e in events if e["op"] == "reduce_scatter_tensor"]
         assert sorted(reductions) == ["", "layers.0", "layers.1"]
         assert all(e["pass"] == "backward" for e in events if e["op"] == "reduce_scatter_tensor")
+        assert all(e["module"] is not None for e in events)
 
 
 # -- C5, compiled ----------------------------------------------------------------------------------------------------------
@@ -365,6 +366,84 @@ def test_c15_ddp_with_a_comm_hook(two_ranks: Pool, tmp_path: Path) -> None:
     for events in two_ranks.run(_ddp_hook, tmp_path):
         (reduction,) = [e for e in events if e["dtype"] == "float16"]
         assert set(reduction["for"]) == names
+
+
+def _ddp_without_a_wrapper(folder: Path) -> list[dict[str, Any]]:
+    from torch.distributed._composable.replicate import replicate
+
+    model = replicate(Model())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torchwhere.watch(out=folder):
+        for _ in range(3):
+            model(batch()).sum().backward()
+            optimizer.step()
+    group_up()
+    return collectives(folder)
+
+
+def _ddp_static(folder: Path) -> list[dict[str, Any]]:
+    """Of two models, so that the one whose buckets are reduced at the end of a backward is not the only one there is."""
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    models = [Ddp(Model(width), static_graph=True, bucket_cap_mb=0.002) for width in (8, 16)]
+    optimizer = torch.optim.SGD(models[1].parameters(), 0.1)
+    with torchwhere.watch(models[1], out=folder):
+        models[0](batch()).sum().backward()
+        for _ in range(3):
+            models[1](batch(16)).sum().backward()
+            optimizer.step()
+    group_up()
+    return [event for event in collectives(folder) if event["bytes"] != sum(p.nbytes for p in models[0].parameters())]
+
+
+@pytest.mark.parametrize("job", [_ddp_without_a_wrapper, _ddp_static], ids=["replicate", "static graph"])
+def test_c15_ddp_of_other_kinds(two_ranks: Pool, tmp_path: Path, job: Any) -> None:
+    """The gradients of all parameters are reduced in every step, the first too, wherever DDP keeps its reducer."""
+    names = {name for name, _ in Model().named_parameters()}
+    for events in two_ranks.run(job, tmp_path):
+        gradients = [e for e in events if e["op"] == "all_reduce" and e["dtype"] == "float32" and e["pass"] == "backward"]
+        for step in range(3):
+            reduced = [name for e in gradients if e["step"] == step for name in e["for"] or ["unknown"]]
+            assert sorted(reduced) == sorted(names)
+
+
+def _gone_while_watched(folder: Path) -> dict[str, Any]:
+    import gc
+    import weakref
+
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    def threads() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    with torchwhere.watch(out=folder):
+        model = Ddp(Model())
+        for _ in range(3):
+            model(batch()).sum().backward()
+        params = [weakref.ref(param) for param in model.parameters()]
+        del model
+        before, numbers = threads(), 3
+        for _ in range(numbers):
+            group = dist.new_group([0, 1])
+            dist.all_reduce(torch.ones(1), group=group)
+            dist.destroy_process_group(group)
+            del group
+        after = threads()
+    group_up()
+    return {
+        "params": [ref() is not None for ref in params],
+        "threads": after - before,
+        "numbers": [event["number"] for event in collectives(folder)[-numbers:]],
+    }
+
+
+def test_what_the_job_lets_go_of_is_gone(two_ranks: Pool, tmp_path: Path) -> None:
+    """While watched: the parameters of a DDP model that is deleted, and the threads of a process group that is destroyed."""
+    for answer in two_ranks.run(_gone_while_watched, tmp_path):
+        assert not any(answer["params"])
+        assert answer["threads"] <= 0
+        assert answer["numbers"] == [0, 0, 0]
 
 
 # -- C16, tensor parallel --------------------------------------------------------------------------------------------------

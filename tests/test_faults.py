@@ -1,7 +1,8 @@
-"""The fault file: a forked child lets go of what it inherits, and deletes nothing."""
+"""The fault file: a forked child lets go of what it inherits and deletes nothing; the program's own handler stays."""
 
 from __future__ import annotations
 
+import faulthandler
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,20 @@ def test_an_empty_file_goes(tmp_path: Path) -> None:
         path.write_text(text)
         faults.remove()
         assert path.exists() == bool(text)
+
+
+@pytest.mark.parametrize("file_of_its_own", [True, False])
+def test_the_programs_own_fault_handler_stays(tmp_path: Path, file_of_its_own: bool) -> None:
+    """One that the program enables while we watch is still on when the watch is over; ours alone is not."""
+    faulthandler.disable()
+    try:
+        faults = Faults(tmp_path / "rank0.fault")
+        faults.install()
+        assert faulthandler.is_enabled()
+        with (tmp_path / "mine").open("w") as mine:
+            if file_of_its_own:
+                faulthandler.enable(mine)
+            faults.remove()
+            assert faulthandler.is_enabled() == file_of_its_own
+    finally:
+        faulthandler.enable()

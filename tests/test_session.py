@@ -21,6 +21,7 @@ import leaks
 import torchwhere
 from models import Model, batch
 from torchwhere import process
+from torchwhere.blackbox.layouts import layouts_in
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -536,3 +537,94 @@ print(seen[0].module == "", os.path.isabs(seen[0].line.partition(":")[0]))
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
     assert [event.fields["text"] for event in torchwhere.read_run(tmp_path / "run").events(kinds={"note"})] == ["said"]
+
+
+# -- others who do as we do ------------------------------------------------------------------------------------------------
+
+
+def _wrapped(function: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("which", ["module calls", "backward"])
+def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
+    """They come while we watch and go later: what they put back does nothing, and the next watch takes it off."""
+    owners = (nn.Module,) if which == "module calls" else (torch.autograd, torch.autograd.graph)
+    name = "__call__" if which == "module calls" else "_engine_run_backward"
+    torchs = getattr(owners[0], name)
+
+    def put(function: Any) -> None:
+        for owner in owners:
+            setattr(owner, name, function)
+
+    model, places = Model(), []
+    with torchwhere.watch(model):
+        ours = getattr(owners[0], name)
+        put(_wrapped(ours))
+    train(model)
+    put(ours)
+    expected = train(Model())
+    for _ in range(2):
+        with torchwhere.watch(model):
+            torch.manual_seed(0)
+            model.head.register_full_backward_hook(lambda *_: places.append(torchwhere.where()))
+            train(model, 1)
+        assert getattr(owners[0], name) is torchs
+    assert len(expected) == 2
+    assert {(place.pass_, place.module, place.call) for place in places} == {("backward", "head", 0)}
+
+
+def test_somebody_else_wraps_backward_between_two_watches() -> None:
+    """What another library has put there after our first watch is called, and is still there after the second."""
+    with torchwhere.watch():
+        train(Model(), 1)
+    called = []
+    torchs = torch.autograd._engine_run_backward
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return torchs(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = theirs
+    try:
+        with torchwhere.watch():
+            train(Model(), 2)
+        assert torch.autograd._engine_run_backward is theirs
+    finally:
+        torch.autograd._engine_run_backward = torchs
+    assert len(called) == 2
+
+
+def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A ScriptModule keeps its parameters in something that is no dict: the layout is taken, and nobody complains."""
+    model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
+    with torchwhere.watch(model, out=tmp_path):
+        train(model)
+    assert caplog.text == ""
+    assert layouts_in(torchwhere.read_run(tmp_path).boxes[0])
+
+
+def test_a_model_compiled_under_a_watch_and_used_after_it() -> None:
+    """It has taken our wrapper of `__call__` with it: that one does nothing, and adds no frame, break or recompile."""
+    import contextlib
+
+    import torch._dynamo as dynamo
+    from torch._dynamo.utils import counters
+
+    def run(watch: Any) -> dict[str, Any]:
+        dynamo.reset()
+        counters.clear()
+        with watch:
+            models = [torch.compile(Model(), backend="eager") for _ in range(2)]
+            models[0](batch())
+        for model in models:
+            model(batch())
+        return {key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")}
+
+    plain, watched = run(contextlib.nullcontext()), run(torchwhere.watch())
+    dynamo.reset()
+    assert watched == plain
+    assert plain["frames"]

@@ -33,6 +33,8 @@ class Kind(IntEnum):
     EXCEPTION = 12
     COMPILE_BEGIN = 13
     COMPILE_END = 14
+    GROUP_BEGIN = 15
+    GROUP_END = 16
 
     @property
     def label(self) -> str:
@@ -42,7 +44,7 @@ class Kind(IntEnum):
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
 # Kinds whose record points at a text; the JSON field that text goes into.
-TEXT_FIELD = {Kind.START: "text", Kind.END: "reason", Kind.NOTE: "text", Kind.EXCEPTION: "text"}
+TEXT_FIELD = {Kind.START: "text", Kind.END: "reason", Kind.NOTE: "text", Kind.EXCEPTION: "text", Kind.GROUP_BEGIN: "op"}
 
 
 def known_kinds(kinds: Iterable[str] | None) -> set[str] | None:
@@ -54,12 +56,12 @@ def known_kinds(kinds: Iterable[str] | None) -> set[str] | None:
     return wanted
 
 
-def json_text(value: Any) -> str:
+def json_text(value: Any, *, separators: tuple[str, str] | None = None) -> str:
     """A value as JSON, on one line. NaN and infinities, which JSON does not have, become texts."""
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, separators=separators)
     except ValueError:
-        return json.dumps(_finite(value))
+        return json.dumps(_finite(value), separators=separators)
 
 
 def _finite(value: Any) -> Any:

@@ -24,7 +24,10 @@ from torchwhere.blackbox.layout import (
     CURSOR_STEP,
     CURSOR_THREAD,
     CURSOR_TIME,
+    FLAG_INFERRED,
+    FLAG_UNKNOWN,
     MODULE_SHIFT,
+    NO_CALL,
     PASS_SHIFT,
     TALLY_COUNT,
     TALLY_RECORD,
@@ -133,6 +136,13 @@ class Recorder:
         self._compiling = max(0, self._compiling - 1)
         self.event(Kind.COMPILE_END, what=self.box.intern(Sort.GRAPH, compile_id))
 
+    def group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
+        """A process group is about to be made: from here on this rank waits for the others."""
+        self.event(Kind.GROUP_BEGIN, text={TEXT_FIELD[Kind.GROUP_BEGIN]: op, "number": number, "ranks": ranks})
+
+    def group_ends(self) -> None:
+        self.event(Kind.GROUP_END)
+
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, name: str) -> None:
@@ -163,6 +173,8 @@ class Recorder:
         locator, looked = self.locator, call.stack
         track = self._here()
         spot = self._spot_of_bucket(call.bucket, track) if call.bucket is not None else locator.spot(track)
+        if spot.flags & FLAG_UNKNOWN and looked.unit is not None:
+            spot = self._spot_of_unit(looked.unit, spot)
         graph = looked.graph
         if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
             graph = compiled.backward_graph(self._node())
@@ -177,10 +189,16 @@ class Recorder:
         self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
 
     def _spot_of_bucket(self, bucket: Bucket, track: Track) -> Spot:
-        if bucket.completed_by is None:  # launched at the end of the backward, by no parameter
+        param, bucket.param = bucket.param, None
+        if param is None:  # launched at the end of the backward, by no parameter
             return self.locator.spot(track)
-        spot = bucket.spot = self.locator.spot_of_param(bucket.completed_by)
+        spot = bucket.spot = self.locator.spot_of_param(param)
         return spot
+
+    def _spot_of_unit(self, unit: torch.nn.Module, spot: Spot) -> Spot:
+        """FSDP1 reduces where a gradient of its flat parameter is ready; nobody but the unit knows that parameter."""
+        names = self.locator.names.module_names(unit)
+        return Spot(spot.pass_, self.locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED) if names else spot
 
     def _issued(self, call: Call, track: Track, spot: Spot, line: int, graph: int, aim: int) -> None:
         """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""

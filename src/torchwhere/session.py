@@ -30,6 +30,7 @@ from torchwhere.sense.compilation import CompilationSense
 from torchwhere.sense.compiled import Ledger
 from torchwhere.sense.exceptions import ExceptionSense
 from torchwhere.sense.faults import Faults
+from torchwhere.sense.gathering import GatheringSense
 from torchwhere.sense.groups import Groups
 from torchwhere.sense.imports import Imports
 from torchwhere.sense.layouts import LayoutSense
@@ -67,7 +68,7 @@ class Session:
             self._box,
             locator,
             on_error=self._exceptions.in_module,
-            on_ddp=recorder.reducers.add,
+            on_first_call=recorder.reducers.meet,
             current_step=lambda: recorder.step,
             events=module_events,
         )
@@ -92,6 +93,7 @@ class Session:
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
         )
+        self._gathering = GatheringSense(on_begin=recorder.group_begins, on_end=recorder.group_ends)
         self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
         self._imports = Imports(
             {
@@ -104,6 +106,8 @@ class Session:
         lacking = self.modules.install(model)
         try:
             lacking += self._backward.install() + self._optimizers.install() + self._collectives.install()
+            lacking += self._gathering.install()
+            self._exceptions.install()
             self._imports.install()
             self._install_faults()
             atexit.register(self._at_exit)
@@ -126,12 +130,14 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
-        for sense in (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives):
+        senses = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
+        for sense in (*senses, self._gathering):
             sense.trouble.is_over = True
         atexit.unregister(self._at_exit)
         watched.end()
         self._imports.remove()
         self._compilation.remove()
+        self._gathering.remove()
         self._collectives.remove()
         self._optimizers.remove()
         self._backward.remove()
@@ -160,6 +166,7 @@ class Session:
     def abandon(self) -> None:
         """In a forked child: leave the parent's box alone."""
         self._collectives.abandon()
+        self._gathering.remove()
         watched.end()
         self._imports.remove()
         self._compilation.remove()
@@ -220,12 +227,14 @@ class Session:
             return
         rank, world = dist.get_rank(), dist.get_world_size()
         meta = self._box.meta
-        if (rank, world) != (meta["rank"], meta["world_size"]):
-            if rank != meta["rank"] and self._box.path is not None:
-                self._rename(self._box.path.with_name(box_name(rank)))
-            self._box.meta = meta | {"rank": rank, "world_size": world, "run_id": identity.run_id()}
-            self._box.write_meta()
-            self.recorder.rank = self.recorder.phases.rank = rank
+        told = {"rank": rank, "world_size": world, "run_id": meta["run_id"] or identity.run_id(), "store": identity.store()}
+        if told.items() <= meta.items():
+            return
+        if rank != meta["rank"] and self._box.path is not None:
+            self._rename(self._box.path.with_name(box_name(rank)))
+        self._box.meta = meta | told
+        self._box.write_meta()
+        self.recorder.rank = self.recorder.phases.rank = rank
 
     def _rename(self, path: Path) -> None:
         try:

@@ -103,6 +103,15 @@ class NameTable:
         self._roots.append((prefix, weakref.ref(root)))
         self._scan(root, prefix)
 
+    def drop_root(self, root: nn.Module) -> None:
+        """Take the names of a root and all below it back: it has turned out to be part of a bigger one."""
+        self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not root]
+        for _, module in walk(root):
+            self.modules.pop(id(module), None)
+            for thing in (*module._parameters.values(), *module._buffers.values()):
+                for table in (self.params, self.buffers or {}):
+                    table.pop(id(thing), None)
+
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The roots that are alive, each with the prefix of its names."""
         return [(prefix, root) for prefix, ref in self._roots if (root := ref()) is not None]

@@ -184,7 +184,7 @@ class _Walk:
         return names + [name for name in taken if name not in module._parameters]
 
     def _param(self, module: nn.Module, name: str, key: str) -> Param | None:
-        tensor = module._parameters.get(key)
+        tensor = module._parameters[key] if key in module._parameters else None  # noqa: SIM401 - a ScriptModule has no `get`
         full = f"{name}.{key}" if name else key
         unit, held = self._held(module, key, tensor)
         if held is None:

@@ -23,6 +23,7 @@ class Private:
     why: str
     without: str
     lazy: bool = False  # never import its module for this; use it if the job has
+    comes_with: str = "torch._dynamo.callback"  # lazy: it should be there once the job has imported this
 
 
 # Versions: all of these were found in torch 2.11, 2.13 (checked by the suite), unless a line says otherwise.
@@ -104,6 +105,28 @@ NAMES = {
         "collectives",
         "the table of all process groups, used or not",
         "groups are known by name only",
+    ),
+    "new_group": Private(
+        "torch.distributed.distributed_c10d._new_group_with_tag",
+        "gathering",
+        "what every new_group, also of a device mesh, comes down to: all ranks wait for each other in it",
+        "a job that hangs while it makes a process group is not told from one that computes",
+    ),
+    "replicated": Private(
+        "torch.distributed._composable.replicate.DDP",
+        "collectives",
+        "the class of modules that `replicate()` was applied to",
+        "DDP all-reduces of `replicate()` do not name their parameters",
+        lazy=True,
+        comes_with="torch.distributed._composable.replicate",
+    ),
+    "replicate": Private(
+        "torch.distributed._composable.replicate.replicate",
+        "collectives",
+        "knows the DDP instance behind such a module",
+        "DDP all-reduces of `replicate()` do not name their parameters",
+        lazy=True,
+        comes_with="torch.distributed._composable.replicate",
     ),
     "bucket_assignment": Private(
         "torch.distributed._compute_bucket_assignment_by_size",
@@ -278,7 +301,7 @@ def missing(sense: str) -> list[str]:
     return [
         f"this torch has no {name.path}: {name.without}"
         for key, name in NAMES.items()
-        if name.sense == sense and (not name.lazy or is_dynamo_loaded()) and private(key) is None
+        if name.sense == sense and (not name.lazy or name.comes_with in sys.modules) and private(key) is None
     ]
 
 

@@ -21,6 +21,7 @@ from torchwhere.inspect.autograd import roots_of, walk
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.listeners import Listeners
 from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.sense.retired import looked_through, retire
 from torchwhere.sense.spans import Spans, spans_of
 from torchwhere.sense.tracks import BACKWARD_WORD, Track
 from torchwhere.sense.trouble import Trouble
@@ -49,27 +50,37 @@ class BackwardSense:
         self._on_end = on_end
         self.trouble = Trouble("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
-        self._original: Any = None
-        self._wrapper: Any = None
+        self._wrapped: list[tuple[Any, Any, Any]] = []  # the module, what it had, and what it has instead
+        self._is_on = False
 
     def install(self) -> list[str]:
-        self._original = _torch.private("run_backward")
-        if self._original is not None:
-            self._wrapper = self._make_wrapper()
+        """In both modules that have it; another library may have wrapped it in one of them, or in both."""
+        if _torch.private("run_backward") is not None:
+            self._is_on = True
             for module in (torch.autograd, torch.autograd.graph):
-                module._engine_run_backward = self._wrapper  # type: ignore[attr-defined]
+                original = looked_through(module._engine_run_backward)  # type: ignore[attr-defined]
+                made = next((wrapper for _, had, wrapper in self._wrapped if had is original), None)
+                wrapper = made or self._make_wrapper(original)
+                self._wrapped.append((module, original, wrapper))
+                module._engine_run_backward = wrapper  # type: ignore[attr-defined]
         return _torch.missing("backward")
 
     def remove(self) -> None:
-        for module in (torch.autograd, torch.autograd.graph):
-            if self._wrapper is not None and module._engine_run_backward is self._wrapper:  # type: ignore[attr-defined]
-                module._engine_run_backward = self._original  # type: ignore[attr-defined]
+        """A wrapper that somebody else has wrapped stays where it is and does nothing; the next watch takes it off."""
+        self._is_on = False
+        for module, original, wrapper in self._wrapped:
+            if module._engine_run_backward is wrapper:
+                module._engine_run_backward = original
+            else:
+                retire(wrapper, original)
 
-    def _make_wrapper(self) -> Any:
-        original, enter, leave, trouble = self._original, self._enter, self._leave, self.trouble
+    def _make_wrapper(self, original: Any) -> Any:
+        enter, leave, trouble = self._enter, self._leave, self.trouble
 
         @_torch.stepped_over
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return original(t_outputs, *args, **kwargs)
             try:
                 track, below, handles, spans = enter(t_outputs, args, kwargs)
             except Exception as error:

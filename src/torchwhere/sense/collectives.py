@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
+from torchwhere.blackbox.layout import FLAG_ASYNC, FLAG_SHADOW, Sort
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.ddp import Bucket
@@ -42,6 +42,7 @@ _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "pr
 ENGINE_CALL = "_engine_run_backward"  # the frame, torch's or ours, out of which the autograd engine is called
 _OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")  # of an op, of the mode, of what keeps dynamo out of it
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
+_MOST_SPLITS = 1024  # and the sizes of the parts that an all_to_all is split into repeat even less
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Op:
     async_at: int | None
     is_p2p: bool
     is_barrier: bool
+    splits_at: tuple[int, int] | None = None  # input_split_sizes, output_split_sizes
     of_one: Op | None = None  # what a coalesced op is called when it carries a single tensor, as functional ones do
 
 
@@ -83,6 +85,7 @@ def read_schema(schema: Any) -> Op | None:
         reduce_op_at=at.get("reduce_op"),
         root_at=next((at[name] for name in ("root_rank", "src", "dst") if name in at), None),
         async_at=at.get("async_op"),
+        splits_at=(at["input_split_sizes"], at["output_split_sizes"]) if "input_split_sizes" in at else None,
     )
     if name.endswith("_coalesced"):
         op = replace(op, of_one=replace(op, name=name.removesuffix("_coalesced")))
@@ -203,7 +206,7 @@ class CollectiveSense:
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-        flags = FLAG_ASYNC if _is_async(op, args, looked.api) else 0
+        flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (FLAG_SHADOW if looked.is_shadow else 0)
         call = Call(op, group, stream, signature, flags, looked, bucket)
         if bucket is not None:
             bucket.call = call._replace(stack=stack.Stack(), bucket=None)  # nothing of this moment is kept alive
@@ -225,10 +228,11 @@ class CollectiveSense:
         tensors = inputs or outputs
         dtype = tensors[0].dtype if tensors else None
         shapes, out_shapes = tuple([t.shape for t in inputs]), tuple([t.shape for t in outputs])
-        key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api)
+        splits = _splits(op, args) if op.splits_at is not None and len(group.signatures) < _MOST_SPLITS else None
+        key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits)
         known = group.signatures.get(key)
         if known is None:
-            fields = {
+            fields: dict[str, Any] = {
                 "op": op.name,
                 "raw_op": f"c10d::{op.raw}",
                 "group": group.name,
@@ -240,6 +244,8 @@ class CollectiveSense:
                 "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
                 "api": api,
             }
+            if splits is not None:
+                fields |= {"splits": splits[0], "out_splits": splits[1]}
             known = self._box.intern(Sort.COLLECTIVE, json.dumps(fields))
             if len(group.signatures) < _MOST_SIGNATURES:
                 group.signatures[key] = known
@@ -272,6 +278,11 @@ def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Te
         else:
             found += value
     return found
+
+
+def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None:
+    """Into what sizes the input and the output of an all_to_all are split; empty where they are even."""
+    return tuple(tuple(map(int, args[at])) for at in op.splits_at) if op.splits_at is not None else None
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ class Bucket:
     numel: int
     entry: int = 0  # id of the names in the table, once they are there
     call: Any = None  # its first all-reduce; all later ones are the same but for their number
-    completed_by: torch.Tensor | None = None  # the parameter whose gradient launched it last
+    completed_by: int = 0  # the id of the parameter whose gradient launched it last
+    param: torch.Tensor | None = None  # that parameter, until its place was asked for: a model may go while we watch
     spot: Any = None  # the place of that parameter, once it was asked for
 
 
@@ -42,7 +44,7 @@ class Reducer:
     def __init__(self, ddp: Any, names: NameTable) -> None:
         self._ddp = weakref.ref(ddp)
         self._names = names
-        self._params = [p for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
+        self._params = [weakref.ref(p) for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
         self._plans: list[list[Bucket]] = []  # the surest first
         self._task = -1
         self._next = 0
@@ -70,29 +72,40 @@ class Reducer:
         self._plans.append(self._assigned(list(range(len(self._params))), sys.maxsize if rebuilds else cap, rebuilding=False))
 
     def _bucket(self, indices: list[int]) -> Bucket:
-        params = [self._params[i] for i in indices]
+        params = self._tensors(indices)
         return Bucket([(self._names.param_names(p) or ["?"])[0] for p in params], sum(p.numel() for p in params))
+
+    def _tensors(self, indices: list[int]) -> list[torch.Tensor]:
+        return [param for i in indices if (param := self._params[i]()) is not None]
 
     def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[Bucket]:
         """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
         assign = _torch.private("bucket_assignment")
-        if assign is None:
+        tensors = self._tensors(order)
+        if assign is None or len(tensors) != len(order):
             return []
         first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
-        tensors = [self._params[i] for i in order]
         indices, _ = assign(tensors, [first, cap], [False] * len(tensors), order if rebuilding else [])
         buckets = [self._bucket(list(bucket)) for bucket in indices]
         return buckets if rebuilding else buckets[::-1]
 
-    def bucket(self, task: int, numel: int) -> Bucket | None:
+    def bucket(self, task: int, tensor: torch.Tensor) -> Bucket | None:
         """The bucket that is being reduced in graph task `task`; None if that cannot be told."""
         if task != self._task:
             self._task, self._next = task, 0
-        index, self._next = self._next, self._next + 1
+        index, numel = self._next, tensor.numel()
         for plan in self._plans:
             if index < len(plan) and plan[index].numel == numel:
+                self._next = index + 1
                 return plan[index]
+        if tensor.is_floating_point():  # not the map of used parameters, which is no bucket
+            self._next = index + 1
         return None
+
+    def expects(self, task: int, tensor: torch.Tensor) -> bool:
+        """Whether a bucket of this size is the next to be reduced in a graph task."""
+        index, numel = self._next if task == self._task else 0, tensor.numel()
+        return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
 def _ignored(ddp: Any) -> set[Any]:
@@ -106,21 +119,54 @@ class Reducers:
     def __init__(self, names: NameTable) -> None:
         self._names = names
         self._of_param: dict[int, Reducer] = {}
-        self._seen: weakref.WeakKeyDictionary[nn.Module, Reducer] = weakref.WeakKeyDictionary()
+        self._seen: dict[int, Reducer] = {}  # by the id of the DDP instance, while that is there
+        self._alive: dict[int, weakref.ref[nn.Module]] = {}
+        self._replicated: list[weakref.ref[nn.Module]] = []  # by `replicate()`, which makes a DDP instance in the first forward
         self._last: Reducer | None = None
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
-    def add(self, ddp: nn.Module) -> None:
-        if ddp not in self._seen:
-            reducer = self._seen[ddp] = Reducer(ddp, self._names)
+    def meet(self, module: nn.Module) -> None:
+        """A module is called for the first time: it may be a DDP instance, or have one."""
+        replicated = _torch.private("replicated")
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            self._add(module)
+        elif replicated is not None and isinstance(module, replicated):
+            self._replicated.append(weakref.ref(module))
+
+    def _add(self, ddp: nn.Module) -> None:
+        key = id(ddp)
+        if key not in self._seen:
+            reducer = self._seen[key] = Reducer(ddp, self._names)
+            self._alive[key] = weakref.ref(ddp, partial(self._forget, key))
             for param in ddp.parameters():
                 self._of_param[id(param)] = reducer
 
+    def _forget(self, key: int, _dead: object) -> None:
+        """The id of a parameter is only good while it lives."""
+        self._alive.pop(key, None)
+        reducer = self._seen.pop(key, None)
+        self._of_param = {param: other for param, other in self._of_param.items() if other is not reducer}
+        if self._last is reducer:
+            self._last = None
+
     def look(self) -> None:
         """A backward is about to begin."""
-        for reducer in self._seen.values():
+        if self._replicated:
+            self._add_replicated()
+        for reducer in list(self._seen.values()):
             reducer.look()
+
+    def _add_replicated(self) -> None:
+        state_of, waiting = _torch.private("replicate"), []
+        for ref in self._replicated:
+            module = ref()
+            ddp = getattr(state_of.state(module), "_ddp", None) if module is not None else None
+            if ddp is not None:
+                self._add(ddp)
+            elif module is not None:
+                waiting.append(ref)
+        self._replicated = waiting
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
         """The bucket whose gradients `tensor` carries, if DDP's reducer is launching it right now on this thread.
@@ -134,11 +180,17 @@ class Reducers:
         if task == -1:
             return None
         param = getattr(self._node(), "variable", None)
-        reducer = self._of_param.get(id(param)) if param is not None else self._last
+        key = id(param)
+        reducer = self._of_param.get(key) if param is not None else self._at_the_end(task, tensor)
         if reducer is None:
             return None
         self._last = reducer
-        bucket = reducer.bucket(task, tensor.numel())
-        if bucket is not None and bucket.completed_by is not param:
-            bucket.completed_by, bucket.spot = param, None
+        bucket = reducer.bucket(task, tensor)
+        if bucket is not None and bucket.completed_by != key:
+            bucket.completed_by, bucket.param, bucket.spot = key, param, None
         return bucket
+
+    def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:
+        """Whose bucket is reduced once all gradients are there: a static graph's first backward reduces none before."""
+        likeliest = [self._last] if self._last is not None else []
+        return next((reducer for reducer in (*likeliest, *self._seen.values()) if reducer.expects(task, tensor)), self._last)

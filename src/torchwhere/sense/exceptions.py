@@ -1,11 +1,13 @@
 """What an exception of the user's carries away: a note with the place and the last collectives, and an event in the box.
 
 The exception itself propagates unchanged. The innermost module call, or the backward, that it passes through adds the note;
-those further out see it and add nothing.
+those further out see it and add nothing. One that ends a thread of the user's passes through none of them, as a rule: the main
+thread goes on, and may wait for ever for what the thread should have done.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -39,9 +41,23 @@ class ExceptionSense:
         self._report = report
         self.active = True
         self.trouble = Trouble("exceptions", self.remove)
+        self._thread_hook: Any = None
+        self._below: Any = None
+
+    def install(self) -> None:
+        below = self._below = threading.excepthook
+
+        def thread_ends(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None:
+                self.in_module(args.exc_value, self._locator.threads.here())
+            below(args)
+
+        self._thread_hook = threading.excepthook = thread_ends
 
     def remove(self) -> None:
         self.active = False
+        if self._thread_hook is not None and threading.excepthook is self._thread_hook:
+            threading.excepthook = self._below
 
     @_torch.unseen
     def in_module(self, error: BaseException, track: Track) -> None:

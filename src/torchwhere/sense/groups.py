@@ -10,8 +10,10 @@ import contextlib
 import gc
 import json
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -66,13 +68,14 @@ class Groups:
     def __init__(self, box: BoxWriter, *, on_new: Callable[[], None]) -> None:
         self._box = box
         self._on_new = on_new
-        self._known: dict[Any, Group] = {}
+        self._known: dict[int, Group] = {}  # by the id of the process group, while that is there
+        self._alive: dict[int, Any] = {}
         self._has_new = False
 
     def of(self, boxed: Any) -> Group:
         """The group of a c10d call, from the boxed process group in its arguments."""
         pg = dist.ProcessGroup.unbox(boxed)
-        return self._known.get(pg) or self._meet(pg)
+        return self._known.get(id(pg)) or self._meet(pg)
 
     def stream(self, group: Group, ends: tuple[int, int]) -> Stream:
         """The sequence that messages between `ends` are counted in."""
@@ -86,7 +89,7 @@ class Groups:
         world = _torch.private("process_groups")
         if world is not None and dist.is_initialized() and len(world.pg_map) != len(self._known):
             for pg in list(world.pg_map):
-                if isinstance(pg, dist.ProcessGroup) and pg not in self._known:
+                if isinstance(pg, dist.ProcessGroup) and id(pg) not in self._known:
                     self._meet(pg)
         if self._has_new:
             self._has_new = False
@@ -96,7 +99,7 @@ class Groups:
         """From the meshes themselves: a dimension as wide as the world has no group of its own, and older torch describes the
         groups it makes by other words. Looks at all objects there are, so never inside a step."""
         dims = _mesh_dims()
-        for group in self._known.values():
+        for group in list(self._known.values()):
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = dims[group.name]
                 self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
@@ -116,10 +119,22 @@ class Groups:
         )
         group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
         self.stream(group, WHOLE_GROUP).next_number = _counted_so_far(pg, group.backend)
-        self._known[pg] = group
+        self._keep(pg, group)
         self._has_new = True
         self._on_new()
         return group
+
+    def _keep(self, pg: Any, group: Group) -> None:
+        """Until the job destroys it: held by us, its threads and connections would outlive it. One that only C++ holds has no
+        Python object but this; it would be another one the next time."""
+        world = _torch.private("process_groups")
+        is_held = world is not None and pg in world.pg_map
+        self._known[id(pg)] = group
+        self._alive[id(pg)] = weakref.ref(pg, partial(self._forget, id(pg))) if is_held else pg
+
+    def _forget(self, key: int, _dead: object) -> None:
+        self._known.pop(key, None)
+        self._alive.pop(key, None)
 
 
 def _ranks(pg: Any) -> list[int]:

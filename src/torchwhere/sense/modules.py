@@ -26,6 +26,7 @@ from torchwhere.inspect.names import NameTable, innermost, wrapped
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.locate import Locator
+from torchwhere.sense.retired import looked_through, retire
 from torchwhere.sense.strangers import OUTSIDE, Strangers
 from torchwhere.sense.tracks import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, REHEARSAL_BITS, Track, pass_of
 from torchwhere.sense.trouble import Trouble
@@ -47,20 +48,21 @@ class ModuleSense:
         locator: Locator,
         *,
         on_error: OnError,
-        on_ddp: Callable[[nn.Module], None],
+        on_first_call: Callable[[nn.Module], None],
         current_step: Callable[[], int],
         events: bool,
     ) -> None:
         self._box = box
         self._locator = locator
         self._on_error = on_error
-        self._on_ddp = on_ddp
+        self._on_first_call = on_first_call
         self._current_step = current_step
         self._events = events
         self._bases: dict[int, int] = {}  # id of a module to its word without a call; negative for a wrapper
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
-        self._has_root = False
+        self._root: weakref.ref[nn.Module] | None = None
+        self._root_is_given = False
         self._strangers = Strangers(locator.names)
         self.calls: dict[int, int] = {}  # calls of each module in this step
         self.trouble = Trouble("modules", self.remove)
@@ -69,25 +71,35 @@ class ModuleSense:
         self._wrapper: Any = None
         self._is_aside = False
         self._call_through: Callable[[Any], None] = lambda _inner: None
+        self._retire: Callable[[], None] = lambda: None
 
     def install(self, model: nn.Module | None) -> list[str]:
         if model is not None:
             self.add_model(model)
-        self._original = nn.Module.__call__
-        self._wrapper, self._call_through = self._make_wrapper()
+        self._original = looked_through(nn.Module.__call__)
+        self._wrapper, self._call_through, self._retire = self._make_wrapper()
         nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         return _torch.missing("modules")
 
     def remove(self) -> None:
+        """Somebody else may have wrapped our wrapper by now: then it stays, does nothing, and the next watch takes it off.
+
+        A model that was compiled meanwhile keeps it for good: `torch.compile` takes the `__call__` that it finds.
+        """
         self._is_aside = False
-        if self._wrapper is not None and nn.Module.__call__ is self._wrapper:
+        self._retire()
+        if not self._take_off() and self._wrapper is not None:
+            retire(self._wrapper, self._original)
+
+    def _take_off(self) -> bool:
+        is_on = self._wrapper is not None and nn.Module.__call__ is self._wrapper
+        if is_on:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        return is_on
 
     def step_aside(self) -> None:
         """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when the watch is over."""
-        if self._wrapper is not None and nn.Module.__call__ is self._wrapper:
-            self.remove()
-            self._is_aside = True
+        self._is_aside = self._take_off() or self._is_aside
 
     def step_back(self) -> None:
         if self._is_aside and nn.Module.__call__ is self._original:
@@ -97,12 +109,13 @@ class ModuleSense:
     def add_model(self, model: nn.Module) -> None:
         """Name a model given by the user. The first one is the root; another one given later has its class as prefix."""
         if not self._locator.names.modules.get(id(model)):
-            self._locator.names.add_root(model, prefix=self._strangers.prefix(model) if self._has_root else "")
-        self._has_a_root(model)
+            self._locator.names.add_root(model, prefix=self._strangers.prefix(model) if self._root is not None else "")
+        if self._root is None:
+            self._set_root(model)
+            self._root_is_given = True
 
-    def _has_a_root(self, root: nn.Module) -> None:
-        if not self._has_root:
-            self._has_root, self.root_class = True, type(innermost(root)).__name__
+    def _set_root(self, root: nn.Module) -> None:
+        self._root, self.root_class = weakref.ref(root), type(innermost(root)).__name__
 
     @property
     def names(self) -> NameTable:
@@ -145,7 +158,7 @@ class ModuleSense:
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 
-    def _make_wrapper(self) -> tuple[Any, Callable[[Any], None]]:
+    def _make_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
         original, slowly, on_error, trouble = self._original, self._enter_slowly, self._on_error, self.trouble
         local, here = self._locator.threads.local, self._locator.threads.here
         base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
@@ -159,6 +172,10 @@ class ModuleSense:
         def call_through(telling: Any) -> None:
             nonlocal inner
             inner = telling or plain
+
+        def retire() -> None:
+            nonlocal compiling
+            compiling = _always
 
         @_torch.stepped_over
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
@@ -218,7 +235,7 @@ class ModuleSense:
                 except Exception as error:
                     trouble(error)
 
-        return __call__, call_through
+        return __call__, call_through, retire
 
     # -- the first time, and the outermost call ----------------------------------------------------------------------
 
@@ -275,8 +292,7 @@ class ModuleSense:
             return _TRANSPARENT
         if name is None:
             name = self._foreign_name(module, within)
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            self._on_ddp(module)
+        self._on_first_call(module)
         word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
         return -word if wrapped(module) is not None else word
 
@@ -290,17 +306,40 @@ class ModuleSense:
             inner = wrapped(inner)
         return None
 
+    def _may_be_root(self, root: nn.Module) -> bool:
+        """Whether a model that was found takes the names without a prefix.
+
+        The first one does; one that comes when the first is gone; and in the first step one that contains it, as a part may be
+        tried before the model is put together. Later that is a wrapper for evaluation, say, maybe on one rank alone.
+        """
+        if self._root is None or self._root_is_given:
+            return self._root is None
+        found = self._root()
+        if found is None:
+            return True
+        if self._current_step() or all(part is not found for part in root.modules()):
+            return False
+        for part in found.modules():
+            self._forget(id(part))
+        self._locator.names.drop_root(found)
+        return True
+
     def _foreign_name(self, module: nn.Module, within: int) -> str:
         """A name for a module that belongs to no model known so far."""
         if within != OUTSIDE:
             return self._strangers.inside(module, within, self._locator.text_of(within))
         root = self._strangers.root_of(module)
-        is_model = not self._has_root and any(p.requires_grad for p in root.parameters())
-        self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
+        is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
         if is_model:
-            self._has_a_root(root)
+            self._set_root(root)
+        self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
         name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
+
+
+@_torch.unseen
+def _always() -> bool:
+    return True
 
 
 def _rehearses() -> bool:

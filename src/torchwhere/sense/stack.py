@@ -89,14 +89,16 @@ class _Facts(NamedTuple):
     api: str | None = None
     takes_params: bool = False
     graph: str | None = None
+    is_join: bool = False
 
     @property
     def is_dull(self) -> bool:
-        return self.kind == _TORCH and self.finder is None and self.api is None and not self.takes_params
+        return self.kind == _TORCH and self.finder is None and not (self.api or self.takes_params or self.is_join)
 
 
 _facts: dict[int, _Facts | None] = {}  # by id of the code; None for a frame that tells nothing
 _MOST_FACTS = 1 << 16
+_HOOK_FRAMES = 3  # between `Join` and the code of a user's hook, at most: each costs 0.2 us
 
 
 def _look_at(code: CodeType) -> _Facts | None:
@@ -106,7 +108,7 @@ def _look_at(code: CodeType) -> _Facts | None:
     if kind == _TORCH:
         is_api = code.co_filename.endswith("distributed_c10d.py") and "." not in qualname
         finder = next((finder for start, finder in _UNIT_FRAMES if qualname.startswith(start)), None)
-        facts = facts._replace(finder=finder, api=qualname if is_api else None)
+        facts = facts._replace(finder=finder, api=qualname if is_api else None, is_join=_is_join(code))
     else:
         facts = facts._replace(takes_params="bucket" in arguments or "params" in arguments, graph=_compiled_as(code))
     if len(_facts) >= _MOST_FACTS:
@@ -134,6 +136,7 @@ class Stack:
     graph: str | None = None
     unit: nn.Module | None = None
     api: str | None = None  # the function of torch.distributed that the user, or torch, called
+    is_shadow: bool = False  # `Join` issues what the other ranks do: this one is out of input
     variables: dict[str, Any] | None = None  # of the innermost frame that takes a DDP `bucket` or ZeRO `params`
 
 
@@ -149,6 +152,7 @@ def read(frame: FrameType | None) -> Stack:
             _take(found, facts, frame)
             if facts.kind == _USER:
                 found.file, found.line = code.co_filename, frame.f_lineno
+                found.is_shadow = found.is_shadow or _is_in_join(frame.f_back)
                 return found
             if facts.kind == _LIBRARY and library is None:
                 library = frame
@@ -158,9 +162,26 @@ def read(frame: FrameType | None) -> Stack:
     return found
 
 
+def _is_join(code: CodeType) -> bool:
+    return code.co_name == "__exit__" and code.co_filename.endswith(f"algorithms{os.sep}join.py")
+
+
+def _is_in_join(frame: FrameType | None) -> bool:
+    """Whether `Join` called the user's own hook, a few frames further out."""
+    for _ in range(_HOOK_FRAMES):
+        if frame is None:
+            return False
+        code = frame.f_code
+        if code.co_name == "__exit__" and _is_join(code):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _take(found: Stack, facts: _Facts, frame: FrameType) -> None:
     if facts.api is not None:
         found.api = facts.api
+    found.is_shadow = found.is_shadow or facts.is_join
     if facts.finder is not None and found.unit is None:
         found.unit = facts.finder(frame.f_locals)
     if facts.takes_params and found.variables is None:

@@ -41,6 +41,7 @@ class Track:
 
     __slots__ = (
         "__weakref__",
+        "began",
         "below_optimizer",
         "count",
         "cursor",
@@ -54,7 +55,8 @@ class Track:
         "top",
     )
 
-    def __init__(self, *, number: int, name: str) -> None:
+    def __init__(self, *, number: int, name: str, began: int = 0) -> None:
+        self.began = began  # the autograd number the thread had come to when it was first seen
         self.number = number
         self.name = name
         self.slot = 0  # which cursor slot is this thread's
@@ -66,12 +68,14 @@ class Track:
         self.below_optimizer: list[int] = []
 
     def ready(self) -> None:
-        """Allocate the log, before the first transition."""
+        """Allocate the log, before the first transition. It begins outside: a node may be made before any module is called."""
         if self.seqs is _NOTHING:
             self.seqs = array("Q", bytes(8 * LOG_LENGTH))
             self.marks = array("Q", bytes(8 * LOG_LENGTH))
             self.regions = array("Q", bytes(8 * REGIONS))
             self.makers = [None] * REGIONS
+            self.seqs[0] = self.began
+            self.count = 1
 
     def log(self, seq: int, word: int) -> None:
         self.ready()
@@ -131,8 +135,11 @@ class Track:
         path = range(start + 1, forward.count) if reentrant else range(start, oldest - 1, -1)
         for index in path:
             mark = forward.marks[index & LOG_MASK]
-            if mark >> PASS_SHIFT == base:
-                return mark & CALL_MASK
+            if (mark & ~RECOMPUTE_BIT) >> PASS_SHIFT == base:
+                if not mark & RECOMPUTE_BIT:
+                    return mark & CALL_MASK
+                if (mark ^ word) & CALL_MASK & (REGIONS - 1):  # a checkpoint inside a checkpoint: what that one repeats
+                    return forward.recomputed_call(mark)
         return NO_CALL
 
 
@@ -153,6 +160,7 @@ class Threads:
         self._register = register  # told of every new track
         self._lock = threading.RLock()  # a signal handler may ask where it is while its thread joins
         self._main = threading.main_thread().ident
+        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
 
     @_torch.unseen
     def here(self) -> Track:
@@ -164,7 +172,7 @@ class Threads:
 
     def _join(self) -> Track:
         with self._lock:
-            track = Track(number=min(self._joined, 255), name=self._name())
+            track = Track(number=min(self._joined, 255), name=self._name(), began=self._sequence_nr())
             self._joined += 1
             taken = {other.slot for other in self._all}
             track.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
@@ -205,8 +213,13 @@ class Threads:
         """
         if own.count and len(self._all) == 1:
             return (own, True) if own.position(seq) is not None else (None, False)
-        able = [track for track in self._all if track.count and track.position(seq) is not None]
-        within = [track for track in able if seq < track.newest()] or able
+        able = [(track, at) for track in self._all if track.count and (at := track.position(seq)) is not None]
+        within = [claim for claim in able if seq < claim[0].newest()] or able
+        # At 0 a log says no more than that its thread had called no module yet: any other log knows better.
+        within = [claim for claim in within if claim[1]] or within
+        return self._likeliest([track for track, _ in within], own)
+
+    def _likeliest(self, within: list[Track], own: Track) -> tuple[Track | None, bool]:
         if pass_of(own.top) == Pass.BACKWARD and own in within:
             return own, len(within) == 1
         others = [track for track in within if track is not own] or within
