@@ -74,6 +74,7 @@ class Player:
     programs: list[list[Act]]
     waits: bool = True  # False: calls return at once, as those of a GPU do
     seed: int = 0
+    transfer_ns: tuple[float, float] = (TRANSFER_NS, TRANSFER_NS)  # how long after the last came a call is done, from .. to
     log: list[list[tuple[float, Act, int]]] = field(default_factory=list)
 
     def play(self) -> Player:
@@ -83,6 +84,7 @@ class Player:
         counts: list[defaultdict[object, int]] = [defaultdict(int) for _ in ranks]
         there: defaultdict[object, dict[int, float]] = defaultdict(dict)
         held: dict[int, tuple[object, int]] = {}
+        done: dict[object, float] = {}
         self.log = [[] for _ in ranks]
         moved = True
         while moved:
@@ -93,7 +95,9 @@ class Player:
                         key, size = held[rank]
                         if len(there[key]) < size:
                             break
-                        now[rank] = max(now[rank], max(there[key].values()) + TRANSFER_NS) + chance.random() * 20_000
+                        if key not in done:
+                            done[key] = max(there[key].values()) + chance.uniform(*self.transfer_ns)
+                        now[rank] = max(now[rank], done[key]) + chance.random() * 20_000
                         del held[rank]
                         at[rank] += 1
                         moved = True
@@ -122,8 +126,18 @@ class Player:
         pair = (rank, act.peer) if act.what == "send" else (act.peer, rank)
         return ("p2p", pair), 2
 
-    def write(self, folder: Path, skews: Sequence[Skew], hosts: Sequence[str], *, offsets: Sequence[int] | None = None) -> None:
-        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each rank takes for its wall-clock offset."""
+    def write(
+        self,
+        folder: Path,
+        skews: Sequence[Skew],
+        hosts: Sequence[str],
+        *,
+        offsets: Sequence[int] | None = None,
+        records: int | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each takes for its wall-clock offset; with
+        room for so many `records`, if not for all."""
         for rank, events in enumerate(self.log):
             offset = (offsets or [0] * len(self.log))[rank]
             meta = {
@@ -135,11 +149,11 @@ class Player:
                 "started_ns": WALL_NS,
                 "clock_offset_ns": WALL_NS - BOOT_NS + offset,
             }
-            box = BoxWriter(folder / box_name(rank), meta=meta, records=max(8, len(events)))
-            self._fill(box, events, skews[rank])
+            box = BoxWriter(folder / box_name(rank), meta=meta, records=records or max(8, len(events)))
+            self._fill(box, events, skews[rank], backend)
             box.close()
 
-    def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew) -> None:
+    def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew, backend: str) -> None:
         box.intern(Sort.THREAD, "0\tMainThread")
         step = -1
         for true_ns, act, number in events:
@@ -149,7 +163,7 @@ class Player:
             if act.what != "mark":
                 members = act.group or tuple(range(len(self.programs)))
                 name = "-".join(map(str, members))
-                group = {"name": name, "desc": "", "ranks": list(members), "backend": "gloo", "mesh_dim": None}
+                group = {"name": name, "desc": "", "ranks": list(members), "backend": backend, "mesh_dim": None}
                 box.intern(Sort.GROUP, json.dumps(group))
                 peer = act.peer if act.peer >= 0 else None
                 fields = {"op": act.op, "group": name, "dtype": "float32", "shapes": [[4]], "bytes": 16, "peer": peer}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from skewed_job import WALL_NS, Act, Player, Skew, call, mark, recv, send, work
 from torchwhere.blackbox.reader import read_box
+from torchwhere.cli import main
 from torchwhere.diagnose.clocks import Clocks, Evidence, aligned
 from torchwhere.diagnose.timeline.arrivals import arrivals
 from torchwhere.events import Kind
@@ -20,6 +22,7 @@ OFFSETS = (0, 5_000 * MS, -5_000 * MS, 1_234_567_891)
 PPM = (0.0, 100.0, -100.0, 37.0)
 SKEWS = [Skew(offset, ppm) for offset, ppm in zip(OFFSETS, PPM, strict=True)]
 HOSTS = ["a", "b", "c", "d"]
+Body = Callable[[int, random.Random], list[Act]]
 
 
 def clocks_of(folder: Path) -> Clocks:
@@ -37,12 +40,27 @@ def worst_ns(player: Player, clocks: Clocks, skews: list[Skew], *, ranks: range 
     )
 
 
-def steps(ranks: int, body: Callable[[int, random.Random], list[Act]], *, count: int = 60) -> list[list[Act]]:
-    chances = [random.Random(rank) for rank in range(ranks)]
+def steps(ranks: int, body: Body, *, count: int = 60, seed: int = 0) -> list[list[Act]]:
+    chances = [random.Random(1000 * seed + rank) for rank in range(ranks)]
     step = [mark(Kind.STEP_BEGIN)]
     return [
         [act for _ in range(count) for act in [*step, *body(rank, chances[rank]), mark(Kind.STEP_END)]] for rank in range(ranks)
     ]
+
+
+def pipeline(forward: tuple[float, float], backward: tuple[float, float], *, last: int = 3) -> Body:
+    """Computes for so many milliseconds, from .. to."""
+
+    def body(rank: int, chance: random.Random) -> list[Act]:
+        there = [*([recv(rank - 1)] if rank else []), spread(chance, *forward), *([send(rank + 1)] if rank < last else [])]
+        back = [*([recv(rank + 1)] if rank < last else []), spread(chance, *backward), *([send(rank - 1)] if rank else [])]
+        return [*there, *back]
+
+    return body
+
+
+def spread(chance: random.Random, least_ms: float, most_ms: float) -> Act:
+    return work(chance.uniform(least_ms, most_ms) * MS)
 
 
 def jitter(chance: random.Random, ns: float) -> Act:
@@ -83,15 +101,8 @@ def test_straggler_stays_one(tmp_path: Path, skews: list[Skew]) -> None:
 
 
 def test_messages_both_ways(tmp_path: Path) -> None:
-    """A pipeline that only sends: forward one way, backward the other, stage by stage."""
-
-    def body(rank: int, chance: random.Random) -> list[Act]:
-        first, last, phase = rank == 0, rank == 3, mark(Kind.PHASE_BEGIN)
-        forward = [*([] if first else [recv(rank - 1)]), phase, jitter(chance, 4 * MS), *([] if last else [send(rank + 1)])]
-        backward = [*([] if last else [recv(rank + 1)]), phase, jitter(chance, 8 * MS), *([] if first else [send(rank - 1)])]
-        return [*forward, *backward]
-
-    player = Player(steps(4, body, count=300)).play()
+    """A pipeline that only sends: forward one way, backward the other, stage by stage, with nothing recorded in between."""
+    player = Player(steps(4, pipeline((0, 20), (0, 20)), count=400)).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
     assert worst_ns(player, clocks, SKEWS) < 1 * MS
@@ -99,11 +110,11 @@ def test_messages_both_ways(tmp_path: Path) -> None:
 
 
 def test_small_groups_only(tmp_path: Path) -> None:
-    """Ranks 0 and 3 have no group in common: they are aligned over those in between."""
+    """Ranks 0 and 3 have no group in common: they are aligned over those in between, who compute after each call."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
         pairs = [pair for pair in ((0, 1), (1, 2), (2, 3)) if rank in pair]
-        return [act for pair in pairs for act in (jitter(chance, 10 * MS), call(pair), mark(Kind.NOTE))]
+        return [act for pair in pairs for act in (jitter(chance, 10 * MS), call(pair))]
 
     player = Player(steps(4, body, count=300)).play()
     player.write(tmp_path, SKEWS, HOSTS)
@@ -124,6 +135,174 @@ def test_calls_that_do_not_wait(tmp_path: Path) -> None:
     assert {clock.evidence for clock in clocks.clocks[1:]} == {Evidence.ISSUES}
     drifted_apart_ns = max(log[-1][0] for log in player.log) - min(log[-1][0] for log in player.log)
     assert worst_ns(player, clocks, SKEWS) < drifted_apart_ns + 20 * MS
+
+
+# -- programs of many kinds: whoever leaves a call computes for a while, and nothing is recorded until then ----------------
+
+
+def straggler(rank: int, chance: random.Random) -> list[Act]:
+    """Rank 2 is 30 ms slower than others, before each call and so also after one."""
+    slower = [work(30 * MS)] if rank == 2 else []
+    return [act for _ in range(2) for act in (spread(chance, 0, 20), *slower, call(range(4)))] + [spread(chance, 0, 20)]
+
+
+def mesh(rank: int, chance: random.Random) -> list[Act]:
+    """Groups of four along the rows of a mesh, of four along its columns: 16 ranks."""
+    row, column = range(rank // 4 * 4, rank // 4 * 4 + 4), range(rank % 4, 16, 4)
+    return [spread(chance, 0, 20), call(row), spread(chance, 0, 20), call(column), spread(chance, 0, 20)]
+
+
+def microbatches(rank: int, chance: random.Random) -> list[Act]:
+    """One forward, one backward: a pipeline of four stages that keeps all of them busy."""
+
+    def part(of: int, to: int, most_ms: float) -> list[Act]:
+        begin, end = [recv(of)] if 0 <= of < 4 else [], [send(to)] if 0 <= to < 4 else []
+        return [*begin, spread(chance, 0, most_ms), *end]
+
+    def forward() -> list[Act]:
+        return part(rank - 1, rank + 1, 5)
+
+    def backward() -> list[Act]:
+        return part(rank + 1, rank - 1, 10)
+
+    early = 3 - rank
+    acts = [act for _ in range(early) for act in forward()]
+    acts += [act for _ in range(8 - early) for act in (*forward(), *backward())]
+    return acts + [act for _ in range(early) for act in backward()]
+
+
+def in_a_ring(rank: int, chance: random.Random) -> list[Act]:
+    """Everyone sends to the next, one way round only."""
+    return [send((rank + 1) % 5), recv((rank - 1) % 5), spread(chance, 0, 20)]
+
+
+def scheduled_badly(rank: int, chance: random.Random) -> list[Act]:
+    """Mostly soon, at times very late, everywhere."""
+
+    def noise() -> Act:
+        return work(MS * (chance.expovariate(0.5) + (chance.random() < 0.1) * 50 * chance.random()))
+
+    return [noise(), call(range(4)), noise(), call(range(4)), noise()]
+
+
+def with_async(rank: int, chance: random.Random) -> list[Act]:
+    """Calls that wait among calls that do not."""
+    acts = [spread(chance, 0, 10), call(range(4), is_async=True), spread(chance, 0, 10), call(range(4), is_async=True)]
+    return [*acts, spread(chance, 0, 10), call(range(4)), spread(chance, 0, 20)]
+
+
+def an_hour(rank: int, chance: random.Random) -> list[Act]:
+    return [work(3_600 * MS), spread(chance, 0, 60), call(range(4)), spread(chance, 0, 60)]
+
+
+def alike(rank: int, chance: random.Random) -> list[Act]:
+    """Nobody is ever quick after a call, but all are alike."""
+    return [spread(chance, 7, 13), call(range(8)), spread(chance, 7, 13), call(range(8)), spread(chance, 7, 13)]
+
+
+PROGRAMS: list[tuple[Body, int, int]] = [  # with how many ranks, how many steps
+    (straggler, 4, 250),
+    (mesh, 16, 250),
+    (microbatches, 4, 100),
+    (in_a_ring, 5, 400),
+    (scheduled_badly, 4, 200),
+    (with_async, 4, 400),
+    (an_hour, 4, 1000),
+    (alike, 8, 150),
+]
+
+
+def skewed(ranks: int, seed: int) -> list[Skew]:
+    """Clocks up to 5 s and 100 ppm off."""
+    chance = random.Random(seed)
+    return [Skew(), *(Skew(int(chance.uniform(-5e9, 5e9)), chance.choice((-100, 100, 37))) for _ in range(ranks - 1))]
+
+
+def doubts_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
+    """Whether every rank is as right as is said. (A call is 3 us old when it is recorded.)"""
+    said = [clocks.of(rank) for rank in range(len(player.log))]
+    return all(
+        clock is not None
+        and clock.uncertainty_ns is not None
+        and abs(clocks.aligned_ns(rank, WALL_NS + skews[rank].shows(true_ns)) - WALL_NS - skews[0].shows(true_ns))
+        <= clock.uncertainty_ns + 20_000
+        for rank, clock in enumerate(said[1:], 1)
+        for true_ns, _, _ in player.log[rank]
+    )
+
+
+@pytest.mark.parametrize(("body", "ranks", "count"), PROGRAMS, ids=[body.__name__ for body, _, _ in PROGRAMS])
+def test_programs(tmp_path: Path, body: Body, ranks: int, count: int) -> None:
+    """Under a millisecond is left, and no clock is further off than is said of it."""
+    skews = skewed(ranks, seed=1)
+    player = Player(steps(ranks, body, count=count, seed=1)).play()
+    player.write(tmp_path, skews, [f"host{rank}" for rank in range(ranks)])
+    clocks = clocks_of(tmp_path)
+    assert worst_ns(player, clocks, skews) < 1 * MS
+    assert doubts_hold(player, clocks, skews)
+
+
+def test_rank_that_stops_early(tmp_path: Path) -> None:
+    """It is aligned as long as it is there; the others are, to the end."""
+    everyone, rest = range(4), range(3)
+    programs = steps(4, lambda rank, chance: [spread(chance, 0, 20), call(everyone), spread(chance, 0, 20)], count=200)
+    later = steps(3, lambda rank, chance: [spread(chance, 0, 20), call(rest), spread(chance, 0, 20)], count=200)
+    player = Player([*(first + then for first, then in zip(programs, later, strict=False)), programs[3]]).play()
+    player.write(tmp_path, SKEWS, HOSTS)
+    clocks = clocks_of(tmp_path)
+    assert player.log[3][-1][0] < 0.6 * player.log[0][-1][0]
+    assert worst_ns(player, clocks, SKEWS) < 1 * MS
+    assert doubts_hold(player, clocks, SKEWS)
+
+
+def test_ring_that_went_round(tmp_path: Path) -> None:
+    """Of what a box still holds; ranks do not all hold the same calls."""
+
+    def body(rank: int, chance: random.Random) -> list[Act]:
+        notes = [mark(Kind.NOTE)] * rank
+        return [spread(chance, 0, 20), *notes, call(range(4)), spread(chance, 0, 20)]
+
+    player = Player(steps(4, body, count=600)).play()
+    player.write(tmp_path, SKEWS, HOSTS, records=1500)
+    clocks = clocks_of(tmp_path)
+    player.log = [log[-1400:] for log in player.log]
+    assert worst_ns(player, clocks, SKEWS) < 1 * MS
+    assert doubts_hold(player, clocks, SKEWS)
+
+
+# -- what nobody can know --------------------------------------------------------------------------------------------------
+
+
+def slower_by_rank(rank: int, chance: random.Random) -> list[Act]:
+    return [call(range(4)), spread(chance, 10 * rank + 10, 10 * rank + 15)]
+
+
+@pytest.mark.parametrize("body", [slower_by_rank, pipeline((3, 5), (6, 10))], ids=["calls", "messages"])
+def test_doubt_is_said(tmp_path: Path, body: Body, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where each rank takes its own time after every call, offsets within that time explain all that was recorded. That is
+    said, by as much as clocks can be off."""
+    player = Player(steps(4, body, count=200)).play()
+    player.write(tmp_path, SKEWS, HOSTS)
+    clocks = clocks_of(tmp_path)
+    assert worst_ns(player, clocks, SKEWS) > 1 * MS
+    assert doubts_hold(player, clocks, SKEWS)
+    doubts = [clock.uncertainty_ns or 0 for clock in clocks.clocks[1:]]
+    assert all(1 * MS < doubt < 100 * MS for doubt in doubts)
+    assert main(["trace", str(tmp_path), "-o", str(tmp_path / "trace.json")]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("clock of")]
+    assert [f", at most {doubt / MS:,.1f} ms off" in line for doubt, line in zip(doubts, said, strict=True)] == [True] * 3
+    kept = json.loads((tmp_path / "trace.json").read_text())["otherData"]["clocks"]
+    assert [clock["uncertainty_ns"] for clock in kept[1:]] == [round(doubt) for doubt in doubts]
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_no_bound_without_waiting(tmp_path: Path, backend: str) -> None:
+    """Calls that may only go into a queue are aligned by, if times allow, but bound nothing for certain."""
+    player = Player(steps(4, lambda rank, chance: [spread(chance, 0, 20), call(range(4))], count=100)).play()
+    player.write(tmp_path, SKEWS, HOSTS, backend=backend)
+    clocks = clocks_of(tmp_path)
+    assert worst_ns(player, clocks, SKEWS) < 1 * MS
+    assert [clock.uncertainty_ns for clock in clocks.clocks] == [None] * 4
 
 
 # -- what is not touched ---------------------------------------------------------------------------------------------------

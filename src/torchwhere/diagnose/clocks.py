@@ -3,7 +3,8 @@
 Takes the arrivals of all ranks, gives `Clocks`, which turns the wall-clock time of a rank into that of a reference: the host
 of the lowest rank. Ranks of one host share a clock, unless what they did together shows that they do not. Clocks are straight
 lines against each other, an offset and a drift. `pairing.py` compares two of them; here they are put together: from the
-reference on, each clock is compared with one that is known already, over the best evidence that there is.
+reference on, each clock is compared with one that is known already, over the best evidence that there is. `consensus.py` makes
+these lines better, by all clocks at once, and `strips.py` says how far off they can be for all that.
 
 Hosts that have no call in common with the reference, nor with one that has, keep their own wall clock, and are said to.
 """
@@ -13,17 +14,22 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, overload
 
 import numpy as np
 
 from torchwhere.diagnose.timeline.arrivals import Arrivals, Calls, Stream, Times
+from torchwhere.diagnose.timeline.consensus import agreed, broken
 from torchwhere.diagnose.timeline.pairing import Fit, Line, Quality, Series, compare, shares_a_clock
+from torchwhere.diagnose.timeline.rows import Correction, rows_of
+from torchwhere.diagnose.timeline.strips import strips
 
 _SAME_CLOCK_NS = 1_000_000_000  # wall-clock offsets of one boot of a host, measured at different moments, are this close
 _FAR_NS = float(1 << 61)  # further no clock is ahead: what says so is damaged
+_KEPT_NS = 100_000.0  # a clock that is off by less is left alone
+_ROUNDS = 3  # of leaving out what contradicts the rest
 _MOST_CALLS = 2048  # of a stream, that are kept of each rank
 _MOST_KEPT = 1 << 22  # of all streams and ranks together
 _FEWEST_CALLS = 128
@@ -50,6 +56,7 @@ class Clock:
     line: Line = field(default_factory=Line)  # how far it is ahead
     calls: int = 0  # compared
     scatter_ns: float | None = None  # of single calls around the line; nine of ten are closer
+    uncertainty_ns: float | None = None  # it cannot be further off than this, whatever ranks did; None if nothing bounds it
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -60,6 +67,7 @@ class Clock:
             "drift_ppm": round(self.line.slope * 1e6, 3),
             "calls": self.calls,
             "scatter_ns": None if self.scatter_ns is None else round(self.scatter_ns),
+            "uncertainty_ns": None if self.uncertainty_ns is None else round(self.uncertainty_ns),
         }
 
 
@@ -114,7 +122,7 @@ def thinned(found: Arrivals, *, ranks: int) -> Arrivals:
     """What is enough to compare clocks by, for so many ranks."""
     most = max(_FEWEST_CALLS, min(_MOST_CALLS, _MOST_KEPT // ranks))
     streams = {stream: calls.thinned(most) for stream, calls in found.streams.items()}
-    return Arrivals(found.rank, found.host, found.offset_ns, streams, found.step_ns)
+    return Arrivals(found.rank, found.host, found.offset_ns, streams, found.step_ns, found.unsure)
 
 
 class Aligner:
@@ -126,6 +134,8 @@ class Aligner:
         self._step_ns = float(np.median(steps)) if steps else None
         self._sharing = list(self._shared(ranks))
         self._series = [Series(sharing) for sharing in self._sharing]
+        self._circles: dict[int, int] = {}  # the first of those that a clock is connected with by calls that wait
+        self._qualities: dict[int, Quality] = {}
         self._meeting: defaultdict[Stream, list[int]] = defaultdict(list)
         for index, series in enumerate(self._series):
             for stream in series.streams:
@@ -153,11 +163,14 @@ class Aligner:
     def clocks(self) -> Clocks:
         order = sorted(range(len(self._series)), key=lambda index: self._sharing[index][0].rank)
         found: dict[int, Clock] = {}
+        self._circles.clear()
         for index in order:
             if index not in found:
                 evidence = Evidence.UNMATCHED if found else Evidence.REFERENCE
                 found[index] = self._clock(index, evidence, Line(), Fit())
+                self._circles[index] = index
                 self._grow(index, found)
+        self._refine(found)
         by_rank = {
             each.rank: (place, sharing[0].offset_ns - each.offset_ns)
             for place, index in enumerate(order)
@@ -189,7 +202,34 @@ class Aligner:
             is_known = found[over].evidence is not Evidence.UNMATCHED
             evidence = Evidence.UNMATCHED if not is_known else _EVIDENCE[fit.quality] if fit.line != Line() else _KEPT
             found[index] = self._clock(index, evidence, found[over].line.after(fit.line), fit)
+            self._circles[index] = index if fit.quality is Quality.LOOSE else self._circles[over]
+            self._qualities[index] = fit.quality
             self._reach(index, hops, found, told, waiting)
+
+    def _refine(self, found: dict[int, Clock]) -> None:
+        """Within each circle, by all of its clocks at once."""
+        circles: defaultdict[int, list[int]] = defaultdict(list)
+        for index, first in self._circles.items():
+            circles[first].append(index)
+        for first, members in circles.items():
+            if len(members) > 1:
+                series = {index: self._series[index] for index in members}
+                lines = {index: found[index].line for index in members}
+                by_calls = all(self._qualities[index] is Quality.TIGHT for index in members if index != first)
+                lines, doubts = _refined(series, lines, first, by_calls=by_calls)
+                for index in members:
+                    if index != first:
+                        found[index] = self._judged(index, found[index], lines[index], doubts[index])
+
+    def _judged(self, index: int, clock: Clock, line: Line, doubt_ns: float | None) -> Clock:
+        """A clock with a better line; with none if what it would correct is less than can be known."""
+        if clock.evidence is Evidence.UNMATCHED:
+            return replace(clock, line=line, uncertainty_ns=doubt_ns)
+        farthest = max((abs(line.at(edge)) for edge in self._series[index].span_ns()), default=0.0)
+        if farthest <= _KEPT_NS:
+            wider = None if doubt_ns is None else doubt_ns + farthest
+            return replace(clock, evidence=Evidence.WALL_CLOCK, line=Line(), uncertainty_ns=wider)
+        return replace(clock, evidence=_EVIDENCE[self._qualities[index]], line=line, uncertainty_ns=doubt_ns)
 
     def _reach(
         self,
@@ -206,6 +246,33 @@ class Aligner:
                 for other in self._meeting[stream]:
                     if other not in found:
                         heapq.heappush(waiting, (_looks(stream, calls), hops + 1, other, index, None))
+
+
+def _refined(
+    series: Mapping[int, Series], lines: dict[int, Line], first: int, *, by_calls: bool
+) -> tuple[dict[int, Line], dict[int, float | None]]:
+    """Better lines for clocks, the first of which goes right; and how far off each can be at most. `by_calls`: collectives
+    connect all of them, so that they can say which messages to believe."""
+    rows, slopes = rows_of(series, lines), {index: line.slope for index, line in lines.items()}
+    used = rows.of_calls() if by_calls else rows
+    found = agreed(used, {first}, slopes)
+    for _ in range(_ROUNDS):
+        kept = rows.without(broken(rows, found))
+        if len(kept) == len(used):
+            break
+        used, found = kept, agreed(kept, {first}, slopes)
+    for index, correction in found.items():
+        if index != first:
+            lines[index] = correction.line(rows.zero_ns).after(lines[index])
+    kept = rows_of(series, lines)
+    kept = kept.without(np.setdiff1d(kept.stream, used.stream))
+    doubts: dict[int, float | None] = dict.fromkeys(series)
+    for index, strip in strips(kept, {first}).items():
+        if index != first:
+            correction = strip.kept(Correction())
+            lines[index] = correction.line(kept.zero_ns).after(lines[index])
+            doubts[index] = strip.doubt(correction)
+    return lines, doubts
 
 
 _KEPT = Evidence.WALL_CLOCK

@@ -24,13 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.timeline.arrivals import NEVER, Arrivals, Calls, Stream, Times
-
-Floats = npt.NDArray[np.float64]
+from torchwhere.diagnose.timeline.edges import MOST_SLOPE, Floats, highest, nearest
 
 _SOON_NS = 50_000.0  # what comes this soon after a call came at once
 _BOUND_NS = 200_000.0  # bounds that contradict each other by less are met
 _VIOLATIONS = 0.05  # of the calls, from which on they cannot have waited
-_MOST_SLOPE = 1e-3  # no clock drifts so fast: two times that are too close together
+_MOST_SLOPE = MOST_SLOPE / 2  # of one of them
 _FEWEST_FOR_SLOPE = 8
 _ROUNDS = 30
 _APART_NS = 1e9  # by this much ranks of one host may be apart in calls that do not wait, or by three steps
@@ -89,12 +88,20 @@ class Series:
             shift_ns = zero_ns - each.offset_ns
             for stream, calls in each.streams.items():
                 later = np.where(calls.next_ns == NEVER, NEVER, calls.next_ns + shift_ns)
-                found[stream].append(Calls(calls.numbers, calls.issued_ns + shift_ns, later, calls.waits, calls.at))
+                found[stream].append(
+                    Calls(calls.numbers, calls.issued_ns + shift_ns, later, calls.waits, calls.at, calls.sites)
+                )
         # A message between two ranks of one host says nothing of its clock.
         self.streams = {
             key: _merged(all_calls) for key, all_calls in found.items() if not (key.is_message and len(all_calls) > 1)
         }
         self.ranks = frozenset(each.rank for each in sharing)
+        self.unsure = frozenset(stream for each in sharing for stream in each.unsure)
+
+    def span_ns(self) -> tuple[int, ...]:
+        """When the first call was issued, and the last."""
+        seen = [edge for calls in self.streams.values() if len(calls) for edge in calls.issued_ns[[0, -1]].tolist()]
+        return (min(seen), max(seen)) if seen else ()
 
 
 def _merged(all_calls: list[Calls]) -> Calls:
@@ -109,8 +116,8 @@ def _merged(all_calls: list[Calls]) -> Calls:
     def reduced(how: Any, name: str) -> Any:
         return how.reduceat(np.concatenate([getattr(calls, name) for calls in all_calls])[order], begins)
 
-    waits, at = reduced(np.logical_and, "waits"), reduced(np.minimum, "at")
-    return Calls(merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), waits, at)
+    rest = reduced(np.logical_and, "waits"), reduced(np.minimum, "at"), reduced(np.minimum, "sites")
+    return Calls(merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +185,7 @@ def compare(x: Series, y: Series, step_ns: float | None) -> Fit | None:
     both = _in_common(x, y)
     ends = _ends(both)
     if len(ends):
-        return _by_ends(ends, step_ns)
+        return _by_ends(ends, step_ns, is_sure=not any(each.stream in x.unsure | y.unsure for each in both))
     by_messages = _by_messages(both, x)
     if by_messages is not None:
         return by_messages
@@ -203,15 +210,21 @@ def shares_a_clock(x: Series, y: Series, step_ns: float | None) -> bool:
 # -- fits ------------------------------------------------------------------------------------------------------------------
 
 
-def _by_ends(seen: Samples, step_ns: float | None) -> Fit:
+def _by_ends(seen: Samples, step_ns: float | None, *, is_sure: bool = False) -> Fit:
     zero_ns, t, ahead, base_ns = _centred(seen)
     least, most = (seen.least_ns - base_ns).astype(np.float64), (seen.most_ns - base_ns).astype(np.float64)
     doubt = np.maximum(ahead - least, most - ahead)
     offset, slope = _fitted(t, ahead, 1 / (_SOON_NS + np.maximum(doubt, 0.0)))
     line = offset + slope * t
     under, over = least - line, line - most  # above 0: a bound is not kept
-    if (np.maximum(under, over) > _BOUND_NS).mean() > _VIOLATIONS:
-        return _loose(zero_ns, t, ahead, base_ns, step_ns)
+    if _is_broken(under, over):
+        middle = _middle(t, least, most) if is_sure else None
+        if middle is None:
+            return _loose(zero_ns, t, ahead, base_ns, step_ns)
+        offset, slope = middle
+        under, over = least - (offset + slope * t), offset + slope * t - most
+        if _is_broken(under, over):
+            return _loose(zero_ns, t, ahead, base_ns, step_ns)
     up, down = float(under.max()), float(over.max())
     if up > 0 > down or down > 0 > up:
         offset += min(up, -down) if up > 0 else -min(down, -up)
@@ -219,6 +232,27 @@ def _by_ends(seen: Samples, step_ns: float | None) -> Fit:
     found = Line(base_ns + offset, slope, zero_ns)
     is_nothing = _farthest(found, t, zero_ns) <= _scatter(ahead - (offset + slope * t), 0.75)
     return Fit(Line() if is_nothing else found, Quality.TIGHT, len(seen), scatter)
+
+
+def _is_broken(under: Floats, over: Floats) -> bool:
+    return bool((np.maximum(under, over) > _BOUND_NS).mean() > _VIOLATIONS)
+
+
+def _middle(t: Floats, least: Floats, most: Floats) -> tuple[float, float] | None:
+    """A line in the middle of all that keep to the bounds; None if there is none."""
+    ends = np.array([t.min(), t.max()])
+    below, above = ([each[None] for each in nearest(t, bound, ends, sign)] for bound, sign in ((most, 1), (least, -1)))
+    middles = []
+    for end in ends.tolist():
+        (top,), (bottom,) = (
+            highest(below[0] - end, below[1], above[0] - end, above[1]),
+            -highest(above[0] - end, -above[1], below[0] - end, -below[1]),
+        )
+        if not bottom <= top + _BOUND_NS:
+            return None
+        middles.append(float(bottom + top) / 2)
+    slope = (middles[1] - middles[0]) / max(float(ends[1] - ends[0]), 1.0)
+    return middles[0] - slope * float(ends[0]), slope
 
 
 def _by_issues(seen: Samples, step_ns: float | None) -> Fit:
