@@ -32,10 +32,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import surroundings
 import torchwhere
+from torchwhere.monitor.monitor import Monitor
 
 WORLD = 4
 FAULTY_STEP = 3
 STEPS = 8
+STALL_S = 5.0
+MONITOR_STALL_S = 3.0  # it has spoken, and kept what it saw, when the job is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Expected:
     module: str | None = None
     issued: str | None = None  # mark of the line from which the culprit issued what differs
     words: str | None = None  # in the culprit's detail
-    only_live: bool = False  # after everybody was killed, the boxes alone cannot tell
+    needs: Callable[[int], set[int]] = lambda victim: {victim}  # without the boxes of these, and a monitor, it cannot be told
+    only_watched: bool = False  # when all were killed, and no monitor was there, the boxes look like something else
     spied_line: str | None = None  # as `line`, where py-spy is installed: nothing else can look
     spied_words: str | None = None  # as `words`
     around: Callable[[str], AbstractContextManager[None]] | None = None  # what must be there before the job starts
@@ -56,6 +60,10 @@ class Expected:
 
 
 FAULTS: dict[str, tuple[Callable[[int], None], Expected]] = {}
+
+
+def everyone(_victim: int) -> set[int]:
+    return set(range(WORLD))
 
 
 def fault(*kinds: str, **expected: object) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
@@ -93,28 +101,35 @@ def around_name(folder: str | Path) -> str:
 
 
 def serve() -> None:
-    """Fork the ranks of each job that is asked for: `name victim folder` a line; their process numbers are the answer."""
+    """Fork the ranks of each job that is asked for: `name victim folder` a line; their process numbers are the answer, and
+    last that of the job's monitor."""
     import torch._dynamo  # noqa: F401 - DDP imports it; here once for all
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead leave at once
     for line in sys.stdin:
         name, victim, folder = line.split(maxsplit=2)
-        pids = [_fork(name, int(victim), rank, folder.strip()) for rank in range(WORLD)]
+        pids = [_fork(f"rank{rank}", folder.strip(), run, name, int(victim), rank, folder.strip()) for rank in range(WORLD)]
+        pids.append(_fork("monitor", folder.strip(), watch_over, folder.strip(), pids[0]))
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
 
 
-def _fork(name: str, victim: int, rank: int, folder: str) -> int:
+def watch_over(folder: str, launcher: int) -> None:
+    """What `torchwhere run` starts next to a job, in its first rank."""
+    Monitor(Path(folder) / "run", stall_s=MONITOR_STALL_S, launcher=launcher).watch()
+
+
+def _fork(title: str, folder: str, do: Callable[..., None], *args: object) -> int:
     pid = os.fork()
     if pid:
         return pid
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    log = os.open(f"{folder}/rank{rank}.log", os.O_CREAT | os.O_WRONLY)
+    log = os.open(f"{folder}/{title}.log", os.O_CREAT | os.O_WRONLY)
     for descriptor in (0, 1, 2):
         os.dup2(log, descriptor)
     code = 1
     try:
-        run(name, victim, rank, folder)
+        do(*args)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -290,7 +305,7 @@ def pipeline_peer(victim: int) -> None:
         dist.barrier()
 
 
-@fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1})
+@fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1}, needs=lambda _victim: {1, 2})
 def shared_by_two_groups(victim: int) -> None:
     """Two groups that have two ranks in common, of which one takes them in the other order."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (1, 2, 3))}
@@ -300,7 +315,7 @@ def shared_by_two_groups(victim: int) -> None:
             dist.all_reduce(torch.ones(4), group=group)
 
 
-@fault("mismatch", only_live=True)
+@fault("mismatch", needs=lambda victim: {victim, victim ^ 1})
 def skipped_by_one_of_two(victim: int) -> None:
     """A layer of a tensor-parallel pair that one of them skips: nothing fails, and there is no majority."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -323,7 +338,7 @@ def others_give_up(victim: int) -> None:
         dist.all_reduce(torch.ones(4), group=impatient)
 
 
-@fault("missing", culprits=lambda victim: {victim or 1})
+@fault("missing", culprits=lambda victim: {victim or 1}, needs=lambda victim: {0, victim or 1})
 def mail_from_anybody(victim: int) -> None:
     """Rank 0 takes what comes from whoever writes, and one does not write."""
     for step in range(STEPS):
@@ -400,7 +415,7 @@ def leaves_early(victim: int) -> None:
         dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
 
 
-@fault("missing", culprits=lambda victim: {0, 1, 2, 3} - {victim})
+@fault("missing", culprits=lambda victim: everyone(victim) - {victim}, needs=everyone)
 def barrier_on_one(victim: int) -> None:
     """A barrier that only one rank reaches: all others are missing from it."""
     for step in range(FAULTY_STEP + 1):
@@ -513,7 +528,7 @@ def sigstop(victim: int) -> None:
     train(victim, stops)
 
 
-@fault("missing", words="stopped", only_live=True)
+@fault("missing", words="stopped", needs=everyone, only_watched=True)
 def sigstop_inside(victim: int) -> None:
     """Stopped while it waits in a collective that it has issued: all have come to it, and one cannot go on."""
     for step in range(STEPS):
@@ -604,7 +619,7 @@ def no_memory(victim: int) -> None:
 # -- slow ------------------------------------------------------------------------------------------------------------------
 
 
-@fault("straggler", only_live=True)
+@fault("straggler")
 def straggler(victim: int) -> None:
     for _ in range(400):
         if dist.get_rank() == victim:
@@ -614,7 +629,7 @@ def straggler(victim: int) -> None:
         torchwhere.step()
 
 
-@fault("healthy", culprits=lambda _victim: set())
+@fault("healthy", culprits=lambda _victim: set(), needs=everyone, only_watched=True)
 def slow(victim: int) -> None:
     """Slow, and nothing is wrong."""
     for step in range(60):
@@ -646,7 +661,7 @@ def dump_when_asked(stem: str, rank: int) -> None:
     Path(f"{stem}-dump{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
 
 
-@fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network, only_live=True)
+@fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network, needs=everyone, only_watched=True)
 def cable_pulled(victim: int) -> None:
     """The network between two halves of the job fails: all ranks wait in one collective, and nobody is missing."""
     for step in range(STEPS):
@@ -659,7 +674,7 @@ def cable_pulled(victim: int) -> None:
 # -- nothing is wrong ------------------------------------------------------------------------------------------------------
 
 
-@fault("healthy", culprits=no_one, only_live=True)
+@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
 def healthy_ddp(_victim: int) -> None:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -671,7 +686,7 @@ def healthy_ddp(_victim: int) -> None:
     time.sleep(60)
 
 
-@fault("healthy", culprits=no_one, only_live=True)
+@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
 def healthy_turns(_victim: int) -> None:
     """Each rank broadcasts in its turn, from another line than those who listen; messages go round; ranks wait at the end."""
     rank = dist.get_rank()
@@ -689,7 +704,7 @@ def healthy_turns(_victim: int) -> None:
     time.sleep(60)
 
 
-@fault("healthy", culprits=no_one, only_live=True)
+@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
 def healthy_mesh(_victim: int) -> None:
     """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for itself between the steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

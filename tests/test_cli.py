@@ -17,6 +17,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from rich.text import Text
 import torchwhere
 from torchwhere.blackbox import layout
 from torchwhere.blackbox.run import read_run
+from torchwhere.cli import main
 from torchwhere.diagnose.comms.tree import comms
 from torchwhere.events import KIND_LABELS
 from torchwhere.show.text import comms_lines
@@ -278,6 +280,159 @@ def test_picture_is_of_this_version(demo: Path) -> None:
     )
 
 
+# -- for programs ----------------------------------------------------------------------------------------------------------
+
+STUCK = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("{ours}", flush=True)
+for step in range(100):
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1 and step == 3:
+        time.sleep(600)
+"""
+
+
+def test_verdicts_of_monitors_as_json(tmp_path: Path) -> None:
+    """A monitor prints its verdicts on stdout, one object a line; that of `run` on stderr, for stdout is the job's."""
+    (tmp_path / "train.py").write_text(STUCK)
+    (tmp_path / "run").mkdir()
+    launch = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "torchwhere", "run", "--out", "run", "--json"]
+    pipes: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    job = subprocess.Popen([*launch, "--stall", "4", "--end-with", "KILL", "train.py"], text=True, **pipes)
+    while len(list((tmp_path / "run").glob("*.box"))) < 2:
+        assert job.poll() is None
+        time.sleep(0.05)
+    command = [BIN / "torchwhere", "monitor", "run", "--stall", "1", "--json"]
+    by_hand = subprocess.run(command, text=True, timeout=60, **pipes)
+    printed, said = job.communicate(timeout=60)
+    assert (by_hand.returncode, by_hand.stderr) == (0, "")
+    first = json.loads(by_hand.stdout.splitlines()[0])
+    assert printed.splitlines() == ["{ours}"] * 2
+    second = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert "--- torchwhere ---" not in said
+    assert "torchwhere: ending rank 1 " in said
+    for verdict in (first, second):
+        assert (verdict["kind"], verdict["culprits"]) == ("missing", [1])
+        assert verdict["text"].startswith("HANG  2 ranks")
+    assert set(first) == set(json.loads(call("doctor", tmp_path / "run", "--json").stdout))
+
+
+JSON_COMMANDS = {
+    "events": 12,
+    "comms": 1,
+    "groups": 1,
+    "layout": 1,
+    "phases": 1,
+    "diff": 1,
+    "doctor": 1,
+    "top": 1,
+    "flight-recorder -o dumps": 1,
+    "export -o events.jsonl": 1,
+    "report": 1,
+    "report -o report.json": 1,
+    "trace": 1,
+    "trace -o traces/": 1,
+}
+
+
+@pytest.mark.parametrize("command", JSON_COMMANDS)
+def test_json_and_nothing_else(
+    demo: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--json` stdout has one object, or of `events` one a line, and nothing else; when it fails, nothing at all."""
+    monkeypatch.chdir(tmp_path)
+    name, *options = command.split()
+    assert main([name, str(demo), "--json", *options]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) >= JSON_COMMANDS[command]
+    assert len(found) == 1 or command == "events"
+    (tmp_path / "empty").mkdir()
+    assert main([name, "empty", "--json", *options, *["--force"] * (name == "export")]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err[:12], said.err.count("\n")) == ("", "torchwhere: ", 1)
+
+
+def test_every_command_has_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """No command is left out."""
+
+    def help_of(*command: str) -> str:
+        with pytest.raises(SystemExit):
+            main([*command, "--help"])
+        return capsys.readouterr().out
+
+    names = re.findall(r"^    ([a-z-]+)\b", help_of(), re.MULTILINE)
+    assert {command.partition(" ")[0] for command in JSON_COMMANDS} == set(names) - {"run", "monitor"}
+    assert all("--json" in help_of(name) for name in names)
+
+
+# -- what cannot be written ------------------------------------------------------------------------------------------------
+
+WRITING = ["report -o {}.html", "trace -o {}.json.gz", "trace -o {}/", "export -o {}.jsonl", "export -o {}.parquet"]
+
+
+@pytest.mark.parametrize("command", [*WRITING, "flight-recorder -o {}"])
+@pytest.mark.parametrize("place", ["/proc/x", "{}/file/x", "/dev/full/x"])
+def test_no_way_to_write(command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What cannot be written is said before a box is opened: here there is none that could be read."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rank0.box").write_bytes(b"no box at all")
+    (tmp_path / "file").touch()
+    target = place.format(tmp_path)
+    name, *options = command.format(target).split()
+    assert main([name, str(tmp_path / "run"), *options]) == 2
+    assert capsys.readouterr().err.startswith(f"torchwhere: cannot write {target}")
+    assert sorted(os.listdir(tmp_path)) == ["file", "run"]
+
+
+INTERRUPTED = """
+import os, signal, sys
+from torchwhere.blackbox import reader
+from torchwhere.cli import main
+read = reader.BoxReader.read
+def interrupted(self, path):
+    seen.append(path)
+    if len(seen) == {count}:
+        os.kill(os.getpid(), signal.SIGINT)
+    return read(self, path)
+seen = []
+reader.BoxReader.read = interrupted
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("command", WRITING)
+def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
+    """Ctrl-C in the middle of reading or writing ends with one line and 130; what was there before is there, and no more."""
+    name, *options = command.format(tmp_path / "old").split()
+    again = ["--force"] * (name == "export")
+    assert call(name, copy, *options).returncode == 0
+    before = contents(tmp_path)
+    (copy / "rank1.box").unlink()  # so that another one would be written
+    for count in (1, 2):
+        python = [sys.executable, "-c", INTERRUPTED.format(count=count), name, copy, *options, *again]
+        done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (130, "", "torchwhere: interrupted")
+        assert "Traceback" not in done.stderr
+        assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All that is there but the boxes, and what may be gone on with."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in files if path.suffix != ".box" and ".parquet.part" not in str(path)}
+
+
+def test_full_or_closed_output(demo: Path) -> None:
+    """A full disk behind stdout is one line and exit code 2; a closed one is no reason to fail."""
+    for command in ("comms", "events --json", "doctor"):
+        for end, code, said in ((">/dev/full", 2, "cannot go on: No space left on device\n"), (">&-", 0, ""), ("2>&-", 0, "")):
+            script = f"{BIN}/torchwhere {command} {demo} {end}"
+            done = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+            assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (code, said), script
+
+
 # -- what cannot be read ---------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +476,20 @@ def test_not_a_box(copy: Path) -> None:
     done = call("comms", copy)
     assert done.returncode == 0
     assert done.stderr == "torchwhere: rank7\N{REPLACEMENT CHARACTER}[2J.box: no readable header: not a black box, or damaged\n"
+
+
+def test_what_is_no_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder, a pipe or a dangling link that is named like a box is none, and is not waited for."""
+    (copy / "rank2.box").mkdir()
+    os.mkfifo(copy / "rank3.box")
+    (copy / "rank4.box").symlink_to("nowhere")
+    for command in ("events", "comms", "groups", "diff", "doctor", "top", "phases", "layout"):
+        assert main([command, str(copy)]) == 0, command
+    assert main(["report", str(copy), "-o", "/dev/null"]) == 0
+    assert main(["trace", str(copy), "-o", "/dev/null"]) == 0
+    assert main(["export", str(copy), "-o", str(copy / "x.jsonl")]) == 0
+    assert call("monitor", copy).returncode == 0
+    assert "cannot read" not in capsys.readouterr().err
 
 
 def test_missing_rank(copy: Path) -> None:

@@ -97,3 +97,103 @@ def test_who_gave_up_waited_for_another() -> None:
     assert found.first([2]) == [2]
     assert found.first([]) == []
     assert not deaths(rank_of(0, end="exception: TimeoutError: the disk timed out")).gave_up(0)
+
+
+def test_killed_together() -> None:
+    """Several that went without a word are the end of a job; who only noticed that died of it, and nobody is first."""
+    ranks = rank_of(0, exception=HUNG_UP), rank_of(1), rank_of(2, in_collective=True), rank_of(3)
+    found = deaths(*ranks)
+    assert found.were_killed_together
+    assert [found.is_dead(rank) for rank in range(4)] == [True, False, False, False]
+    assert [found.died_of_the_end(rank) for rank in range(4)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("first", "seen"),
+    [
+        (rank_of(0, end=f"exception: {HUNG_UP}"), {}),  # it had time to say so
+        (rank_of(0, exception="ValueError: bad"), {}),  # it failed by itself
+        (rank_of(0), {1: Sighting(alive=False, gone_ns=8_000_000_000, alive_ns=7_900_000_000)}),  # somebody saw one go
+        (rank_of(0), {1: Sighting(alive=False, out_of_memory="killed by the system")}),
+        (rank_of(0), {1: ALIVE}),
+        (rank_of(0), {1: Sighting()}),  # nobody could look
+    ],
+)
+def test_not_killed_together(first: testimonies.Testimony, seen: dict[int, Sighting]) -> None:
+    """Not where somebody failed by himself or had time to end, and not where one is there, or was seen to go first."""
+    others = rank_of(1), rank_of(2), rank_of(3)
+    assert deaths(rank_of(0), *others, now_ns=9_000_000_000).were_killed_together
+    assert not deaths(first, *others, seen=seen, now_ns=9_000_000_000).were_killed_together
+
+
+@pytest.mark.parametrize(("gone_ns", "is_dead"), [(8_990_000_000, True), (9_000_000_000, True), (9_010_000_000, False)])
+def test_gone_while_others_were_there(gone_ns: int, is_dead: bool) -> None:
+    """Who was found gone by a look that found others went first; who was not found gone before the last such look did not."""
+    gone = Sighting(alive=False, alive_ns=8_800_000_000, gone_ns=gone_ns)
+    last = Sighting(alive=False, alive_ns=9_000_000_000, gone_ns=9_500_000_000)
+    found = deaths(*map(rank_of, range(4)), seen={0: last, 1: last, 2: gone, 3: last}, now_ns=9_000_000_000)
+    assert [found.is_dead(rank) for rank in range(4)] == [False, False, is_dead, False]
+
+
+def test_who_outlived_the_first_failure_is_not_the_first() -> None:
+    """Of two ranks of which nothing is known, the one that was seen alive after somebody had failed is not the first to go."""
+    ranks = rank_of(0, exception=HUNG_UP), rank_of(1)
+    found = deaths(*ranks, seen={2: Sighting(alive=False, alive_ns=5), 3: Sighting(alive=False)}, now_ns=6)
+    assert found.first([2, 3]) == [3]
+
+
+def test_stopped_to_the_end() -> None:
+    """A process that was stopped when it was last seen is told as stopped after it was killed; when it was asked is kept."""
+    before = Sighting(alive=True, state="T", stack=("train.py:3 in f",), alive_ns=5, stack_ns=4)
+    after = Sighting(alive=False, gone_ns=9).after(before)
+    assert (after.is_stopped, after.alive, after.alive_ns, after.gone_ns, after.stack_ns) == (True, False, 5, 9, 4)
+    assert Sighting.from_dict(after.to_dict()) == after
+    assert Sighting(alive=False, gone_ns=12).after(after).gone_ns == 9
+    assert Sighting(alive=True, state="S", alive_ns=12).after(after).gone_ns is None
+
+
+AGAIN = (
+    "exception: CheckpointException: CheckpointException ranks:dict_keys([2])\nTraceback (most recent call last): (RANK 2)\n"
+    '  File "train.py", line 9, in write_data\n    raise OSError(28)\nOSError: [Errno 28] No space left on device\n'
+)
+
+
+def test_raised_again_on_all() -> None:
+    """A failure of one rank that a checkpoint raises on all of them is that rank's alone."""
+    found = deaths(*(rank_of(rank, end=AGAIN) for rank in range(4)))
+    assert found.first([]) == [2]
+    assert found.first_of_awaited([1, 2, 3], []) == [2]
+    own = deaths(*(rank_of(rank, end="exception: ValueError: (RANK 2) is slow") for rank in range(2)))
+    assert own.first([]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: Connection refused",
+        "DistNetworkError: The client socket has timed out after 60000ms while trying to connect to (127.0.0.1, 29500)",
+    ],
+)
+def test_who_could_not_connect(text: str) -> None:
+    """Who never met the others reacts to something; those that were ended with it are not to blame for it."""
+    seen = {rank: Sighting(alive=False, alive_ns=8_900_000_000) for rank in (0, 1)}
+    found = deaths(rank_of(0), rank_of(1), rank_of(2, end=f"exception: {text}"), seen=seen, now_ns=9_000_000_000)
+    assert found.never_met([2])
+    assert found.first([]) == []
+    assert found.first([3]) == [3]
+
+
+def test_crashed_in_a_collective() -> None:
+    """A rank that crashes in C in a collective may have been given what it cannot take; one that raises there has not."""
+    found = deaths(rank_of(0, in_collective=True), rank_of(1), rank_of(2, end="exit 1", in_collective=True))
+    assert [found.crashed_in_it(rank) for rank in range(4)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("gone_after_ns", "is_told"), [(200_000_000, True), (5_000_000_000, False)])
+def test_seen_while_it_was_being_killed(gone_after_ns: int, is_told: bool) -> None:
+    """The kernel counts a kill before the process is gone: one that was seen in between was the one that was killed."""
+    seen = Sighting(alive=True, alive_ns=0, oom_kills=0)
+    seen = Sighting(alive=True, alive_ns=10, oom_kills=1).after(seen)
+    seen = Sighting(alive=True, alive_ns=gone_after_ns, oom_kills=1).after(seen)
+    gone = Sighting(alive=False, gone_ns=gone_after_ns + 9, oom_kills=1, out_of_memory="killed by the system").after(seen)
+    assert gone.out_of_memory == ("killed by the system" if is_told else None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,16 +25,21 @@ from torch import nn
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
+from synthetic_boxes import make
+from synthetic_job import Job
 from torchwhere import TorchwhereError, cli
 from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_text
+from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_named
 from torchwhere.diagnose.diff.comparison import Diff, diff, find_logs
 from torchwhere.diagnose.diff.logs import ranks_of, rejoined
 from torchwhere.diagnose.diff.strip import Stripper, patterns, skeleton, stripped
 from torchwhere.events import Kind
 from torchwhere.place import Pass
 from torchwhere.show.diff import diff_lines
+from torchwhere.show.text import as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -546,6 +553,31 @@ def test_many_ranks(tmp_path: Path) -> None:
     assert found.compared == 200 * (1 + 10 * 8 + 1) + 10
 
 
+def test_very_many_ranks(tmp_path: Path) -> None:
+    """Of more boxes than are kept in memory a few are at a time; what a running job has overwritten meanwhile is said."""
+    make(Job(288, steps=2, records=128, fault="shape", victim=3), tmp_path)
+    before, seen = live_boxes(), []
+
+    def tell(done: int, total: int) -> None:
+        if done % 96 == 0:
+            seen.append(live_boxes() - before)
+        if done == total:  # all have been read
+            for rank in (3, 4):
+                shutil.copy(tmp_path / "rank200.box", tmp_path / f"rank{rank}.box")
+
+    found = diff(read_run(tmp_path, on_progress=tell)).events
+    assert found is not None
+    assert len(seen) >= 6
+    assert max(seen) < 20
+    told = [(version.ranks, version.entry) for parting in found.partings for version in parting.versions]
+    assert {entry.text for ranks, entry in told if ranks[0] == 3 and entry} == {"overwritten since it was compared"}
+    assert "overwritten since it was compared" in as_text(diff_lines(Diff(None, found), width=None))
+
+
+def live_boxes() -> int:
+    return sum(isinstance(one, Box) for one in gc.get_objects())
+
+
 # -- logs ------------------------------------------------------------------------------------------------------------------
 
 
@@ -779,9 +811,9 @@ def test_coming_together_again(one: list[str], other: list[str]) -> None:
 
 def test_ranks_as_text() -> None:
     """Runs are folded, very many are cut."""
-    assert ranks_text([3]) == "rank 3"
-    assert ranks_text([0, 1, 2, 5]) == "ranks 0-2, 5"
-    assert ranks_text(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+    assert ranks_named([3]) == "rank 3"
+    assert ranks_named([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert ranks_named(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
 # -- the command -----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from synthetic_boxes import make
+from synthetic_boxes import RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.run import Roster
@@ -24,24 +24,11 @@ from torchwhere.diagnose.doctor.verdict import State, Verdict
 from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.show.verdict import verdict_json
 
-RANKS = 1024
-VICTIM = 437
-Made = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Boxes of a job, made once."""
-    known: dict[Job, Path] = {}
-
-    def make_once(fault: str, *, ranks: int = RANKS, steps: int = 5, records: int = 512) -> Path:
-        job = Job(ranks, steps=steps, records=records, fault=fault, victim=VICTIM % ranks)
-        if job not in known:
-            known[job] = tmp_path_factory.mktemp(f"{fault}-{ranks}")
-            make(job, known[job])
-        return known[job]
-
-    return make_once
+    return made_once(tmp_path_factory.mktemp, records=512)
 
 
 @pytest.fixture(scope="module")

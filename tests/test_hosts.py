@@ -19,16 +19,19 @@ import pytest
 
 from synthetic_boxes import make
 from synthetic_job import Job
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
 from torchwhere.consultation import consult, judge
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.monitor.assignment import role
-from torchwhere.monitor.correspondence import Office, Post, Rendezvous, Word, run_key
+from torchwhere.monitor.correspondence import Office, Post
 from torchwhere.monitor.deputy import Deputy
 from torchwhere.monitor.lead import Lead
+from torchwhere.monitor.rendezvous import Rendezvous
 from torchwhere.monitor.role import WORD_FILE, Alone, write_whole
+from torchwhere.monitor.word import Word, run_key
 
 SCRIPT = """
 import os, signal, sys, time
@@ -41,6 +44,41 @@ for step in range(6):
         while not (is_killed and os.path.exists("go")):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+"""
+
+# In its first life rank 1 fails at once, and rank 0 does not notice; in the second rank 1 is stuck until it is told to go on.
+LIVES = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+is_again = os.path.exists("again")
+dist.barrier()
+for step in range(6):
+    if dist.get_rank() == 1 and step == 3:
+        open("again", "w").close()
+        if not is_again:
+            raise ValueError("so early")
+        while not os.path.exists("over"):
+            time.sleep(0.1)
+    try:
+        dist.all_reduce(torch.ones(4))
+    except RuntimeError:
+        time.sleep(600)
+"""
+
+# As srun starts it: ranks by its variables, the address by the script.
+TASKS = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+rank, world = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1])
+dist.init_process_group("gloo", rank=rank, world_size=world)
+for step in range(6):
+    if rank == 3 and step == 3:
+        time.sleep(600)
     dist.all_reduce(torch.ones(4))
 """
 
@@ -77,12 +115,14 @@ class Stage:
     arguments: tuple[str, ...]
     options: tuple[str, ...]
     outs: tuple[str, str] = ("a", "b")
+    script: str = SCRIPT
+    restarts: int = 0
     before: tuple[tuple[str, ...], ...] = ((), ())
     addresses: tuple[str, str] = ("localhost", "localhost")
 
     def start(self, folder: Path) -> list[subprocess.Popen[str]]:
         folder.mkdir()
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(self.script)
         endpoint = f"{self.addresses[0]}:{free_port()}"
         return [self._agent(folder, number, endpoint) for number in (0, 1)]
 
@@ -91,16 +131,37 @@ class Stage:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", self.name]
         where = ["--local-addr", self.addresses[number]] if self.addresses[number] != "localhost" else []
         watched = ["-m", "torchwhere", "run", "--out", self.outs[number], *self.options, "train.py", *self.arguments]
+        restarts = ["--max-restarts", str(self.restarts)]
+        # With a store for all its lives torchrun cannot restart a job over gloo: ranks find the addresses of the life before.
+        stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.restarts else {}
         interface = {"GLOO_SOCKET_IFNAME": f"twv{number}"} if self.before[number] else {}
-        return subprocess.Popen(
-            [*self.before[number], *torchrun, *rendezvous, *where, *watched],
-            cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | interface,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        return started([*self.before[number], *torchrun, *rendezvous, *restarts, *where, *watched], folder, stores | interface)
+
+
+def started(command: list[str], folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def start_tasks(folder: Path) -> list[subprocess.Popen[str]]:
+    """Four processes, two of each of two hosts, as srun would start them."""
+    folder.mkdir()
+    (folder / "train.py").write_text(TASKS)
+    port, found = str(free_port()), []
+    for rank in range(4):
+        node, local = divmod(rank, 2)
+        slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+        slurm |= {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+        command = [sys.executable, "-m", "torchwhere", "run", "--out", "ab"[node], *ENDED, "train.py", port]
+        found.append(started(command, folder, slurm))
+    return found
 
 
 def free_port() -> int:
@@ -156,6 +217,7 @@ ENDED = ("--stall", "3", "--end-with", "SIGKILL")
 STAGES = [
     Stage("apart", 2, ("3", "stuck"), ENDED),
     Stage("killed", 1, ("1", "killed"), ("--stall", "60")),
+    Stage("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
 ]
 SHARED = Stage("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
 NETWORKS = Stage(
@@ -175,10 +237,12 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
     with two_networks() as problem:
         shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
         stages = [*STAGES, shared, *([NETWORKS] if problem is None else [])]
-        agents = {stage.name: stage.start(root / stage.name) for stage in stages}
+        agents = {stage.name: stage.start(root / stage.name) for stage in stages} | {"tasks": start_tasks(root / "tasks")}
         try:
             wait_until_heard(root / "killed")
             (root / "killed" / "go").touch()
+            wait_until_told(root / "lives", "missing")
+            (root / "lives" / "over").touch()
             found: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
                 found[name] = Scene(root / name, [agent.communicate(timeout=150)[1] for agent in started])
@@ -195,6 +259,14 @@ def wait_until_heard(folder: Path) -> None:
     while time.monotonic() < deadline:
         kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
         if any(each["role"] == "lead" and each["hears"] for each in kept):
+            return
+        time.sleep(0.1)
+
+
+def wait_until_told(folder: Path, kind: str) -> None:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        if any(json.loads(path.read_text())["kind"] == kind for path in folder.glob("*/verdict.json")):
             return
         time.sleep(0.1)
 
@@ -278,6 +350,43 @@ def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
     elsewhere = {"a": "node1", "b": "node0"}[found.lead.name]
     assert verdict["facts"]["hosts"] == {"1": elsewhere}
     assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
+
+
+def test_lives(scenes: dict[str, Scene | str]) -> None:
+    """A job that fails in its first second and is restarted: host 0 names the rank of host 1, and in the next life the one that
+    hangs. Monitors find each other anew, though the hosts have counted differently; boxes of both lives are kept."""
+    found = scene(scenes, "lives")
+    lead = speaker(found, ("a", "b"))
+    assert found.speakers == [lead]
+    first, second = found.said[lead].split("--- torchwhere ---")[1:]
+    assert "Rank 1 ended: exception: ValueError: so early." in first
+    assert "Rank 1 never issued all_reduce of float32 [4]" in second
+    verdict = found.verdict()
+    assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
+    assert sorted(verdict["ranks"]) == ["0", "1"]
+    for folder, rank in ((found.lead, 0), (found.folder / "ab"[1 - lead], 1)):
+        run = read_run(folder)
+        assert (list(run.boxes), len(run.earlier)) == ([rank], 1)
+        before, after = read_box(run.earlier[0]), run.boxes[rank]
+        assert before.meta["store"] != after.meta["store"]
+        assert after.run[1] - before.run[1] in (0, 1)
+
+
+def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
+    """Four processes with srun's variables, no torchrun: ranks and world are right, each host has one monitor, one speaks."""
+    found = scene(scenes, "tasks")
+    verdict = found.verdict()
+    assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [3], [])
+    assert sorted(verdict["ranks"]) == ["0", "1", "2", "3"]
+    assert found.speakers == [0]
+    boxes = {name: read_run(found.folder / name).boxes for name in "ab"}
+    assert {name: sorted(ranks) for name, ranks in boxes.items()} == {"a": [0, 1], "b": [2, 3]}
+    assert {(box.run, box.meta["world_size"]) for ranks in boxes.values() for box in ranks.values()} == {(("77", 0), 4)}
+    kept = {name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text()) for name in "ab"}
+    assert {name: (each["role"], sorted(each["ranks"])) for name, each in kept.items()} == {
+        "a": ("lead", ["0", "1"]),
+        "b": ("deputy", ["2", "3"]),
+    }
 
 
 def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None:
@@ -403,7 +512,7 @@ def test_another_run(pair: Pair) -> None:
     """A letter of another run or restart is kept apart."""
     until(lambda: met(pair))
     for box in pair.one.boxes.values():
-        box.meta["restart"] = 1
+        box.meta["store"] = "node0:4002"
     caveats = pair.lead.gather(pair.one).run.caveats()
     assert caveats[-1] == f"host {socket.gethostname()} tells of another run or restart: ranks 8 to 15 there"
 
@@ -465,6 +574,95 @@ def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+OFFICE = """
+import sys, time
+from torchwhere.monitor.correspondence import Office
+from torchwhere.monitor.word import Word, run_key
+
+office = Office(sys.argv[1], port=int(sys.argv[2]))
+office.say(Word(token=sys.argv[1], run=run_key(), asked=1))
+office.open()
+time.sleep(60)
+"""
+
+
+def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead that is killed says nothing: the deputy speaks after a while. One that takes its place is joined and told all."""
+    monkeypatch.setattr("torchwhere.monitor.deputy.SILENCE_S", 2.0)
+    port, run = free_port(), read_run(job / "b")
+    first = subprocess.Popen([sys.executable, "-c", OFFICE, "first", str(port)])
+    deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", port))
+    try:
+        until(lambda: deputy.tend(run))
+        assert not deputy.speaks
+    finally:
+        first.kill()
+        first.wait()
+    until(lambda: deputy.speaks)
+    assert deputy.gather(run).run.caveats()[-1].startswith("nothing from the monitor of host 0")
+    lead, here = Lead(job / "a", stall_s=30.0, rendezvous=None, port=port), read_run(job / "a")
+
+    def is_joined() -> bool:
+        if deputy.tend(run):
+            deputy.report(run.boxes, {})
+        lead.tend(here)
+        return lead.speaks
+
+    until(is_joined)
+    assert not deputy.speaks
+    assert lead.gather(here).run.caveats() == []
+    assert deputy.close()
+    assert lead.close()
+
+
+def test_nobody_answers(job: Path) -> None:
+    """A port that refuses: the deputy goes on, and leaves at once when its ranks have ended well, soon when they have not."""
+    run = read_run(job / "b")
+    deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", free_port()))
+    until(lambda: deputy._post is not None and deputy._post._workers[0].problem is not None)
+    assert not deputy.tend(run)
+    deputy.report(run.boxes, {})
+    assert deputy.may_tell([3])
+    assert deputy.may_leave(is_well=True)
+    assert not deputy.may_leave(is_well=False)
+    assert (deputy.may_tell([9]), deputy.may_tell([3, 9])) == (True, False)  # it is over, and rank 3 is elsewhere
+    assert deputy.close()
+
+
+def test_where_the_office_is_likely_to_be() -> None:
+    """When the job's own store is gone with the job, they meet at a port that both know; another job's office is passed by."""
+    gone = free_port()
+    rendezvous = Rendezvous("127.0.0.1", gone, "torchwhere/monitor/none")
+    stranger, office, post = Office("stranger", rendezvous), Office("token", rendezvous), Post(rendezvous)
+    stranger.say(Word(token="stranger", run="another"))
+    stranger.open()
+    until(lambda: stranger.ready_at is not None)
+    office.say(Word(token="token", run=run_key()))
+    office.open()
+    post.open()
+    until(lambda: post.ahead_ns is not None)
+    assert [stranger.port, office.port] == rendezvous.likely_ports[:2]
+    assert post.word is not None
+    assert post.word.token == "token"
+    for each in (post, office, stranger):
+        assert each.close()
+
+
+@pytest.mark.parametrize(
+    ("age_s", "gone_s", "is_accepted"),
+    [(100, 0, True), (100, 3, True), (100, 60, False), (2, 0, True)],
+    ids=["there", "just gone", "gone before", "new"],
+)
+def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted: bool) -> None:
+    """A lead whose ranks were gone before ours began is of an earlier life; also, one that came when ours were gone."""
+    deputy = Deputy(job / "b", rendezvous=None)
+    deputy._span._began -= 30
+    word = Word(token="x", age_ns=age_s * 10**9, gone_ns=gone_s * 10**9)
+    assert deputy._is_of_this_life(word) == is_accepted
+    deputy._span._left = time.monotonic() - 10
+    assert deputy._is_of_this_life(word) == (is_accepted and age_s > 10)
+
+
 # -- one folder ------------------------------------------------------------------------------------------------------------
 
 
@@ -487,6 +685,22 @@ def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
     lead.close()
     deputy.tend(run)
     assert deputy.speaks
+
+
+def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> None:
+    """A deputy that has begun to look for the lead elsewhere answers all the same when its word is in the folder."""
+    run = read_run(job / "whole")
+    deputy = Deputy(tmp_path, rendezvous=None, address=("127.0.0.1", free_port()))
+    assert not deputy.tend(run)
+    lead = Lead(tmp_path, stall_s=30.0, rendezvous=None)
+    lead.tend(run)
+    deputy.tend(run)
+    lead.told("dead (3,) None", ends=False)
+    assert deputy.tend(run)
+    deputy.report(run.boxes, {})
+    assert not deputy.tend(run)
+    assert deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
+    assert deputy.close()
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
         monitor._started_ns = 0
         monitor._run = read_run(tmp_path)
         for box in monitor._run.boxes.values():
-            box.meta["restart"] = 5
+            box.meta["pid"] += 1
     assert started._read() is None
     assert by_hand._read() is not None
 

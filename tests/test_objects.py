@@ -22,6 +22,7 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere import cli
 from torchwhere.blackbox.columns import COLUMNS
+from torchwhere.reporting import report_on
 from torchwhere.show import html as page
 from torchwhere.show.text import Column
 
@@ -84,7 +85,8 @@ def _results(folder: Path) -> dict[str, Any]:
         "layout": torchwhere.layout(model),
         "groups": run.groups(),
         "verdict": torchwhere.doctor(folder),
-        "report": torchwhere.doctor(folder).ranks[0],
+        "rank": torchwhere.doctor(folder).ranks[0],
+        "report": report_on(folder),
         "names": torchwhere.names(model),
         "backward": torchwhere.backward_graph(loss, model=model),
         "graphs": graphs,
@@ -132,13 +134,13 @@ def shown(results: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def test_repr_is_one_line(results: dict[str, Any], diff: Any) -> None:
-    """`repr` is one line of printable characters, and no longer than a person reads. A place is as its class makes it."""
+    """`repr` is one line of printable characters, and no longer than a person reads."""
     inner = {"row": results["phases"].rows[0], "cohort": results["layouts"].cohorts[0], "parting": diff.events.partings[0]}
     inner |= {"comparison": diff.events, "version": diff.events.partings[0].minority}
     for name, result in shown(results | {"diff": diff} | inner):
         said = repr(result)
         assert said.isprintable(), name
-        assert 5 < len(said) < (400 if name not in ("report", "place") else 13_000), name
+        assert 5 < len(said) < 400, name
     assert repr(results["run"]).endswith(f": 1 of 1 ranks, {len(results['box'].records)} events>")
     assert repr(results["comms"]) == "<Comms of 1 rank: all_reduce=2>"
     assert repr(results["verdict"]) == "<Verdict on 1 rank: healthy (exact)>"
@@ -165,14 +167,14 @@ def test_str_is_what_the_command_prints(results: dict[str, Any]) -> None:
 def test_str_is_harmless(results: dict[str, Any], diff: Any) -> None:
     """No text has a control character in it but the ends of its lines."""
     for name, result in shown(results | {"diff": diff}):
-        if name not in ("place", "names"):  # these say names as they are: for programs, and to be looked up again
+        if name != "names":  # they say names as they are, to be looked up again
             assert all(line.isprintable() for line in str(result).split("\n")), name
 
 
 def test_html_is_inert(results: dict[str, Any], diff: Any) -> None:
     """The HTML of every result is whole, loads and runs nothing, and shows hostile names as text, cut where they are absurd."""
     for name, result in shown(results | {"diff": diff}):
-        if name in ("node", "report"):
+        if name == "node":
             continue
         found = Tags(result._repr_html_())
         assert found.seen <= INERT, name

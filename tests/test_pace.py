@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.pace import Straggler, straggler
+from torchwhere.diagnose.doctor.pace import Straggler, pace, sentences, straggler
 from torchwhere.diagnose.hearing.testimony import heard
 from torchwhere.events import Kind
 
@@ -35,7 +37,7 @@ def test_since_when(tmp_path: Path, first: int) -> None:
     """The step in which it began is told, however long ago it was."""
     late = found(tmp_path, range(first, STEPS))
     assert late is not None
-    assert (late.rank, late.steps, late.of_steps, late.since_step) == (1, 50, 50, first)
+    assert (late.rank, late.ranks, late.steps, late.of_steps, late.since_step) == (1, (1,), 50, 50, first)
     assert late.late_s == pytest.approx(SLOW_NS / 1e9, rel=0.05)
 
 
@@ -55,3 +57,108 @@ def test_late_once_more(tmp_path: Path) -> None:
 def test_no_longer(tmp_path: Path) -> None:
     """A rank that was late and is not any more is nobody's trouble."""
     assert found(tmp_path, range(20, 150)) is None
+
+
+# -- by time, whoever and however often ------------------------------------------------------------------------------------
+
+
+def played(
+    folder: Path, takes_ns: Callable[[int, int], float], *, ranks: int = 4, rounds: int = STEPS, has_steps: bool = True
+) -> Straggler | None:
+    """Of a job in which each rank works so long in each round, and then meets the others."""
+    world = range(ranks)
+
+    def program(rank: int) -> list[Act]:
+        steps = [[mark(Kind.STEP_BEGIN)] * has_steps + [work(takes_ns(rank, at)), call(world)] for at in range(rounds)]
+        return [act for acts in steps for act in acts]
+
+    Player([program(rank) for rank in world]).play().write(folder, [Skew()] * ranks, ["node0"] * ranks)
+    return straggler(heard(read_run(folder)))
+
+
+def test_several_stragglers(tmp_path: Path) -> None:
+    """A slow host of several ranks: all of them are named, and with them no other."""
+    late = played(tmp_path, lambda rank, _: USUAL_NS + SLOW_NS * (rank in (1, 4)), ranks=6)
+    assert late is not None
+    assert late.ranks == (1, 4)
+    assert late.share == pytest.approx(SLOW_NS / (SLOW_NS + USUAL_NS), rel=0.05)
+    said = sentences(late)
+    assert said[0].startswith("Ranks 1, 4 are late by 15")
+    assert said[0].endswith(" ms, in 50 of the last 50 steps, since step 1: that costs the job 60% of its time.")
+
+
+def test_half_of_all_are_no_stragglers(tmp_path: Path) -> None:
+    """Where half of the ranks are slower, they are what is usual: nobody is late."""
+    assert played(tmp_path, lambda rank, _: USUAL_NS + SLOW_NS * (rank < 2)) is None
+
+
+def test_late_now_and_then(tmp_path: Path) -> None:
+    """What is lost in every tenth round counts as much as what is lost in each; without steps, collectives are counted."""
+    often, seldom = (tmp_path / name for name in ("often", "seldom"))
+    often.mkdir()
+    seldom.mkdir()
+    late = played(often, lambda rank, at: USUAL_NS + 30 * SLOW_NS * (rank == 2 and at % 10 == 5), rounds=400, has_steps=False)
+    assert late is not None
+    assert (late.ranks, late.since_step, late.since_number, late.group) == ((2,), None, 5, "0-1-2-3")
+    assert late.late_s == pytest.approx(30 * SLOW_NS / 1e9, rel=0.05)
+    assert 'of the last 200 collectives of group "0-1-2-3", since #5: that costs the job' in sentences(late)[0]
+    assert played(seldom, lambda rank, at: USUAL_NS + 300 * SLOW_NS * (rank == 2 and at in (50, 120, 180))) is None
+
+
+def test_dragged_along(tmp_path: Path) -> None:
+    """A rank that waits in one group for a slow one, and so comes late to another group, is not to blame."""
+
+    def program(rank: int) -> list[Act]:
+        pair, row = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
+        slow = SLOW_NS * (rank == 3)
+        step = [mark(Kind.STEP_BEGIN), work(USUAL_NS / 2 + slow), call(pair), work(USUAL_NS / 2), call(row)]
+        return step * STEPS
+
+    Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
+    late = straggler(heard(read_run(tmp_path)))
+    assert late is not None
+    assert late.ranks == (3,)
+
+
+def test_lost_once_at_calls_that_do_not_wait(tmp_path: Path) -> None:
+    """Whoever is late at the first of several asynchronous calls is as late at the others, and has lost that time once."""
+
+    def program(rank: int) -> list[Act]:
+        some = [work(100_000), call(WORLD, is_async=True)] * 5
+        slow = SLOW_NS * (rank == 1)
+        return [mark(Kind.STEP_BEGIN), work(USUAL_NS + slow), *some, work(100_000), call(WORLD)] * STEPS
+
+    Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
+    late = straggler(heard(read_run(tmp_path)))
+    assert late is not None
+    assert late.ranks == (1,)
+    assert late.late_s == pytest.approx(SLOW_NS / 1e9, rel=0.1)
+    assert late.share < 0.65
+
+
+NOISE: dict[str, Callable[[random.Random, int, int], float]] = {
+    "uneven": lambda chance, rank, at: USUAL_NS * chance.expovariate(1),
+    "pauses": lambda chance, rank, at: USUAL_NS * chance.gauss(1, 0.05) + 100 * USUAL_NS * (chance.random() < 0.01),
+    "warm-up": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 50 * chance.random() * (at < 10)),
+    "one slow step": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 1000 * (rank == 2 and at == 700)),
+    "rank 0 writes": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 10 * (rank == 0 and at % 100 == 99)),
+}
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_no_false_alarm(tmp_path: Path, noise: str) -> None:
+    """A thousand steps of jobs that are uneven in other ways, looked at again and again: nobody is late."""
+    chance = random.Random(noise)
+    for rounds in (60, 250, 1000):
+        folder = tmp_path / str(rounds)
+        folder.mkdir()
+        assert played(folder, lambda rank, at: max(1e6, NOISE[noise](chance, rank, at)), rounds=rounds) is None
+
+
+def test_pace_without_steps(tmp_path: Path) -> None:
+    """A job that counts no steps has a pace too: collectives a second."""
+    played(tmp_path, lambda _, __: USUAL_NS, has_steps=False)
+    found = pace(heard(read_run(tmp_path)))
+    assert (found.steps_per_s, found.last_step) == (None, None)
+    assert str(found) == f"No step has been counted; {found.collectives_per_s:.3g} collectives/s."
+    assert found.collectives_per_s == pytest.approx(1e9 / USUAL_NS, rel=0.1)

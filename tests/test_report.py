@@ -8,7 +8,7 @@ import os
 import pstats
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ import synthetic_boxes
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
-from synthetic_boxes import LATE_NS, make
+from synthetic_boxes import LATE_NS, RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere import TorchwhereError
 from torchwhere.blackbox.layout import Sort
@@ -468,24 +468,11 @@ def test_graphs(tmp_path: Path) -> None:
 
 # -- a thousand ranks ------------------------------------------------------------------------------------------------------
 
-RANKS = 1024
-VICTIM = 437
-Made = Callable[..., Path]
-
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Boxes of a job, made once."""
-    known: dict[Job, Path] = {}
-
-    def make_once(fault: str, *, ranks: int = RANKS, steps: int = 5, records: int = 256) -> Path:
-        job = Job(ranks, steps=steps, records=records, fault=fault, victim=VICTIM % ranks)
-        if job not in known:
-            known[job] = tmp_path_factory.mktemp(f"{fault}-{ranks}")
-            make(job, known[job])
-        return known[job]
-
-    return make_once
+    return made_once(tmp_path_factory.mktemp, records=256)
 
 
 @pytest.fixture(scope="module")

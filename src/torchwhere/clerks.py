@@ -67,7 +67,7 @@ def hear_folder(
     labels = [statement.label for _, transcript in told for statement in transcript.statements]
     chosen, earlier, unreadable = choose(Path(folder), labels)
     hearing = Hearing()
-    wanted = {label.path for label in chosen.values() if not label.lacks_counts}
+    wanted = {label.path for label in chosen.values()}
     hearing.asides = [transcript.aside for _, transcript in told if transcript.aside is not None]
     for clerk, transcript in told:
         hearing.admit(transcript, clerk=clerk, wanted=wanted)

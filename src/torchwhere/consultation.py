@@ -1,16 +1,17 @@
 """Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for their stacks and dumps.
 
-Everything here reads. What a monitor has kept in the folder counts where nobody can look any more: it saw who died first.
+Everything here reads. What a monitor has kept in the folder counts where nobody can look any more: it saw who was stopped, who
+died first, and what a rank had done whose box is gone (`recollection.py`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import pulse_of
+from torchwhere.blackbox.label import Labelled, pulse_of
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
 from torchwhere.clerks import Progress, hear_folder
@@ -19,9 +20,13 @@ from torchwhere.diagnose.doctor.examination import STALL_S, examine
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
+from torchwhere.diagnose.report.moments import moments
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.host.processes import look, merged
+from torchwhere.recollection import is_of, labels_of, with_recollections
+from torchwhere.recollection import kept_sightings as kept_sightings
 
+Ask = Callable[[Sequence[int]], Mapping[int, dict[str, Any]]]
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
@@ -38,13 +43,29 @@ def judge(
     *,
     stall_s: float,
     hearing: Hearing | None = None,
-    ask: Callable[[Sequence[int]], Mapping[int, dict[str, Any]]] | None = None,
+    ask: Ask | None = None,
 ) -> Verdict:
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong; of `ask`, on other hosts."""
     hearing = hearing if hearing is not None else heard(run)
-    kept = {rank: value for rank, value in kept.items() if _is_of(run, rank, value)}
-    seen = merged(look(run.labels), kept)
+    kept = {rank: value for rank, value in kept.items() if is_of(run, rank, value)}
+    labels = dict(run.labels) | labels_of(kept, run)
+    seen = merged(look(labels), _not_outdated(kept, hearing))
     _read_again(run, hearing, [rank for rank, sighting in seen.items() if sighting.alive is False])
+    hearing, said = with_recollections(run, hearing)
+    hearing.kept["moments"] = moments(Roster(run.folder, run.labels))  # one clock for all hosts: who is late is told by it
+    verdict = _judge(run, hearing, kept, seen, labels, stall_s, ask)
+    return replace(verdict, missing_data=(*verdict.missing_data, *said)) if said else verdict
+
+
+def _judge(
+    run: Roster[Any],
+    hearing: Hearing,
+    kept: dict[int, dict[str, Any]],
+    seen: Mapping[int, Sighting],
+    labels: Mapping[int, Labelled],
+    stall_s: float,
+    ask: Ask | None,
+) -> Verdict:
     now_ns = _now(seen)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
     if verdict.kind in _CALM:
@@ -53,15 +74,18 @@ def judge(
         return with_evidence(verdict, run.labels, run.folder, may_ask=False)
     suspects = tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
     kept |= ask(suspects) if ask is not None else {}
-    seen = merged(look(run.labels, stacks=suspects), kept)
+    seen = merged(look(labels, stacks=suspects), _not_outdated(kept, hearing))
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
     is_there = any(sighting.alive for sighting in seen.values())
     return with_evidence(verdict, run.labels, run.folder, may_ask=is_there)
 
 
-def _is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
-    """Whether what was kept is about a process of this run, not of an earlier one in the same folder."""
-    return rank not in run.boxes or kept.get("pid") in (None, run.labels[rank].meta.get("pid"))
+def _not_outdated(kept: Mapping[int, dict[str, Any]], hearing: Hearing) -> dict[int, dict[str, Any]]:
+    """What was kept, without the stacks of ranks that have moved since they were asked."""
+    last_ns = {rank: testimony.label.last_ns for rank, testimony in hearing.testimonies.items()}
+    asked_ns = {rank: asked if isinstance(asked := value.get("stack_ns"), int) else None for rank, value in kept.items()}
+    old = {rank for rank, asked in asked_ns.items() if asked is not None and last_ns.get(rank, 0) > asked}
+    return {rank: value | {"stack": [], "stack_ns": None} if rank in old else value for rank, value in kept.items()}
 
 
 def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
@@ -69,22 +93,10 @@ def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
     for rank in gone:
         if rank in run.boxes and pulse_of(run.labels[rank].path) != run.labels[rank].pulse:
             box = read_box(run.labels[rank].path)
-            if box.rank == rank:
+            if box.rank == rank and box.meta.get("pid") == run.labels[rank].meta.get("pid"):  # not of a restart
                 hearing.hear(rank, box)
 
 
 def _now(seen: Mapping[int, Sighting]) -> int | None:
     """The last moment at which a process of the job was seen alive: now, or what a monitor kept; None if nobody ever looked."""
     return max((sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None), default=None)
-
-
-def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
-    """What monitors saw, of all hosts. A damaged file is as good as none."""
-    found: dict[int, dict[str, Any]] = {}
-    for path in sorted(folder.glob("monitor-*.json")):
-        try:
-            kept = json.loads(path.read_text())
-            found |= {int(rank): value for rank, value in kept["ranks"].items() if isinstance(value, dict)}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
-            continue
-    return found

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchwhere.host.cgroup import oom_counter, oom_kills
+from torchwhere.host.launcher import launch
 from torchwhere.sense.stack import current_folder
 from torchwhere.version import __version__
 
@@ -22,7 +23,9 @@ def rank_and_world() -> tuple[int, int]:
     """From the process group if there is one, else from the launcher's environment, else a world of one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    return _number("RANK", 0), _number("WORLD_SIZE", 1)
+    said = launch()
+    rank = said.rank or 0
+    return rank, max(said.world_size or 1, rank + 1)
 
 
 def _number(variable: str, default: int) -> int:
@@ -37,6 +40,11 @@ def run_id() -> str:
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if elastic != "none":
         return elastic
+    return os.environ.get("SLURM_JOB_ID") or store()
+
+
+def store() -> str:
+    """Where the job's own store is, as far as the launcher says so, or the script has by now."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")
 
 
@@ -66,8 +74,9 @@ def describe() -> dict[str, Any]:
     return {
         "rank": rank,
         "world_size": world,
-        "local_rank": _number("LOCAL_RANK", 0),
+        "local_rank": launch().local_rank or 0,
         "run_id": run_id(),
+        "store": store(),
         "restart": _number("TORCHELASTIC_RESTART_COUNT", 0),
         "host": socket.gethostname(),
         "pid": os.getpid(),

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 
 from torchwhere.errors import TorchwhereError, described
+from torchwhere.host import launcher
 
 
 def begin(
@@ -41,16 +42,11 @@ def begin(
 
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
-    if monitor is not None and _is_first_here() and Path(out).is_dir():  # else there is nothing to watch, and that was said
+    is_first = launcher.launch().is_first_of_host
+    if monitor is not None and is_first and Path(out).is_dir():  # else there is nothing to watch, and that was said
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
-
-
-def _is_first_here() -> bool:
-    """Whether this is the first rank of its host, by what launchers say; a process that none has started is."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-    return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def _start_monitor(out: str, options: Sequence[str]) -> None:

@@ -64,6 +64,7 @@ PASS_MASK = 0xF
 FLAG_ASYNC = 1
 FLAG_INFERRED = 2
 FLAG_UNKNOWN = 4
+FLAG_SHADOW = 8
 
 
 class Sort(IntEnum):

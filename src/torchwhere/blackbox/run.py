@@ -96,13 +96,20 @@ def read_run(folder: str | Path, *, on_progress: Callable[[int, int], None] | No
     is_small, tell = len(files) <= _FEW, on_progress or (lambda _done, _of: None)
     reader, found = BoxReader(), []
     for count, path in enumerate(files, 1):
-        found.append(read_box(path) if is_small else _label(reader, path))
+        found.append(_box(path) if is_small else _label(reader, path))
         tell(count, len(files) if is_small else 2 * len(files))
     if is_small:
         return Run(Path(folder), *choose(Path(folder), [box for box in found if isinstance(box, Box)]))
     chosen, earlier, unreadable = choose(Path(folder), [label for label in found if isinstance(label, Label)])
     shelf = Shelf(chosen, on_read=lambda count: tell(min(len(files) + count, 2 * len(files)), 2 * len(files)))
     return Run(Path(folder), shelf, earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
+
+
+def _box(path: Path) -> Box:
+    try:
+        return read_box(path)
+    except TorchwhereError as error:  # not ours to read, or deleted since the folder was listed
+        return Box(path=path, problems=[str(error)])
 
 
 def _label(reader: BoxReader, path: Path) -> Label:
@@ -117,7 +124,8 @@ def box_files(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
-    files = sorted(folder.glob("*.box"), key=lambda path: (len(path.name.partition(".")[0]), path.name))
+    files = [path for path in folder.glob("*.box") if path.is_file()]  # a pipe of that name would be waited for
+    files.sort(key=lambda path: (len(path.name.partition(".")[0]), path.name))
     if not files:
         raise TorchwhereError(f"{folder} holds no black box (*.box). Record one with: torchwhere run --out {folder} train.py")
     return files
@@ -132,21 +140,54 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
         raise TorchwhereError(f"none of the {len(boxes)} boxes in {folder} can be read: {problems}")
     readable.sort(key=_started_ns)
     newest = readable[-1]
-    chosen: dict[int, B] = {}
-    earlier: list[Path] = []
-    for box in readable:
-        if box.run != newest.run or box.meta.get("world_size") != newest.meta.get("world_size") or _was_over(box, newest):
-            earlier.append(box.path)
-            continue
-        if box.rank in chosen:
-            earlier.append(chosen[box.rank].path)
-        chosen[box.rank] = box
+    chosen = _last_life([box for box in readable if _is_of_one_job(box, newest)])
+    earlier = [box.path for box in readable if chosen.get(box.rank) is not box]
     return chosen, earlier, unreadable
+
+
+def _is_of_one_job(box: Labelled, newest: Labelled) -> bool:
+    """Whether two boxes are of one job, by what their launcher said."""
+    ports = {port_of(box), port_of(newest)} - {""}
+    if box.run[0] != newest.run[0] or box.meta.get("world_size") != newest.meta.get("world_size") or len(ports) > 1:
+        return False
+    return not _was_over(box, newest)
+
+
+def port_of(box: Labelled) -> str:
+    """The port of the job's own store: of each life another one, with most launchers. Its address may have several names."""
+    return str(box.meta.get("store", "")).rpartition(":")[2]
 
 
 def _was_over(box: Labelled, newest: Labelled) -> bool:
     """Whether a box was last written well before the newest one began: a rank of an earlier run under the same name."""
     return box.last_ns < _started_ns(newest) - _LATE_START_NS
+
+
+def _last_life(boxes: list[B]) -> dict[int, B]:
+    """Of the boxes of one job, in the order of their start, those since its last restart.
+
+    Each agent of torchrun counts its own failures, so in one life hosts may be at different counts (pytorch issue 135712), and
+    at the same one in two lives. But all ranks end before one begins again: a life is over when a rank is there anew, in
+    another process, or when the count of a host goes up.
+    """
+    last = max(box.run[1] for box in boxes)
+    newest = {box.rank: box for box in boxes if box.run[1] == last}
+    processes = {(box.rank, _process(box)) for box in boxes if box.run[1] == last}
+    if len(newest) == len(processes) == boxes[-1].meta.get("world_size"):  # all hosts count the same: no clock is needed
+        return newest
+    life: dict[int, B] = {}
+    counts: dict[str, int] = {}
+    for box in boxes:
+        host, before = str(box.meta.get("host")), life.get(box.rank)
+        if (before is not None and _process(before) != _process(box)) or box.run[1] > counts.get(host, box.run[1]):
+            life, counts = {}, {}
+        life[box.rank] = box
+        counts[host] = box.run[1]
+    return life
+
+
+def _process(box: Labelled) -> tuple[str, str]:
+    return str(box.meta.get("host")), str(box.meta.get("pid"))  # what stands in a box may be anything
 
 
 def _started_ns(box: Labelled) -> int:

@@ -41,16 +41,19 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
         for rank, size in asked.items():
             if rank not in found and (stack := _answer(boxes[rank], size)):
                 found[rank] = stack
+    now_ns = time.time_ns()  # of the whole look: who is found gone was gone while the others were there
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
     here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host}
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
     found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
-    seen = {rank: _sighting(box, found.get(rank, ()), counts) if rank in here else _UNSEEN for rank, box in boxes.items()}
+    seen = {
+        rank: _sighting(box, found.get(rank, ()), counts, now_ns) if rank in here else _UNSEEN for rank, box in boxes.items()
+    }
     return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
 
 
-def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None]) -> Sighting:
+def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None], now_ns: int) -> Sighting:
     state = _state(box)
     alive = state not in (None, "Z", "X")
     counter = box.meta.get("oom_counter")
@@ -63,7 +66,9 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
         state=state,
         ended=ended,
         stack=stack or crashed_at,
-        alive_ns=time.time_ns() if alive else None,
+        alive_ns=now_ns if alive else None,
+        gone_ns=None if alive else now_ns,
+        stack_ns=now_ns if stack else None,
         oom_kills=kills,
         out_of_memory=None if alive else _out_of_memory(box, kills),
     )

@@ -2,103 +2,39 @@
 
 The monitor of host 0 has an `Office`: it serves the store, says a `Word` every second, and takes letters. The others have a
 `Post`. They find the office in the job's own store, at MASTER_ADDR and MASTER_PORT, under one key; nothing else there is
-touched. All of it happens in threads: a network that fails or hangs holds up nobody, and what was received last is there to be
-looked at. This is the one part of a monitor that imports torch.
+touched. A job that dies in its first seconds takes that store with it: then they look where the office is likely to be. All of
+it happens in threads: a network that fails or hangs holds up nobody, and what was received last is there to be looked at. This
+is the one part of a monitor that imports torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import os
+import math
 import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
+
+from torchwhere.monitor.rendezvous import Found, Rendezvous
+from torchwhere.monitor.word import Word, run_key
 
 TICK_S = 1.0
 _POLL_S = 0.1
 _CONNECT_S = 5.0
-_RETRY_S = 1.0
+_RETRY_S = 0.5
+_PROBE_S = 2.0  # to reach a port at all
+_WAIT_S = 0.5  # for something to come, before looking whether one is to stop
 _CLOSE_S = 2.0
 _WORDS_KEPT = 8
 _MOST_HOSTS = 1 << 14
-_MOST_WORD = 1 << 20
 _FAILURES = (RuntimeError, OSError, ValueError, TypeError, LookupError, ImportError)  # c10d's errors are RuntimeErrors
-
-
-@dataclass(frozen=True, slots=True)
-class Word:
-    """What the monitor of host 0 says to all others, again every second."""
-
-    token: str = ""  # of this monitor
-    run: str = ""  # of which run and restart
-    number: int = 0
-    t_ns: int = 0  # its wall clock
-    asked: int = 0  # how often letters were asked for
-    spared: tuple[int, ...] = ()  # who need not answer, having written just now
-    stacks: tuple[int, ...] = ()  # ranks whose Python stack is wanted
-    said: tuple[str, ...] = ()  # verdicts it has told
-    ends: bool = False  # the ranks are to be ended
-    is_over: bool = False  # it says no more
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> Word | None:
-        """Of whatever came; None if it is no word."""
-        try:
-            value = json.loads(text) if len(text) <= _MOST_WORD else None
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict):
-            return None
-        known = {each.name: value.get(each.name, each.default) for each in fields(cls)}
-        known = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
-        word = cls(**known)
-        return word if word._is_sound() else None
-
-    def _is_sound(self) -> bool:
-        numbers, lists = (self.number, self.t_ns, self.asked), (self.spared, self.stacks, self.said)
-        if not (type(self.token) is type(self.run) is str and all(type(number) is int for number in numbers)):
-            return False
-        if not (all(isinstance(each, tuple) for each in lists) and type(self.ends) is type(self.is_over) is bool):
-            return False
-        return all(type(rank) is int for rank in (*self.spared, *self.stacks)) and all(type(each) is str for each in self.said)
-
-
-def run_key() -> str:
-    """The run and restart that a launcher's environment speaks of, the same on all hosts."""
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'none')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-
-
-class Rendezvous(NamedTuple):
-    """The job's own store, and the key under which the office is found there."""
-
-    address: str
-    port: int
-    key: str
-
-    @classmethod
-    def from_environment(cls) -> Rendezvous | None:
-        """None where no launcher has said where the store is."""
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-        if not address or not port.isdecimal():
-            return None
-        return cls(address, int(port), f"torchwhere/monitor/{run_key()}")
-
-
-class Found(NamedTuple):
-    """Where an office is."""
-
-    addresses: tuple[str, ...]
-    port: int
-    token: str
 
 
 @dataclass(slots=True)
@@ -107,6 +43,14 @@ class Received:
 
     data: bytes
     at: float  # monotonic
+
+
+def ready_for(correspondent: Office | Post | None) -> float:
+    """For how many seconds it could have been heard; without end if there is none. To import torch takes a second, or ten
+    where many do so at once."""
+    if correspondent is None:
+        return math.inf
+    return time.monotonic() - correspondent.ready_at if correspondent.ready_at is not None else 0.0
 
 
 def _store(address: str, port: int, *, serves: bool = False) -> Any:
@@ -169,6 +113,7 @@ class Office:
     rendezvous: Rendezvous | None = None
     port: int = 0  # 0: a free one
     letters: dict[int, Received] = field(default_factory=dict)  # the newest of each host
+    ready_at: float | None = None  # monotonic
     _store: Any = None
     _word: Word | None = None
     _is_new: threading.Event = field(default_factory=threading.Event)
@@ -199,8 +144,8 @@ class Office:
 
     def _work(self) -> bool:
         if self._store is None:
-            self._store = _store("127.0.0.1", self.port, serves=True)
-            self.port = self._store.port
+            self._store = self._serve()
+            self.port, self.ready_at = self._store.port, time.monotonic()
         is_new = self._is_new.wait(_POLL_S)
         if self._word is not None and (is_new or time.monotonic() - self._spoke_at > TICK_S):
             self._is_new.clear()
@@ -210,6 +155,13 @@ class Office:
             self._arrivals = arrivals
             self._take()
         return True
+
+    def _serve(self) -> Any:
+        likely = self.rendezvous.likely_ports if self.rendezvous is not None and not self.port else []
+        for port in likely:
+            with contextlib.suppress(RuntimeError):  # somebody else's
+                return _store("127.0.0.1", port, serves=True)
+        return _store("127.0.0.1", self.port, serves=True)
 
     def _speak(self, word: Word) -> None:
         self._said += 1
@@ -232,6 +184,7 @@ class Office:
         assert self.rendezvous is not None
         if not self.port:
             raise ValueError("its own store is not open yet")
+        _reach(self.rendezvous.address, self.rendezvous.port)
         job = _store(self.rendezvous.address, self.rendezvous.port)
         found = {"addresses": self._addresses(), "port": self.port, "token": self.token}
         job.set(self.rendezvous.key, json.dumps(found))
@@ -259,7 +212,9 @@ class Post:
     word: Word | None = None  # the last one
     heard_at: float | None = None  # monotonic
     ahead_ns: int | None = None  # of the office's clock; None: not known yet
+    accepts: Callable[[Word], bool] = lambda word: True  # whether this is a monitor of the same life of the job
     host: int = 0  # the number it was given
+    ready_at: float | None = None  # monotonic
     _delays: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _letter: bytes = b""
     _written: int = 0
@@ -283,12 +238,17 @@ class Post:
         while self._delivered < self._written and self._line is not None and time.monotonic() < deadline:
             time.sleep(0.02)
 
+    def stop(self) -> None:
+        """It is not needed any more. Nobody waits until it has ended."""
+        for worker in self._workers:
+            worker.stop()
+
     def close(self) -> bool:
         """Whether nothing of it runs any more."""
         return _stop(self._workers)
 
     def _listen(self) -> bool:
-        address, port = self.address or self._look_up()
+        address, port = self._office_at()
         store = _store(address, port)
         self.host, self._sent, self._delays = int(store.add("hosts", 1)), 0, deque(maxlen=64)
         self._line = _store(address, port)
@@ -296,15 +256,39 @@ class Post:
             number = int(store.get("newest"))
             self._hear(store.get(f"word/{number}"))
             while not self._workers[0].is_stopping:
-                if _comes(store, f"word/{number + 1}"):
+                if _comes(store, f"word/{number + 1}", within_s=1.5 * TICK_S):
                     now_ns, number = time.time_ns(), number + 1
                     self._hear(store.get(f"word/{number}"), came_ns=now_ns)
                 elif (newest := int(store.get("newest"))) > number + 1:  # some were missed
                     number = newest
                     self._hear(store.get(f"word/{number}"))
+                if self.word is not None and self.word.is_over:
+                    raise ValueError("the monitor of host 0 has left")
         finally:
             self._line = None
         return False
+
+    def _office_at(self) -> tuple[str, int]:
+        import torch.distributed  # noqa: F401 - before anything is looked for: meanwhile it may be gone
+
+        self.ready_at = self.ready_at or time.monotonic()
+        if self.address is not None:
+            _reach(*self.address)
+            return self.address
+        found = self._look_up()
+        for address, port in itertools.product(found.addresses, found.ports):
+            with contextlib.suppress(OSError, RuntimeError):
+                _reach(address, port)
+                word = _first_word(_store(address, port))
+                if word is not None and self._is_meant(found, word):
+                    return address, port
+        addresses, ports = ", ".join(found.addresses), ", ".join(map(str, found.ports))
+        raise ValueError(f"the monitor of host 0 is not to be reached at {addresses}, port {ports}")
+
+    def _is_meant(self, found: Found, word: Word) -> bool:
+        """Whether the one that was reached is the one that was looked for, in this life of the job."""
+        is_it = word.token == found.token if found.token is not None else word.run == run_key()
+        return is_it and not word.is_over and self.accepts(word)
 
     def _hear(self, data: bytes, *, came_ns: int | None = None) -> None:
         word = Word.from_json(data)
@@ -315,19 +299,20 @@ class Post:
             self.ahead_ns = min(self._delays)
         self.word, self.heard_at = word, time.monotonic()
 
-    def _look_up(self) -> tuple[str, int]:
+    def _look_up(self) -> Found:
+        """As the job's own store says; if there is none any more, or not yet, where it is likely to be."""
         if self.rendezvous is None:
             raise ValueError("no launcher says where the job's store is")
-        job = _store(self.rendezvous.address, self.rendezvous.port)
-        if not job.check([self.rendezvous.key]):
-            raise ValueError("the monitor of host 0 is not to be found in the job's store")
-        found = json.loads(bytes(job.get(self.rendezvous.key))[:_MOST_WORD])
-        addresses, port = [str(address) for address in found["addresses"]][:8], int(found["port"])
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                socket.create_connection((address, port), timeout=_CONNECT_S).close()
-                return address, port
-        raise ValueError(f"the monitor of host 0 is not to be reached at {', '.join(addresses)}, port {port}")
+        address, port, key = self.rendezvous
+        try:
+            _reach(address, port)
+            job = _store(address, port)
+            while not self._workers[0].is_stopping:
+                if _comes(job, key, within_s=_WAIT_S):
+                    return Found.from_json(bytes(job.get(key)))
+        except (OSError, RuntimeError):
+            return Found((address,), tuple(self.rendezvous.likely_ports))
+        raise ValueError("the monitor of host 0 is not to be found in the job's store")
 
     def _send(self) -> bool:
         written = self._written
@@ -344,12 +329,21 @@ class Post:
         return True
 
 
-def _comes(store: Any, key: str) -> bool:
-    """Whether something comes, within a second or so. A connection that is lost is another matter, and raises."""
+def _reach(address: str, port: int) -> None:
+    """Raises at once where c10d would try again for seconds."""
+    socket.create_connection((address, port), timeout=_PROBE_S).close()
+
+
+def _first_word(store: Any) -> Word | None:
+    return Word.from_json(store.get(f"word/{int(store.get('newest'))}"))
+
+
+def _comes(store: Any, key: str, *, within_s: float) -> bool:
+    """Whether something comes soon. A connection that is lost is another matter, and raises."""
     from torch.distributed import DistStoreError
 
     try:
-        store.wait([key], timedelta(seconds=1.5 * TICK_S))
+        store.wait([key], timedelta(seconds=within_s))
     except DistStoreError:
         return False
     return True

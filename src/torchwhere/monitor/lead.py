@@ -14,13 +14,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.label import Labelled
+from torchwhere.blackbox.run import Run, port_of
 from torchwhere.consultation import kept_sightings
 from torchwhere.diagnose.hearing.letter import CALLS, Letter
 from torchwhere.diagnose.hearing.opening import Refusal, open_letter
 from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.monitor.correspondence import TICK_S, Office, Received, Rendezvous, Word, run_key
-from torchwhere.monitor.role import GRACE_S, LINGER_S, WORD_FILE, Alone, Assembly, Gathering, Kept, write_whole
+from torchwhere.monitor.correspondence import TICK_S, Office, Received, ready_for
+from torchwhere.monitor.rendezvous import Rendezvous
+from torchwhere.monitor.role import (
+    GRACE_S,
+    LINGER_S,
+    MOST_LINGER_S,
+    WORD_FILE,
+    Alone,
+    Assembly,
+    Gathering,
+    Kept,
+    Span,
+    write_whole,
+)
+from torchwhere.monitor.word import Word, run_key
 
 ANSWER_S = 3.0  # for letters
 STACKS_S = 4.0  # for letters with stacks
@@ -34,7 +48,7 @@ class Lead(Alone):
     def __init__(self, folder: Path, *, stall_s: float, rendezvous: Rendezvous | None, port: int | None = None) -> None:
         self._folder, self._stall_s, self._rendezvous = folder, stall_s, rendezvous
         self._word = Word(token=secrets.token_hex(8), run=run_key())
-        self._began, self._spoke_at, self._left_at = time.monotonic(), 0.0, 0.0
+        self._began, self._spoke_at, self._span = time.monotonic(), 0.0, Span()
         self._office: Office | None = None
         self._seen: dict[int, float] = {}  # when the last letter came that was made use of, by host
         self._opened: dict[int, tuple[float, Letter | Refusal]] = {}
@@ -50,6 +64,8 @@ class Lead(Alone):
             self._say()
         if run is not None and run is not self._run:
             self._run, self._is_shared = run, not run.missing
+            self._span.meet(run)
+            self._rendezvous = self._rendezvous or Rendezvous.at(next(iter(run.labels.values())).meta.get("store"))
         is_settled = run is not None and now - self._began > GRACE_S
         if self._office is None and is_settled and not self._is_shared and self._rendezvous is not None:
             self._open(0)
@@ -124,11 +140,11 @@ class Lead(Alone):
 
     def may_leave(self, *, is_well: bool) -> bool:
         """When the others are done too, or have had some seconds more: what happened here, they may want to know there."""
-        self._left_at = self._left_at or time.monotonic()
-        letters = [self._open_letter(host) for host in self._letters()]
+        gone_s = self._span.end()
+        letters = [self._open_letter(host) for host, each in self._letters().items() if self._late.get(host) != each.at]
         alive = any(isinstance(letter, Letter) and not letter.is_last and _any_alive(letter) for letter in letters)
         is_wanted = alive or not (self.speaks or is_well)
-        if is_wanted and time.monotonic() - self._left_at < LINGER_S:
+        if is_wanted and min(gone_s, ready_for(self._office)) < LINGER_S and gone_s < MOST_LINGER_S:
             return False
         self.speaks = True  # now or never
         return True
@@ -199,15 +215,30 @@ class Lead(Alone):
             return (
                 f"nothing from host {letter.host} ({_named(ranks)}) for {age_s:.0f} s: it, its monitor or the way to it is gone"
             )
-        own, world = next(iter(run.labels.values())), run.world_size
-        told = {(said.label.run, said.label.meta["world_size"]) for said in letter.transcript.statements}
-        if told - {(own.run, world)} or any(rank >= world for rank in ranks):
+        if self._is_of_another_life(letter, run) or any(rank >= run.world_size for rank in ranks):
             return f"host {letter.host} tells of another run or restart: {_named(ranks)} there"
         return None
 
+    def _is_of_another_life(self, letter: Letter, run: Run) -> bool:
+        """Whether a letter is about ranks that never were there together with those of this host. Hosts may count restarts
+        differently."""
+        own, told = list(run.labels.values()), [said.label for said in letter.transcript.statements]
+        job = {_job(label) for label in own}
+        if any(_job(label) not in job for label in told):
+            return True
+        began_ns = min((label.meta["started_ns"] for label in told), default=0)
+        own_ns = min((label.meta.get("started_ns", 0) for label in own), default=0)
+        seen = {rank: sighting for rank, sighting in letter.sightings.items() if rank not in run.labels}
+        last_ns = max((each.alive_ns or 0 for each in seen.values()), default=0)
+        are_gone = bool(seen) and not any(each.alive for each in seen.values())
+        left_ns = time.time_ns() - int(self._span.gone_s * 1e9)
+        return (self._span.has_ended and began_ns > left_ns) or (are_gone and 0 < last_ns < own_ns)
+
     def _say(self) -> None:
         self._spoke_at = time.monotonic()
-        self._word = replace(self._word, number=self._word.number + 1, t_ns=time.time_ns())
+        age_ns, gone_ns = int(self._span.age_s * 1e9), int(self._span.gone_s * 1e9)
+        number = self._word.number + 1
+        self._word = replace(self._word, number=number, t_ns=time.time_ns(), age_ns=age_ns, gone_ns=gone_ns)
         if self._office is not None:
             self._office.say(self._word)
         write_whole(self._folder / WORD_FILE, self._word.to_json())
@@ -216,6 +247,10 @@ class Lead(Alone):
 def _is_elsewhere(kept: dict[str, Any] | None) -> bool:
     """Whether another host that shares the folder has seen a rank alive."""
     return kept is not None and kept.get("alive") is True and kept.get("host") != socket.gethostname()
+
+
+def _job(label: Labelled) -> tuple[str, Any, str]:
+    return label.run[0], label.meta.get("world_size"), port_of(label)
 
 
 def _any_alive(letter: Letter) -> bool:

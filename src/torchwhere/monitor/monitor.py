@@ -2,8 +2,8 @@
 
 It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are stopped, or are dead. Often it
 takes a pulse (cursors and counts, a few KB a rank); it reads whole boxes when the pulse stops, when a process is gone, and now
-and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes. Of monitors of several
-hosts one speaks; `hosts.py` knows which, and what the others can tell it.
+and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes and what their ranks did
+last (`diary.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.pulse import Pulse, take_pulse
 from torchwhere.blackbox.run import Run, read_run
 from torchwhere.consultation import judge, kept_sightings
@@ -30,15 +31,18 @@ from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
 from torchwhere.host.processes import is_running, look
 from torchwhere.host.vigil import Vigil
+from torchwhere.monitor.diary import MOST_RANKS, Diary
 from torchwhere.monitor.role import Alone, with_hosts, write_whole
 from torchwhere.place import Certainty
 from torchwhere.show.verdict import verdict_json, verdict_text
 
 PULSE_S = 0.25
-KEEP_S = 2.0
+KEEP_S = 1.0
 EXAMINE_S = 15.0
 _MOST_SHARE = 0.02  # of one core: an examination that takes long is made less often
 _MOST_SHARE_LOOKING = 0.05  # likewise, of a job with thousands of boxes in one folder
+_AT_ONCE_S = 0.05  # who is gone so soon after another one was killed with it
+_BOX_NS = 10_000_000_000  # whoever starts a monitor has a box by then, or gets none
 _UNSEEN = Sighting()
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
@@ -51,11 +55,14 @@ class Monitor:
     stall_s: float = STALL_S
     end_with: signal.Signals | None = None  # sent to the ranks of this host after a verdict
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201 - its one job
+    say_verdict: Callable[[Verdict], None] | None = None  # for programs, instead of saying its text
     launcher: int | None = None  # the process that started it: while it is there, ranks may still come
     others: Alone = field(default_factory=Alone)  # the monitors of other hosts
     _run: Run | None = None
+    _labels: dict[int, Labelled] = field(default_factory=dict)  # of the run; also of boxes that are gone since
     _sightings: dict[int, Sighting] = field(default_factory=dict)
     _pulses: dict[Path, tuple[Pulse, float]] = field(default_factory=dict)  # the last one, and since when it is the same
+    _diary: Diary = field(init=False)
     _said: set[str] = field(default_factory=set)
     _has_ended: bool = False
     _has_news: bool = False  # a process has gone, and no examination has seen it
@@ -64,6 +71,9 @@ class Monitor:
     _has_failed: bool = False
     _examine_every: float = EXAMINE_S
     _started_ns: int = field(default_factory=time.time_ns)
+
+    def __post_init__(self) -> None:
+        self._diary = Diary(self.folder)
 
     def watch(self) -> bool:
         """Until all is over. False if a thread is left that waits for another host."""
@@ -74,6 +84,8 @@ class Monitor:
                 vigil.keep(self._pids())
                 stalled = self._feel()
                 took = time.monotonic() - began
+                if self._pulses and self._diary.is_due(max(moved_at for _, moved_at in self._pulses.values())):
+                    self._try(lambda: self._write_down(*self._read_anew()))
                 called = self.others.tend(self._run)
                 self._has_news = self._has_news or died
                 due = time.monotonic() - self._examined_at > self._examine_every
@@ -86,12 +98,12 @@ class Monitor:
                 vigil.wait(max(PULSE_S, min(took / _MOST_SHARE_LOOKING, self.stall_s / 3)))
 
     def _act(self) -> None:
+        self._try(self._examine if self.others.speaks else self._report)
+
+    def _try(self, do: Callable[[], None]) -> None:
         """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
         try:
-            if self.others.speaks:
-                self._examine()
-            else:
-                self._report()
+            do()
         except Exception as error:
             self._examined_at = time.monotonic()
             if not self._has_failed:
@@ -103,15 +115,28 @@ class Monitor:
     def _look(self) -> bool:
         """See the processes; whether one has gone since."""
         if self._run is None or set(self._paths()) != {box.path for box in self._run.labels.values()}:
-            self._run = self._read() or self._run
+            self._take(self._read())
         if self._run is None:
             return False
-        before, now = self._sightings, look(self._run.labels)
+        before, now = self._sightings, look(self._labels)
+        died = [rank for rank, seen in now.items() if seen.alive is False and before.get(rank, seen).alive]
+        if died:  # of those who are killed together somebody is the first, for a moment
+            time.sleep(_AT_ONCE_S)
+            again = look(self._labels)
+            are_left = any(seen.alive for seen in again.values())
+            now = again | {rank: now[rank] for rank in died} if are_left else again
         self._sightings = {rank: _remembered(before.get(rank), seen) for rank, seen in now.items()}
-        died = any(seen.alive is False and before.get(rank, seen).alive for rank, seen in self._sightings.items())
         if died or time.monotonic() - self._kept_at > KEEP_S:
             self._keep()
-        return died
+        return bool(died)
+
+    def _take(self, run: Run | None) -> None:
+        """A run that was just read. A process whose box is gone is still there to be looked at."""
+        if run is not None:
+            is_same = self._run is not None and _is_one_life(run, self._run)
+            self._labels = (self._labels if is_same else {}) | dict(run.labels)
+            self._sightings = self._sightings if is_same else {}
+            self._run = run
 
     def _feel(self) -> bool:
         """Take every pulse; whether one has stood still for as long as a stall."""
@@ -125,7 +150,7 @@ class Monitor:
         return stalled and now - self._examined_at > self.stall_s / 2
 
     def _paths(self) -> list[Path]:
-        return sorted(self.folder.glob("rank*.box"))
+        return sorted(path for path in self.folder.glob("rank*.box") if path.is_file())
 
     def _own_paths(self) -> list[Path]:
         """Boxes of this host: in a shared folder, those of others are looked at by others."""
@@ -133,8 +158,7 @@ class Monitor:
         return [boxes[rank].path for rank, seen in self._sightings.items() if seen.alive is not None and rank in boxes]
 
     def _pids(self) -> set[int]:
-        boxes = self._run.labels if self._run is not None else {}
-        alive = [boxes[rank].meta.get("pid") for rank, seen in self._sightings.items() if seen.alive and rank in boxes]
+        alive = [self._labels[rank].meta.get("pid") for rank, seen in self._sightings.items() if seen.alive]
         return {pid for pid in alive if isinstance(pid, int)}
 
     def _read(self) -> Run | None:
@@ -144,10 +168,19 @@ class Monitor:
             return None
         if self.launcher is None:
             return run
-        if self._run is not None and _identity(run) != _identity(self._run):
+        if self._run is not None and not _is_one_life(run, self._run):
             return None  # a restart, which has a monitor of its own
+        return run if self._run is not None or self._is_ours(run) else None
+
+    def _is_ours(self, run: Run) -> bool:
+        """Whether the process that started this monitor is one of the run: it is not in one that came before or after it. If it
+        has no box, as on a full disk, ranks that began with it are watched."""
+        here = (socket.gethostname(), self.launcher)
+        if any((box.meta.get("host"), box.meta.get("pid")) == here for box in run.labels.values()):
+            return True
         newest = max(int(box.meta.get("started_ns", 0)) for box in run.labels.values())
-        return run if newest > self._started_ns - 60_000_000_000 else None  # boxes of an earlier run, not yet replaced
+        is_old = time.time_ns() - self._started_ns > _BOX_NS and self.launcher is not None and is_running(self.launcher)
+        return is_old and newest > self._started_ns - 6 * _BOX_NS
 
     def _is_over(self) -> bool:
         # One that has ended and whose parent reads our stderr to its end first must not keep us: a zombie counts as gone.
@@ -156,7 +189,7 @@ class Monitor:
 
     def _has_ended_well(self) -> bool:
         """Whether all ranks that were seen here say so."""
-        run = self._read() if self._sightings else None
+        run = (self._read() or self._run) if self._sightings else None  # a restart may have taken the folder over
         boxes = (
             [run.boxes[rank] for rank, seen in self._sightings.items() if seen.alive is False and rank in run.boxes]
             if run
@@ -171,18 +204,21 @@ class Monitor:
         start = time.monotonic()
         self._has_news = False
         self.others.prepare()
-        self._run = self._read() or self._run
+        read_ns, read_at = self._read_anew()
         if self._run is None:
             return
         found = self.others.gather(self._run)
         kept = kept_sightings(self.folder) | found.kept | self._seen()
         verdict = judge(found.run, kept, stall_s=self.stall_s, hearing=found.hearing, ask=self.others.ask)
         verdict = with_hosts(verdict, found.run)
+        self._write_down(read_ns, read_at)
+        self._keep_stacks(verdict)
         self._examined_at = time.monotonic()
         self._examine_every = max(EXAMINE_S, (self._examined_at - start) / _MOST_SHARE)
         number = verdict.collective.get("number") if verdict.collective else None
         news = f"{verdict.kind} {verdict.culprits} {number}"
-        if _is_news(verdict) and news not in self._said and not self.others.has_said(news):
+        is_told = news in self._said or self.others.has_said(news) or self._has_ended  # or comes of that
+        if _is_news(verdict) and not is_told and self.others.may_tell(verdict.culprits):
             self._said.add(news)
             self._tell(verdict)
             self.others.told(news, ends=self.end_with is not None)
@@ -198,7 +234,7 @@ class Monitor:
         seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
         self._sightings |= {rank: _remembered(self._sightings.get(rank), each) for rank, each in seen.items()}
         self._keep()
-        self._run = self._read() or self._run  # after the look: of a process that is gone, with its last words
+        self._write_down(*self._read_anew())  # after the look: of a process that is gone, with its last words
         boxes = {rank: self._run.boxes[rank] for rank in own if rank in self._run.boxes}
         self.others.report(boxes, self._sightings, is_last=is_last)
 
@@ -212,13 +248,32 @@ class Monitor:
 
     def _tell(self, verdict: Verdict) -> None:
         text = verdict_text(verdict)
-        self.say(f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt, verdict.json ---")
+        if self.say_verdict is not None:
+            self.say_verdict(verdict)
+        else:
+            self.say(f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt, verdict.json ---")
         write_whole(self.folder / "verdict.txt", text + "\n")
         write_whole(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
-        for rank, report in verdict.ranks.items():
-            if report.stack and rank in self._sightings:
-                self._sightings[rank] = replace(self._sightings[rank], stack=report.stack)
-        self._keep()
+
+    def _read_anew(self) -> tuple[int, float]:
+        """Read the boxes; when that was begun, by both clocks."""
+        now_ns, now = time.time_ns(), time.monotonic()
+        self._take(self._read())
+        return now_ns, now
+
+    def _write_down(self, read_ns: int, read_at: float) -> None:
+        """What the ranks of this host did last, for a doctor who has no box of one. If one is gone, what was written stays."""
+        own = [rank for rank, seen in self._sightings.items() if seen.alive is not None]
+        if self._run is not None and len(own) <= MOST_RANKS and all(rank in self._run.boxes for rank in own):
+            self._diary.write({rank: self._run.boxes[rank] for rank in own}, read_ns=read_ns, read_at=read_at)
+
+    def _keep_stacks(self, verdict: Verdict) -> None:
+        """What suspects answered: after they are gone, nobody can ask."""
+        stacks = {rank: report.stack for rank, report in verdict.ranks.items() if report.stack and rank in self._sightings}
+        for rank, stack in stacks.items():
+            self._sightings[rank] = replace(self._sightings[rank], stack=stack, stack_ns=time.time_ns())
+        if stacks:
+            self._keep()
 
     def _end(self, number: signal.Signals) -> None:
         """Once: who does not obey a signal does not obey it twice."""
@@ -226,7 +281,7 @@ class Monitor:
             return
         self._has_ended = True
         for rank, sighting in self._sightings.items():
-            box = self._run.labels.get(rank) if self._run is not None else None
+            box = self._labels.get(rank)
             if sighting.alive and box is not None and isinstance(pid := box.meta.get("pid"), int):
                 self.say(f"torchwhere: ending rank {rank} (process {pid}) with {number.name}")
                 with contextlib.suppress(ProcessLookupError):
@@ -241,14 +296,22 @@ class Monitor:
 
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""
-        boxes = self._run.labels if self._run is not None else {}
-        whose = {rank: {"pid": box.meta.get("pid"), "host": box.meta.get("host")} for rank, box in boxes.items()}
         seen = {rank: sighting for rank, sighting in self._sightings.items() if sighting.alive is not None}
-        return {rank: sighting.to_dict() | whose.get(rank, {}) for rank, sighting in seen.items()}
+        return {rank: sighting.to_dict() | _whose(self._labels[rank]) for rank, sighting in seen.items()}
 
 
-def _identity(run: Run) -> tuple[str, int]:
-    return next(iter(run.labels.values())).run
+def _is_one_life(run: Run, other: Run) -> bool:
+    """Whether two readings are of one run, with no restart in between: no rank of both is another process."""
+    common = [(box, other.labels[rank]) for rank, box in run.labels.items() if rank in other.labels]
+    return all(_who(one) == _who(another) for one, another in common)
+
+
+def _who(box: Labelled) -> tuple[Any, ...]:
+    return *box.run, box.meta.get("host"), box.meta.get("pid")
+
+
+def _whose(box: Labelled) -> dict[str, Any]:
+    return {name: box.meta.get(name) for name in ("pid", "pid_started", "host")} | {"run": list(box.run)}
 
 
 def _is_news(verdict: Verdict) -> bool:

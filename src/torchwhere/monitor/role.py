@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,9 +22,10 @@ from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.hearing.testimony import Hearing
 
 WORD_FILE = ".monitor-word.json"
-GRACE_S = 3.0  # ranks of other hosts that share the folder have a box there by then, and the lead's word is there
+GRACE_S = 1.0  # before other hosts are looked for: those that share the folder are mostly there by then
 _MOST_NAMED = 16
-LINGER_S = 8.0  # after its own ranks, while there is something to say or to hear
+LINGER_S = 8.0  # after its own ranks, and since others could hear it, while there is something to say or to hear
+MOST_LINGER_S = 20.0
 Kept = dict[int, dict[str, Any]]
 
 
@@ -46,6 +49,38 @@ class Gathering:
     run: Roster[Any]
     hearing: Hearing | None = None
     kept: Kept = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Span:
+    """For how long ranks of this host have been there, and been gone: durations, which hosts can compare without a clock."""
+
+    _began: float = field(default_factory=time.monotonic)  # not later than this monitor, which a rank has started
+    _left: float | None = None
+    has_met: bool = False  # a run
+
+    def meet(self, run: Run) -> None:
+        host, now = socket.gethostname(), time.monotonic()
+        own = [box.meta.get("started_ns") for box in run.labels.values() if box.meta.get("host") == host]
+        ages = [(time.time_ns() - started) / 1e9 for started in own if isinstance(started, int)]
+        self._began, self.has_met = min(self._began, now - max(ages, default=0.0)), True
+
+    def end(self) -> float:
+        """They are gone: for how many seconds."""
+        self._left = self._left if self._left is not None else time.monotonic()
+        return self.gone_s
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def gone_s(self) -> float:
+        return time.monotonic() - self._left if self._left is not None else 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._left is not None
 
 
 class Alone:
@@ -72,6 +107,10 @@ class Alone:
 
     def has_said(self, verdict: str) -> bool:
         return False
+
+    def may_tell(self, culprits: Sequence[int]) -> bool:
+        """Whether this one knows enough to blame these ranks."""
+        return True
 
     def told(self, verdict: str, *, ends: bool) -> None:
         """A verdict was given."""

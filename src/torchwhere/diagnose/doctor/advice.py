@@ -6,15 +6,14 @@ from typing import Any
 
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.mismatch import Mismatch
-from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.parting import consequences
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.doctor.waits import Wait, left_out, members, newcomers, out_of_turn
+from torchwhere.diagnose.doctor.waits import Wait, members
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Testimony
 from torchwhere.events import Event
 from torchwhere.place import Certainty, Place, shown
 
-_MOST_LINKS = 16  # of a circle that are shown
 _MOST_COHORTS = 16
 _NEARBY = 64  # records before a call in which an exception may be its cause
 _FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
@@ -95,10 +94,12 @@ def differs_in(case: Case, found: Mismatch) -> list[str]:
 
 
 def cohorts(case: Case, found: Mismatch) -> list[dict[str, Any]]:
-    said = []
+    said, differs = [], differs_in(case, found)
     for cohort in found.cohorts[:_MOST_COHORTS]:
         call = case.hearing.testimonies[cohort[0]].issued(found.key, found.number)
-        said.append({"ranks": list(cohort), "issued": call_said(call) if call is not None else None})
+        issued = call_said(call) if call is not None else None
+        reduction = f", reduction {call.fields.get('reduce_op')}" if call is not None and differs == ["reduction"] else ""
+        said.append({"ranks": list(cohort), "issued": f"{issued}{reduction}" if issued is not None else None})
     rest = found.cohorts[_MOST_COHORTS:]
     if rest:
         ranks = sorted(rank for cohort in rest for rank in cohort)
@@ -109,13 +110,13 @@ def cohorts(case: Case, found: Mismatch) -> list[dict[str, Any]]:
 def on_mismatch(case: Case, found: Mismatch) -> tuple[str, ...]:
     group = case.hearing.group(found.key)
     what = " and ".join(differs_in(case, found))
-    said = [f'At #{found.number} of group "{group.title}" ranks issued something different: they differ in {what}.']
+    differ = f"issued something different: they differ in {what}" if found.what != "step" else "are in different steps"
+    said = [f'At #{found.number} of group "{group.title}" ranks {differ}.']
     said += [f"  {ranks_said(each['ranks'])}: {each['issued']}" for each in cohorts(case, found)]
-    if found.what != "form":
-        said.append("Op and shapes are the same, so nothing fails: each rank's data was combined with another thing's.")
+    said += consequences(case, found, who=ranks_said(found.culprits), standing=ranks_said(sorted(case.standing) or [0]))
     if not found.is_certain and found.departed:
-        who = ranks_said(found.departed)
-        said.append(f"The cohorts are of one size, but the others do as they did before: {who} departed from its own ways.")
+        who, ways = ranks_said(found.departed), "its own ways" if len(found.departed) == 1 else "their own ways"
+        said.append(f"The cohorts are of one size, but the others do as they did before: {who} departed from {ways}.")
     elif not found.is_certain:
         said.append("The cohorts are of one size: the boxes alone cannot say which of them is wrong.")
     said += _before(case, found.culprits, found.key, found.number)
@@ -145,7 +146,7 @@ def _went_on(testimony: Testimony, record: int) -> list[str]:
     if not near:
         return []
     error = near[-1]
-    text = _first_line(str(error.fields.get("text")))
+    text = first_line(str(error.fields.get("text")))
     return [f"Rank {testimony.rank} had an exception before, and went on: {text} ({place_said(error.place)})."]
 
 
@@ -153,7 +154,7 @@ def _step(call: Event) -> str:
     return f" (step {call.place.step})" if call.place.step is not None else ""
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
     return text.partition("\n")[0][:300]
 
 
@@ -178,11 +179,11 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     if _is_inside(case, blamed[0], wait):
         came = f"{ranks_said(blamed).capitalize()} came to {_awaited_said(case, wait)}, and cannot go on there."
         return (came, *_waiting(case, wait), *_held_said(case, blamed), *_branch(case, blamed, wait))
-    never = "never" if any(rank in case.hearing.testimonies for rank in blamed) else "may never have"
+    never = "never" if any(case.hearing.hears(rank) for rank in blamed) else "may never have"
     said = [f"{ranks_said(blamed).capitalize()} {never} issued {_awaited_said(case, wait)}.", *_waiting(case, wait)]
     for rank in blamed[:4]:
-        if rank not in case.hearing.testimonies:
-            said.append(f"  rank {rank} has no {case.run.noun}: where it is, nobody knows")
+        if not case.hearing.hears(rank):
+            said.append(_unheard_said(case, rank))
             continue
         if case.place(rank).certainty is Certainty.UNKNOWN:
             now = f"where it is now, its {case.run.noun} does not say"
@@ -191,10 +192,28 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
         said.append(f"  rank {rank} is instead {in_place(case.place(rank))}: {case.detail(rank) or case.state(rank)}")
     if len(blamed) > 4:
         said.append(f"  and {len(blamed) - 4} more")
-    known = [rank for rank in blamed if rank in case.hearing.testimonies]
+    known = [rank for rank in blamed if case.hearing.hears(rank)]
     if known and wait.number:
         said += _branch(case, known, wait)
-    return tuple(said)
+    return (*said, *_doubts(case, blamed, wait))
+
+
+def _unheard_said(case: Case, rank: int) -> str:
+    if rank in case.hearing.past:
+        return f"  rank {rank} was last seen {in_place(case.place(rank))}; what it did after that is not known"
+    return f"  rank {rank} has no {case.run.noun}: where it is, nobody knows"
+
+
+def _doubts(case: Case, blamed: list[int], wait: Wait) -> list[str]:
+    """What else it may be, as far as the data does not say."""
+    if not any(case.hearing.hears(rank) for rank in blamed):
+        who = "They are the only ones" if len(blamed) > 1 else f"Rank {blamed[0]} is the only one"
+        return [f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the network or a device."]
+    others = [rank for rank in wait.unheard if rank not in blamed]
+    said = [f"  whether {ranks_said(others)} came to it is not known"] if others else []
+    if not case.is_live:
+        said.append("How long they had waited when all ended, nobody saw: a job that was well may be between two collectives.")
+    return said
 
 
 def _is_inside(case: Case, rank: int, wait: Wait) -> bool:
@@ -243,19 +262,7 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
 
 
 def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]:
-    said = []
-    for rank in blamed[:4]:
-        if rank not in case.hearing.testimonies:
-            said.append(
-                f"Rank {rank} may have died first: the others say that a peer hung up on them, and it has no readable box."
-            )
-            continue
-        testimony = case.hearing.testimonies[rank]
-        how = "finished" if case.state(rank) is State.FINISHED else "ended"
-        said.append(f"Rank {rank} {how}: {_first_line(str(case.detail(rank)))}.")
-        error = testimony.exception
-        where = error.place if error is not None else case.place(rank)
-        said.append(f"  its last place: {place_said(where)}")
+    said = _ends(case, blamed)
     if wait is not None:
         call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
         group = case.hearing.group(wait.key)
@@ -264,132 +271,53 @@ def on_dead(case: Case, blamed: list[int], wait: Wait | None) -> tuple[str, ...]
         said += _waiting(case, wait)
         if all(rank in case.hearing.testimonies and case.state(rank) is State.FINISHED for rank in blamed):
             said.append("Likely: it had fewer batches, left a loop early, or skipped a step. Look at: what ends its loop.")
+    if case.deaths.were_killed_together and not any(case.hearing.testimonies[rank].end for rank in blamed):
+        noticed = ranks_said(sorted(case.deaths.failed()))
+        said.append(f"That a process was gone, {noticed} noticed; then all were. They may have been killed at once.")
     return tuple(said)
+
+
+def _ends(case: Case, dead: list[int]) -> list[str]:
+    """How each of them ended, and where; those that ended alike in one sentence."""
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for rank in dead:
+        alike.setdefault(_end(case, rank), []).append(rank)
+    said = []
+    for (how, *more), ranks in list(alike.items())[:4]:
+        said += [f"{ranks_said(ranks).capitalize()} {how}", *more]
+    return said
+
+
+def _end(case: Case, rank: int) -> tuple[str, ...]:
+    if rank not in case.hearing.testimonies:
+        return ("may have died first: the others say that a peer hung up on them, and it has no readable box.",)
+    testimony = case.hearing.testimonies[rank]
+    how = "finished" if case.state(rank) is State.FINISHED else "ended"
+    error = testimony.exception
+    where = error.place if error is not None else case.place(rank)
+    text = _gist(case.detail(rank) or case.deaths.how(rank)).removesuffix(".")
+    before = _went_on(testimony, error.number) if error is not None and case.deaths.has_failed(rank) else []
+    return (f"{how}: {text}.", f"  its last place: {place_said(where)}", *before)
+
+
+def _gist(text: str) -> str:
+    """What an exception says: its first line; of one that holds the traceback of another one, how that ends too."""
+    first, _, rest = text.partition("\n")
+    last = rest.strip().rpartition("\n")[2].strip() if "Traceback (most recent call last)" in rest else ""
+    return f"{first[:200]}: {last[:200]}" if last else first_line(text)
 
 
 def on_dead_together(case: Case, dead: list[int]) -> tuple[str, ...]:
     """Nobody went by himself: who was the first is not to be seen."""
+    if case.deaths.never_met(dead):
+        return (
+            f"{ranks_said(dead).capitalize()} could not connect to another one. Whether it had ended before does not show:",
+            f"  {first_line(str(case.detail(dead[0])))}",
+            "Look at: the log of the other ranks, the address and port of the rendezvous, the network interfaces.",
+        )
     silent = [rank for rank in case.hearing.testimonies if rank not in dead and case.state(rank) is State.DEAD]
     said = [f"A process ended, and it is not known whose went first. {ranks_said(dead).capitalize()} failed of it:"]
-    said.append(f"  {_first_line(str(case.detail(dead[0])))}")
+    said.append(f"  {first_line(str(case.detail(dead[0])))}")
     if silent:
         said.append(f"  one of {ranks_said(silent)} was the first: they all went without a word, and no monitor saw when")
     return tuple(said)
-
-
-def on_deadlock(case: Case, found: list[Wait], odd: tuple[int, ...]) -> tuple[str, ...]:
-    said = [f"{len(found)} ranks wait for each other in a circle:"]
-    for wait in found[:_MOST_LINKS]:
-        call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
-        waits_for = [rank for rank in wait.missing if rank in case.waits]
-        title = case.hearing.group(wait.key).title
-        what = call_said(call) if call is not None else "a collective"
-        said.append(f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for {ranks_said(waits_for[:4])}')
-    if len(found) > _MOST_LINKS:
-        said.append(f"  and so on, {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
-    if 0 < len(odd) < len(found):
-        said.append(
-            f"Likely: {ranks_said(odd)} came to them in another order than before, or left one out; the others do as they did "
-            "before. Look at: the order of the lines above."
-        )
-    else:
-        said.append("Likely: these ranks reach the same collectives in different order. Look at: the order of the lines above.")
-    return tuple(said)
-
-
-def on_wrong_peer(case: Case, strays: list[Wait]) -> tuple[str, ...]:
-    said = []
-    for wait in strays[:_MOST_LINKS]:
-        call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
-        what = call_said(call) if call is not None else "a message"
-        other = (*wait.missing, *wait.unheard)[0]
-        answer = "does not listen to it" if wait.key.source == wait.rank else "has no such message for it"
-        said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {other} {answer}.")
-        said.append("  Another rank has written to it, or listens to it, and gets no answer. Look at: the peer in that line.")
-    return (*said, f"And {len(strays) - _MOST_LINKS} more.") if len(strays) > _MOST_LINKS else tuple(said)
-
-
-def link(case: Case, wait: Wait) -> dict[str, Any]:
-    """One link of a circle, for JSON."""
-    return {
-        "rank": wait.rank,
-        "waits_for": list(wait.missing[:16]),
-        "collective": case.collective(wait.key, wait.number, wait.rank),
-        "place": case.place(wait.rank).to_dict(),
-    }
-
-
-def links(case: Case, found: list[Wait]) -> list[dict[str, Any]]:
-    """A circle, for JSON: the first links of it."""
-    return [link(case, wait) for wait in found[:_MOST_LINKS]]
-
-
-def odd_ones(case: Case, found: list[Wait]) -> tuple[int, ...]:
-    """Those of a circle that did it in another order a step before. For want of them, those in the one of its calls that the
-    fewest are in; everyone in the circle where that is a tie."""
-    changed = left_out(case.hearing, found) or out_of_turn(case.hearing, found) or newcomers(found)
-    if changed:
-        return tuple(changed)
-    if any(wait.rank in case.ill_heard for wait in found):  # its habits cannot be read
-        return ()
-    by_call: dict[tuple[StreamKey, int], list[int]] = {(wait.key, wait.number): [] for wait in found}
-    for rank, wait in case.waits.items():
-        if (wait.key, wait.number) in by_call:
-            by_call[wait.key, wait.number].append(rank)
-    sizes = sorted(by_call.values(), key=len)
-    if len(sizes) > 1 and len(sizes[0]) < len(sizes[-1]):
-        return tuple(sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks))
-    return tuple(sorted(wait.rank for wait in found))
-
-
-def on_together(case: Case) -> tuple[str, ...]:
-    places = {in_place(case.place(rank)) for rank in case.hearing.testimonies}
-    where = places.pop() if len(places) == 1 else f"in {len(places)} places"
-    return (
-        f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
-        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
-    )
-
-
-def on_given_up(case: Case) -> tuple[str, ...]:
-    """All have ended, of waiting too long, and no rank is missing."""
-    first = next(rank for rank in case.hearing.testimonies if case.deaths.gave_up(rank))
-    count = len(case.hearing.testimonies)
-    return (
-        f"All {count} ranks came to the same collective, and waited there until they gave up. No rank is missing from it.",
-        f"  rank {first}: {_first_line(str(case.detail(first)))}",
-        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
-    )
-
-
-# -- nothing wrong ---------------------------------------------------------------------------------------------------------
-
-
-def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
-    if case.have_finished:
-        return (f"All {len(case.hearing.testimonies)} ranks have finished. {found}",)
-    if not case.is_over or not case.sightings or any(sighting.alive is None for sighting in case.sightings.values()):
-        return (f"Progressing. {found}",)
-    said = f"Was progressing when it ended: no process is left, and none has said why. {found}"
-    if not case.all_in_one():
-        return (said,)
-    call = next(iter(case.hearing.testimonies.values())).last_collective
-    return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
-
-
-def on_unheard(
-    case: Case, witness: int | None, key: StreamKey | None, number: int, went_on: list[int], found: Pace
-) -> tuple[str, ...]:
-    """The job is over, what can be read is well, and a rank left nothing to read."""
-    unheard, noun = ranks_said(sorted(case.unheard)), case.run.noun
-    ended = f"The job is over, and {unheard} left no {noun} that can be read. {found}"
-    if key is None or witness is None:
-        return (ended, "The others have issued no collective: what the job did is not known.")
-    what = what_said(case.hearing.testimonies[witness].issued(key, number))
-    call = f'{what}, #{number} of group "{case.hearing.group(key).title}"'
-    if went_on:
-        past = (
-            f"{ranks_said(went_on).capitalize()} went on after {call}, which takes all of its ranks: until then all was well."
-        )
-        return (ended, past, f"What {unheard} did after it is not known.")
-    return (ended, f"The others came to {call}. Nobody is known to have got past it, and what was wrong does not show.")

@@ -11,10 +11,11 @@ import numpy as np
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.doctor.deaths import Deaths, ended_well
 from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest, is_of_all, may_wait_for, members
 from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
+from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.place import Certainty, Place
 
 _UNSEEN_STALLS = 10
@@ -30,13 +31,17 @@ class Case:
     hearing: Hearing
     sightings: Mapping[int, Sighting]
     waits: dict[int, Wait]
+    deaths: Deaths
     now_ns: int | None
     is_suspicion: bool = False
     is_together: bool = False  # all stand in one collective, and that is the matter
-    deaths: Deaths = field(init=False)
+    standing: frozenset[int] = frozenset()  # after ranks have parted: those who stand in a collective
+    recorded_ns: int = field(init=False)  # the last moment of which a box tells
 
     def __post_init__(self) -> None:
-        self.deaths = Deaths(self.hearing, self.sightings, self.now_ns)
+        self.recorded_ns = max((said.label.last_ns for said in self.hearing.testimonies.values()), default=0)
+        if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
+            self.now_ns = max(self.now_ns, self.recorded_ns)
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
@@ -54,6 +59,11 @@ class Case:
         return not any(sighting.alive for sighting in self.sightings.values())
 
     @property
+    def is_unknown_end(self) -> bool:
+        """Whether a job ended in a collective that all had come to, and nobody saw how long they stood there."""
+        return self.is_over and not self.is_live and self.all_in_one()
+
+    @property
     def have_finished(self) -> bool:
         """Whether all ranks that were heard have finished, and well."""
         return all(self.state(rank) is State.FINISHED for rank in self.hearing.testimonies)
@@ -66,7 +76,7 @@ class Case:
             return State.DEAD
         if sighting.is_stopped:
             return State.STOPPED
-        return State.WAITING if self.is_together or rank in self.waits else State.RUNNING
+        return State.WAITING if self.is_together or rank in self.waits or rank in self.standing else State.RUNNING
 
     def place(self, rank: int) -> Place:
         """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
@@ -125,14 +135,33 @@ class Case:
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
-        return waited >= (min(stall_s, self._usual_s(wait) * _UNUSUAL) if self.is_over else stall_s)
+        return waited >= self.patience_s(wait.rank, stall_s, wait.key)
 
-    def _usual_s(self, wait: Wait) -> float:
-        """Seconds between two collectives of this rank in this stream, the median; at least a tenth."""
-        calls = self.hearing.testimonies[wait.rank].calls.get(wait.key)
+    def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
+        """How long a wait may last: of a job that is over, ten times what is usual, as no more patience can be had."""
+        return min(stall_s, self._usual_s(rank, key) * _UNUSUAL) if self.is_over else stall_s
+
+    def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
+        """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in which it has hardly issued
+        anything, those of its busiest one."""
+        known = self.hearing.testimonies[rank].calls
+        calls = known.get(key) if key is not None else None
+        if calls is None or len(calls) < 2:
+            calls = max(known.values(), key=len, default=None)
         if calls is None or len(calls) < 2:
             return 1.0
         return max(0.1, float(np.median(np.diff(calls.times_ns()))) / 1e9)
+
+    def recorded_s(self, wait: Wait) -> float:
+        """How long a wait lasted at the last moment of which a box tells: at least so long."""
+        return (self.recorded_ns - self.issued_ns(wait)) / 1e9
+
+    def was_moving(self, stall_s: float) -> bool:
+        """Whether a job that is over was still recording when it was last seen."""
+        if self.now_ns is None or not self.hearing.testimonies:
+            return False
+        patience = min(self.patience_s(rank, stall_s) for rank in self.hearing.testimonies)
+        return (self.now_ns - self.recorded_ns) / 1e9 < patience
 
     def still_s(self) -> float | None:
         """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
@@ -140,16 +169,42 @@ class Case:
         A rank that has moved since its last collective is somewhere else: starting, loading, saving. That may take its time.
         """
         since = [testimony.in_collective_since_ns for testimony in self.hearing.testimonies.values()]
+        since += [None for _ in self.hearing.past]
         known = [moment for moment in since if moment is not None]
         has_ended = any(testimony.end is not None for testimony in self.hearing.testimonies.values())
         if self.now_ns is None or has_ended or not known or len(known) < len(since):
             return None
         return (self.now_ns - max(known)) / 1e9
 
+    def stands_s(self, rank: int) -> float | None:
+        """How long a rank has been in its last collective, as far as is known; None if it is not in one, or has ended."""
+        testimony = self.hearing.testimonies[rank]
+        since, wait = testimony.in_collective_since_ns, self.waits.get(rank)
+        if testimony.end is not None or self.deaths.is_dead(rank) or not self.hearing.hears(rank):
+            return None
+        if wait is not None:
+            return max(0.0, (self.now_ns or self.recorded_ns) - self.issued_ns(wait)) / 1e9
+        is_in_it = stands_in(testimony.last_collective, self.sighting(rank))
+        since = testimony.label.last_ns if is_in_it and since is None else since
+        if since is None or is_in_it is False:
+            return None
+        return max(0.0, (self.now_ns or self.recorded_ns) - since) / 1e9
+
+    def stand(self, stall_s: float) -> float | None:
+        """Find out who stands still after ranks have parted: for longer than is usual, or to the end of a job that nobody saw.
+        Gives how long all have, if it is all, and known."""
+        found = {rank: self.stands_s(rank) for rank in self.hearing.testimonies}
+        least = {rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0 for rank in found}
+        stood = {rank: lasted for rank, lasted in found.items() if lasted is not None and lasted >= least[rank]}
+        self.standing = frozenset(stood)
+        return min(stood.values()) if self.is_live and stood and len(stood) == len(found) else None
+
     def all_in_one(self) -> bool:
         """Whether all ranks are, or were to the end, in the same collective."""
         said = self.hearing.testimonies.values()
         lasts = {testimony.last for testimony in said}
+        if self.hearing.past:
+            return False
         return None not in lasts and len(lasts) == 1 and all(each.in_collective_since_ns is not None for each in said)
 
     def is_still(self, stall_s: float) -> bool:
@@ -157,30 +212,25 @@ class Case:
 
         On a device a rank waits wherever it next needs the result, so a stack elsewhere says little there.
         """
-        still = self.still_s()
-        if still is None or still < stall_s:
+        still, ranks = self.still_s(), list(self.hearing.testimonies)
+        if still is None or still < max(self.patience_s(rank, stall_s) for rank in ranks):
             return False
-        ranks = list(self.hearing.testimonies)
-        if any(self.sighting(rank).stack and not self._waits_in_stack(rank) for rank in ranks):
+        standing = [self._stands_in_last(rank) for rank in ranks]
+        if any(stands is False for stands in standing):
             return False
-        was_seen = self.is_suspicion or any(self.sighting(rank).stack for rank in ranks)
+        was_seen = self.is_suspicion or any(standing)
         return was_seen or still >= _UNSEEN_STALLS * stall_s
 
-    def _waits_in_stack(self, rank: int) -> bool:
-        """Whether a rank's stack is that of a collective: in torch.distributed, or on the line that issued the last one."""
-        stack, last = self.sighting(rank).stack, self.hearing.testimonies[rank].last_collective
-        if any("/torch/distributed/" in line for line in stack):
-            return True
-        if last is None or last.fields.get("backend") != "gloo":
-            return last is not None
-        return (user_line(stack) or "").endswith(last.place.line or "-")
+    def _stands_in_last(self, rank: int) -> bool | None:
+        """Whether a rank is in its last collective, by its stack; None where that does not tell."""
+        return stands_in(self.hearing.testimonies[rank].last_collective, self.sighting(rank))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     @property
     def unheard(self) -> set[int]:
-        """Ranks of which nothing is known: they have no box, or one that was cut before its counts."""
-        return {rank for rank in range(self.run.world_size) if rank not in self.hearing.testimonies}
+        """Ranks of which it is not known what they did last: they have no box, or one that was cut before its counts."""
+        return {rank for rank in range(self.run.world_size) if not self.hearing.hears(rank)}
 
     @property
     def ill_heard(self) -> list[int]:
@@ -195,10 +245,10 @@ class Case:
         if key is None or witness is None or not unheard:
             return None
         taking_part = members(self.hearing, key)
-        absent = tuple(rank for rank in taking_part if rank in unheard)
+        absent = tuple(rank for rank in taking_part if rank in unheard and not self.hearing.has_come(rank, key, number))
         heard = [self.hearing.testimonies[rank] for rank in taking_part if rank not in unheard]
         are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard) and not any(
-            self.sighting(testimony.rank).stack and not self._waits_in_stack(testimony.rank) for testimony in heard
+            self._stands_in_last(testimony.rank) is False for testimony in heard
         )
         return Wait(witness, key, number, (), absent) if absent and are_in_it else None
 
@@ -210,8 +260,7 @@ class Case:
         found = {}
         for rank in blamed:
             other = may_wait_for(self.hearing, rank, unheard) if rank in self.hearing.testimonies else None
-            stack = self.sighting(rank).stack
-            if other is not None and (not stack or any("/torch/distributed/" in line for line in stack)):
+            if other is not None and self._stands_in_last(rank) is not False:
                 found[rank] = other
         return found
 
@@ -296,46 +345,3 @@ class Case:
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: fields.get(name) for name in _SHOWN} | {"group": fields.get("group_desc")}
-
-
-def user_line(stack: tuple[str, ...]) -> str | None:
-    """The innermost line of a stack that is the user's own code."""
-    for entry in stack:
-        file = entry.partition(" in ")[0]
-        if not any(mark in file for mark in ("/site-packages/", "/lib/python", "<frozen", "/torchwhere/")):
-            return file
-    return None
-
-
-# What a stack says about what holds a rank: a part of a frame's file, and in words.
-_HOLDS = (
-    ("/torch/utils/data/", "in data loading"),
-    ("/torch/_dynamo/", "in compilation"),
-    ("/torch/_inductor/", "in compilation"),
-    ("/multiprocessing/", "waiting for another process"),
-    ("/threading.py", "waiting for a lock or a thread"),
-    ("/queue.py", "waiting for a queue"),
-    ("/socket.py", "waiting for a socket"),
-    ("/subprocess.py", "waiting for a program it started"),
-)
-_NO_COLLECTIVE = "in torch.distributed, outside any collective that its group has seen"
-
-
-def holding(testimony: Testimony, sighting: Sighting) -> str | None:
-    """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
-    if sighting.holds_gil and sighting.state in ("S", "D"):
-        return "in C with the GIL held, in a call that waits: no Python thread of it can run"
-    for part, words in _HOLDS:
-        if any(part in line for line in sighting.stack[:24]):
-            return words
-    call = testimony.last_collective
-    if any("/torch/distributed/" in line for line in sighting.stack[:24]):
-        is_in_it = call is not None and testimony.in_collective_since_ns is not None
-        return f"waiting in {call.fields.get('op')}" if call is not None and is_in_it else _NO_COLLECTIVE
-    if testimony.is_compiling:
-        return "in compilation"
-    if sighting.stack and sighting.state == "R":
-        return "running: an endless loop, a long computation, or C code that keeps the GIL"
-    if sighting.stack and sighting.state in ("S", "D"):
-        return "sleeping: in a call that waits, or a lock"
-    return None

@@ -2,7 +2,8 @@
 
 Takes what ranks said last and what was seen of their processes. A rank that says a peer hung up on it, or that crashed in C
 while it stood in a collective, reacts to another one. Where nobody failed by himself, the one to blame is a rank that left
-nothing to read, or one that went without a word; where several may have, nobody is blamed.
+nothing to read, or one that went without a word; where several may have, nobody is blamed. Several that go without a word,
+unless somebody saw one of them go first, were killed together: that is the end of a job, and not what was wrong with it.
 """
 
 from __future__ import annotations
@@ -12,20 +13,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.waits import has_lost_its_newest
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 from torchwhere.events import Event
 
 # What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
-_HUNG_UP = re.compile(r"closed by peer|connection reset|connection closed|broken pipe|remote process exited", re.IGNORECASE)
+_NEVER_MET = "connectFullMesh failed|connection refused|timed out connecting|client socket has timed out"
+_CONNECTING = re.compile(_NEVER_MET, re.IGNORECASE)
+_HUNG_UP = re.compile(
+    rf"closed by peer|connection reset|connection closed|broken pipe|remote process exited|{_NEVER_MET}", re.IGNORECASE
+)
 # And when nobody came for too long, and they gave up.
 _GAVE_UP = re.compile(
     r"timed out waiting \d+ ?ms for|collective operation timeout|failed to pass monitoredBarrier|wait timeout", re.IGNORECASE
 )
+# One rank's failure that a checkpoint raises again on all of them, with the ranks it was of.
+_OF_RANKS = re.compile(r"Exception ranks:dict_keys\(\[([\d, ]+)\]\)|^Traceback .*\(RANK (\d+)\)$", re.MULTILINE)
 _OUT_OF_MEMORY = re.compile(
     r"\bMemoryError\b|OutOfMemoryError|\bout of memory\b|can't allocate memory|cannot allocate memory", re.IGNORECASE
 )
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
-_NO_WORD = "without a word: killed by a signal, by the system for want of memory, or crashed in C"
+_NO_WORD = "without a word: killed by a signal, by the system for want of memory, ended by os._exit, or crashed in C"
 _UNSEEN = Sighting()
 
 
@@ -37,6 +45,8 @@ class Deaths:
     sightings: Mapping[int, Sighting]
     now_ns: int | None  # the last moment at which one of them was seen alive
     _somebody_hung_up: bool | None = None
+    _together: bool | None = None
+    _is_over: bool | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
@@ -48,6 +58,28 @@ class Deaths:
     def is_dead(self, rank: int) -> bool:
         """Whether a rank has failed, was killed for want of memory, or went without a word while the others went on."""
         return self.has_failed(rank) or self._sighting(rank).out_of_memory is not None or self._is_gone_first(rank)
+
+    @property
+    def were_killed_together(self) -> bool:
+        """Whether no process is left, several went without a word, and nobody saw one of them go first.
+
+        Others may have noticed that a peer was gone, but did not come to say that they end: whoever does had time to.
+        """
+        if self._together is None:
+            is_over = not any(sighting.alive is not False for sighting in self.sightings.values())
+            failed = set(self.failed())
+            silent = [rank for rank in self.sightings if rank not in failed and self._has_said_nothing(rank)]
+            self._together = (
+                is_over
+                and len(silent) > 1
+                and all(self.hearing.testimonies[rank].end is None and self.was_hung_up_on(rank) for rank in failed)
+                and not any(self._was_seen_gone(rank) or self.sightings[rank].out_of_memory for rank in silent)
+            )
+        return self._together
+
+    def died_of_the_end(self, rank: int) -> bool:
+        """Whether a rank only noticed that the others were killed, and was killed with them."""
+        return self.were_killed_together and self.has_failed(rank)
 
     def was_hung_up_on(self, rank: int) -> bool:
         """Whether a rank ended because the process at the other end was gone."""
@@ -64,7 +96,16 @@ class Deaths:
         return (last_exception(testimony) or "") if self._sighting(rank).alive is not True else ""
 
     def _is_victim(self, rank: int) -> bool:
-        return self.was_hung_up_on(rank) or self.gave_up(rank)
+        return self.was_hung_up_on(rank) or self.gave_up(rank) or self._failed_of_others(rank)
+
+    def _failed_of_others(self, rank: int) -> bool:
+        """Whether what a rank raised was raised by others first: it says of which ranks it is, and is none of them."""
+        named = {int(one) for match in _OF_RANKS.finditer(self._last_words(rank)) for one in re.findall(r"\d+", match[0])}
+        return bool(named) and rank not in named
+
+    def crashed_in_it(self, rank: int) -> bool:
+        """Whether a rank crashed in C while it stood in a collective: it may have been given what it could not take."""
+        return rank in self.hearing.testimonies and not self._is_victim(rank) and self._reacted(rank)
 
     def first_of_awaited(self, awaited: list[int], unheard: list[int]) -> list[int]:
         """Of dead ranks that others wait for, those that went by themselves; where all were hung up on, those of which nothing
@@ -78,9 +119,14 @@ class Deaths:
         failed = self.failed()
         own = [rank for rank in failed if not self._reacted(rank)]
         if own or unheard:
-            return own or unheard
+            return own or self._not_outliving(unheard) or self._silent() or unheard
         crashed = [rank for rank in failed if not self._is_victim(rank)]
-        return crashed or self._silent()
+        # Who could not connect ended before there was a group: those who went without a word may have been ended because of it.
+        return crashed or ([] if self.never_met(failed) else self._silent())
+
+    def never_met(self, failed: list[int]) -> bool:
+        """Whether ranks failed because they could not connect to another one."""
+        return all(_CONNECTING.search(self._last_words(rank)) for rank in failed)
 
     def failed(self) -> list[int]:
         return [rank for rank in self.hearing.testimonies if self.has_failed(rank)]
@@ -114,15 +160,41 @@ class Deaths:
         It did if others were seen alive when it was gone already, or if they say that a peer hung up on them, and none of those
         who ended by themselves, as of waiting too long, can be that peer.
         """
-        sighting = self._sighting(rank)
-        if sighting.alive is not False or self.hearing.testimonies[rank].end is not None:
+        if self._sighting(rank).alive is not False or self.hearing.testimonies[rank].end is not None:
             return False
-        if self.now_ns is not None and self.now_ns - (sighting.alive_ns or 0) > _SAME_DEATH_NS:
+        if self._was_seen_gone(rank):
             return True
+        if self.were_killed_together:
+            return False
         if self._somebody_hung_up is None:
             failed = {rank: self.was_hung_up_on(rank) for rank in self.failed()}
             self._somebody_hung_up = bool(failed) and all(failed.values())
         return self._somebody_hung_up
+
+    def _has_said_nothing(self, rank: int) -> bool:
+        """Whether a box that can be read to its end has no last word; of any other one that is not known."""
+        testimony = self.hearing.testimonies.get(rank)
+        if testimony is None or rank in self.hearing.recalled or has_lost_its_newest(testimony):
+            return False
+        return testimony.end is None
+
+    def _was_seen_gone(self, rank: int) -> bool:
+        """Whether others are alive, or were seen alive when this one was gone already, or long after it was last seen."""
+        sighting = self._sighting(rank)
+        if self.now_ns is None or sighting.alive is not False:
+            return False
+        if self._is_over is None:
+            self._is_over = not any(other.alive for other in self.sightings.values())
+        if not self._is_over:
+            return True
+        is_earlier = sighting.gone_ns is not None and sighting.gone_ns <= self.now_ns
+        return is_earlier or (sighting.alive_ns is not None and self.now_ns - sighting.alive_ns > _SAME_DEATH_NS)
+
+    def _not_outliving(self, ranks: list[int]) -> list[int]:
+        """Of ranks of which nothing is known, those that were not seen alive after somebody had failed."""
+        failed_ns = [error.t_ns for rank in self.failed() if (error := self.hearing.testimonies[rank].exception) is not None]
+        seen_ns = {rank: self._sighting(rank).alive_ns for rank in ranks}
+        return [rank for rank, alive_ns in seen_ns.items() if alive_ns is None or alive_ns <= min(failed_ns, default=alive_ns)]
 
     def _silent(self) -> list[int]:
         """Those that went without a word, the first of them; nobody, where there are several and no one saw when they went."""

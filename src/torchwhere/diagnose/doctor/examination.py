@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchwhere.blackbox.run import Roster
-from torchwhere.diagnose.doctor import advice, pace
+from torchwhere.diagnose.doctor import advice, circle_advice, nobody, pace
 from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.circles import blame, has_left_out, turns_away
 from torchwhere.diagnose.doctor.deaths import Deaths
+from torchwhere.diagnose.doctor.gathering import on_gathering
+from torchwhere.diagnose.doctor.habits import Habits
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.splits import unfitting
 from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, owes, waiting_for, waits, wrong_peers
+from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, new_peers, waiting_for, waits
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.place import Certainty
 
 STALL_S = 30.0
+_USUALLY = 2  # times as late as it is in the middle
 _ASKED = 64  # of those who wait for one rank, to find what it owes them
 
 
@@ -43,8 +48,11 @@ def examine(
     hearing = hearing if hearing is not None else heard(run)
     seen = dict(sightings or {})
     deaths = Deaths(hearing, seen, now_ns)
-    held = {rank for rank in hearing.testimonies if (rank in seen and seen[rank].is_stopped) or deaths.is_dead(rank)}
-    case = Case(run, hearing, seen, waits(hearing, held=held), now_ns, is_suspicion)
+    stopped = {rank for rank, sighting in seen.items() if sighting.is_stopped and rank in hearing.testimonies}
+    held = stopped | {rank for rank in hearing.testimonies if deaths.is_dead(rank) and not deaths.died_of_the_end(rank)}
+    failed_in_it = {rank for rank in deaths.failed() if deaths.was_hung_up_on(rank) or deaths.gave_up(rank)} if held else ()
+    found = waits(hearing, held=held, failed_in_it=failed_in_it)
+    case = Case(run, hearing, seen, found, deaths, now_ns, is_suspicion)
     return _Examination(case, stall_s).verdict()
 
 
@@ -56,7 +64,16 @@ class _Examination:
 
     def verdict(self) -> Verdict:
         self.parted = mismatches(self.case.hearing)
-        checks = (self._mismatch, self._new_peer, self._dead, self._missing, self._deadlock, self._together)
+        checks = (
+            self._mismatch,
+            self._splits,
+            self._new_peer,
+            self._gathering,
+            self._dead,
+            self._missing,
+            self._deadlock,
+            self._together,
+        )
         return next((verdict for check in checks if (verdict := check()) is not None), None) or self._progressing()
 
     # -- the kinds ---------------------------------------------------------------------------------------------------
@@ -68,6 +85,7 @@ class _Examination:
         first = min(self.parted, key=lambda found: case.hearing.testimonies[found.culprits[0]].order(found.key, found.number))
         usual = first.cohorts[0][0]
         certainty = Certainty.EXACT if first.what == "form" and first.is_certain else Certainty.INFERRED
+        stalled_s = case.stand(self.stall_s)
         return case.verdict(
             VerdictKind.MISMATCH,
             culprits=first.culprits,
@@ -75,18 +93,36 @@ class _Examination:
             number=first.number,
             witness=usual,
             certainty=certainty,
+            stalled_s=stalled_s,
             explanation=advice.on_mismatch(case, first),
             facts={"differs_in": advice.differs_in(case, first), "cohorts": advice.cohorts(case, first)},
+        )
+
+    def _splits(self) -> Verdict | None:
+        """Ranks that split an all_to_all so that what one sends is not what the other takes."""
+        found = unfitting(self.case.hearing)
+        if found is None:
+            return None
+        return self.case.verdict(
+            VerdictKind.MISMATCH,
+            culprits=found.culprits,
+            key=found.key,
+            number=found.number,
+            witness=found.ranks[0],
+            certainty=Certainty.INFERRED,
+            explanation=found.sentences(self.case.hearing),
+            facts=found.facts(),
         )
 
     def _new_peer(self) -> Verdict | None:
         """A rank that waits for a message with somebody it never dealt with, while one with whom it did waits for it."""
         case = self.case
-        strays = wrong_peers(case.hearing, case.waits.values(), is_circle=False)
-        stalled = [wait for wait in strays if case.is_stalled(wait, self.stall_s)]
-        return self._wrong_peer(stalled) if stalled else None
+        strays = [wait for wait in new_peers(case.hearing, case.waits.values()) if case.is_stalled(wait, self.stall_s)]
+        habits = Habits(case.hearing, ranks=len(strays))
+        turned = [wait for wait in strays if turns_away(case.hearing, habits, wait)]
+        return self._wrong_peer(turned, Certainty.INFERRED) if turned else None
 
-    def _wrong_peer(self, strays: list[Wait], **facts: Any) -> Verdict:
+    def _wrong_peer(self, strays: list[Wait], certainty: Certainty, **facts: Any) -> Verdict:
         case, first = self.case, strays[0]
         return case.verdict(
             VerdictKind.MISMATCH,
@@ -94,18 +130,25 @@ class _Examination:
             key=first.key,
             number=first.number,
             witness=first.rank,
-            certainty=Certainty.EXACT if facts and not case.ill_heard else Certainty.INFERRED,
+            certainty=certainty,
             stalled_s=case.waited_s(first),
-            explanation=advice.on_wrong_peer(case, strays),
+            explanation=circle_advice.on_wrong_peer(case, strays),
             facts={"differs_in": ["peer"], **facts},
         )
 
+    def _gathering(self) -> Verdict | None:
+        return on_gathering(self.case, self.stall_s)
+
     def _dead(self) -> Verdict | None:
         case, deaths = self.case, self.case.deaths
-        dead = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
+        ended = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
+        dead = [rank for rank in ended if not deaths.died_of_the_end(rank)]
+        certainty = Certainty.EXACT
         if dead:
             blamed = deaths.first_of_awaited(dead, case.ill_heard)
-        elif not case.waits and (dead := deaths.failed()):
+        elif likely := self._likely_dead():
+            blamed, certainty = likely, Certainty.INFERRED
+        elif not case.waits and not deaths.were_killed_together and (dead := deaths.failed()):
             blamed = deaths.first(case.ill_heard)
             if any(map(deaths.gave_up, dead)) and set(blamed) <= set(case.ill_heard):
                 return self._gave_up(blamed)
@@ -118,9 +161,22 @@ class _Examination:
             key=wait.key if wait else None,
             number=wait.number if wait else 0,
             witness=wait.rank if wait else None,
-            certainty=Certainty.EXACT if blamed and not set(blamed) & set(case.ill_heard) else Certainty.INFERRED,
+            certainty=certainty if self._is_sure_of(blamed) else Certainty.INFERRED,
             explanation=advice.on_dead(case, blamed, wait) or advice.on_dead_together(case, dead),
         )
+
+    def _is_sure_of(self, dead: list[int]) -> bool:
+        return bool(dead) and not set(dead) & set(self.case.ill_heard) and not any(map(self.case.deaths.crashed_in_it, dead))
+
+    def _likely_dead(self) -> list[int]:
+        """Where all are gone, nobody watched, and a rank says that a peer hung up on it: the one that the others wait for, if
+        they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
+        case, deaths = self.case, self.case.deaths
+        blamed = awaited(case.waits) if deaths.were_killed_together and not case.is_live and deaths.failed() else []
+        wait = self._wait_for(blamed)
+        if wait is None or len(blamed) > 1 or deaths.has_failed(blamed[0]) or self._is_habit(wait):
+            return []
+        return blamed if case.recorded_s(wait) < case.patience_s(wait.rank, self.stall_s, wait.key) else []
 
     def _gave_up(self, blamed: list[int]) -> Verdict:
         """All that were heard waited in one collective until they gave up: for one of which nothing is known, or together."""
@@ -128,7 +184,7 @@ class _Examination:
         key, number, witness = case.last_of_all()
         wait = Wait(witness, key, number, (), tuple(blamed)) if key is not None and witness is not None else None
         is_missing = bool(blamed) and wait is not None
-        explanation = advice.on_missing(case, blamed, wait) if blamed and wait is not None else advice.on_given_up(case)
+        explanation = advice.on_missing(case, blamed, wait) if blamed and wait is not None else nobody.on_given_up(case)
         return case.verdict(
             VerdictKind.MISSING if is_missing else VerdictKind.TOGETHER,
             culprits=tuple(blamed) if is_missing else (),
@@ -152,11 +208,12 @@ class _Examination:
             owing = self._owing()
             if owing:
                 blamed, wait = owing, self._wait_for(owing)
-        if wait is None or not blamed or not case.is_stalled(wait, self.stall_s):
+        if wait is None or not blamed or not case.is_stalled(wait, self.stall_s) or self._is_habit(wait):
             return None
-        if not case.is_live:
+        if not case.is_live or wait.unheard or (case.is_over and (case.waited_s(wait) or 0.0) < self.stall_s):
             certainty = Certainty.INFERRED
-        excused = case.excused(blamed)
+        habits = Habits(case.hearing, ranks=len(blamed))
+        excused = {rank: other for rank, other in case.excused(blamed).items() if not self._owes(habits, rank)}
         return case.verdict(
             VerdictKind.MISSING,
             culprits=tuple(rank for rank in blamed if rank not in excused),
@@ -168,15 +225,26 @@ class _Examination:
             explanation=advice.on_missing(case, blamed, wait) + advice.on_excused(excused),
         )
 
+    def _is_habit(self, wait: Wait) -> bool:
+        """Whether a rank of a group is always late, and the others wait no longer than they always do, as far as the boxes go.
+
+        That counts only where nobody watched the job to its end: how long they waited is not known then.
+        """
+        case = self.case
+        late = pace.straggler(case.hearing, key=wait.key) if not case.is_live else None
+        return late is not None and case.recorded_s(wait) <= _USUALLY * late.late_s
+
     def _owing(self) -> list[int]:
         """Ranks that stand in a collective with one that has no box, but came there without what others wait for from them."""
         case = self.case
-        excused = [wait for wait in case.waits.values() if not wait.missing]
-        return sorted(
-            wait.rank
-            for wait in excused
-            if any(owes(case.hearing, wait, other) for other in waiting_for(case.waits, [wait.rank])[:_ASKED])
-        )
+        excused = [wait.rank for wait in case.waits.values() if not wait.missing]
+        habits = Habits(case.hearing, ranks=len(excused))
+        return sorted(rank for rank in excused if self._owes(habits, rank))
+
+    def _owes(self, habits: Habits, rank: int) -> bool:
+        """Whether a rank has left out, against its habit, what another one waits for."""
+        others = waiting_for(self.case.waits, [rank])[:_ASKED]
+        return any(has_left_out(self.case.hearing, habits, rank, other) for other in others)
 
     def _deadlock(self) -> Verdict | None:
         case = self.case
@@ -184,20 +252,21 @@ class _Examination:
         if not found or not case.is_stalled(found[0], self.stall_s):
             return None
         first = found[0]
-        strays = wrong_peers(case.hearing, found, is_circle=True)
-        if strays:
-            return self._wrong_peer(strays, circle=advice.links(case, found))
-        odd = advice.odd_ones(case, found)
+        blamed = blame(case.hearing, found, case.waits, unread=case.ill_heard)
+        certainty = Certainty.INFERRED if case.ill_heard else blamed.certainty
+        if blamed.has_wrong_peer:
+            strays = [case.waits[rank] for rank in blamed.culprits]
+            return self._wrong_peer(strays, certainty, circle=circle_advice.links(case, found))
         return case.verdict(
             VerdictKind.DEADLOCK,
-            culprits=odd,
+            culprits=blamed.culprits,
             key=first.key,
             number=first.number,
             witness=first.rank,
-            certainty=Certainty.INFERRED if case.ill_heard else Certainty.EXACT,
+            certainty=certainty,
             stalled_s=case.waited_s(first),
-            explanation=advice.on_deadlock(case, found, odd),
-            facts={"circle": advice.links(case, found)},
+            explanation=circle_advice.on_deadlock(case, found, blamed),
+            facts={"circle": circle_advice.links(case, found)},
         )
 
     def _together(self) -> Verdict | None:
@@ -213,7 +282,7 @@ class _Examination:
             witness=witness,
             stalled_s=case.still_s(),
             certainty=Certainty.EXACT if not case.unheard else Certainty.INFERRED,
-            explanation=advice.on_together(case),
+            explanation=nobody.on_together(case),
         )
 
     def _progressing(self) -> Verdict:
@@ -222,16 +291,17 @@ class _Examination:
         if late is not None:
             return case.verdict(
                 VerdictKind.STRAGGLER,
-                culprits=(late.rank,),
+                culprits=late.ranks,
                 certainty=Certainty.INFERRED,
                 explanation=pace.sentences(late),
                 facts=late.to_dict(),
             )
         found = pace.pace(case.hearing)
-        if case.is_over and case.unheard and not case.have_finished:
+        if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
-        certainty = Certainty.INFERRED if case.is_over and case.all_in_one() else Certainty.EXACT
-        explanation = advice.on_healthy(case, found)
+        is_unsure = case.is_over and (case.unheard or case.all_in_one()) and not case.have_finished
+        certainty = Certainty.UNKNOWN if case.is_unknown_end else Certainty.INFERRED if is_unsure else Certainty.EXACT
+        explanation = nobody.on_healthy(case, found)
         return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
 
     def _unheard_to_the_end(self, found: pace.Pace) -> Verdict:
@@ -245,7 +315,7 @@ class _Examination:
             number=number,
             witness=witness,
             certainty=Certainty.INFERRED if went_on else Certainty.UNKNOWN,
-            explanation=advice.on_unheard(case, witness, key, number, went_on, found),
+            explanation=nobody.on_unheard(case, witness, key, number, went_on, found),
             facts=found.to_dict(),
         )
 

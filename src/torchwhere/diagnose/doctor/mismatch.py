@@ -2,8 +2,10 @@
 
 Different in form (op, shape, dtype, reduction, root) is wrong by itself. Different in meaning (the same op and shapes, but of
 another module, pass or line) is wrong where it is a departure: ranks of a sound program may well reach one collective from
-different lines, but then they do so every time. A departure is a meaning that the others have too, at another number, or one
-at a position of the step where all ranks agreed in the step before.
+different lines, but then they do so every time. A departure is a meaning that most of the others have too, at another number,
+or one at a position of the step where all ranks agreed in the step before, and the others still do as they did then. What all
+do for the first time, they do together: nobody departs. A place that says nothing (`Spot.compared`) is like any other, and a
+step is compared only where it is no chance in which one a call came.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Calls, Hearing
 
 _NEARBY = 64  # numbers around one in which a swapped call is looked for
+_TIMES = 3  # that all agreed, where no steps are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,51 @@ class Window:
     def steps(self) -> npt.NDArray[np.int64]:
         return np.stack([self.calls[head].steps(self.first, self.end) for head in self.heads])
 
+    @cached_property
+    def _in_step(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        pairs = [self.calls[head].in_step(self.first, self.end) for head in self.heads]
+        is_counted, is_shadow = (np.stack(each) for each in zip(*pairs, strict=True))
+        shadows: npt.NDArray[np.bool_] = np.logical_or.reduce(is_shadow)
+        return np.logical_and.reduce(is_counted) & ~shadows, shadows
+
+    @property
+    def has_steps(self) -> npt.NDArray[np.bool_]:
+        """Of each number, whether it is no chance in which step it was issued, on any rank."""
+        return self._in_step[0]
+
+    @property
+    def is_shadow(self) -> npt.NDArray[np.bool_]:
+        """Of each number, whether some rank issued it in the name of one that is out of input."""
+        return self._in_step[1]
+
+    @cached_property
+    def differs(self) -> npt.NDArray[np.int64]:
+        """The columns in which ranks mean something different. A place that says nothing (0) differs from none."""
+        low = np.where(self.meanings > 0, self.meanings, np.iinfo(np.int64).max).min(axis=0)
+        return np.flatnonzero(low < self.meanings.max(axis=0))
+
+    @cached_property
+    def usuals(self) -> npt.NDArray[np.int64]:
+        """Of each column, the meaning that most ranks have."""
+        found: npt.NDArray[np.int64] = self.meanings.max(axis=0)
+        for column in self.differs.tolist():
+            found[column] = self.usual(self.meanings[:, column])
+        return found
+
+    def odd_at(self, column: int) -> npt.NDArray[np.bool_]:
+        """The classes that mean something else than most ranks do."""
+        here = self.meanings[:, column]
+        odd: npt.NDArray[np.bool_] = (here != self.usuals[column]) & (here > 0)
+        return odd
+
+    def agrees_at(self, column: int) -> bool:
+        here = self.meanings[:, column]
+        return bool(((here == here.max()) | (here == 0)).all())
+
+    def members_of(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
+        """The ranks of some classes."""
+        return tuple(rank for rank, number in zip(self.ranks, self.classes.tolist(), strict=True) if rows[number])
+
     def cohorts(self, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
         """Ranks by the value of their class, the largest cohort first."""
         by_value: dict[int, list[int]] = {}
@@ -89,10 +137,11 @@ class Window:
         return tuple(tuple(cohort) for cohort in sorted(by_value.values(), key=lambda cohort: (-len(cohort), cohort[0])))
 
     def usual(self, values: npt.NDArray[Any]) -> int:
-        """The value that most ranks have; of several, that of the first rank."""
+        """The meaning that most ranks have; of several, that of the first rank."""
         counts: dict[int, int] = {}
         for value, size in zip(values.tolist(), self.sizes.tolist(), strict=True):
-            counts[value] = counts.get(value, 0) + size
+            if value:
+                counts[value] = counts.get(value, 0) + size
         return max(counts, key=lambda value: counts[value])
 
 
@@ -132,10 +181,10 @@ def _window(hearing: Hearing, key: StreamKey, said: list[tuple[int, Calls]]) -> 
     return Window(key, ranks, calls, first, end, classes, tuple(heads))
 
 
-def _longer_windows(hearing: Hearing) -> Iterator[Window]:
-    """Windows without ranks whose newest calls are lost, in a box that was cut: such a one ends the window for all, and may end
-    it before the difference that the others show."""
-    lost = {rank for rank, said in hearing.testimonies.items() if has_lost_its_newest(said)}
+def longer_windows(hearing: Hearing) -> Iterator[Window]:
+    """Windows without ranks whose newest calls are lost, in a box that was cut or is gone: such a one ends the window for all,
+    and may end it before the difference that the others show."""
+    lost = {rank for rank, said in hearing.testimonies.items() if rank in hearing.past or has_lost_its_newest(said)}
     keys = {key for rank in lost for key in hearing.testimonies[rank].calls}
     for key in sorted(keys):
         said = [(rank, each.calls[key]) for rank, each in hearing.testimonies.items() if rank not in lost and key in each.calls]
@@ -153,7 +202,7 @@ def _content(calls: Calls, first: int, end: int, *, is_message: bool) -> bytes:
 def mismatches(hearing: Hearing) -> list[Mismatch]:
     """The first difference of each stream."""
     found = []
-    for window in [*windows(hearing), *_longer_windows(hearing)]:
+    for window in [*windows(hearing), *longer_windows(hearing)]:
         differences = (_in_form(window), _in_meaning(hearing, window), _in_step(window))
         known = [mismatch for mismatch in differences if mismatch is not None]
         if known:  # what came first is the cause of the rest; of what came at once, the form says most
@@ -184,38 +233,45 @@ def _in_meaning(hearing: Hearing, whole: Window) -> Mismatch | None:
     window = _undamaged(hearing, whole)
     if window is None or len(window.heads) == 1 or window.key.source != window.key.destination:
         return None
-    differs = np.flatnonzero((window.meanings != window.meanings[0]).any(axis=0))
-    if _takes_turns(window, differs):
+    if _takes_turns(window):
         return None
-    for column in map(int, differs):
-        if _departs(window, column) and not _is_barrier(hearing, window, column):
-            return _mismatch(window, column, window.meanings, "meaning")
+    seen: set[bytes] = set()  # what ranks have done before, they may do again
+    for column in map(int, window.differs):
+        pattern = window.meanings[:, column].tobytes()
+        is_new = pattern not in seen
+        seen.add(pattern)
+        departs = _is_out_of_turn(window, column) or (is_new and _departs(hearing, window, column))
+        if departs and not _is_barrier(hearing, window, column):
+            # Whoever has no place of its own goes with the most.
+            values = np.where(window.meanings > 0, window.meanings, window.usuals[column])
+            return _mismatch(window, column, values, "meaning")
     return None
 
 
 def _in_step(window: Window) -> Mismatch | None:
     """Ranks that were in the same step at one number and are not at a later one: somebody left a call out, or made one more.
 
-    Ranks that have never agreed count their steps differently, which is their right.
+    Ranks that have never agreed count their steps differently, which is their right. Those that ran out of input, in a `Join`,
+    have counted fewer ever after.
     """
     if len(window.heads) == 1 or window.key.source != window.key.destination:
         return None
-    ahead = window.steps - window.steps[0]
-    agreed = np.flatnonzero((ahead == ahead[:, :1]).all(axis=0) & (ahead[:, 0] == 0).all())
-    differs = np.flatnonzero((ahead != 0).any(axis=0))
-    if len(agreed) < 2 or not len(differs):
+    ahead = window.steps != window.steps[0]
+    if not ahead.any():
         return None
-    column = int(differs[0])
-    return _mismatch(window, column, window.steps, "step")
+    columns = np.flatnonzero(window.has_steps & ~np.maximum.accumulate(window.is_shadow))
+    differs = ahead[:, columns].any(axis=0)
+    if not differs.any() or differs[:1].any() or (~differs).sum() < 2:
+        return None
+    return _mismatch(window, int(columns[int(differs.argmax())]), window.steps, "step")
 
 
 def _mismatch(window: Window, column: int, values: npt.NDArray[np.int64], what: Literal["form", "meaning", "step"]) -> Mismatch:
     cohorts = window.cohorts(values[:, column])
-    departed: list[int] = []
+    departed: tuple[int, ...] = ()
     if len(cohorts) > 1 and len(cohorts[0]) == len(cohorts[1]):
         has = _has_changed_length if what == "step" else _has_departed
-        changed = [has(window, row, column, values) for row in range(len(window.heads))]
-        departed = [rank for rank, number in zip(window.ranks, window.classes.tolist(), strict=True) if changed[number]]
+        departed = window.members_of(np.array([has(window, row, column, values) for row in range(len(window.heads))]))
     is_clear = 0 < len(departed) < len(window.ranks)
     return Mismatch(window.key, window.first + column, cohorts, what, tuple(sorted(departed)) if is_clear else ())
 
@@ -223,11 +279,9 @@ def _mismatch(window: Window, column: int, values: npt.NDArray[np.int64], what: 
 def _has_departed(window: Window, row: int, column: int, values: npt.NDArray[np.int64]) -> bool:
     """Whether ranks of a class issued something else at the same position of their step before; without steps, whether they
     have never issued this before."""
-    steps = window.steps[row]
-    this, before = np.flatnonzero(steps == steps[column]), np.flatnonzero(steps == steps[column] - 1)
-    position = column - int(this[0])
-    if this[0] > 0 and len(before) and before[0] > 0 and position < len(before):
-        return bool(values[row, before[position]] != values[row, column])
+    earlier = _a_step_before(window, row, column)
+    if earlier is not None:
+        return bool(values[row, earlier] != values[row, column])
     return column > 0 and not bool((values[row, :column] == values[row, column]).any())
 
 
@@ -240,32 +294,74 @@ def _has_changed_length(window: Window, row: int, column: int, _values: npt.NDAr
     return before > 0 and (this != before if is_whole else this > before)
 
 
-def _takes_turns(window: Window, differs: npt.NDArray[np.int64]) -> bool:
+def _takes_turns(window: Window) -> bool:
     """Whether most ranks are the odd one out at some number: each has its turn, as where everyone broadcasts to all."""
     odd = np.zeros(len(window.heads), np.bool_)
-    for column in map(int, differs[:_NEARBY]):
-        values = window.meanings[:, column]
-        odd |= values != window.usual(values)
+    for column in map(int, window.differs[:_NEARBY]):
+        odd |= window.odd_at(column)
     return len(window.ranks) > 2 and int(window.sizes[odd].sum()) > len(window.ranks) / 2
 
 
-def _departs(window: Window, column: int) -> bool:
-    """Whether somebody issues here what the others issue nearby, and the other way round; or what all had agreed on before."""
-    near, here = window.meanings[:, max(0, column - _NEARBY) : column + _NEARBY], window.meanings[:, column]
-    usual = window.usual(here)
-    odd = here != usual
-    is_swapped = (near[odd] == usual).any(axis=1) & np.isin(here[odd], near[~odd])
-    return bool(is_swapped.any()) or _agreed_a_step_before(window, column)
+def _is_out_of_turn(window: Window, column: int) -> bool:
+    """Whether somebody issues here what most issue nearby, and nearby what most issue here."""
+    span = slice(max(0, column - _NEARBY), column + _NEARBY)
+    odd = window.odd_at(column)
+    has_usual = (window.meanings[odd, span] == window.usuals[column]).any(axis=1)
+    is_usual_nearby = np.isin(window.meanings[odd, column], window.usuals[span])
+    return bool((has_usual & is_usual_nearby).any())
 
 
-def _agreed_a_step_before(window: Window, column: int) -> bool:
-    """Whether the same position of the step before was the same for all ranks, in a step of as many collectives."""
-    steps = window.steps[0]
-    this, before = np.flatnonzero(steps == steps[column]), np.flatnonzero(steps == steps[column] - 1)
-    if not len(before) or column - this[0] >= len(before) or before[0] == 0:  # the first of the window may be cut off
+def _departs(hearing: Hearing, window: Window, column: int) -> bool:
+    """Whether somebody does otherwise than all did before."""
+    return _had_agreed(window, column) and not _is_first_ranks_own(hearing, window, column)
+
+
+def _had_agreed(window: Window, column: int) -> bool:
+    """Whether all ranks agreed the last time that the usual ones issued this, and these, half of all or more, still do."""
+    if window.steps[0][0] == window.steps[0][-1]:
+        earlier = _last_times(window, column)
+    else:
+        before = _a_step_before(window, 0, column)
+        earlier = [before] if before is not None else []
+    if not earlier or not all(map(window.agrees_at, earlier)):
         return False
-    earlier = before[column - this[0]]
-    return bool((window.meanings[:, earlier] == window.meanings[0, earlier]).all())
+    did = int(window.usuals[earlier[-1]])
+    as_before = (window.meanings[:, column] == did) | (window.meanings[:, column] == 0)
+    return did > 0 and int(window.sizes[as_before].sum()) * 2 >= len(window.ranks)
+
+
+def _a_step_before(window: Window, row: int, column: int) -> int | None:
+    """The column at the same position of the step before; None where there is none, or steps say nothing."""
+    steps = window.steps[row]
+    this, before = np.flatnonzero(steps == steps[column]), np.flatnonzero(steps == steps[column] - 1)
+    position = column - int(this[0])
+    if not len(before) or position >= len(before) or before[0] == 0:  # the first of the window may be cut off
+        return None
+    return int(before[position]) if window.has_steps[before[0] : column + 1].all() else None
+
+
+def _last_times(window: Window, column: int) -> list[int]:
+    """Of a job that counts no steps: the columns where the usual ranks issued this before, after the same as here."""
+    usuals = window.usuals
+    if column == 0:
+        return []
+    found = 1 + np.flatnonzero((usuals[1:column] == usuals[column]) & (usuals[: column - 1] == usuals[column - 1]))
+    return found[-_TIMES:].tolist() if len(found) >= _TIMES else []
+
+
+def _is_first_ranks_own(hearing: Hearing, window: Window, column: int) -> bool:
+    """Whether the first rank alone took another line, in the same module, for one call, and all went on together after it: what
+    it writes down or prints now and then, it does in a branch of its own."""
+    odd = window.members_of(window.odd_at(column))
+    if odd != (min(window.ranks),) or len(window.ranks) == 2:
+        return False
+    one, other = (hearing.language.meanings.thing(int(number)) for number in set(window.meanings[:, column].tolist()) - {0})
+    if (*one[:2], one[3]) != (*other[:2], other[3]):
+        return False
+    after = column + 1
+    return after == window.forms.shape[1] or (
+        window.agrees_at(after) and bool((window.forms[:, after] == window.forms[0, after]).all())
+    )
 
 
 def _is_barrier(hearing: Hearing, window: Window, column: int) -> bool:

@@ -1,40 +1,63 @@
-"""How fast a job goes, and which rank holds it back.
+"""How fast a job goes, and which ranks hold it back.
 
-A rank is a straggler if, step after step, it is the last to reach a collective of its group, by a good part of a step, and no
-other rank is nearly as late. Arrivals are compared by the wall clock of the ranks' hosts: between hosts whose clocks differ by
-more than that, a straggler may be missed or wrong, and a verdict says `inferred`.
+Ranks are stragglers if the job loses a good part of its time waiting for them, again and again, and for none of the others
+nearly as much. Time is what counts: 50 ms in every step, or half a second in every tenth. They may be several (a slow host),
+as long as they are fewer than the others. That somebody is late now and then is chance, on a crowded machine: it must be
+these same ranks so often that chance would hardly ever do it, and still go on.
+
+Arrivals are compared by the clocks of the ranks' hosts, aligned as far as can be: against ranks of other hosts one is called
+late only by much more than those can be off (`one_clock.py`). The verdict is `inferred`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.doctor.mismatch import Window, windows
-from torchwhere.diagnose.hearing.testimony import Hearing
+from torchwhere.diagnose.doctor.advice import ranks_said
+from torchwhere.diagnose.doctor.lateness import Lost, lost
+from torchwhere.diagnose.doctor.mismatch import Window, longer_windows, windows
+from torchwhere.diagnose.doctor.one_clock import Trust, by_one_clock
+from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Calls, Hearing, Testimony
 from torchwhere.place import shown
 
-_STEPS = 50  # the last so many are looked at
-_FEWEST_STEPS = 8
-_PAUSE = 4  # steps on time, after which lateness counts as new
-_SHARE = 0.9  # of these steps it is the last: on a crowded machine anyone is, now and then
-_LATE_SHARE = 0.15  # of a step
+_ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on
+_COST = 0.15  # of its time, that a job loses: less is not worth a name
+_ALWAYS = (
+    0.9  # of the rounds. Who is late less often must cost more, for longer: on a crowded machine anyone may be for a while
+)
+_COST_AT_TIMES = 0.3  # (of four ranks on two busy cores one was measured to cost up to 0.25 of three seconds)
+_LONG_NS = 5e9
 _LATE_NS = 2_000_000
-_MOST_TIMES = 1 << 22  # that are compared at once
+_TIMES_AS_LATE = 2.0  # as the next of the others
+_CHANCE = 1e-5  # of a false alarm, where anyone is late as often as any other
+_MOST_OF_IT = 0.8  # of all time lost is what the larger delays make
+_PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
+_ASKED = 16  # delays of a rank, to find who made it late
+_CALLS = 50  # the last so many make the pace of a job without steps
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Steps a second, and how far it has come."""
+    """Steps a second, and how far it has come; of a job that counts no steps, collectives a second."""
 
     steps_per_s: float | None
     last_step: int | None
+    collectives_per_s: float | None = None
 
     def __str__(self) -> str:
+        if self.steps_per_s is None and self.collectives_per_s is not None and not self.last_step:
+            counted = "One step" if self.last_step == 0 else "No step"
+            return f"{counted} has been counted; {self.collectives_per_s:.3g} collectives/s."
         if self.last_step is None:
             return "No step has been counted yet."
         pace = f", {self.steps_per_s:.3g} steps/s" if self.steps_per_s else ""
@@ -46,140 +69,251 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """One rank that is late again and again."""
+    """Ranks that are late again and again."""
 
-    rank: int
-    late_s: float  # a step, the median
-    share: float  # of a step
-    steps: int  # in so many of `of_steps` it was the last
+    rank: int  # the one that costs the most
+    ranks: tuple[int, ...]  # all of them
+    late_s: float  # at a time, the median
+    share: float  # of the job's time, that it loses waiting for them
+    steps: int  # in so many of `of_steps` it was late
     of_steps: int
-    since_step: int
+    since_step: int | None
     after: str | None  # the last thing it did before the time was lost
     before: str | None  # the collective it was late at
     phase: str | None
+    unsure_s: float = 0.0  # by about so much the clocks of its host and of others may be off
+    group: str | None = None  # whose collectives are counted where no steps are, and
+    since_number: int | None = None  # the first of them
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"ranks": list(self.ranks)}
 
 
 def pace(hearing: Hearing) -> Pace:
     said = [testimony.statement for testimony in hearing.testimonies.values()]
     rates = [each.steps_per_s for each in said if each.steps_per_s is not None]
     last = max((each.last_step for each in said if each.last_step is not None), default=None)
-    return Pace(float(np.median(rates)) if rates else None, last)
+    if rates:
+        return Pace(float(np.median(rates)), last)
+    calls = [rate for testimony in list(hearing.testimonies.values())[:_CALLS] if (rate := _calls_per_s(testimony)) is not None]
+    return Pace(None, last, float(np.median(calls)) if calls else None)
 
 
-def straggler(hearing: Hearing) -> Straggler | None:
-    whole = [window for window in windows(hearing) if window.key.source == -1]
-    found = [late for window in whole if (late := _straggler_in(hearing, window)) is not None]
-    return max(found, key=lambda late: late.late_s, default=None)
+def _calls_per_s(testimony: Testimony) -> float | None:
+    """Collectives a second, lately."""
+    times = [calls.times_ns()[-_CALLS:] for calls in testimony.calls.values()]
+    latest = np.sort(np.concatenate(times))[-_CALLS:] if times else np.empty(0, np.int64)
+    lasted = int(latest[-1] - latest[0]) if len(latest) > 1 else 0
+    return (len(latest) - 1) * 1e9 / lasted if lasted > 0 else None
 
 
-def _straggler_in(hearing: Hearing, window: Window) -> Straggler | None:
-    late = _lateness(window)
+def straggler(hearing: Hearing, *, key: StreamKey | None = None) -> Straggler | None:
+    """The ranks that are late, in all groups or in one. The most is told of the one that costs most."""
+    known = [*windows(hearing), *(longer_windows(hearing) if hearing.past else ())]
+    whole = [window for window in known if window.key.source == -1 and key in (None, window.key)]
+    found = [late for window in whole if (late := _late_in(hearing, window)) is not None]
+    if not found:
+        return None
+    worst = max(found, key=lambda late: late.share)
+    rows = {late.window.ranks[row]: None for late in found if 2 * late.share >= worst.share for row in late.rows}
+    return _straggler(hearing, worst, tuple(sorted(rows)))
+
+
+class _Late(NamedTuple):
+    """The ranks of one group that are late, the worst first."""
+
+    window: Window
+    rows: tuple[int, ...]
+    share: float
+    lost: Lost
+    first: int  # the round from which on was looked
+    is_late: npt.NDArray[np.bool_]  # the worst of them, in each round
+    doubt_ns: float
+
+
+def _late_in(hearing: Hearing, window: Window) -> _Late | None:
+    window, trust = by_one_clock(hearing, window)
+    found = lost(window, waits="gloo" in (hearing.group(window.key).backend or "gloo"))
+    late = _late_in_rounds(window, trust, found) if found is not None else None
     if late is None:
         return None
-    least = max(_LATE_NS, _LATE_SHARE * late.step_ns)
-    is_late = (late.worst >= least) & (late.worst >= 2 * _second(late.worst))
-    row = int(is_late.sum(axis=1).argmax())
-    count = int(is_late[row].sum())
-    if count < _SHARE * len(late.steps) or not is_late[row][-3:].any():
+    rows = tuple(row for row in late.rows if not _is_dragged(hearing, late, row))
+    return late._replace(rows=rows) if rows else None
+
+
+def _late_in_rounds(window: Window, trust: Trust, found: Lost) -> _Late | None:
+    count = found.rounds.shape[1]
+    lengths = (*takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))), count)
+    tried = (_late_since(window, trust, found, count - length) for length in lengths)
+    return next((late for late in tried if late is not None), None)
+
+
+def _late_since(window: Window, trust: Trust, found: Lost, first: int) -> _Late | None:
+    """Who is late in the rounds from the first one on, if it is no chance."""
+    rounds, elapsed = found.rounds[:, first:], float(found.starts[-1] - found.starts[first])
+    rows = _the_latest(rounds.sum(axis=1), least=_COST * elapsed)
+    if not rows:
         return None
-    since = _since(window, row, late)
-    late_ns = float(np.median(late.worst[row][is_late[row]]))
-    after, before, phase = _where(hearing, window, row, late.latest_of(window, row, is_late[row]))
-    share = late_ns / max(late.step_ns, 1.0)
-    return Straggler(window.ranks[row], late_ns / 1e9, share, count, len(late.steps), since, after, before, phase)
-
-
-def _since(window: Window, row: int, late: _Lateness) -> int:
-    """The step since which a rank is late, with at most a few on time in between, as far back as can be looked at."""
-    per_step = max(1, len(late.columns) // len(late.steps))
-    longer = _lateness(window, most=max(_STEPS, _MOST_TIMES // (len(window.ranks) * per_step)))
-    longer = longer if longer is not None else late
-    is_late = longer.worst[row] >= max(_LATE_NS, _LATE_SHARE * longer.step_ns)
-    steps = np.flatnonzero(is_late)
-    pauses = np.flatnonzero(np.diff(steps) > _PAUSE)
-    return int(longer.steps[steps[int(pauses[-1]) + 1 if len(pauses) else 0]])
-
-
-@dataclass(frozen=True, slots=True)
-class _Lateness:
-    """How late each rank was in each step, at its worst: against the middle of its group, or of two, against the other."""
-
-    steps: npt.NDArray[np.int64]
-    step_ns: float  # the median length of a step
-    worst: npt.NDArray[np.float64]  # one row a rank, one column a step
-    columns: npt.NDArray[np.int64]  # of the window, step by step
-    begins: npt.NDArray[np.int64]  # of each step, among these columns
-    usual_ns: npt.NDArray[np.int64]  # when each of these columns was issued, by the middle or by the first two ranks
-
-    def latest_of(self, window: Window, row: int, chosen: npt.NDArray[np.bool_]) -> list[int]:
-        """The numbers at which a rank was the latest, of each of the chosen steps."""
-        times = window.calls[row].times_ns(window.first, window.end)[self.columns] - _zero_ns(window)
-        late = times - (self.usual_ns[1 - row] if self.usual_ns.ndim == 2 else self.usual_ns)
-        ends = [*self.begins[1:].tolist(), len(self.columns)]
-        spans = [(begin, end) for begin, end, is_chosen in zip(self.begins.tolist(), ends, chosen, strict=True) if is_chosen]
-        return [window.first + int(self.columns[begin + int(late[begin:end].argmax())]) for begin, end in spans]
-
-
-def _lateness(window: Window, *, most: int = _STEPS) -> _Lateness | None:
-    """Of the last so many steps."""
-    steps = window.steps[0]
-    chosen = np.unique(steps)[1:-1][-most:]  # the first makes and compiles things, the last may not be over
-    if len(chosen) < _FEWEST_STEPS:
+    others = np.delete(rounds, rows, axis=0).max(axis=0)
+    costs = (rounds[list(rows)].max(axis=0) - others).clip(min=0)
+    share = float(costs.sum()) / elapsed
+    least = max(_LATE_NS, _COST * elapsed / rounds.shape[1])
+    is_late = found.rounds[rows[0]] >= least
+    is_always = bool(is_late[first:].mean() >= _ALWAYS)
+    is_much = share >= _COST if is_always else share >= _COST_AT_TIMES and elapsed >= _LONG_NS
+    if not is_much or not _goes_on(is_late[first:]) or not _is_no_chance(rounds, rows, is_always=is_always):
         return None
-    order = np.argsort(steps, kind="stable")
-    begin, end = np.searchsorted(steps[order], [chosen[0], chosen[-1] + 1])
-    columns = order[begin:end]
-    begins = np.searchsorted(steps[columns], chosen)
-    ends = [*begins[1:].tolist(), len(columns)]
-    worst, usual, starts = [], [], []
-    # A few steps at a time: all times of a large group at once would be hundreds of megabytes.
-    for some in np.array_split(np.arange(len(chosen)), min(len(chosen), 1 + len(window.ranks) * len(columns) // _MOST_TIMES)):
-        low, high = int(begins[some[0]]), ends[some[-1]]
-        times = _times(window, columns[low:high])
-        middle = times[::-1] if len(window.ranks) == 2 else np.median(times, axis=0)
-        cuts = begins[some] - low
-        worst.append(np.maximum.reduceat(times - middle, cuts, axis=1))
-        starts.append(np.minimum.reduceat(times.min(axis=0), cuts))
-        usual.append(times if len(window.ranks) == 2 else middle.astype(np.int64))
-    step_ns = float(np.median(np.diff(np.concatenate(starts))))
-    return _Lateness(
-        chosen, step_ns, np.concatenate(worst, axis=1).astype(np.float64), columns, begins, np.concatenate(usual, axis=-1)
+    if _others_had_it_too(found.rounds, rows, first):
+        return None
+    late_ns = np.median(rounds[:, is_late[first:]], axis=1)
+    sure = tuple(row for row in rows if trust.is_beyond_doubt(row, late_ns, least_ns=least))
+    doubt_ns = max((trust.doubt_ns(row) or 0.0 for row in sure), default=0.0)
+    return _Late(window, sure, share, found, first, is_late, doubt_ns) if sure else None
+
+
+def _the_latest(totals: npt.NDArray[np.float64], *, least: float) -> tuple[int, ...]:
+    """The rows that are far later than all others, fewer than half of them, the latest first."""
+    order = np.argsort(-totals, kind="stable")
+    most = max(1, (len(totals) - 1) // 2)
+    sizes = totals[order]
+    many = np.flatnonzero(sizes[:most] >= least)
+    if not len(many):
+        return ()
+    gaps = sizes[many] / sizes[many + 1].clip(min=1)
+    best = int(gaps.argmax())
+    return tuple(order[: best + 1].tolist()) if gaps[best] >= _TIMES_AS_LATE else ()
+
+
+def _goes_on(is_late: npt.NDArray[np.bool_]) -> bool:
+    """Whether the last delay is not much longer ago than there is between two."""
+    late = np.flatnonzero(is_late)
+    return len(late) > 1 and len(is_late) - int(late[-1]) <= _PAUSE * max(1.0, float(np.median(np.diff(late))))
+
+
+def _is_no_chance(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], *, is_always: bool) -> bool:
+    """Whether these would hardly be the latest so often if anyone was as often as any other: by Chernoff's bound, for all
+    choices of so many ranks together. Only the larger delays are counted, which make most of the time lost; of somebody who is
+    not always late, those in a row as one: whatever else a core has to do, it does for a while."""
+    worst, latest = rounds.max(axis=0), rounds.argmax(axis=0)
+    order = np.argsort(-worst, kind="stable")
+    sums = np.cumsum(worst[order])
+    large = np.sort(order[: int(np.searchsorted(sums, _MOST_OF_IT * sums[-1])) + 1])
+    if not is_always:
+        goes_on = (np.diff(large, prepend=-2) == 1) & (np.diff(latest[large], prepend=-1) == 0)
+        large = large[~goes_on]
+    count, share = len(large), float(np.isin(latest[large], rows).mean())
+    chance = len(rows) / len(rounds)
+    if share <= chance:
+        return False
+    entropy = share * math.log(share / chance) + ((1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0)
+    choices = math.lgamma(len(rounds) + 1) - math.lgamma(len(rows) + 1) - math.lgamma(len(rounds) - len(rows) + 1)
+    return choices - count * entropy <= math.log(_CHANCE)
+
+
+def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], first: int) -> bool:
+    """Whether two others (of two ranks, the other one) have had a stretch like this before: then it goes around."""
+    length = rounds.shape[1] - first
+    sums = np.cumsum(np.delete(rounds[:, :first], rows, axis=0), axis=1)
+    if sums.shape[1] <= length:
+        return False
+    stretches = (sums[:, length:] - sums[:, :-length]).max(axis=1)
+    return int((2 * stretches >= rounds[rows[0], first:].sum()).sum()) >= min(2, len(sums))
+
+
+# -- who, where, since when ------------------------------------------------------------------------------------------------
+
+
+def _straggler(hearing: Hearing, late: _Late, ranks: tuple[int, ...]) -> Straggler:
+    row, found = late.rows[0], late.lost
+    chosen = late.first + np.flatnonzero(late.is_late[late.first :])
+    since = int(found.labels[_since(late)])
+    after, before, phase = _where(hearing, late.window, row, found.latest(row, chosen))
+    return Straggler(
+        rank=late.window.ranks[row],
+        ranks=ranks,
+        late_s=float(np.median(found.rounds[row, chosen])) / 1e9,
+        share=late.share,
+        steps=len(chosen),
+        of_steps=found.rounds.shape[1] - late.first,
+        since_step=since if found.has_steps else None,
+        after=after,
+        before=before,
+        phase=phase,
+        unsure_s=late.doubt_ns / 1e9,
+        group=None if found.has_steps else hearing.group(late.window.key).title,
+        since_number=None if found.has_steps else since,
     )
 
 
-def _times(window: Window, columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """When each rank issued some of the numbers."""
-    low, high = window.first + int(columns.min()), window.first + int(columns.max()) + 1
-    chosen = columns - columns.min()
-    return np.stack([calls.times_ns(low, high)[chosen] for calls in window.calls]) - _zero_ns(window)
+def _since(late: _Late) -> int:
+    """The round since which a rank is late, with no long pause in between, as far back as can be looked at."""
+    rounds = np.flatnonzero(late.is_late)
+    between = np.diff(rounds)
+    usual = max(1.0, float(np.median(between[rounds[:-1] >= late.first]))) if (rounds[:-1] >= late.first).any() else 1.0
+    pauses = np.flatnonzero(between > _PAUSE * usual)
+    return int(rounds[int(pauses[-1]) + 1 if len(pauses) else 0])
 
 
-def _zero_ns(window: Window) -> int:
-    """What times count from: those of today's wall clock are too large for a float to hold a microsecond."""
-    return int(window.calls[0].times_ns(window.first, window.first + 1)[0])
+def _is_dragged(hearing: Hearing, late: _Late, row: int) -> bool:
+    """Whether a rank came late because it waited for somebody else, in another group or for a message."""
+    window, found = late.window, late.lost
+    others = [other for other in range(len(window.ranks)) if other not in late.rows][:_ASKED]
+    columns = [column for column in found.latest(row, np.flatnonzero(late.is_late)[-_ASKED:]) if column > 0]
+    dragged = 0
+    for column in columns:
+        more = _waited_ns(hearing, window, row, column)
+        lost_ns = float(found.calls[row, int(np.searchsorted(found.columns, column))])
+        if more >= lost_ns / 2:  # as long as nobody else waited as long, and came in time
+            more -= float(np.median([_waited_ns(hearing, window, other, column) for other in others]))
+        dragged += more >= lost_ns / 2
+    return 2 * dragged > len(columns)
 
 
-def _second(worst: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Of each step, how late the next rank is for each: the largest lateness of the others, at least 0."""
-    best = np.sort(worst, axis=0)
-    others: npt.NDArray[np.float64] = np.where(worst == best[-1], best[-2], best[-1])
-    return others.clip(min=0)
+def _waited_ns(hearing: Hearing, window: Window, row: int, column: int) -> float:
+    """How long a rank waited, at most, in calls of other streams, since its call before this one."""
+    number, own, rank = window.first + column, window.calls[row], window.ranks[row]
+    span, said = (own.record(number - 1), own.record(number)), hearing.testimonies[rank]
+    waited = 0
+    for key, calls in said.calls.items():
+        for number in _between(calls, span) if key != window.key else ():
+            others = [hearing.testimonies[other] for other in _others(hearing, key, rank)]
+            last = max((other.issued_ns(key, number) for other in others), default=0)
+            waited += max(0, last - said.issued_ns(key, number))
+    return waited
 
 
-def _where(hearing: Hearing, window: Window, row: int, numbers: list[int]) -> tuple[str | None, str | None, str | None]:
+def _others(hearing: Hearing, key: StreamKey, rank: int) -> Iterator[int]:
+    ends = members(hearing, key) if key.source == key.destination else (key.source, key.destination)
+    return (other for other in ends if other != rank and other in hearing.testimonies)
+
+
+def _between(calls: Calls, span: tuple[int, int]) -> range:
+    """The numbers of a stream that were issued between two records."""
+    low, high = (_first_after(calls, record) for record in span)
+    return range(low, high)
+
+
+def _first_after(calls: Calls, record: int) -> int:
+    low, high = calls.first, calls.last + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if calls.record(middle) <= record else (low, middle)
+    return low
+
+
+def _where(hearing: Hearing, window: Window, row: int, columns: list[int]) -> tuple[str | None, str | None, str | None]:
     """Between which two of its own records a late rank loses its time, most often, and in which phase."""
-    box = hearing.testimonies[window.ranks[row]].box
+    box, calls = hearing.testimonies[window.ranks[row]].box, window.calls[row]
     seen: Counter[tuple[str, str, str | None]] = Counter()
-    for number in numbers if box is not None else ():
+    for column in columns if box is not None else ():
         assert box is not None
-        at = int(np.searchsorted(box.records["number"], window.calls[row].record(number)))
-        gaps = np.diff(box.records["t_ns"][max(0, at - 64) : at + 1].astype(np.int64))
-        if not len(gaps):
+        number = window.first + column
+        span = calls.record(max(number - 1, calls.first)), calls.record(number)
+        begin, at = (int(index) for index in np.searchsorted(box.records["number"], span))
+        gaps = np.diff(box.records["t_ns"][begin : at + 1].astype(np.int64))
+        if not len(gaps) or at >= len(box.records):
             continue
-        end = max(0, at - 64) + int(gaps.argmax()) + 1
+        end = begin + int(gaps.argmax()) + 1
         earlier, later = box.event(end - 1), box.event(end)
         seen[_said(earlier), _said(later), earlier.fields.get("phase") if earlier.kind == "phase_begin" else None] += 1
     return seen.most_common(1)[0][0] if seen else (None, None, None)
@@ -192,8 +326,14 @@ def _said(event: Any) -> str:
 
 
 def sentences(found: Straggler) -> tuple[str, ...]:
-    lost = f"It loses the time in phase {found.phase}, " if found.phase else "It loses the time "
-    late = f"{found.late_s * 1e3:.3g} ms a step ({found.share:.0%} of it)"
-    often = f"in {found.steps} of the last {found.of_steps} steps, since step {found.since_step}"
-    said = f"Rank {found.rank} is late by {late}, {often}."
-    return (said, f"{lost}between {found.after} and {found.before}.") if found.after and found.before else (said,)
+    who, is_are = ranks_said(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
+    rounds = "steps" if found.group is None else f'collectives of group "{found.group}"'
+    since = f"step {found.since_step}" if found.group is None else f"#{found.since_number}"
+    late = f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds}, since {since}"
+    by = f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms." if found.unsure_s else ""
+    said = f"{who} {is_are} late by {late}: that costs the job {found.share:.0%} of its time.{by}"
+    if not found.after or not found.before:
+        return (said,)
+    one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for one,"
+    lost = f"{one} loses the time in phase {found.phase}, " if found.phase else f"{one} loses the time "
+    return said, f"{lost}between {found.after} and {found.before}."

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STOPPED = frozenset("Tt")
+_DYING_NS = 1_000_000_000  # a process that the system kills is counted first, and there for a moment yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,30 +18,40 @@ class Sighting:
     """One process. `alive` is None where nobody could look: another host, another user."""
 
     alive: bool | None = None
-    state: str | None = None  # as /proc says: R running, S sleeping, D in the kernel, T stopped, Z ended
+    state: str | None = None  # as /proc says: R running, S sleeping, D in the kernel, T stopped; of one that is gone, the last
     ended: str | None = None  # how it ended, where that is known
     stack: tuple[str, ...] = ()  # `file:line in function`, innermost first, of the main thread
     alive_ns: int | None = None  # wall clock of the last look that found it alive
+    gone_ns: int | None = None  # and of the first one that did not
+    stack_ns: int | None = None  # when it was asked for its stack
     oom_kills: int | None = None  # in its cgroup so far, when it was last seen alive
+    oom_grown_ns: int | None = None  # when that was first seen to have gone up while it was there
     holds_gil: bool | None = None  # its main thread, where that is known
     out_of_memory: str | None = None  # that it was killed for want of memory, in words, where that is known
 
     @property
     def is_stopped(self) -> bool:
-        return self.alive is True and self.state in STOPPED
+        """Whether it is stopped by a signal, or was until it was gone."""
+        return self.state in STOPPED
 
     def after(self, before: Sighting) -> Sighting:
         """This look, with what an earlier one knew and this one cannot: when it was last alive, how it ended, its stack."""
         alive = before.alive if self.alive is None else self.alive
         is_settled = before.alive is False  # it was found gone by then: what was killed since is another one
-        grew = self.oom_kills is None or before.oom_kills is None or self.oom_kills > before.oom_kills
+        is_more = self.oom_kills is not None and before.oom_kills is not None and self.oom_kills > before.oom_kills
+        grown_ns = self.alive_ns if is_more and self.alive else before.oom_grown_ns
+        was_dying = grown_ns is not None and before.alive_ns is not None and before.alive_ns - grown_ns < _DYING_NS
+        grew = self.oom_kills is None or before.oom_kills is None or is_more or was_dying
         return Sighting(
             alive=alive,
             state=self.state if self.alive else before.state,
             ended=self.ended or before.ended,
             stack=self.stack or before.stack,
+            stack_ns=self.stack_ns if self.stack else before.stack_ns,
             alive_ns=self.alive_ns or before.alive_ns,
+            gone_ns=None if alive else before.gone_ns or self.gone_ns,
             holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,
+            oom_grown_ns=grown_ns,
             oom_kills=before.oom_kills if is_settled or self.oom_kills is None else self.oom_kills,
             out_of_memory=before.out_of_memory if is_settled or not grew else self.out_of_memory or before.out_of_memory,
         )
@@ -52,13 +63,14 @@ class Sighting:
     def from_dict(cls, value: dict[str, Any]) -> Sighting:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
-        alive_ns, oom_kills, out_of_memory = (value.get(name) for name in ("alive_ns", "oom_kills", "out_of_memory"))
+        oom_kills, out_of_memory = (value.get(name) for name in ("oom_kills", "out_of_memory"))
+        moments = {name: value.get(name) for name in ("alive_ns", "gone_ns", "stack_ns", "oom_grown_ns")}
         return cls(
             alive=alive if isinstance(alive, bool) else None,
             state=state if isinstance(state, str) else None,
             ended=ended if isinstance(ended, str) else None,
             stack=tuple(line for line in stack if isinstance(line, str)) if isinstance(stack, (list, tuple)) else (),
-            alive_ns=alive_ns if isinstance(alive_ns, int) else None,
+            **{name: moment if isinstance(moment, int) else None for name, moment in moments.items()},
             holds_gil=holds_gil if isinstance(holds_gil := value.get("holds_gil"), bool) else None,
             oom_kills=oom_kills if isinstance(oom_kills, int) else None,
             out_of_memory=out_of_memory if isinstance(out_of_memory, str) else None,

@@ -33,7 +33,7 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RankReport(Shown):
     """One rank, as the verdict sees it."""
 

@@ -7,20 +7,15 @@ Ranks that wait for the same ones share one tuple of them: thousands may wait fo
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
-_PERIODS = 4  # calls back, in which a rank's habits show
-_LOOKED_BACK = 4096
 _RECENT = 16  # records back, in which a message may still be waited for
 
 
@@ -42,18 +37,20 @@ def members(hearing: Hearing, key: StreamKey) -> tuple[int, ...]:
     return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
 
 
-def waits(hearing: Hearing, *, held: Collection[int] = ()) -> dict[int, Wait]:
-    """For each rank that has one, the incomplete call it must be in. `held` are ranks that are stopped, or dead."""
+def waits(hearing: Hearing, *, held: Collection[int] = (), failed_in_it: Collection[int] = ()) -> dict[int, Wait]:
+    """For each rank that has one, the incomplete call it must be in. `held` are ranks that are stopped, or dead; `failed_in_it`
+    those whose last call raised."""
     streams: dict[StreamKey, dict[int, int]] = {}
     for rank, testimony in hearing.testimonies.items():
-        for key, count in testimony.counts.items():
+        for key, count in testimony.counts.items() if hearing.hears(rank) else ():
             streams.setdefault(key, {})[rank] = count
     candidates: defaultdict[int, list[Wait]] = defaultdict(list)
     for key, counts in streams.items():
         for wait in _incomplete(hearing, key, counts):
             candidates[wait.rank].append(wait)
     found = {rank: _blocking(hearing.testimonies[rank], each) for rank, each in candidates.items()}
-    found = _waits_for_held(hearing, held, streams, found) | found
+    passed = {_left(said) for rank, said in hearing.testimonies.items() if rank not in failed_in_it} if held else set()
+    found = _waits_for_held(hearing, held, streams, found, passed) | found
     found |= _waits_for_unheard(hearing, awaited(found), streams)
     return found | _waits_for_anybody(hearing, awaited(found))
 
@@ -64,7 +61,7 @@ def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> lis
     if len(taking_part) < 2 or _listens_to_anybody(hearing, key):
         return []
     if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
-        counts = {rank: counts.get(rank, 0) for rank in taking_part if rank in hearing.testimonies}
+        counts = {rank: counts.get(rank, 0) for rank in taking_part if hearing.hears(rank)}
     lowest, highest = min(counts.values(), default=0), max(counts.values(), default=0)
     if lowest == highest:
         return []
@@ -74,17 +71,21 @@ def _incomplete(hearing: Hearing, key: StreamKey, counts: dict[int, int]) -> lis
 
 
 def _waits_for_held(
-    hearing: Hearing, held: Collection[int], streams: dict[StreamKey, dict[int, int]], found: Container[int]
+    hearing: Hearing,
+    held: Collection[int],
+    streams: dict[StreamKey, dict[int, int]],
+    found: Container[int],
+    passed: Container[tuple[StreamKey, int] | None],
 ) -> dict[int, Wait]:
     """Of ranks that all came to one call: those that stand there with one who was stopped in it, or died in it."""
     stuck: defaultdict[tuple[StreamKey, int], list[int]] = defaultdict(list)
     for rank in held:
         call = _stands_in(hearing.testimonies[rank])
-        if call is not None and rank not in found:
+        if call is not None and rank not in found and hearing.hears(rank):
             stuck[call].append(rank)
     waiting: dict[int, Wait] = {}
     for (key, number), ranks in stuck.items():
-        if max(streams[key].values()) > number + 1:  # somebody got through it
+        if max(streams[key].values()) > number + 1 or (key, number) in passed:  # somebody got through it
             continue
         missing = tuple(sorted(ranks))
         others = (rank for rank in streams[key] if rank not in held and rank not in found)
@@ -96,6 +97,14 @@ def _waits_for_held(
 def _stands_in(testimony: Testimony) -> tuple[StreamKey, int] | None:
     """The call that a rank is in, by its last record and its cursor."""
     return testimony.last if testimony.in_collective_since_ns is not None else None
+
+
+def _left(testimony: Testimony) -> tuple[StreamKey, int] | None:
+    """The last call of a rank, if it is one that nobody gets past before all have issued it, and this one has returned."""
+    call = testimony.last
+    if call is None or testimony.in_collective_since_ns is not None or testimony.is_async(*call):
+        return None
+    return call if is_of_all(testimony, *call) else None
 
 
 def _listens_to_anybody(hearing: Hearing, key: StreamKey) -> bool:
@@ -116,7 +125,7 @@ def _waits_for_anybody(hearing: Hearing, suspects: list[int]) -> dict[int, Wait]
     others = tuple(rank for rank in suspects if rank not in listening)
     found = {}
     for rank, call in listening.items():
-        unheard = tuple(member for member in hearing.group(call[0]).ranks if member not in hearing.testimonies)
+        unheard = tuple(member for member in hearing.group(call[0]).ranks if not hearing.hears(member))
         if others or unheard:
             found[rank] = Wait(rank, *call, others, unheard)
     return found
@@ -157,7 +166,7 @@ def _waits_for_unheard(hearing: Hearing, suspects: Iterable[int], streams: dict[
 def _is_readable(hearing: Hearing, member: int, key: StreamKey, number: int) -> bool:
     """Whether it is known of a rank what it issued at a number, or that it has not come to it."""
     testimony = hearing.testimonies.get(member)
-    if testimony is None:
+    if testimony is None or not hearing.hears(member):
         return False
     return testimony.counts.get(key, 0) <= number or (key in testimony.calls and testimony.calls[key].at(number) is not None)
 
@@ -214,55 +223,11 @@ def _first_in(ranks: tuple[int, ...], found: Container[int]) -> int:
     return next((rank for rank in ranks if rank in found), -1)
 
 
-def out_of_turn(hearing: Hearing, found: list[Wait]) -> list[int]:
-    """Of ranks that wait in a circle, those that have changed their ways: they are in one collective and are waited for in
-    another one, which in the step before they had issued first."""
-    changed = []
-    for wait, other in zip(found, [*found[-1:], *found[:-1]], strict=True):  # `other` waits for this one
-        before = _a_step_before(hearing.testimonies[wait.rank], wait)
-        owed = _owed_a_step_before(hearing.testimonies[wait.rank], wait, other)
-        if before is not None and owed is not None and owed < before:
-            changed.append(wait.rank)
-    return sorted(changed)
-
-
-def _a_step_before(testimony: Testimony, wait: Wait) -> int | None:
-    """When the same call of the step before came: the one with as many of its stream before it in that step."""
-    calls = testimony.calls.get(wait.key)
-    index = calls.at(wait.number) if calls is not None else None
-    if calls is None or index is None:
-        return None
-    steps = calls.steps()
-    position = index - int(np.flatnonzero(steps == steps[index])[0])
-    return _nth_of_step(testimony, wait.key, int(steps[index]) - 1, position)
-
-
-def _owed_a_step_before(testimony: Testimony, wait: Wait, other: Wait) -> int | None:
-    """When, in the step before, came the call that another one waits for now."""
-    calls = testimony.calls.get(other.key)
-    if calls is None or calls.last != other.number - 1:
-        return None
-    at = testimony.calls[wait.key].at(wait.number) if wait.key in testimony.calls else None
-    if at is None:
-        return None
-    step = int(testimony.calls[wait.key].steps()[at])
-    return _nth_of_step(testimony, other.key, step - 1, int((calls.steps() == step).sum()))
-
-
-def _nth_of_step(testimony: Testimony, key: StreamKey, step: int, position: int) -> int | None:
-    calls = testimony.calls[key]
-    rows = np.flatnonzero(calls.steps() == step)
-    return calls.record(calls.first + int(rows[position])) if position < len(rows) else None
-
-
-def wrong_peers(hearing: Hearing, found: Iterable[Wait], *, is_circle: bool) -> list[Wait]:
-    """Of ranks that wait, those that listen to one rank while another one has written to them, or that write to one while
-    another one listens.
-
-    Outside a circle mail may lie unread for a while: there it counts only for a rank that turns to somebody for the first time,
-    and away from somebody with whom it has had dealings.
-    """
-    messages = [wait for wait in found if wait.key.source != wait.key.destination and (is_circle or wait.number == 0)]
+def new_peers(hearing: Hearing, found: Iterable[Wait]) -> list[Wait]:
+    """Of ranks that wait, those that listen to a rank for the first time while another one, to which they have listened, has
+    written to them; or that write to one for the first time while another one, to which they have written, listens. Whether one
+    that was not heard does is not known: it may."""
+    messages = [wait for wait in found if wait.key.source != wait.key.destination and wait.number == 0]
     if not messages:
         return []
     sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]] = {}  # to or from whom, by others
@@ -271,46 +236,19 @@ def wrong_peers(hearing: Hearing, found: Iterable[Wait], *, is_circle: bool) -> 
             if key.source != key.destination and rank in (key.source, key.destination):
                 other, is_receiver = (key.destination, True) if rank == key.source else (key.source, False)
                 sent.setdefault((key.group, other, is_receiver), []).append((key, count))
-    least = 0 if is_circle else 1
-    return [wait for wait in messages if _is_expected_elsewhere(hearing, wait, sent, least)]
+    return [wait for wait in messages if _is_expected_elsewhere(hearing, wait, sent)]
 
 
 def _is_expected_elsewhere(
-    hearing: Hearing, wait: Wait, sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]], least: int
+    hearing: Hearing, wait: Wait, sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]]
 ) -> bool:
-    own = hearing.testimonies[wait.rank].counts
-    streams = sent.get((wait.key.group, wait.rank, wait.key.destination == wait.rank), ())
-    return any(count > own.get(key, 0) >= least for key, count in streams if key != wait.key)
-
-
-def left_out(hearing: Hearing, found: list[Wait]) -> list[int]:
-    """Of ranks that wait in a circle, those that owe a call which they used to issue before the one they are in."""
-    pairs = zip(found, [*found[-1:], *found[:-1]], strict=True)  # the second waits for the first
-    owing = sorted(wait.rank for wait, other in pairs if owes(hearing, wait, other))
-    return owing if len(owing) < len(found) else []
-
-
-def owes(hearing: Hearing, wait: Wait, other: Wait) -> bool:
-    """Whether a rank that waits, and that another one waits for, has left out what the other one waits for.
-
-    Told by its own past, without steps: between the call it is in and the one before of that stream, it has issued fewer of
-    the calls that the other waits for than it did every time before.
-    """
-    own, owed = (hearing.testimonies[wait.rank].calls.get(key) for key in (wait.key, other.key))
-    if own is None or owed is None or own.at(wait.number) is None or owed.last != other.number - 1:
-        return False
-    marks = [own.record(number) for number in range(max(own.first, wait.number - _PERIODS), wait.number + 1)]
-    records = np.array([owed.record(number) for number in range(max(owed.first, owed.last - _LOOKED_BACK), owed.last + 1)])
-    issued = [int(((records > begin) & (records < end)).sum()) for begin, end in itertools.pairwise(marks)]
-    return len(issued) > 1 and len(set(issued[:-1])) == 1 and issued[-1] < issued[0]
-
-
-def newcomers(found: list[Wait]) -> list[int]:
-    """Of ranks that wait for each other's messages in a circle, those that have never dealt with that one before, if the others
-    have."""
-    is_of_messages = all(wait.key.source != wait.key.destination for wait in found)
-    new = sorted(wait.rank for wait in found if wait.number == 0)
-    return new if is_of_messages and len(new) < len(found) else []
+    own, is_receiver = hearing.testimonies[wait.rank].counts, wait.key.destination == wait.rank
+    streams = sent.get((wait.key.group, wait.rank, is_receiver), ())
+    if any(count > own.get(key, 0) >= 1 for key, count in streams if key != wait.key):
+        return True
+    usual = [key for key in own if key.group == wait.key.group and key.source != key.destination and key != wait.key]
+    peers = [key.source if is_receiver else key.destination for key in usual if (key.destination == wait.rank) == is_receiver]
+    return any(peer >= 0 and not hearing.hears(peer) for peer in peers)
 
 
 def may_wait_for(hearing: Hearing, rank: int, unheard: Container[int]) -> int | None:

@@ -34,7 +34,7 @@ MOST_BYTES = 4 << 20  # of a letter
 _OF_A_STREAM = 8  # are kept, however long ago
 _MOST_TEXT = 2000  # of an exception
 _MOST_FIELDS = 8
-_META = ("rank", "world_size", "run_id", "restart", "started_ns", "folder")
+_META = ("rank", "world_size", "run_id", "store", "restart", "started_ns", "folder")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class Letter:
     is_last: bool = False  # its processes are gone: there will be no other one
     is_cut: bool = False  # a rank has issued more than is told
     ahead_ns: int = 0  # how far its clock is ahead of the reader's
+    read_ns: int = 0  # its wall clock when the boxes were read
 
 
 def transcribe(boxes: Iterable[Box], *, calls: int = CALLS) -> tuple[Transcript, bool]:
@@ -144,6 +145,7 @@ def _head(letter: Letter, arrays: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
         "is_last": letter.is_last,
         "is_cut": letter.is_cut,
         "ahead_ns": letter.ahead_ns,
+        "read_ns": letter.read_ns,
         "sightings": {rank: seen.to_dict() for rank, seen in letter.sightings.items()},
         "arrays": [[array.dtype.itemsize, array.size] for array in arrays],
         "groups": [_group(group) for group in transcript.groups],
@@ -172,15 +174,16 @@ def runs(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def _spot(spot: Spot) -> list[Any]:
-    return [*spot.meaning, spot.call, spot.graph, spot.thread, str(spot.certainty), spot.param, spot.is_async]
+    return [*spot.meaning, spot.call, spot.graph, spot.thread, str(spot.certainty), spot.param, spot.is_async, spot.is_shadow]
 
 
 def _statement(said: Statement) -> dict[str, Any]:
     place = said.place.to_dict() if said.place is not None else None
     fields = said._asdict() | {"label": _label(said.label), "parts": [[*part.key, *part[1:]] for part in said.parts]}
     last = [*said.last[0], said.last[1]] if said.last is not None else None
+    makings = [[*made[:4], made.place.to_dict(), made.is_made] for made in said.makings]
     events = {"end": _event(said.end), "exceptions": [_event(event) for event in said.exceptions]}
-    return fields | {"last": last, "place": place} | events
+    return fields | {"last": last, "place": place, "makings": makings} | events
 
 
 def _label(label: Label) -> dict[str, Any]:

@@ -23,12 +23,13 @@ from torchwhere.blackbox.reader import Counts
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing.letter import ARRAYS, HEAD, MAGIC, MOST_BYTES, SEAL, Letter
 from torchwhere.diagnose.hearing.terms import Group, Signature, Signatures, Spot, StreamKey
-from torchwhere.diagnose.hearing.transcript import Part, Statement, Transcript
+from torchwhere.diagnose.hearing.transcript import Making, Part, Statement, Transcript
 from torchwhere.events import KIND_LABELS, Event
 from torchwhere.place import Certainty, Place
 
 _MOST_UNPACKED = 64 << 20
 _MOST_RANKS = 1 << 20  # as many as a tally can tell apart
+_MOST_MADE = 64  # of a group in the making
 _MOST_MEMBERS = 4 << 20  # of all groups together
 _MOST_NUMBER = 1 << 62
 _MOST_TICK_NS = 1 << 24  # a ring of two thousand years
@@ -82,6 +83,7 @@ def _letter(data: bytes) -> Letter:
         is_last=_bool(head["is_last"]),
         is_cut=_bool(head["is_cut"]),
         ahead_ns=ahead_ns,
+        read_ns=max(0, _int(head.get("read_ns", 0)) - ahead_ns),
     )
 
 
@@ -151,10 +153,11 @@ def _signature(value: Any, groups: int) -> Signature:
 
 
 def _spot(value: Any) -> Spot:
-    module, pass_, line, aim, call, graph, thread, certainty, param, is_async = value
+    module, pass_, line, aim, call, graph, thread, certainty, param, is_async, is_shadow = value
     meaning = (_text_or_none(module), _int(pass_, high=256), _text_or_none(line), _text_or_none(aim))
     named = (_text_or_none(graph), _text_or_none(thread))
-    return Spot(meaning, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), _bool(is_async))
+    flagged = _bool(is_async), _bool(is_shadow)
+    return Spot(meaning, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), *flagged)
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------------
@@ -172,14 +175,23 @@ def _statement(value: Any, host: str, ahead_ns: int) -> Statement:
         exceptions=tuple(_event(each, ahead_ns) for each in _list(said["exceptions"], most=64)),
         place=_or_none(_place, said["place"]),
         in_collective_since_ns=since - ahead_ns if since is not None else None,
+        unnamed=tuple(map(_int, _list(said["unnamed"]))) if said.get("unnamed") is not None else None,
+        makings=tuple(_making(each, ahead_ns) for each in _list(said.get("makings", []), most=64)),
         is_compiling=_bool(said["is_compiling"]),
         last_line=_text_or_none(said["last_line"]),
+        steppers=tuple(map(_text, _list(said["steppers"], most=256))),
         steps_per_s=_or_none(_float, said["steps_per_s"]),
         last_step=_or_none(_int, said["last_step"]),
         start_ns=_int(said["start_ns"]) - ahead_ns,
         tick_ns=_int(said["tick_ns"], low=1, high=_MOST_TICK_NS),
         **{name: _int(said[name]) for name in ("pairs_at", "records", "record", "step")},
     )
+
+
+def _making(value: Any, ahead_ns: int) -> Making:
+    op, number, ranks, since_ns, place, is_made = _list(value)
+    members = tuple(_int(rank, high=_MOST_RANKS) for rank in _list(ranks, most=_MOST_MADE)) if ranks is not None else None
+    return Making(_text(op), _int(number), members, _int(since_ns) - ahead_ns, _place(place), _bool(is_made))
 
 
 def _label(value: dict[str, Any], host: str, ahead_ns: int) -> Label:
@@ -189,6 +201,7 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> Label:
         "rank": rank,
         "world_size": _int(meta["world_size"], low=1, high=_MOST_RANKS + 1),
         "run_id": _text(run_id),
+        "store": _text(meta.get("store", "")),
         "restart": _int(restart),
         "started_ns": _int(meta.get("started_ns", 0)) - ahead_ns,
         "folder": _text(meta.get("folder", "")),
@@ -241,8 +254,10 @@ def _place(value: Any) -> Place:
 def _sighting(value: Any, ahead_ns: int) -> Sighting:
     seen = Sighting.from_dict(_dict(value))
     stack = tuple(line[:_MOST_TEXT] for line in seen.stack[:_MOST_FRAMES])
-    alive_ns = seen.alive_ns - ahead_ns if seen.alive_ns is not None else None
-    return replace(seen, stack=stack, alive_ns=_or_none(_int, alive_ns))
+    alive_ns, gone_ns, stack_ns = (
+        _int(moment - ahead_ns) if moment is not None else None for moment in (seen.alive_ns, seen.gone_ns, seen.stack_ns)
+    )
+    return replace(seen, stack=stack, alive_ns=alive_ns, gone_ns=gone_ns, stack_ns=stack_ns)
 
 
 def _check(transcript: Transcript) -> None:

@@ -94,7 +94,8 @@ class Sorter:
 
     def _by_stream(self, streams: list[int], codes: npt.NDArray[np.int64], count: int) -> _Order:
         known, of = self._order, self._classes.codes
-        if known is not None and known.of is of and known.length == len(codes) and known.streams == streams:
+        is_known = known is not None and known.of is of and known.length == len(codes) and known.streams == streams
+        if known is not None and is_known and len(known.ends) == count:  # of no stream at all, all are number 0 too
             return known
         of_record = np.array(streams, np.uint16)[codes]
         lengths = np.bincount(of_record, minlength=count)[:count]

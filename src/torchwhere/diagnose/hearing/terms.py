@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torchwhere.place import Pass
+
 # What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different shapes, only one rank of a
 # scatter has the list of tensors, and what was sent may be received in another shape of as many bytes.
 _MUST_AGREE = {
@@ -72,6 +74,12 @@ class Signature(NamedTuple):
         match = _BYTES.search(self.text)  # a twentieth of the time that parsing takes
         return int(match[1]) if match is not None else 0
 
+    @property
+    def is_bookkeeping(self) -> bool:
+        """Whether it is DDP's own: which parameters were used. No function of torch.distributed issued it, and gradients are no
+        integers. DDP does it when the last gradient happens to be there, in whatever module that is."""
+        return self.op == "all_reduce" and '"dtype": "int' in self.text and '"api": null' in self.text
+
     def key(self, rank: int) -> StreamKey:
         """The stream it is counted in, on a rank."""
         if self.op not in P2P:
@@ -89,6 +97,31 @@ class Spot(NamedTuple):
     certainty: str
     param: str | None
     is_async: bool
+    is_shadow: bool = False  # `Join` issued it, for a rank that is out of input
+
+    @property
+    def compared(self) -> tuple[str | None, int, str | None, str | None] | None:
+        """What ranks are held against each other for; None where a place says nothing of what was issued.
+
+        A shadow stands for whatever the others issue. A callback that torch runs on a thread of its own has no place at all,
+        and it is chance whether it runs there or inside the call. Where it is known whose data moves, it does not matter in
+        which module the program was just then: DDP reduces a bucket when the last of its gradients happens to be there.
+        """
+        module, pass_, line, aim = self.meaning
+        if self.is_shadow or (module is None and line is None and aim is None):
+            return None
+        return (None if aim is not None else module), pass_, line, aim
+
+    def is_counted_by(self, steppers: tuple[str, ...]) -> bool:
+        """Whether the step it was issued in is its own: another thread comes to a call in whatever step the counting one is
+        just then. Threads of the autograd engine run while the one that counts waits for them."""
+        if not steppers:
+            return True
+        return (self.thread,) == steppers or (len(steppers) == 1 and self.is_of_engine)
+
+    @property
+    def is_of_engine(self) -> bool:
+        return self.meaning[1] == Pass.BACKWARD and self.thread is not None and self.thread.startswith("native-")
 
 
 def group_of(text: str) -> Group | None:

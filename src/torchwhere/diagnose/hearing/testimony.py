@@ -7,8 +7,9 @@ asked for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Language:
         self.groups = Lexicon()
         self.forms = Lexicon()
         self.meanings = Lexicon()
+        self.meanings.number(None)  # 0: a place that says nothing of what was issued
         self._parsed: dict[str, Any] = {}
 
     def group(self, key: StreamKey) -> Group:
@@ -83,6 +85,7 @@ class _Clerks:
     # The numbers of both in our own language, one further on: a call whose group is not known has the signature -1.
     forms: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
     meanings: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    has_meaning: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))  # of signatures
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +155,37 @@ class Calls:
         said = self._statement
         return self._page.transcript.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns + said.start_ns
 
+    def set_back(self, by_ns: int) -> Calls:
+        """The same by another clock, of which that of the rank's host is ahead."""
+        said = self._statement
+        return self if not by_ns else replace(self, _statement=said._replace(start_ns=said.start_ns - by_ns))
+
+    def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Of the calls from number `first` to before `end`, whether it is no chance in which step they were issued; and whether
+        they are shadows, which belong to a step of others."""
+        spots, which = self._spots(first, end)
+        is_counted = np.array([spot.is_counted_by(self._statement.steppers) for spot in spots], np.bool_)
+        return is_counted[which], np.array([spot.is_shadow for spot in spots], np.bool_)[which]
+
+    def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
+        """Whether the calls from number `first` to before `end` returned at once."""
+        spots, which = self._spots(first, end)
+        return np.array([spot.is_async for spot in spots], np.bool_)[which]
+
+    def _spots(self, first: int, end: int) -> tuple[list[Spot], npt.NDArray[np.int64]]:
+        """The spots that some calls were issued from, and which of them each call was."""
+        page, said = self._page, self._statement
+        used, which = np.unique(page.transcript.codes[self._cut(first, end)], return_inverse=True)
+        numbers = page.transcript.pairs[said.pairs_at + used.astype(np.int64), 1]
+        return [page.clerk.spots[number] for number in numbers.tolist()], which
+
     def record(self, number: int) -> int:
         """The number of the record: when it came among all that the rank did."""
         return int(self._page.transcript.records[self._at + number - self.first]) + self._statement.record
+
+    def records(self) -> npt.NDArray[np.int64]:
+        """The numbers of the records of all of them."""
+        return self._page.transcript.records[self._cut(None, None)].astype(np.int64) + self._statement.record
 
     def of(self, number: int) -> tuple[Signature, Spot]:
         """What was issued, and from where."""
@@ -169,7 +200,7 @@ def forms(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
 
 
 def meanings(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Module, pass, line and beneficiary: what ranks agree on in a sound program."""
+    """Module, pass, line and beneficiary: what ranks agree on in a sound program. 0 where that is not known."""
     return (whats & _MEANING_MASK).astype(np.int64)
 
 
@@ -292,6 +323,9 @@ class Hearing:
 
     def __init__(self) -> None:
         self.testimonies: dict[int, Testimony] = {}
+        self.nameless: dict[int, tuple[int, ...]] = {}  # how many a rank issued in each of its groups, where no more is known
+        self.recalled: frozenset[int] = frozenset()  # ranks whose box is gone or cut, and was read before
+        self.past: frozenset[int] = frozenset()  # of these, those who may have done more since
         self.language = Language()
         self.kept: dict[str, Any] = {}  # what was found out once and is asked for again
         self.asides: list[Any] = []  # what somebody else took from the boxes as they were read
@@ -309,11 +343,41 @@ class Hearing:
     def group(self, key: StreamKey) -> Group:
         return self.language.group(key)
 
+    def hears(self, rank: int) -> bool:
+        """Whether it is known of a rank what it did last."""
+        return rank in self.testimonies and rank not in self.past
+
+    def copy(self) -> Hearing:
+        """The same testimonies; others may be added without changing these."""
+        found = copy.copy(self)
+        found.testimonies, found.kept = dict(self.testimonies), {}
+        return found
+
     def admit(self, transcript: Transcript, *, clerk: int, wanted: Container[Path]) -> None:
         """What a clerk has written down of the wanted boxes. Of one clerk, transcripts come in the order they were made in."""
         for said, page in self._pages(transcript, clerk):
-            if said.label.path in wanted:
+            if said.label.path in wanted and said.label.lacks_counts:
+                self._note(said)
+            elif said.label.path in wanted:
                 self.testimonies[said.label.rank] = self._testimony(said.label.rank, said, page)
+
+    def note(self, box: Box) -> None:
+        """A box that was cut before its counts, or before the names of what they count."""
+        for said, _ in self._pages(self._own_clerk.write_down([box]), _OWN):
+            self._note(said)
+
+    def _note(self, said: Statement) -> None:
+        if said.unnamed is not None:
+            self.nameless[said.label.rank] = said.unnamed
+
+    def has_come(self, rank: int, key: StreamKey, number: int) -> bool | None:
+        """Whether a rank that is not heard has issued a collective of a whole group: by its bare counts, if they leave no doubt
+        which of them is that group's. None where they do."""
+        counts = self.nameless.get(rank)
+        if counts is None or key.source != -1 or key.destination != -1:
+            return None
+        come = {count > number for count in counts}
+        return come.pop() if len(come) == 1 else None
 
     def counted(self, steps: Mapping[int, tuple[int, int]]) -> Iterator[Counted]:
         """All calls that the rings still have without a hole, counted; and those in the first to the last step of each rank."""
@@ -342,7 +406,8 @@ class Hearing:
         known = self._clerks.setdefault(clerk, _Clerks())
         self._learn(known, transcript)
         pairs = transcript.pairs + 1
-        page = _Page(transcript, known, known.forms[pairs[:, 0]] << _FORM_SHIFT | known.meanings[pairs[:, 1]])
+        meanings = known.meanings[pairs[:, 1]] * known.has_meaning[pairs[:, 0]]
+        page = _Page(transcript, known, known.forms[pairs[:, 0]] << _FORM_SHIFT | meanings)
         return ((said, page) for said in transcript.statements)
 
     def _learn(self, known: _Clerks, transcript: Transcript) -> None:
@@ -350,7 +415,9 @@ class Hearing:
         known.signatures += transcript.signatures
         known.spots += transcript.spots
         new_forms = [self.language.forms.number(signature.form) for signature in transcript.signatures]
-        new_meanings = [self.language.meanings.number(spot.meaning) for spot in transcript.spots]
+        has_meaning = [not signature.is_bookkeeping for signature in transcript.signatures]
+        known.has_meaning = np.concatenate([known.has_meaning, np.array(has_meaning, np.bool_)])
+        new_meanings = [self.language.meanings.number(spot.compared) for spot in transcript.spots]
         known.forms = np.concatenate([known.forms, np.array(new_forms, np.uint64)])
         known.meanings = np.concatenate([known.meanings, np.array(new_meanings, np.uint64)])
 
@@ -373,6 +440,8 @@ def heard(run: Roster[Any]) -> Hearing:
     """All boxes of a run that was read whole. One that was cut before its counts has nothing to say."""
     hearing = Hearing()
     for rank, box in run.in_order():
-        if not box.lacks_counts:
+        if box.lacks_counts:
+            hearing.note(box)
+        else:
             hearing.hear(rank, box)
     return hearing

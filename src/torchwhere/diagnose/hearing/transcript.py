@@ -26,6 +26,7 @@ _SAME_MOMENT_NS = 1_000_000
 _STEPS = 50  # the last so many make the pace
 _LINES = 64  # among the last so many records a line is looked for
 _EXCEPTIONS = 4
+_MAKINGS = 16
 
 
 class Part(NamedTuple):
@@ -39,6 +40,17 @@ class Part(NamedTuple):
     signature: int = -1  # of all these calls, if they have but one
 
 
+class Making(NamedTuple):
+    """A process group that a rank began to make: all ranks must come there."""
+
+    op: str
+    number: int  # of groups that it made before
+    ranks: tuple[int, ...] | None  # that are in it; None for all
+    since_ns: int  # wall clock
+    place: Place
+    is_made: bool
+
+
 class Statement(NamedTuple):
     """One rank. What the arrays of its calls count from, and everything that is not in them."""
 
@@ -49,10 +61,13 @@ class Statement(NamedTuple):
     exceptions: tuple[Event, ...] = ()  # the last few
     place: Place | None = None  # where its main thread is
     in_collective_since_ns: int | None = None
+    unnamed: tuple[int, ...] | None = None  # how many it issued in each group, where it is lost which groups these are
+    makings: tuple[Making, ...] = ()  # the last few
     is_compiling: bool = False
     last_line: str | None = None
     steps_per_s: float | None = None
     last_step: int | None = None
+    steppers: tuple[str, ...] = ()  # the threads that count steps: one, as a rule
     pairs_at: int = 0
     records: int = 0  # written ever
     record: int = 0  # number of the first one in the arrays
@@ -125,6 +140,7 @@ class Clerk:
             parts=_parts(found, counts, at, _single(keys, own_pairs)),
             last=found.last,
             records=int(records["number"][-1]) + 1 if len(records) else 0,
+            unnamed=_unnamed(box) if box.lacks_counts else None,
             pairs_at=len(pairs),
             **base,
             **_besides(box),
@@ -163,6 +179,13 @@ def _parts(found: Sorted, counts: dict[StreamKey, int], at: int, single: dict[St
     return (*parts, *(Part(key, count) for key, count in counts.items()))
 
 
+def _unnamed(box: Box) -> tuple[int, ...] | None:
+    """The counts of a box that was cut behind its tallies: what they count was in the part that is lost."""
+    if box.geometry is None or len(box._head) < box.geometry.ring_at:
+        return None
+    return tuple(count for (_, source, destination), count in box.tallies().items() if source == destination == -1)
+
+
 # -- what is not a collective ----------------------------------------------------------------------------------------------
 
 
@@ -178,16 +201,31 @@ def _besides(box: Box) -> dict[str, Any]:
         "exceptions": _last_of(box, Kind.EXCEPTION) if kinds[Kind.EXCEPTION] else (),
         "place": cursor.place if cursor is not None else None,
         "in_collective_since_ns": _in_collective_since(box, max((cursor.t_ns for cursor in cursors), default=0)),
+        "makings": _makings(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "last_line": _last_line(box),
         "steps_per_s": steps_per_s,
         "last_step": last_step,
+        "steppers": _steppers(box) if kinds[Kind.STEP_BEGIN] else (),
     }
 
 
 def _last_of(box: Box, kind: Kind) -> tuple[Event, ...]:
     rows = np.flatnonzero(box.records["kind"] == int(kind))
     return tuple(box.event(int(row)) for row in rows[-_EXCEPTIONS:])
+
+
+def _makings(box: Box) -> tuple[Making, ...]:
+    kinds = box.records["kind"]
+    rows = np.flatnonzero(kinds == int(Kind.GROUP_BEGIN))[-_MAKINGS:]
+    is_made = bool((kinds[rows[-1] :] == int(Kind.GROUP_END)).any())
+    return tuple(_making(box.event(int(row)), is_made or row != rows[-1]) for row in rows)
+
+
+def _making(event: Event, is_made: bool) -> Making:
+    op, number, ranks = (event.fields.get(name) for name in ("op", "number", "ranks"))
+    members = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
+    return Making(str(op), number if isinstance(number, int) else 0, members, event.t_ns, event.place, bool(is_made))
 
 
 def _in_collective_since(box: Box, moved_ns: int) -> int | None:
@@ -203,6 +241,11 @@ def _last_line(box: Box) -> str | None:
     lines = box.records["line"][-_LINES:]
     known = lines[lines != 0]
     return box.name(int(known[-1])) if len(known) else None
+
+
+def _steppers(box: Box) -> tuple[str, ...]:
+    threads = box.records["thread"][box.records["kind"] == int(Kind.STEP_BEGIN)]
+    return tuple(sorted(str(box.thread(int(number))) for number in np.unique(threads)))
 
 
 def _pace(box: Box) -> tuple[float | None, int]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.layout import FLAG_ASYNC, FLAG_INFERRED, FLAG_UNKNOWN, NO_CALL, Sort
+from torchwhere.blackbox.layout import FLAG_ASYNC, FLAG_INFERRED, FLAG_SHADOW, FLAG_UNKNOWN, NO_CALL, Sort
 from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.sorting import Classes
 from torchwhere.diagnose.hearing.terms import Group, Signature, Signatures, Spot, StreamKey, group_of
@@ -153,5 +153,6 @@ class Vocabulary:
             is_lost = flags & FLAG_UNKNOWN or (module and named is None) or pass_ not in _PASSES
             sure = Certainty.UNKNOWN if is_lost else Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
             at = None if named is None or call == NO_CALL else call
-            self._news.spots.append(Spot(found[:4], at, found[4], found[5], sure, found[6], bool(flags & FLAG_ASYNC)))
+            flagged = bool(flags & FLAG_ASYNC), bool(flags & FLAG_SHADOW)
+            self._news.spots.append(Spot(found[:4], at, found[4], found[5], sure, found[6], *flagged))
         return number

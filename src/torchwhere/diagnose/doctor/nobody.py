@@ -1,0 +1,69 @@
+"""What there is to say where no rank is to blame: all stand together, all is well, or what was wrong does not show."""
+
+from __future__ import annotations
+
+from torchwhere.diagnose.doctor.advice import first_line, in_place, ranks_said, what_said
+from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.hearing.terms import StreamKey
+
+
+def on_together(case: Case) -> tuple[str, ...]:
+    places = {in_place(case.place(rank)) for rank in case.hearing.testimonies}
+    where = places.pop() if len(places) == 1 else f"in {len(places)} places"
+    return (
+        f"All {len(case.hearing.testimonies)} ranks stand still, {where}. No rank is missing from any collective.",
+        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+    )
+
+
+def on_given_up(case: Case) -> tuple[str, ...]:
+    """All have ended, of waiting too long, and no rank is missing."""
+    first = next(rank for rank in case.hearing.testimonies if case.deaths.gave_up(rank))
+    count = len(case.hearing.testimonies)
+    return (
+        f"All {count} ranks came to the same collective, and waited there until they gave up. No rank is missing from it.",
+        f"  rank {first}: {first_line(str(case.detail(first)))}",
+        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+    )
+
+
+# -- nothing wrong ---------------------------------------------------------------------------------------------------------
+
+
+def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
+    if case.have_finished:
+        return (f"All {len(case.hearing.testimonies)} ranks have finished. {found}",)
+    call = next(iter(case.hearing.testimonies.values())).last_collective if case.is_unknown_end else None
+    if call is not None:
+        said = f"The job is over, and nobody watched it. At the end all ranks were in {what_said(call)}. {found}"
+        return (said, "Whether it was passing through, or hung there all together, the boxes do not say.")
+    if not case.is_over or not case.sightings or any(sighting.alive is None for sighting in case.sightings.values()):
+        return (f"Progressing. {found}",)
+    said = f"Was progressing when it ended: no process is left, and none has said why. {found}"
+    if not case.all_in_one():
+        return (said,)
+    call = next(iter(case.hearing.testimonies.values())).last_collective
+    return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
+
+
+def on_unheard(
+    case: Case, witness: int | None, key: StreamKey | None, number: int, went_on: list[int], found: Pace
+) -> tuple[str, ...]:
+    """The job is over, what can be read is well, and a rank left nothing to read."""
+    unheard, noun = ranks_said(sorted(case.unheard)), case.run.noun
+    ended = f"The job is over, and {unheard} left no {noun} that can be read. {found}"
+    if key is None or witness is None:
+        return (ended, "The others have issued no collective: what the job did is not known.")
+    what = what_said(case.hearing.testimonies[witness].issued(key, number))
+    call = f'{what}, #{number} of group "{case.hearing.group(key).title}"'
+    if went_on:
+        past = (
+            f"{ranks_said(went_on).capitalize()} went on after {call}, which takes all of its ranks: until then all was well."
+        )
+        return (ended, past, f"What {unheard} did after it is not known.")
+    came = [rank for rank in sorted(case.unheard) if case.hearing.has_come(rank, key, number)]
+    if came:
+        who = f"{ranks_said(came).capitalize()} came to it too, by its counts: what it issued there is lost with its {noun}."
+        return (ended, f"The others came to {call}.", who, "Whether they hung there, and what was wrong, does not show.")
+    return (ended, f"The others came to {call}. Nobody is known to have got past it, and what was wrong does not show.")

@@ -1,0 +1,173 @@
+"""What a Python stack says: which line of the user's it is at, whether it stands in a collective, what holds it.
+
+Takes the frames of a rank's main thread as texts, innermost first. What a rank does shows in the frames inside the innermost
+one of the user's own: those outside of it have called the user's code, and wait for it. A stack cannot show a wait that the
+user's line does in C by itself, as `work.wait()`: where it may be one, the answer is that the stack does not tell.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import NamedTuple
+
+from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.hearing.testimony import Testimony
+from torchwhere.events import Event
+
+_NOT_THE_USERS = re.compile(
+    r"/(site|dist)-packages/|/lib/python|<frozen|<eval_with_key>|torchinductor_|/src/torchwhere/(?!src/|examples/|tests/|bench/)"
+)
+_DISTRIBUTED = "/torch/distributed/"
+_IMPORT = re.compile(r"<frozen importlib|/importlib/")
+_LOADING = "/torch/utils/data/"
+# Frames that are there while a graph is compiled. What runs a compiled one (`eval_frame.py`, `_inductor/output_code.py`), or
+# only keeps dynamo out of a function, passes through other files of both.
+_COMPILING = re.compile(
+    r"/torch/_dynamo/(convert_frame|symbolic_convert|output_graph|bytecode_\w+)\.py|/torch/_dynamo/variables/"
+    r"|/torch/_inductor/(compile_fx|graph|scheduler|lowering|codecache|async_compile|select_algorithm)\.py"
+    r"|/torch/_inductor/(codegen|fx_passes)/"
+)
+_RUNS_COMPILED = frozenset({"run", "wrapper"})  # of those files, what calls the finished code
+# Functions out of which C++ waits for a collective that it has issued itself, or that was issued before.
+_WAITS = frozenset({"_engine_run_backward", "wait_tensor", "trigger_wait", "wait", "synchronize"})
+_MAKES_GROUPS = frozenset({"init_process_group", "new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"})
+# What a function of Python's own library, called by the user, waits for: a part of its file, and in words.
+_HOLDS = (
+    ("/multiprocessing/", "waiting for another process"),
+    ("/concurrent/futures/", "waiting for a pool of threads or processes"),
+    ("/subprocess.py", "waiting for a program it started"),
+    ("/queue.py", "waiting for a queue"),
+    ("/threading.py", "waiting for a lock or a thread"),
+    ("/socket.py", "waiting for a socket"),
+    ("/ssl.py", "waiting for a socket"),
+)
+_NO_COLLECTIVE = "in torch.distributed, outside any collective that its group has seen"
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    where: str  # file:line
+    function: str
+
+    @property
+    def is_users(self) -> bool:
+        return bool(self.where) and _NOT_THE_USERS.search(self.where) is None
+
+    @property
+    def is_import(self) -> bool:
+        return _IMPORT.search(self.where) is not None
+
+
+def frames(stack: tuple[str, ...]) -> list[Frame]:
+    """The frames of a stack, innermost first."""
+    found = []
+    for entry in stack:
+        where, said_in, function = entry.rpartition(" in ")
+        found.append(Frame(where, function) if said_in else Frame(entry, ""))
+    return found
+
+
+def user_line(stack: tuple[str, ...]) -> str | None:
+    """The innermost line of a stack that is the user's own code."""
+    return next((frame.where for frame in frames(stack) if frame.is_users), None)
+
+
+def stands_in(call: Event | None, sighting: Sighting) -> bool | None:
+    """Whether a stack is that of a rank's last collective; None where it does not tell, or there is none."""
+    if not sighting.stack:
+        return None
+    own = _inside(sighting.stack)
+    if call is None or _is_importing(own):
+        return False
+    if _is_inside(call, own) or _waits_outside(call, own, sighting.stack):
+        return True
+    if call.fields.get("backend") != "gloo":  # a device is waited for wherever its result is needed; it spins there
+        return True if sighting.state == "R" else None
+    is_seen = call.place.thread in (None, "MainThread")
+    may_wait_later = call.fields.get("async") or call.fields.get("api") is None
+    return None if not is_seen or (may_wait_later and not _is_of_distributed(own)) else False
+
+
+def holding(testimony: Testimony, sighting: Sighting) -> str | None:
+    """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
+    if sighting.holds_gil and sighting.state in ("S", "D"):
+        return "in C with the GIL held, in a call that waits: no Python thread of it can run"
+    said = _called(sighting.stack) or _in_distributed(testimony, sighting)
+    if said is not None:
+        return said
+    if testimony.is_compiling:
+        return "in compilation"
+    if sighting.stack and sighting.state == "R":
+        return "running: an endless loop, a long computation, or C code that keeps the GIL"
+    if sighting.stack and sighting.state in ("S", "D"):
+        return "sleeping: in a call that waits, or a lock"
+    return None
+
+
+# -- frames ----------------------------------------------------------------------------------------------------------------
+
+
+def _inside(stack: tuple[str, ...]) -> list[Frame]:
+    """The frames inside the innermost one of the user's own: what the user's line has called."""
+    return list(itertools.takewhile(lambda frame: not frame.is_users, frames(stack)))
+
+
+def _is_importing(own: list[Frame]) -> bool:
+    return any(frame.is_import for frame in own)
+
+
+def _is_of_distributed(own: list[Frame]) -> bool:
+    return any(_DISTRIBUTED in frame.where for frame in own)
+
+
+def _is_inside(call: Event, own: list[Frame]) -> bool:
+    """Whether the function that issued a collective has not returned."""
+    api = call.fields.get("api")
+    return any(frame.function == api and _DISTRIBUTED in frame.where for frame in own)
+
+
+def _waits_outside(call: Event, own: list[Frame], stack: tuple[str, ...]) -> bool:
+    """Whether a collective that returned at once, or that C++ issued, is waited for: by torch, or on the very line."""
+    is_async, is_of_python = call.fields.get("async"), call.fields.get("api") is not None
+    if is_of_python and not is_async:
+        return False
+    if not own:
+        return bool(is_of_python and call.place.line and (user_line(stack) or "").endswith(call.place.line))
+    is_making = any(frame.function in _MAKES_GROUPS for frame in own)
+    first = next((frame for frame in own if "/torch/_ops.py" not in frame.where), own[0])  # an op is called through it
+    return not is_making and (first.function in _WAITS or _DISTRIBUTED in first.where)
+
+
+# -- what holds a rank -----------------------------------------------------------------------------------------------------
+
+
+def _called(stack: tuple[str, ...]) -> str | None:
+    """What the user's code has called, or was called by, that takes its time by itself."""
+    every = [frame for frame in frames(stack) if frame.function != "<module>"]
+    if any(_LOADING in frame.where for frame in every):
+        return "in data loading"
+    own = _inside(stack)
+    if _is_importing(own):
+        return "importing a module"
+    if any(_COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every):
+        return "in compilation"
+    for frame in reversed(own):  # the outermost is what the user called
+        for part, words in _HOLDS:
+            if part in frame.where:
+                return words
+    return None
+
+
+def _in_distributed(testimony: Testimony, sighting: Sighting) -> str | None:
+    own = _inside(sighting.stack)
+    making = [frame.function for frame in own if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where]
+    if making:
+        return f"in {making[-1]}, which takes all ranks of the group"
+    call = testimony.last_collective if testimony.in_collective_since_ns is not None else None
+    if call is not None and call.fields.get("backend") == "gloo" and stands_in(call, sighting):
+        return f"waiting in {call.fields.get('op')}"
+    if call is not None and _is_inside(call, own):
+        return f"waiting in {call.fields.get('op')}"
+    return _NO_COLLECTIVE if _is_of_distributed(own) else None

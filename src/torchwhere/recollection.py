@@ -1,0 +1,116 @@
+"""What monitors have kept of a run: what they saw of its processes, and what its ranks had done.
+
+A monitor writes two files into the folder of a run: `monitor-<host>.json`, the processes as it saw them last, and
+`monitor-<host>.letter`, what their boxes said last (`hearing/letter.py`). A doctor who comes when all is over, or when a box is
+gone or cut, has that to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchwhere.blackbox.label import Label
+from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.doctor.waits import has_lost_its_newest
+from torchwhere.diagnose.hearing.letter import MOST_BYTES, SEAL, Letter
+from torchwhere.diagnose.hearing.opening import Refusal, open_letter
+from torchwhere.diagnose.hearing.testimony import Hearing
+from torchwhere.diagnose.hearing.transcript import Statement
+
+LETTER_SUFFIX = ".letter"
+_CLERK = -3  # the first of those who have written down what is recalled
+_MOST_NAMED = 8
+
+
+def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
+    """What monitors saw, of all hosts."""
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(folder.glob("monitor-*.json")):
+        try:
+            kept = json.loads(path.read_text())
+            found |= {int(rank): value for rank, value in kept["ranks"].items() if isinstance(value, dict)}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
+    """Whether what was kept is about a process of this run, not of an earlier one in the same folder."""
+    if rank in run.labels:
+        return kept.get("pid") in (None, run.labels[rank].meta.get("pid"))
+    return kept.get("run") in (None, list(_identity(run))) and 0 <= rank < run.world_size
+
+
+def labels_of(kept: Mapping[int, Mapping[str, Any]], run: Roster[Any]) -> dict[int, Label]:
+    """By what was kept of them, ranks without a box can be looked at: is the process there, and how did it end."""
+    unlabelled = {rank: value for rank, value in kept.items() if rank not in run.labels}
+    identity = _identity(run)
+    return {
+        rank: Label(run.folder / f"rank{rank}.box", rank, identity, False, 0, True, 0, meta=dict(value))
+        for rank, value in unlabelled.items()
+    }
+
+
+def _identity(run: Roster[Any]) -> tuple[str, int]:
+    found: tuple[str, int] = next(iter(run.labels.values())).run
+    return found
+
+
+# -- what ranks had done ---------------------------------------------------------------------------------------------------
+
+
+def with_recollections(run: Roster[Any], hearing: Hearing) -> tuple[Hearing, list[str]]:
+    """What the boxes say; of ranks whose box is gone or cut, what a monitor had read before; and which these are, in words.
+
+    Of a rank about which the monitor read when all others had done what they did last, it is known what it did last. Otherwise
+    it is `Hearing.past`: what it did by then counts, but not that it did nothing after.
+    """
+    wanted = [rank for rank in range(run.world_size) if _is_ill_heard(hearing, rank)]
+    if not wanted or len(wanted) == run.world_size:
+        return hearing, []
+    lasts = [(said, said.last) for rank, said in hearing.testimonies.items() if rank not in wanted]
+    moved_ns = max((said.issued_ns(*last) for said, last in lasts if last is not None), default=0)
+    found, past = hearing.copy(), set[int]()
+    for number, letter in enumerate(_letters(run)):
+        chosen = {said.label.path: said for said in letter.transcript.statements if _is_better(run, found, wanted, said)}
+        found.admit(letter.transcript, clerk=_CLERK - number, wanted=chosen)
+        ranks = {said.label.rank for said in chosen.values()}
+        past = past - ranks | (ranks if letter.read_ns < moved_ns else set())
+    found.testimonies = dict(sorted(found.testimonies.items()))
+    recalled = [rank for rank in wanted if found.testimonies.get(rank) is not hearing.testimonies.get(rank)]
+    found.recalled, found.past = frozenset(recalled), frozenset(past)
+    return (found, _said(recalled, past)) if recalled else (hearing, [])
+
+
+def _is_ill_heard(hearing: Hearing, rank: int) -> bool:
+    testimony = hearing.testimonies.get(rank)
+    return testimony is None or testimony.label.counts.torn_entries > 0 or has_lost_its_newest(testimony)
+
+
+def _is_better(run: Roster[Any], found: Hearing, wanted: list[int], said: Statement) -> bool:
+    """Whether a monitor knew more of a rank than can be read now."""
+    label = said.label
+    if label.rank not in wanted or label.lacks_counts or label.run != _identity(run):
+        return False
+    known = found.testimonies.get(label.rank)
+    return known is None or (said.records > 0 and label.last_ns >= known.label.last_ns)
+
+
+def _letters(run: Roster[Any]) -> Iterator[Letter]:
+    for path in sorted(run.folder.glob(f"monitor-*{LETTER_SUFFIX}")):
+        try:
+            with path.open("rb") as file:
+                letter = open_letter(file.read(SEAL.size + MOST_BYTES + 1))
+        except OSError:
+            continue
+        if not isinstance(letter, Refusal):
+            yield letter
+
+
+def _said(recalled: list[int], past: set[int]) -> list[str]:
+    named = ", ".join(map(str, recalled[:_MOST_NAMED])) + (" and others" if len(recalled) > _MOST_NAMED else "")
+    until = ", and not what it did after that" if past & set(recalled) else ""
+    return [f"what rank {named} did is known from a monitor that had read its box before{until}"]

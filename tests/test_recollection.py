@@ -1,0 +1,159 @@
+"""What a monitor has kept of a rank whose box is gone or cut: used where it is about this run, and no further than it goes."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from synthetic_boxes import make
+from synthetic_job import Job
+from torchwhere.blackbox.run import read_run
+from torchwhere.clerks import hear_folder
+from torchwhere.consultation import consult
+from torchwhere.diagnose.hearing.testimony import heard
+from torchwhere.monitor.diary import OFTEN_S, SILENCE_S, Diary
+from torchwhere.monitor.monitor import Monitor
+from torchwhere.recollection import is_of, kept_sightings, labels_of, with_recollections
+
+RANKS, VICTIM = 16, 12
+LATE_NS = 1 << 61  # after everything that a box tells
+
+
+def run_with_diary(folder: Path, *, read_ns: int = LATE_NS, fault: str = "missing") -> Path:
+    """A job in which one rank never comes to a collective, and what a monitor wrote down of it."""
+    make(Job(RANKS, steps=4, records=180, fault=fault, victim=VICTIM), folder)
+    Diary(folder).write(dict(read_run(folder).boxes), read_ns=read_ns, read_at=0.0)
+    return folder
+
+
+def damage(folder: Path, left: int | None) -> None:
+    box = folder / f"rank{VICTIM}.box"
+    if left is None:
+        box.unlink()
+    else:
+        box.write_bytes(box.read_bytes()[:left])
+
+
+@pytest.mark.parametrize("fault", ["missing", "shape", "deadlock"])
+@pytest.mark.parametrize("left", [None, 0, 100, 30_000])
+def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | None) -> None:
+    """With the culprit's box gone or cut the verdict is the one with it, and what is missing is said."""
+    whole = consult(run_with_diary(tmp_path, fault=fault))
+    damage(tmp_path, left)
+    verdict = consult(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.collective) == (whole.kind, whole.culprits, whole.collective)
+    assert verdict.ranks[VICTIM].place == whole.ranks[VICTIM].place
+    assert f"what rank {VICTIM} did is known from a monitor that had read its box before" in verdict.missing_data
+
+
+def test_others_went_on(tmp_path: Path) -> None:
+    """What was read before the others did what they did last tells what a rank had done, and not that it did nothing since."""
+    run_with_diary(tmp_path, read_ns=1)
+    damage(tmp_path, None)
+    run = read_run(tmp_path)
+    hearing, said = with_recollections(run, heard(run))
+    assert (hearing.past, hearing.hears(VICTIM), VICTIM in hearing.testimonies) == ({VICTIM}, False, True)
+    assert said == [
+        f"what rank {VICTIM} did is known from a monitor that had read its box before, and not what it did after that"
+    ]
+    verdict = consult(tmp_path)
+    assert verdict.certainty != "exact"
+    assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits
+
+
+def test_whole_boxes_need_no_recollection(tmp_path: Path) -> None:
+    """Where every box can be read, nothing else is asked."""
+    run, hearing = hear_folder(run_with_diary(tmp_path))
+    assert with_recollections(run, hearing) == (hearing, [])
+
+
+@pytest.mark.parametrize("spoil", ["flipped", "cut", "empty", "other run"])
+def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
+    """A damaged letter, or one of an earlier run in the folder, is as good as none."""
+    run_with_diary(tmp_path)
+    path = tmp_path / f"monitor-{socket.gethostname()}.letter"
+    data = bytearray(path.read_bytes())
+    if spoil == "other run":
+        boxes = dict(read_run(tmp_path).boxes)
+        for box in boxes.values():
+            box.meta["restart"] = 5
+        Diary(tmp_path).write(boxes, read_ns=LATE_NS, read_at=0.0)
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:40]), "empty": b""}[spoil])
+    damage(tmp_path, None)
+    run = read_run(tmp_path)
+    hearing, said = with_recollections(run, heard(run))
+    assert (VICTIM in hearing.testimonies, said) == (False, [])
+
+
+def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
+    """Whether its rank came to a collective shows where all its counts say the same, and else it does not."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    damage(tmp_path, 30_000)
+    for run, hearing in (hear_folder(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
+        counts = hearing.nameless[VICTIM]
+        key = next(key for key in hearing.testimonies[0].counts if key.source == key.destination == -1)
+        assert len(set(counts)) > 1
+        assert hearing.has_come(VICTIM, key, min(counts) - 1) is True
+        assert hearing.has_come(VICTIM, key, max(counts)) is False
+        assert hearing.has_come(VICTIM, key, min(counts)) is None
+        assert hearing.has_come(VICTIM, key._replace(source=0, destination=VICTIM), 0) is None
+        assert run.world_size == RANKS
+
+
+def test_sightings_of_a_rank_without_a_box(tmp_path: Path) -> None:
+    """They count if they are of this run, and of a rank that it has."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    damage(tmp_path, None)
+    run = read_run(tmp_path)
+    own = {"alive": True, "pid": 7, "run": list(next(iter(run.labels.values())).run)}
+    assert is_of(run, VICTIM, own)
+    assert not is_of(run, VICTIM, own | {"run": ["another", 0]})
+    assert not is_of(run, RANKS, own)
+    (label,) = labels_of({VICTIM: own, 0: own}, run).values()
+    assert (label.rank, label.meta["pid"], label.path.name) == (VICTIM, 7, f"rank{VICTIM}.box")
+    (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"12": own, "13": 5}}))
+    (tmp_path / "monitor-b.json").write_text('{"ranks": [')
+    assert kept_sightings(tmp_path) == {12: own}
+
+
+def test_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once in every silence, and every few seconds while something moves; not while nothing has."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    diary = Diary(tmp_path)
+    make(Job(16, steps=4, records=180), tmp_path)
+    boxes = dict(read_run(tmp_path).boxes)
+    assert diary.is_due(now - 2 * SILENCE_S)
+    diary.write(boxes, read_ns=1, read_at=now)
+    assert not diary.is_due(now - 2 * SILENCE_S)
+    now += 3 * SILENCE_S
+    assert not diary.is_due(now - SILENCE_S / 2)
+    assert diary.is_due(now - 2 * SILENCE_S)
+    now += OFTEN_S
+    assert diary.is_due(now)
+
+
+def test_a_process_outlives_its_box(tmp_path: Path) -> None:
+    """A monitor goes on watching a process whose box is deleted: it is kept that it is there, and then that it is gone."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    run, monitor = read_run(tmp_path), Monitor(tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            run.boxes[VICTIM].meta.update(pid=process.pid, host=socket.gethostname())
+            monitor._take(run)
+            damage(tmp_path, None)
+            assert not monitor._look()
+            kept = kept_sightings(tmp_path)[VICTIM]
+            assert (kept["alive"], kept["pid"], kept["gone_ns"]) == (True, process.pid, None)
+        finally:
+            process.kill()
+            process.wait()
+    assert monitor._look()
+    gone = kept_sightings(tmp_path)[VICTIM]
+    assert (gone["alive"], gone["alive_ns"] == kept["alive_ns"], gone["gone_ns"] > kept["alive_ns"]) == (False, True, True)
