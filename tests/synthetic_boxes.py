@@ -271,6 +271,25 @@ def make(job: Job, folder: Path, *, part: tuple[int, int] = (0, 1), done: Callab
         maker.write(rank)
 
 
+RANKS, VICTIM = 1024, 437  # of a job as tests make it
+Made = Callable[..., Path]
+
+
+def made_once(new_folder: Callable[[str], Path], *, records: int) -> Made:
+    """Gives what makes the boxes of a job that is asked for, each once, in a folder of their own."""
+    known: dict[Job, Path] = {}
+    usual = records
+
+    def make_once(fault: str, *, ranks: int = RANKS, steps: int = 5, records: int = usual) -> Path:
+        job = Job(ranks, steps=steps, records=records, fault=fault, victim=VICTIM % ranks)
+        if job not in known:
+            known[job] = new_folder(f"{fault}-{ranks}")
+            make(job, known[job])
+        return known[job]
+
+    return make_once
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the boxes of a job that never ran.")
     parser.add_argument("folder", type=Path)

@@ -63,7 +63,7 @@ def by_duckdb(query: str) -> list[tuple[Any, ...]]:
 def expected(event: Event) -> dict[str, Any]:
     """A row, from an event as everybody else sees it."""
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
-    told = event.kind in ("start", "end", "note", "exception", "compile_begin")
+    told = event.kind in ("start", "end", "note", "exception", "compile_begin", "group_begin")
     rest = {name: value for name, value in event.fields.items() if told and name not in ("text", "reason", "type")}
     if event.kind == "compile_begin":
         rest.pop("what", None)
@@ -86,7 +86,7 @@ def eventful(folder: Path) -> None:
             with torchwhere.phase("data"):
                 torchwhere.note("ready", size=number, nested={"a": [1, float("nan")]}, step="mine", what=3, odd=LONE)
             model(torch.ones(2, 4)).sum().backward()
-            dist.all_reduce(torch.ones(3), async_op=True).wait()
+            dist.all_reduce(torch.ones(3), group=dist.new_group([0]), async_op=True).wait()
             optimizer.step()
         with contextlib.suppress(RuntimeError):
             model(torch.ones(2, 5))

@@ -199,7 +199,10 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2})
     if program is not None:
         monkeypatch.setattr(reading, "_PROGRAM", program)
-    run = read_dumps(tmp_path)
+    told: list[tuple[int, int]] = []
+    run = read_dumps(tmp_path, on_progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1] == (count, count)
     assert {rank: len(box.records) for rank, box in run.boxes.items()} == {n: 3 + n for n in range(count) if n != 7}
     assert [box.path.name for box in run.unreadable] == ["nccl_trace_rank_7"]
 

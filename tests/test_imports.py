@@ -37,16 +37,18 @@ MAY_IMPORT = {
     "marks": {"blackbox", "identity", "place", "process", "sense", "wrapping"},
     "host": {"blackbox", "diagnose"},
     "clerks": {"blackbox", "diagnose", "errors"},
-    "consultation": {"blackbox", "clerks", "collector", "diagnose", "flight_recorder", "host"},
+    "recollection": {"blackbox", "diagnose"},
+    "consultation": {"blackbox", "clerks", "collector", "diagnose", "flight_recorder", "host", "recollection"},
     "reporting": {"clerks", "collector", "consultation", "diagnose", "show", "version"},
     "flight_recorder": {"blackbox", "collector", "diagnose", "errors", "events", "place"},
     "top": {"blackbox", "consultation", "diagnose", "errors", "host", "show"},
-    "monitor": {"blackbox", "clerks", "consultation", "diagnose", "errors", "host", "place", "show"},
-    "launch": {"errors", "process", "sense"},
+    "monitor": {"blackbox", "clerks", "consultation", "diagnose", "errors", "host", "place", "recollection", "show"},
+    "launch": {"errors", "host", "process", "sense"},
     "timing": {"blackbox", "diagnose", "errors", "sense"},
     "recordings": {"blackbox", "consultation", "diagnose", "errors", "events", "results"},
-    "exporting": {"blackbox", "errors", "events", "parquet", "results"},
-    "parquet": {"blackbox", "errors", "sharding", "version"},
+    "destination": {"errors"},
+    "exporting": {"blackbox", "destination", "errors", "events", "parquet", "results"},
+    "parquet": {"blackbox", "destination", "errors", "sharding", "version"},
     "wrapping": set(),
     "whole_lines": set(),
     "ranks": {"errors", "place", "sense", "session", "whole_lines"},
@@ -56,6 +58,7 @@ MAY_IMPORT = {
 }
 KNOWS_NO_TORCH = (
     "collector",
+    "destination",
     "exporting",
     "parquet",
     "recordings",
@@ -83,7 +86,7 @@ MAY_IMPORT_AT_TOP = {
     "__init__": {"errors", "place", "version"},
     "__main__": {"cli"},
     "cli": {"commands", "version"},
-    "commands": {"commands", "errors", "events"},
+    "commands": {"commands", "destination", "errors", "events"},
 }
 
 PRIVATE = re.compile(r"torch\._(C|dynamo|functorch|inductor|guards|ops)\b")

@@ -29,6 +29,7 @@ from skewed_job import Act, Player, Skew, call, mark, work
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.cli import main
 from torchwhere.events import Kind
@@ -200,7 +201,7 @@ def test_a_file_for_each_rank(run: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert int(found[1]) == rank
         whole = json.loads(text)
         assert whole["distributedInfo"] == {"backend": "gloo", "rank": rank, "world_size": 2}
-        assert {e["pid"] for e in whole["traceEvents"]} == {rank}
+        assert {e["pid"] for e in whole["traceEvents"]} == {read_run(run).boxes[rank].meta["pid"]}  # HTA takes 0 for a GPU
         assert [e["name"] for e in whole["traceEvents"] if e["name"].startswith("ProfilerStep#")][:2] == [
             "ProfilerStep#0",
             "ProfilerStep#1",
@@ -208,12 +209,22 @@ def test_a_file_for_each_rank(run: Path, tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_hta_reads_it(run: Path, tmp_path: Path) -> None:
-    """HTA finds the ranks, the events and the steps."""
+    """HTA finds the ranks, the events and the steps, what lies in what on every rank, and how two ranks differ."""
     analysis = pytest.importorskip("hta.trace_analysis", reason="pip install HolisticTraceAnalysis (0.5 GB with what it needs)")
+    from hta.common.trace_call_graph import CallGraph
+    from hta.trace_diff import LabeledTrace, TraceDiff
+
     assert main(["trace", str(run), "-o", f"{tmp_path / 'ranks'}/"]) == 0
     found = analysis.TraceAnalysis(trace_dir=str(tmp_path / "ranks"))
     assert sorted(found.t.traces) == [0, 1]
-    assert list(found.t.get_iterations()) == [0, 1, 2, 3]
+    assert list(found.t.get_iterations()) == list(found.get_profiler_steps()) == [0, 1, 2]  # in the last nothing happens
+    CallGraph(found.t)
+    for rank in (0, 1):  # a phase, the model, its parts and theirs
+        depths = found.t.get_trace(rank)["depth"].value_counts()
+        assert (depths[2], depths[3]) == (6, 6)
+    both = [LabeledTrace(label, found.t) for label in ("a", "b")]
+    compared = TraceDiff.compare_traces(*both, control_rank=0, test_rank=1)["counts_change_categories"]
+    assert (compared["1.0"], compared["send on default_pg"], compared["recv on default_pg"]) == ("=", "-", "+")
 
 
 # -- what is open, lost or across ------------------------------------------------------------------------------------------
@@ -308,6 +319,27 @@ def test_clocks_are_aligned(tmp_path: Path, trace: Trace, capsys: pytest.Capture
         assert abs(ns(event["ts"]) - (true - min(log[0][0] for log in player.log))) < 1 * MS
     said = capsys.readouterr().out.splitlines()[1].removeprefix("clock of b (rank 1): was ")
     assert re.fullmatch(r"4,99\d\.\d{3} ms behind, \+(9\d|10\d)\.\d ppm, by 100 calls \(completions\)", said)
+
+
+def test_what_is_said_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A host may have any name: what is said of its clock is text."""
+    programs = [[act for _ in range(9) for act in (work(20 * MS), call((0, 1)), mark(Kind.NOTE))] for _ in range(2)]
+    Player(programs).play().write(tmp_path / "run", [Skew(), Skew(50 * MS)], ["a", "\x1b[2J\n\u202eb"])
+    assert main(["trace", str(tmp_path / "run"), "-o", str(tmp_path / "t.json")]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3
+    assert all(line.isprintable() for line in said)
+
+
+def test_files_of_another_trace(run: Path, synthetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What an earlier trace of more ranks has left in the folder is said: HTA would read it as well."""
+    out = f"{tmp_path / 'ranks'}/"
+    assert main(["trace", str(synthetic), "-o", out]) == 0
+    assert "of another trace" not in capsys.readouterr().err
+    assert main(["trace", str(run), "-o", out]) == 0
+    others = "rank10.json.gz, rank11.json.gz, rank12.json.gz and 11 more of another trace beside these"
+    assert f"{tmp_path / 'ranks'} has {others}: HTA reads all that is in it" in capsys.readouterr().err
+    assert len(list((tmp_path / "ranks").iterdir())) == 16
 
 
 def test_exceptions_and_compilations(tmp_path: Path, trace: Trace) -> None:
@@ -432,8 +464,14 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--step", "99"], "step 99 was not recorded, or is overwritten: {run} has steps 1 to 6"),
         (["--steps", "50:60"], "none of the steps 50 to 59 was recorded, or all are overwritten: {run} has steps 1 to 6"),
         (["--rank", "16"], "{run} has no box of rank 16; it has ranks 0 to 15"),
-        (["-o", "{tmp}/none/t.json"], "cannot write {tmp}/none/t.json: No such file or directory"),
-        (["-o", "{tmp}/none/ranks/"], "cannot write {tmp}/none/ranks: No such file or directory"),
+        (
+            ["-o", "{tmp}/none/t.json"],
+            "cannot write {tmp}/none/t.json: there is no folder {tmp}/none; make it first, or give another name",
+        ),
+        (
+            ["-o", "{tmp}/none/ranks/"],
+            "cannot write {tmp}/none/ranks: there is no folder {tmp}/none; make it first, or give another name",
+        ),
         (["-o", "{tmp}/file/t.json"], "cannot write {tmp}/file/t.json: Not a directory"),
         (["-o", "/dev/full"], "cannot write /dev/full: No space left on device"),
         (["-o", ""], "-o needs a file: an empty name is none"),
@@ -495,8 +533,7 @@ def test_what_was_there_stays(synthetic: Path, tmp_path: Path, monkeypatch: pyte
         raise KeyboardInterrupt
 
     monkeypatch.setattr(show.RankWriter, "events", fails)
-    with pytest.raises(KeyboardInterrupt):
-        main(["trace", str(synthetic), "-o", str(out)])
+    assert main(["trace", str(synthetic), "-o", str(out)]) == 130
     assert out.read_text() == "the one before"
     assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
 

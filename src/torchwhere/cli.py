@@ -1,8 +1,8 @@
 """The command `torchwhere`. What each of its commands does is in `commands/`.
 
-Exit codes: 0 done, also when `| head` has seen enough; 1 `diff` has found a difference; 2 wrong arguments, nothing there to
-read, or a script that cannot be started (the message says what to do). Once its script has started, `run` ends exactly as the
-script does.
+Exit codes: 0 done, also when `| head` has seen enough; 1 `diff` has found a difference, `doctor` a job that is not healthy; 2
+wrong arguments, nothing there to read, an output that cannot be written, or a script that cannot be started (the message says
+what to do); 130 Ctrl-C. Once its script has started, `run` ends exactly as the script does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Writes the events of a run for other tools: Parquet for DuckDB, Polars, Spark and Ray, or JSON lines.
 
 Takes a folder of boxes and the name of what to write, which says the format; gives an account of it (`Exported`). One box is in
-memory at a time, however many ranks there are. What is written stands under its name only when all of it is there: until then
-it has `.part` in the place of that name. An export to Parquet that was interrupted goes on where it stopped.
+memory at a time, however many ranks there are. What is written stands under its name only when all of it is there; that it can
+be written is known before the boxes are read. An export to Parquet that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.label import Label, label
 from torchwhere.blackbox.reader import Box, BoxReader
 from torchwhere.blackbox.run import Roster, box_files, choose
+from torchwhere.destination import destination, part_of, refusing
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import json_text, known_kinds
 from torchwhere.results import Shown
@@ -66,10 +66,13 @@ class Exported(Shown):
 
 
 class Writer(Protocol):
-    """Takes boxes one by one."""
+    """Takes boxes one by one. What it wrote has its name when it is left without an error."""
 
     def __enter__(self) -> Writer: ...
     def __exit__(self, *error: object) -> None: ...
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """Be told which boxes will come."""
 
     def has(self, label: Label) -> int | None:
         """How many events of that box, as it is now, are there already."""
@@ -94,19 +97,15 @@ def export(
     """
     target = _target(out)
     wanted = known_kinds(kinds)
-    make = _maker(target)
-    labels = _labels(folder, on_progress)
-    run = Roster(Path(folder), *choose(Path(folder), labels))
-    chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
-    part = target.with_name(f"{target.name}.part")
-    _refuse(target, part, force=force)
-    try:
+    files = box_files(os.fspath(folder))
+    _refuse(target, force=force)
+    with refusing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with make(part, ranks=[one.rank for one in chosen], kinds=wanted) as writer:
+        with _writer(target, wanted) as writer:
+            run = Roster(Path(folder), *choose(Path(folder), _labels(files, on_progress)))
+            chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
+            writer.expect([one.rank for one in chosen])
             events = sum(_written(writer, chosen, on_progress))
-        _put(part, target)
-    except OSError as error:
-        raise TorchwhereError(f"cannot write {target}: {error.strerror or error}") from None
     return Exported(
         path=target,
         format=target.suffixes[-1] if target.suffix != ".gz" else ".jsonl.gz",
@@ -138,18 +137,19 @@ def _checked_ranks(ranks: Iterable[int] | None, run: Roster[Label]) -> list[int]
     return wanted
 
 
-def _maker(target: Path) -> Callable[..., Writer]:
+def _writer(target: Path, kinds: set[str] | None) -> Writer:
     if target.suffix == ".parquet":
         from torchwhere.parquet import ParquetFolder
 
-        return ParquetFolder
-    return JsonLines
+        return ParquetFolder(target, kinds=kinds)
+    return JsonLines(target, kinds=kinds)
 
 
-def _refuse(target: Path, part: Path, *, force: bool) -> None:
+def _refuse(target: Path, *, force: bool) -> None:
     """Never write over what is not an export, and over one only when told to."""
-    for path in (target, part):
-        if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=target.suffix == ".parquet"):
+    is_folder = target.suffix == ".parquet"
+    for path in (target, *[part_of(target)] * is_folder):
+        if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=is_folder):
             raise TorchwhereError(f"{path} is there already, and is no export: give another name")
     if target.exists() and not force:
         raise TorchwhereError(f"{target} is there already: give another name, or --force to replace it")
@@ -164,9 +164,9 @@ def _is_export(path: Path, *, is_folder: bool) -> bool:
 # -- reading and writing ---------------------------------------------------------------------------------------------------
 
 
-def _labels(folder: str | os.PathLike[str], on_progress: Progress | None) -> list[Label]:
-    """Who the boxes in the folder belong to. They are read again when their turn comes: none is kept in memory."""
-    files, reader, found = box_files(os.fspath(folder)), BoxReader(), []
+def _labels(files: list[Path], on_progress: Progress | None) -> list[Label]:
+    """Who the boxes belong to. They are read again when their turn comes: none is kept in memory."""
+    reader, found = BoxReader(), []
     for done, path in enumerate(files, 1):
         found.append(label(_box(reader, path)))
         if on_progress is not None:
@@ -197,40 +197,32 @@ def _written(writer: Writer, labels: list[Label], on_progress: Progress | None) 
             on_progress(len(labels) + done, 2 * len(labels))
 
 
-def _put(part: Path, target: Path) -> None:
-    """Give what is whole its name. What had it before goes only when the new one is there."""
-    old = target.with_name(f"{target.name}.old") if target.is_dir() else None
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(target, old)
-    os.replace(part, target)
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
-
-
 class JsonLines:
     """All events as `torchwhere events --json` prints them, in one file, compressed if its name says so."""
 
-    def __init__(self, part: Path, *, ranks: Collection[int], kinds: set[str] | None) -> None:
-        self._part, self._kinds = part, kinds
+    def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
+        self._target, self._kinds = target, kinds
         self._stack = contextlib.ExitStack()
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def __enter__(self) -> JsonLines:
-        is_packed = self._part.name.endswith(".gz.part")
-        opened: Any = gzip.open(self._part, "wt", encoding="utf-8") if is_packed else self._part.open("w", encoding="utf-8")
-        self._file = self._stack.enter_context(opened)
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(destination(self._target))
+            if self._target.name.endswith(".gz"):
+                file = cast(IO[bytes], stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb")))
+            self._file, self._stack = file, stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        if any(error):
-            self._part.unlink(missing_ok=True)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def expect(self, ranks: Collection[int]) -> None:
+        """It takes all."""
 
     def has(self, label: Label) -> int | None:
         return None
 
     def write(self, box: Box) -> int:
         assert self._file is not None
-        self._file.writelines(json_text(event.to_dict()) + "\n" for event in box.events(kinds=self._kinds))
+        self._file.writelines(f"{json_text(event.to_dict())}\n".encode() for event in box.events(kinds=self._kinds))
         return len(rows_of(box, kinds=self._kinds))

@@ -7,9 +7,12 @@ has its name is whole: it is written beside it and renamed. So one that is there
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.reader import Box
+from torchwhere.destination import part_of, take_room
 from torchwhere.errors import TorchwhereError
 from torchwhere.sharding import ranks_to_text
 from torchwhere.version import __version__
@@ -28,31 +32,59 @@ _NEEDS = "export to Parquet needs pyarrow, which is not installed here: pip inst
 
 
 class ParquetFolder:
-    """Writes a file for each rank into a folder."""
+    """Writes a file for each rank into a folder, which has another name until all are there."""
 
-    def __init__(self, part: Path, *, ranks: Collection[int], kinds: set[str] | None) -> None:
+    def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
         try:
             self._pa: Any = importlib.import_module("pyarrow")
             self._pq: Any = importlib.import_module("pyarrow.parquet")
         except ModuleNotFoundError:
             raise TorchwhereError(_NEEDS) from None
-        self._part, self._kinds = part, kinds
+        self._target, self._part, self._kinds = target, part_of(target), kinds
         self._members: dict[tuple[int, ...], str] = {}
-        self._wanted = {path for rank in ranks for path in (self._path(rank), self._path(rank).parent)}
         types = {NUMBER: self._pa.int64(), FLAG: self._pa.bool_()}
         text = self._pa.dictionary(self._pa.int32(), self._pa.string())
         self._schema: Any = self._pa.schema([(name, types.get(sort, text)) for name, sort in COLUMNS.items()])
 
     def __enter__(self) -> ParquetFolder:
-        """Of an export that was interrupted, what can be used stays; what cannot goes."""
-        self._part.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self._part.rglob("*"), reverse=True):  # what is in a folder before the folder
-            if path not in self._wanted:
-                path.rmdir() if path.is_dir() else path.unlink()
+        self._part.mkdir(exist_ok=True)
+        try:
+            with tempfile.TemporaryFile(dir=self._part) as file:
+                take_room(file)
+        except OSError as error:
+            self.__exit__(error)
+            raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def expect(self, ranks: Collection[int]) -> None:
+        """Of an export that was interrupted, what can be used stays; what cannot goes."""
+        wanted = {path for rank in ranks for path in (self._path(rank), self._path(rank).parent)}
+        for path in sorted(self._part.rglob("*"), reverse=True):  # what is in a folder before the folder
+            if path not in wanted:
+                path.rmdir() if path.is_dir() else path.unlink()
+
+    def __exit__(self, *error: object) -> None:
         """What is whole stays for the next time."""
+        if not any(error):
+            self._put()
+        else:
+            with contextlib.suppress(OSError):
+                self._part.rmdir()  # which does nothing if there is anything in it
+
+    def _put(self) -> None:
+        """Give what is whole its name. What had it before goes only when the new one is there."""
+        if not self._target.is_dir():
+            os.replace(self._part, self._target)
+            return
+        old = self._target.with_name(f"{self._target.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(self._target, old)
+        try:
+            os.replace(self._part, self._target)
+        except BaseException:
+            os.rename(old, self._target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def _path(self, rank: int) -> Path:
         return self._part / f"rank={rank}" / _NAME

@@ -6,7 +6,7 @@ This file knows no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum, StrEnum
 
 from torchwhere.results import Shown
@@ -41,6 +41,18 @@ class Certainty(StrEnum):
 
 
 ROOT = "<root>"
+_MOST_NAME = 60  # characters of a name in a `repr`
+
+
+def printable(text: str) -> str:
+    """A text as a terminal may have it: names may hold anything, and none of it is obeyed."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _cut(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    return str(value) if len(value) <= _MOST_NAME else f"{value[: _MOST_NAME - 1]}…"
 
 
 def shown(module: str | None) -> str:
@@ -50,7 +62,7 @@ def shown(module: str | None) -> str:
     return module or ROOT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Place(Shown):
     """Where one thread of one rank is, or was.
 
@@ -69,6 +81,12 @@ class Place(Shown):
     certainty: Certainty = Certainty.EXACT
     param: str | None = None
 
+    def __repr__(self) -> str:
+        """As it would be made, without what is not known. Long names are cut: `str` and `to_dict()` have them whole."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        known = [f"{name}={_cut(value)!r}" for name, value in values if value is not None and value is not Certainty.EXACT]
+        return f"Place({', '.join(known)})"
+
     def __str__(self) -> str:
         parts = [f"rank {self.rank}"]
         if self.step is not None:
@@ -82,7 +100,7 @@ class Place(Shown):
             parts.append(f"thread {self.thread}")
         if self.certainty is not Certainty.EXACT:
             parts.append(f"({self.certainty})")
-        return ", ".join(parts)
+        return printable(", ".join(parts))
 
     def _what(self) -> str:
         if self.module is None and self.param is None:

@@ -41,12 +41,14 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.folder is None and arguments.flight_recorder is None:
         raise TorchwhereError("give a run's folder, or a folder of dumps with --flight-recorder")
     if arguments.folder is None:
-        verdict = consult_dumps(arguments.flight_recorder)
+        with progress_bar("reading dumps") as on_progress:
+            verdict = consult_dumps(arguments.flight_recorder, on_progress=on_progress)
     else:
         with progress_bar("reading boxes") as on_progress:
             verdict = consult(arguments.folder, stall_s=arguments.stall, on_progress=on_progress)
         if arguments.flight_recorder is not None:
-            verdict = with_dumps(verdict, arguments.flight_recorder)
+            with progress_bar("reading dumps") as on_progress:
+                verdict = with_dumps(verdict, arguments.flight_recorder, on_progress=on_progress)
     if arguments.json:
         print_json([verdict_json(verdict)])
     else:

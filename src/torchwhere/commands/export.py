@@ -31,6 +31,7 @@ def add(commands: Any) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from torchwhere.exporting import export
     from torchwhere.show.progress import progress_bar
+    from torchwhere.show.text import plain
 
     with progress_bar("exporting") as on_progress:
         written = export(
@@ -44,5 +45,5 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([written.to_dict()])
     else:
-        sys.stdout.write(f"{written}\n")
+        sys.stdout.writelines(f"{plain(line)}\n" for line in str(written).split("\n"))
     return 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torchwhere.commands.reading import print_json, reading, say
+from torchwhere.destination import destination_folder, refusing
 
 
 def add(commands: Any) -> None:
@@ -20,16 +23,21 @@ def add(commands: Any) -> None:
 
 def _flight_recorder(arguments: argparse.Namespace) -> int:
     from torchwhere.blackbox.run import read_run
-    from torchwhere.flight_recorder.writing import write_dumps
+    from torchwhere.flight_recorder.writing import check_empty, write_dumps
     from torchwhere.show.progress import progress_bar
+    from torchwhere.show.text import plain
 
-    with progress_bar("writing dumps") as on_progress:
+    out = Path(arguments.out)
+    check_empty(out)
+    with refusing(out):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with destination_folder(out) as part, progress_bar("writing dumps") as on_progress:
         run = read_run(arguments.folder, on_progress=on_progress)
         for caveat in run.caveats():
             say(caveat)
-        written = write_dumps(run, folder=arguments.out)
+        written = replace(write_dumps(run, folder=part), folder=out)
     if arguments.json:
         print_json([written.to_dict()])
     else:
-        sys.stdout.write(f"{written}\n")
+        sys.stdout.writelines(f"{plain(line)}\n" for line in str(written).split("\n"))
     return 0

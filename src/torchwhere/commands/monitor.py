@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.reading import reading
+from torchwhere.commands.reading import print_json, reading
 from torchwhere.errors import TorchwhereError
 
 if TYPE_CHECKING:
+    from torchwhere.diagnose.doctor.verdict import Verdict
     from torchwhere.monitor.role import Alone
 
 
@@ -41,6 +44,7 @@ def add_options(sub: argparse.ArgumentParser) -> None:
         metavar="SIGNAL",
         help="after a verdict end the ranks with it, as SIGTERM; without: only report",
     )
+    sub.add_argument("--json", action="store_true", help="verdicts as JSON, for programs: one object a line")
 
 
 def _signal(text: str) -> signal.Signals:
@@ -77,6 +81,15 @@ def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
     return role(folder, stall_s=arguments.stall) if arguments.launcher is not None else Alone()
 
 
+def _print_json(verdict: Verdict) -> None:
+    """At once, for whoever reads along. That nobody does any more is no reason to watch no longer: verdicts are kept, too."""
+    from torchwhere.show.verdict import verdict_json
+
+    with contextlib.suppress(BrokenPipeError):
+        print_json([verdict_json(verdict)])
+        sys.stdout.flush()
+
+
 def _monitor(arguments: argparse.Namespace) -> int:
     from torchwhere.monitor.monitor import Monitor
 
@@ -85,8 +98,14 @@ def _monitor(arguments: argparse.Namespace) -> int:
         raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
     # What c10d prints of connections that fail is for the developers of a job; here it is expected, and said in a verdict.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
-    others = _others(arguments, folder)
-    monitor = Monitor(folder, stall_s=arguments.stall, end_with=arguments.end_with, launcher=arguments.launcher, others=others)
+    monitor = Monitor(
+        folder,
+        stall_s=arguments.stall,
+        end_with=arguments.end_with,
+        say_verdict=_print_json if arguments.json else None,
+        launcher=arguments.launcher,
+        others=_others(arguments, folder),
+    )
     if not monitor.watch():
         os._exit(0)  # Python would end a thread inside c10d in the middle, and C++ would abort
     return 0

@@ -17,30 +17,51 @@ if TYPE_CHECKING:
     from torchwhere.blackbox.run import Run
 
 BAD_INPUT = 2
+INTERRUPTED = 130  # what shells say of Ctrl-C
 T = TypeVar("T")
 _PLAINER = "torchwhere-plainer"
 _PLAIN = dict(zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True))
 
 
 def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that reads a run: what it cannot read it says on one line; `| head` may stop it at any time."""
+    """A command that reads a run: what it cannot read, or write, it says on one line; `| head` and Ctrl-C may stop it."""
 
     def reading_command(arguments: argparse.Namespace) -> int:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            codecs.register_error(_PLAINER, _plainer)
-            sys.stdout.reconfigure(errors=_PLAINER)  # a terminal that knows no Unicode gets plainer signs, not a traceback
+        _prepare_output()
         try:
             code = command(arguments)
             sys.stdout.flush()
         except TorchwhereError as error:
             say(error)
             return BAD_INPUT
+        except KeyboardInterrupt:
+            say("interrupted")
+            return INTERRUPTED
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _write_no_more()
             return 0
+        except OSError as error:
+            _write_no_more()
+            say(f"cannot go on: {error.strerror if error.filename is None else error}")
+            return BAD_INPUT
         return code
 
     return reading_command
+
+
+def _prepare_output() -> None:
+    """A terminal that knows no Unicode gets plainer signs, not a traceback; what is closed (`>&-`) swallows all."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        codecs.register_error(_PLAINER, _plainer)
+        sys.stdout.reconfigure(errors=_PLAINER)
+
+
+def _write_no_more() -> None:
+    """Or Python would try to write what is left when it ends, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plainer(error: UnicodeError) -> tuple[str, int]:

@@ -30,7 +30,7 @@ def add(commands: Any) -> None:
 
 
 def _monitor_options(arguments: argparse.Namespace) -> list[str]:
-    options = ["--stall", str(arguments.stall)]
+    options = ["--stall", str(arguments.stall), *["--json"] * arguments.json]
     return options if arguments.end_with is None else [*options, "--end-with", arguments.end_with.name]
 
 

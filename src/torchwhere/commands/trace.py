@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from torchwhere.commands.reading import add_folder, print_json, ranks_asked, reading, say
+from torchwhere.destination import destination, destination_folder
 from torchwhere.errors import TorchwhereError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _MOST_STEP = 0xFFFFFFFE
 _LEVEL = 3  # of compression: a sixth larger than the best, in a fifth of the time
 _MOST_CLOCKS = 8  # that are said
+_MOST_DOUBT_NS = 1e6  # that is not
 
 
 def add(commands: Any) -> None:
@@ -58,24 +60,14 @@ def _steps(text: str) -> range:
 
 
 def _trace(arguments: argparse.Namespace) -> int:
-    from torchwhere.collector import nothing_collected
-    from torchwhere.diagnose.timeline.survey import survey
-    from torchwhere.show.progress import progress_bar
-    from torchwhere.show.trace import Tally
-
     if arguments.out == "-" and arguments.json:
         raise TorchwhereError("-o - and --json both write to stdout: give one of them")
     if not arguments.out:
         raise TorchwhereError("-o needs a file: an empty name is none")
-    tally = Tally()
-    with nothing_collected(), progress_bar("reading boxes") as on_progress:
-        found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
-        for caveat in [*found.roster.caveats(), *_remarks(found)]:
-            say(caveat)
-        if _is_folder(arguments.out):
-            size = _write_folder(Path(arguments.out), found, tally)
-        else:
-            size = _write_file(arguments.out, _pieces(found, tally))
+    if _is_folder(arguments.out):
+        found, tally, size = _write_folder(Path(arguments.out), arguments)
+    else:
+        found, tally, size = _write_file(arguments.out, arguments)
     if not tally.has_modules:
         say("no module calls are in it: record them with torchwhere run --module-events, or watch(module_events=True)")
     if arguments.json:
@@ -83,6 +75,20 @@ def _trace(arguments: argparse.Namespace) -> int:
     elif arguments.out != "-":
         _print_lines(_summary(arguments.out, size, tally, found.clocks))
     return 0
+
+
+@contextlib.contextmanager
+def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
+    """The run, looked through once, with what is to be said of it; a bar on a terminal as long as it is gone through."""
+    from torchwhere.collector import nothing_collected
+    from torchwhere.diagnose.timeline.survey import survey
+    from torchwhere.show.progress import progress_bar
+
+    with nothing_collected(), progress_bar("reading boxes") as on_progress:
+        found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
+        for caveat in [*found.roster.caveats(), *_remarks(found)]:
+            say(caveat)
+        yield found
 
 
 def _remarks(found: Survey) -> Iterator[str]:
@@ -113,58 +119,53 @@ def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
     yield trace.TAIL
 
 
-def _write_folder(folder: Path, found: Survey, tally: Tally) -> int:
+def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
     """A file for each rank."""
     from torchwhere.show import trace
 
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise TorchwhereError(f"cannot write {folder}: {error.strerror}") from error
-    size = 0
-    for box, each in found.timelines():
-        writer = trace.RankWriter(box, each, found, tally=tally, is_kineto=True)
-        pieces = [trace.head(box, found), *trace.joined(writer.events(), is_first=True), trace.TAIL]
-        size += _write_file(str(folder / f"rank{box.rank}.json.gz"), pieces)
-    return size
+    tally, names, size = trace.Tally(), set(), 0
+    with destination_folder(folder) as part, _surveyed(arguments) as found:
+        for box, each in found.timelines():
+            writer = trace.RankWriter(box, each, found, tally=tally, is_kineto=True)
+            pieces = [trace.head(box, found), *trace.joined(writer.events(), is_first=True), trace.TAIL]
+            path = part / f"rank{box.rank}.json.gz"
+            with path.open("xb") as file:
+                size += _write(file, pieces, is_packed=True)
+            names.add(path.name)
+    _say_others(folder, names)
+    return found, tally, size
 
 
-def _write_file(out: str, pieces: Iterable[str]) -> int:
-    """Under another name until it is whole; returns its size."""
+def _say_others(folder: Path, ours: set[str]) -> None:
+    """HTA reads all that is in the folder: what an earlier trace of more ranks has left would be taken for this one."""
+    others = sorted({path.name for path in folder.glob("rank*.json*")} - ours)
+    if others:
+        few = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+        say(f"{folder} has {few} of another trace beside these: HTA reads all that is in it")
+
+
+def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
+    """One file with all ranks; its size."""
+    from torchwhere.show.trace import Tally
+
+    tally = Tally()
     if out == "-":
-        for piece in pieces:
-            sys.stdout.write(piece)
-        return 0
-    path = Path(out)
-    # What is no ordinary file (a pipe, /dev/null) cannot be put in place of.
-    part = path if path.exists() and not path.is_file() else path.with_name(f"{path.name}.part")
-    try:
-        try:
-            with _opened(part) as file:
-                for piece in pieces:
-                    file.write(piece.encode())
-            size = part.stat().st_size
-            if part != path:
-                os.replace(part, path)
-        except BaseException:
-            if part != path:
-                with contextlib.suppress(OSError):
-                    part.unlink()
-            raise
-    except OSError as error:
-        raise TorchwhereError(f"cannot write {path}: {error.strerror or error}") from error
-    return size
+        with _surveyed(arguments) as found:
+            for piece in _pieces(found, tally):
+                sys.stdout.write(piece)
+        return found, tally, 0
+    with destination(out) as file, _surveyed(arguments) as found:
+        size = _write(file, _pieces(found, tally), is_packed=out.endswith(".gz"))
+    return found, tally, size
 
 
-@contextlib.contextmanager
-def _opened(part: Path) -> Iterator[IO[bytes]]:
-    name = part.name.removesuffix(".part")
-    with part.open("wb") as raw:
-        if name.endswith(".gz"):
-            with gzip.GzipFile(filename="", fileobj=raw, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
-                yield packed  # type: ignore[misc]
-        else:
-            yield raw
+def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
+    if is_packed:
+        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
+            packed.writelines(piece.encode() for piece in pieces)
+    else:
+        file.writelines(piece.encode() for piece in pieces)
+    return file.tell() if file.seekable() else 0  # a pipe does not know
 
 
 # -- what is said ----------------------------------------------------------------------------------------------------------
@@ -190,12 +191,15 @@ def _ranks(clock: Clock) -> str:
 def _said(clock: Clock) -> str:
     if clock.evidence == "unmatched":
         return "not aligned, it has no call in common with the first"
+    doubt_ns = clock.uncertainty_ns or 0.0
+    doubt = f", at most {doubt_ns / 1e6:,.1f} ms off" if doubt_ns > _MOST_DOUBT_NS else ""
     if clock.evidence == "wall clock":
-        return "left as it is, nothing speaks against it"
+        return f"left as it is, nothing speaks against it{doubt}"
     ahead = f"{abs(clock.line.offset_ns) / 1e6:,.3f} ms {'ahead' if clock.line.offset_ns >= 0 else 'behind'}"
-    return f"was {ahead}, {clock.line.slope * 1e6:+.1f} ppm, by {clock.calls:,} calls ({clock.evidence})"
+    return f"was {ahead}, {clock.line.slope * 1e6:+.1f} ppm, by {clock.calls:,} calls ({clock.evidence}){doubt}"
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    for line in lines:
-        sys.stdout.write(line + "\n")
+    from torchwhere.show.text import plain
+
+    sys.stdout.writelines(f"{plain(line)}\n" for line in lines)

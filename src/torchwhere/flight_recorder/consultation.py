@@ -16,6 +16,7 @@ from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.hearing.testimony import Group
 from torchwhere.errors import TorchwhereError
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
+from torchwhere.flight_recorder.reading import Progress
 from torchwhere.place import Certainty
 
 _WHY_EMPTY = (
@@ -24,9 +25,9 @@ _WHY_EMPTY = (
 )
 
 
-def consult_dumps(folder: str | Path) -> Verdict:
-    """The verdict on the dumps in a folder."""
-    run = read_dumps(folder)
+def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) -> Verdict:
+    """The verdict on the dumps in a folder. `on_progress` is told how many have been read, of how many."""
+    run = read_dumps(folder, on_progress=on_progress)
     if not any(len(box.records) for box in run.boxes.values()):
         raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
     verdict = _examine(run)
@@ -38,9 +39,9 @@ def consult_dumps(folder: str | Path) -> Verdict:
     return _with_completion(_said_of_dumps(_without_the_waiting(verdict, run), run), run)
 
 
-def with_dumps(verdict: Verdict, folder: str | Path) -> Verdict:
+def with_dumps(verdict: Verdict, folder: str | Path, *, on_progress: Progress | None = None) -> Verdict:
     """A verdict from boxes, with what the dumps of the same job add to it."""
-    run = read_dumps(folder)
+    run = read_dumps(folder, on_progress=on_progress)
     said = tuple(f"flight recorder: {caveat}" for caveat in run.caveats())
     return _with_completion(replace(verdict, missing_data=(*verdict.missing_data, *said)), run)
 

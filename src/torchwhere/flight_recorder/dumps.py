@@ -23,7 +23,7 @@ from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.errors import TorchwhereError
 from torchwhere.flight_recorder.boxes import DumpBox
-from torchwhere.flight_recorder.reading import read_all
+from torchwhere.flight_recorder.reading import Progress, read_all
 from torchwhere.flight_recorder.unpickle import CAPS, Caps
 
 _FILE = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL)
@@ -73,7 +73,7 @@ class Dumps(Run):
         return [*Run.caveats(self), *self.notes]
 
 
-def read_dumps(folder: str | Path, *, caps: Caps = CAPS) -> Dumps:
+def read_dumps(folder: str | Path, *, caps: Caps = CAPS, on_progress: Progress | None = None) -> Dumps:
     """Read a folder of dumps. Raises `TorchwhereError` when there is none that can be read."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -81,15 +81,17 @@ def read_dumps(folder: str | Path, *, caps: Caps = CAPS) -> Dumps:
     files = _files(folder)
     if not files:
         raise TorchwhereError(f"{folder} holds no dump. {_HOW_TO}")
-    return read_files(folder, files, caps=caps)
+    return read_files(folder, files, caps=caps, on_progress=on_progress)
 
 
-def read_files(folder: Path, files: list[tuple[str, int, Path]], *, caps: Caps = CAPS) -> Dumps:
+def read_files(
+    folder: Path, files: list[tuple[str, int, Path]], *, caps: Caps = CAPS, on_progress: Progress | None = None
+) -> Dumps:
     """Read some files as dumps: what stands before the rank in the name, the rank, the file."""
     boxes: dict[str, dict[int, DumpBox]] = defaultdict(dict)
     unreadable: list[Box] = []
     earlier: list[Path] = []
-    read = read_all([(rank, path) for _, rank, path in files], caps)
+    read = read_all([(rank, path) for _, rank, path in files], caps, on_progress=on_progress)
     for (prefix, rank, path), box in zip(files, read, strict=True):
         if isinstance(box, str):
             unreadable.append(Box(path=path, problems=[f"refused: {box}"]))

@@ -13,7 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchwhere.collector import nothing_collected
@@ -22,6 +22,7 @@ from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.unpickle import Caps, RefusedError
 
 File = tuple[int, Path]  # rank and path
+Progress = Callable[[int, int], None]  # dumps read, of how many
 _FEW = 24  # files that are read before another process has started
 _MOST_PROCESSES = 8
 _PROGRAM = (
@@ -30,14 +31,20 @@ _PROGRAM = (
 )
 
 
-def read_all(files: Sequence[File], caps: Caps) -> list[DumpBox | str]:
-    """Of each file its box, or why it was refused."""
+def read_all(files: Sequence[File], caps: Caps, *, on_progress: Progress | None = None) -> list[DumpBox | str]:
+    """Of each file its box, or why it was refused.
+
+    `on_progress` is told how far this process is, as if the others were: their shares are as large.
+    """
     processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if len(files) > _FEW and sys.executable else 1
     shares = [files[start::processes] for start in range(processes)]
     found: list[DumpBox | str] = [""] * len(files)
     with nothing_collected(), contextlib.ExitStack() as stack:
         helpers = [_started(share, caps, stack) for share in shares[1:]]
-        found[0::processes] = [_read(file, caps) for file in shares[0]]
+        for done, file in enumerate(shares[0], 1):
+            found[(done - 1) * processes] = _read(file, caps)
+            if on_progress is not None:
+                on_progress(min(done * processes, len(files)), len(files))
         for start, helper in enumerate(helpers, 1):
             told = _told(helper) if helper is not None else None
             share = shares[start]

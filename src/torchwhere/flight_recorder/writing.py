@@ -59,10 +59,9 @@ class Written:
 
 
 def write_dumps(run: Run, *, folder: str | Path) -> Written:
-    """Write a run into a folder, which must be new or empty: `torchfrtrace` reads all that is in it."""
+    """Write a run into a folder, which must be new or empty."""
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise TorchwhereError(f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give another one")
+    check_empty(folder)
     folder.mkdir(parents=True, exist_ok=True)
     first, entries, left_out = _common_beginnings(run), 0, Counter[str]()
     for rank, box in run.boxes.items():
@@ -72,6 +71,12 @@ def write_dumps(run: Run, *, folder: str | Path) -> Written:
         entries += len(dump.entries)
         left_out += dump.left_out
     return Written(folder, tuple(sorted(run.boxes)), entries, dict(left_out))
+
+
+def check_empty(folder: Path) -> None:
+    """`torchfrtrace` reads all that is in a folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise TorchwhereError(f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give another one")
 
 
 def _common_beginnings(run: Run) -> dict[tuple[Stream, tuple[int, ...]], int]:

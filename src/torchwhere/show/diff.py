@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchwhere.diagnose.diff.cohorts import Comparison, Entry, Parting, Version, ranks_text
+from torchwhere.diagnose.diff.cohorts import Comparison, Entry, Parting, Version, ranks_named
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.strip import stripped
 from torchwhere.show.text import GAP, Cell, Column, Line, fitted, module_cell, plain, plural, table, what
@@ -53,7 +53,7 @@ def _title(name: str, found: Comparison) -> Line:
     title = f"{name} of {plural(len(found.ranks), 'rank')}{steps}, {found.compared:,} {unit}{'s' * (found.compared != 1)}"
     if not found.partings:
         return [(title, "bold"), (": no difference", "green")]
-    cohorts = "; ".join(ranks_text(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS])
+    cohorts = "; ".join(ranks_named(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS])
     more = "; ..." if len(found.cohorts) > _MOST_VERSIONS else ""
     return [(title, "bold"), (f": {plural(len(found.cohorts), 'cohort')}: {cohorts}{more}", "red")]
 
@@ -71,11 +71,11 @@ def _headline(parting: Parting) -> Line:
     of_one, of_several, of_equals = _VERBS[parting.kind]
     most, least = parting.versions[0].ranks, parting.minority.ranks
     if len(parting.versions) > 2:
-        everybody = ranks_text([rank for version in parting.versions for rank in version.ranks])
+        everybody = ranks_named([rank for version in parting.versions for rank in version.ranks])
         return [(f"{everybody} {of_equals} in {len(parting.versions)} ways{step}", _DIFFERS)]
     if len(least) < len(most):
-        return [(f"{ranks_text(least)} {of_one if len(least) == 1 else of_several} {ranks_text(most)}{step}", _DIFFERS)]
-    return [(f"{ranks_text(most)} and {ranks_text(least)} {of_equals}{step}", _DIFFERS)]
+        return [(f"{ranks_named(least)} {of_one if len(least) == 1 else of_several} {ranks_named(most)}{step}", _DIFFERS)]
+    return [(f"{ranks_named(most)} and {ranks_named(least)} {of_equals}{step}", _DIFFERS)]
 
 
 # -- events ------------------------------------------------------------------------------------------------------------------
@@ -110,7 +110,8 @@ def _version_cells(version: Version, *, with_shapes: bool) -> list[str]:
 
 def _event_cells(entry: Entry, *, with_shapes: bool = False) -> list[str]:
     event = entry.event
-    assert event is not None
+    if event is None:  # of a job that runs, and has gone on
+        return ["", "", "", "", entry.text]
     place = event.place
     text = what(event)
     if with_shapes:
@@ -180,11 +181,11 @@ def _matters(at: int, texts: Sequence[list[str]]) -> bool:
 
 
 def _ranks(version: Version) -> str:
-    return ranks_text(version.ranks).partition(" ")[2]
+    return ranks_named(version.ranks).partition(" ")[2]
 
 
 def _more_versions(parting: Parting) -> Iterator[Line]:
     rest: Iterable[Version] = parting.versions[_MOST_VERSIONS:]
     ranks = [rank for version in rest for rank in version.ranks]
     if ranks:
-        yield [(f"and {len(parting.versions) - _MOST_VERSIONS} more versions, of {ranks_text(ranks)}", "yellow")]
+        yield [(f"and {len(parting.versions) - _MOST_VERSIONS} more versions, of {ranks_named(ranks)}", "yellow")]

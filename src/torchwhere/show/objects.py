@@ -180,6 +180,11 @@ def _rank_row(rank: int, report: RankReport) -> list[Cell]:
     return [str(rank), str(report.state), plain(where), plain(call), plain(report.detail or "")]
 
 
+@brief.register
+def _(result: RankReport) -> str:
+    return f"<RankReport {text(result)}>"
+
+
 @text.register
 def _(result: RankReport) -> str:
     return plain(": ".join(filter(None, (f"{result.state}", f"{result.place}", result.detail))))

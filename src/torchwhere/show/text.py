@@ -23,6 +23,7 @@ from torchwhere.diagnose.amounts import amount as amount
 from torchwhere.diagnose.amounts import duration as duration
 from torchwhere.diagnose.comms.outline import Branch, outline, params_text
 from torchwhere.diagnose.comms.tree import Comms, CommsKey, Tally
+from torchwhere.diagnose.rank_runs import ranks_text as ranks_text
 from torchwhere.events import Event
 from torchwhere.place import ROOT, Certainty, shown
 
@@ -44,17 +45,6 @@ def plain(text: object) -> str:
     found = str(text)
     found = found if len(found) <= _LONGEST else found[:_LONGEST] + "…"
     return found if found.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """A list of ranks, runs folded: 0-3, 8."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def plural(count: int, noun: str) -> str:

@@ -7,7 +7,6 @@ process, its threads are threads. `docs/trace.md` says what is in a trace.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torchwhere.diagnose.timeline.arrivals import Stream
 from torchwhere.diagnose.timeline.meetings import Meeting
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 from torchwhere.diagnose.timeline.survey import Survey
-from torchwhere.events import Kind
+from torchwhere.events import Kind, json_text
 from torchwhere.place import shown
 from torchwhere.version import __version__
 
@@ -95,14 +94,15 @@ class RankWriter:
 
     def __init__(self, box: Box, found: Timeline, survey: Survey, *, tally: Tally, is_kineto: bool = False) -> None:
         self._box, self._found, self._survey, self._tally = box, found, survey, tally
-        self._begin_ns, self._pid, self._is_kineto = survey.begin_ns, box.rank, is_kineto
+        self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
+        self._pid = _process(box) if is_kineto else box.rank
         self._said: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
         self._places = list(zip(*(rows[name].tolist() for name in _OF_PLACE), strict=True))
         self._own = list(zip(*(rows[name].tolist() for name in ("step", "more", "call")), strict=True))
 
         tracks = {(each.thread, each.lane) for each in found.slices} | {(each.thread, 0) for each in found.instants}
-        self._tracks = {track: f'"pid":{box.rank},"tid":{_tid(*track)}' for track in tracks}
+        self._tracks = {track: f'"pid":{self._pid},"tid":{_tid(*track)}' for track in tracks}
 
     def events(self) -> Iterator[str]:
         self._tally.ranks.append(self._box.rank)
@@ -129,9 +129,9 @@ class RankWriter:
 
     def _names(self) -> Iterator[str]:
         meta = self._box.meta
-        yield self._metadata("process_name", {"name": f"rank {self._pid}"})
+        yield self._metadata("process_name", {"name": f"rank {self._rank}"})
         yield self._metadata("process_labels", {"labels": f"{meta.get('host', '?')}, pid {meta.get('pid', '?')}"})
-        yield self._metadata("process_sort_index", {"sort_index": self._pid})
+        yield self._metadata("process_sort_index", {"sort_index": self._rank})
         for thread, lane in sorted(self._tracks):
             name = "steps" if thread == STEPS else self._box.thread(thread) or f"thread {thread}"
             tid = _tid(thread, lane)
@@ -241,7 +241,7 @@ class RankWriter:
     def _arrow(self, each: Slice, meeting: Meeting) -> str:
         """From who came first, over all others, to who came last; from a send to its recv."""
         self._tally.flows += 1
-        rank, stream = self._pid, each.stream
+        rank, stream = self._rank, each.stream
         phase = "s" if rank == meeting.first_rank else "f" if rank == meeting.last_rank else "t"
         if stream is None or not stream.is_message:
             return self._point("collective", phase, each.begin_ns, each, meeting)
@@ -268,6 +268,12 @@ class RankWriter:
         return f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{meeting.call},{where}{end}}}'
 
 
+def _process(box: Box) -> int:
+    """The number of the process, as the profiler has it. HTA takes all of a process 0 for a GPU's: no rank may be one."""
+    pid = box.meta.get("pid")
+    return pid if type(pid) is int and 0 < pid < 1 << 31 else box.rank + 1
+
+
 def _tid(thread: int, lane: int) -> int:
     """The number of a track: the steps, then the threads, then what lies across others."""
     return _TIDS + thread + 1 + lane * (_THREADS + 1)
@@ -278,16 +284,5 @@ def _short(text: str) -> str:
 
 
 def _compact(value: Any) -> str:
-    """As JSON, without a space: only the head has a rank that HTA finds. NaN and infinities, which JSON has not, are texts."""
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """As JSON, without a space: only the head has a rank that HTA finds."""
+    return json_text(value, separators=(",", ":"))

@@ -68,7 +68,7 @@ class Ward:
             return False
         try:
             with os.scandir(self.folder) as entries:
-                files = {entry.name for entry in entries if entry.name.endswith(".box")}
+                files = {entry.name for entry in entries if entry.name.endswith(".box") and entry.is_file()}
         except OSError as error:
             files, self._problem = set(), self._absent(error)
         else:

@@ -47,7 +47,7 @@ class Likes:
         """Where in the trace it goes on if it has nothing at a spot."""
         before = self.index(spot.step, spot.stream, spot.nth - 1) if spot.nth else None
         first = int(np.searchsorted(self.trace.steps, spot.step))
-        return before + 1 if before is not None else min(first + spot.position[1], len(self.trace.rows))
+        return before + 1 if before is not None else min(first + spot.position[1], len(self.trace.records))
 
     def may_lack(self, step: int, stream: Stream) -> bool:
         """Whether having nothing there means nothing: it had not come so far, or is in no such group."""

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchwhere.diagnose.rank_runs import ranks_text
 from torchwhere.events import Event
 from torchwhere.results import Shown
 
@@ -148,14 +149,6 @@ def in_order(cohorts: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(cohorts, key=lambda ranks: (-len(ranks), ranks)))
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-2, 5`: runs folded."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:_MOST_RUNS])
-    more = f" and {sum(b - a + 1 for a, b in runs[_MOST_RUNS:])} more" if len(runs) > _MOST_RUNS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {listed}{more}"
+    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks, most=_MOST_RUNS)}"

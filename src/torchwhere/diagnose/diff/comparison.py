@@ -52,15 +52,17 @@ def diff(
     """Compare the events of a run and the logs in some files. `strip` and `ignore` are regular expressions: what else may
     differ in a line or a name, and lines and events to leave out."""
     stripping, ignoring = patterns(strip), patterns(ignore)
-    boxes = {rank: box for rank, box in run.boxes.items() if ranks is None or rank in ranks} if run is not None else {}
+    labels = {rank: one for rank, one in run.labels.items() if ranks is None or rank in ranks} if run is not None else {}
     files = {rank: path for rank, path in ranks_of(logs).items() if ranks is None or rank in ranks} if logs else {}
-    hosts = {rank: str(box.meta.get("host") or "") for rank, box in boxes.items()}
+    hosts = {rank: str(box.meta.get("host") or "") for rank, box in labels.items()}
     texts = {rank: Log(path, Stripper(rank, hosts.get(rank), stripping), ignoring) for rank, path in files.items()}
-    if len(boxes) < 2 and len(texts) < 2:
+    if len(labels) < 2 and len(texts) < 2:
         raise TorchwhereError("nothing to compare: there are neither boxes nor logs of two ranks or more")
     return Diff(
         logs=compare_logs(texts) if len(texts) > 1 else None,
-        events=compare_events(boxes, strip=stripping, ignore=ignoring) if len(boxes) > 1 else None,
+        events=compare_events(run.boxes, sorted(labels), strip=stripping, ignore=ignoring)
+        if run is not None and len(labels) > 1
+        else None,
     )
 
 

@@ -10,23 +10,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.alignment import Finding, Position
-from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
+from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named
 from torchwhere.diagnose.diff.traces import Patterns, Stream, Trace, Wire, read_traces
-from torchwhere.events import Event
 
 _CONTEXT = 3
 _AFTER = 2
 
 
-def compare_events(boxes: Mapping[int, Box], *, strip: Patterns = (), ignore: Patterns = ()) -> Comparison:
+def compare_events(
+    boxes: Mapping[int, Box], ranks: Sequence[int], *, strip: Patterns = (), ignore: Patterns = ()
+) -> Comparison:
     """Where the events of some ranks part."""
-    traces, streams = read_traces((box for _, box in sorted(boxes.items())), strip=strip, ignore=ignore)
+    traces, streams = read_traces(boxes, ranks, strip=strip, ignore=ignore)
     first, remarks = _window(traces)
     remarks += _remarks(traces)
     traces = [trace.from_step(first) for trace in traces]
@@ -50,12 +52,12 @@ def _window(traces: Sequence[Trace]) -> tuple[int, list[str]]:
     """The first step that all ranks have as a whole, and what to say about it."""
     firsts = {trace.rank: trace.first_step for trace in traces if trace.first_step is not None}
     first = max(firsts.values(), default=0)
-    if not any(trace.box.counts.overwritten or trace.first_step != first for trace in traces):
+    if not any(trace.is_cut or trace.first_step != first for trace in traces):
         return first, []
     late = [rank for rank, step in firsts.items() if step == first]
     if any(len(trace.steps) and int(trace.steps[-1]) >= first for trace in traces):
         return first, [
-            f"nothing whole from before step {first} of {ranks_text(late)}: compared from there on (--records keeps more)"
+            f"nothing whole from before step {first} of {ranks_named(late)}: compared from there on (--records keeps more)"
         ]
     return first, [
         "no step is whole in all rings: only collectives of one group were compared, by number (--records keeps more)"
@@ -65,14 +67,14 @@ def _window(traces: Sequence[Trace]) -> tuple[int, list[str]]:
 def _remarks(traces: Sequence[Trace]) -> Iterator[str]:
     running = [trace.rank for trace in traces if not trace.has_ended]
     if running:
-        yield f"{ranks_text(running)} had not ended: compared as far as they came"
+        yield f"{ranks_named(running)} had not ended: compared as far as they came"
     left_out = sum(trace.left_out for trace in traces)
     if left_out:
         yield f"{left_out} events of other threads, which come at any time, were left out"
     compiled = Counter(trace.compiled for trace in traces)
     if len(compiled) > 1:
         usual = compiled.most_common(1)[0][0]
-        others = [f"{ranks_text([t.rank])} {t.compiled}" for t in traces if t.compiled != usual]
+        others = [f"{ranks_named([t.rank])} {t.compiled}" for t in traces if t.compiled != usual]
         yield f"graphs compiled: {', '.join(others[:8])}; the others {usual}"
 
 
@@ -100,6 +102,14 @@ def _depth(rank: int, first: Mapping[int, int | None]) -> int:
         seen.append(at)
         at = first.get(at)
     return 0 if at is not None else len(seen) - 1  # a ring leads back to where it began
+
+
+class Call(NamedTuple):
+    """One rank's part in a collective, or in a message."""
+
+    record: int
+    step: int
+    agreed: int  # what all must agree on
 
 
 # -- the search --------------------------------------------------------------------------------------------------------------
@@ -146,11 +156,11 @@ class _Search:
 
     def _stages_text(self, stages: Mapping[int, int]) -> str:
         ranks = [[rank for rank, stage in stages.items() if stage == one] for one in sorted(set(stages.values()))]
-        listed = "; ".join(map(ranks_text, ranks[:8])) + ("; ..." if len(ranks) > 8 else "")
+        listed = "; ".join(map(ranks_named, ranks[:8])) + ("; ..." if len(ranks) > 8 else "")
         spot, versions = self._by_design[0].spot, self._by_design[0].versions
         side = next(side for sides in versions for side in sides if side in spot.has)
         (entry,) = _entries(self._sides[side].trace, spot.has[side][2], spot.has[side][2] + 1)
-        first = f"they first differ in step {spot.step}: {entry.text} of {ranks_text(self._sides[side].ranks)}"
+        first = f"they first differ in step {spot.step}: {entry.text} of {ranks_named(self._sides[side].ranks)}"
         return f"{len(ranks)} stages of a pipeline, which do different things by design ({first}): {listed}"
 
     def _cohorts_until(self, position: Position | None) -> Cohorts:
@@ -189,7 +199,7 @@ class _Search:
         """How much the first and the last version have of it, and how the steps go on."""
         spot = finding.spot
         one, other = (self._sides[sides[0]] for sides in (versions[0], versions[-1]))
-        names = [ranks_text(self._ranks(sides)) for sides in (versions[0], versions[-1])]
+        names = [ranks_named(self._ranks(sides)) for sides in (versions[0], versions[-1])]
         counts = [side.count(spot.step, spot.stream) for side in (one, other)]
         if counts[0] != counts[1]:
             stream = self._streams[spot.stream]
@@ -212,19 +222,19 @@ class _Search:
                 by_wire.setdefault(wire, []).append(rank)
         together = self.cohorts.all
         for wire, ranks in by_wire.items():
-            told: list[dict[int, tuple[int, int]]] = []
+            told: list[dict[int, Call]] = []
             is_message = wire.source >= 0 or wire.destination >= 0
             # One that has parted has other numbers from there on, and must not hide what differs among the rest.
             for some in [ranks, *([rank for rank in ranks if rank in cohort] for cohort in together if not is_message)]:
                 found = self._first_mismatch(wire, some)
                 if found is not None and found not in told:
-                    position = self._position(min(found), found[min(found)][0])
+                    position = self._position(min(found), found[min(found)])
                     if self._are_together(position, found, is_message=is_message):
                         told.append(found)
                         yield position, self._mismatch(found, position)
 
-    def _first_mismatch(self, wire: Wire, ranks: Sequence[int]) -> dict[int, tuple[int, int]] | None:
-        """By rank: the row, and what was to agree, of the first number where it does not."""
+    def _first_mismatch(self, wire: Wire, ranks: Sequence[int]) -> dict[int, Call] | None:
+        """By rank: the record, and what was to agree, of the first number where it does not."""
         if len(ranks) < 2:
             return None
         calls = {rank: self._traces[rank].calls[wire] for rank in ranks}
@@ -242,41 +252,45 @@ class _Search:
         number, found = int(numbers[starts[wrong[0]]]), {}
         for rank, one in calls.items():
             for at in np.flatnonzero(one.numbers == number)[:1]:
-                found[rank] = int(one.rows[at]), int(one.agreed[at])
+                found[rank] = Call(int(one.records[at]), int(one.steps[at]), int(one.agreed[at]))
         return found
 
-    def _position(self, rank: int, row: int) -> Position:
+    def _position(self, rank: int, call: Call) -> Position:
         trace = self._traces[rank]
-        step = int(trace.box.records["step"][row])
-        return step, max(0, int(np.searchsorted(trace.rows, row)) - int(np.searchsorted(trace.steps, step)))
+        before = int(np.searchsorted(trace.records, call.record)) - int(np.searchsorted(trace.steps, call.step))
+        return call.step, max(0, before)
 
-    def _are_together(self, position: Position, found: Mapping[int, tuple[int, int]], *, is_message: bool) -> bool:
+    def _are_together(self, position: Position, found: Mapping[int, Call], *, is_message: bool) -> bool:
         if is_message:  # its ends need not do the same
             return not any(finding.kind == "flow" and finding.spot.position <= position for finding in self._findings)
         cohorts = self._cohorts_until(position)
-        parted = cohorts.part({rank: agreed for rank, (_, agreed) in found.items()})
-        self.cohorts.part({rank: agreed for rank, (_, agreed) in found.items()})
+        agreed = {rank: call.agreed for rank, call in found.items()}
+        parted = cohorts.part(agreed)
+        self.cohorts.part(agreed)
         return bool(parted)
 
-    def _mismatch(self, found: Mapping[int, tuple[int, int]], position: Position) -> Parting:
+    def _mismatch(self, found: Mapping[int, Call], position: Position) -> Parting:
         versions: dict[int, list[int]] = {}
-        for rank, (_, agreed) in found.items():
-            versions.setdefault(agreed, []).append(rank)
-        told = []
-        for ranks in in_order(map(tuple, versions.values())):
-            event = self._traces[ranks[0]].event(found[ranks[0]][0])
-            told.append(Version(ranks, _entry(event)))
+        for rank, call in found.items():
+            versions.setdefault(call.agreed, []).append(rank)
+        told = [
+            Version(ranks, _entry(self._traces[ranks[0]], found[ranks[0]].record))
+            for ranks in in_order(map(tuple, versions.values()))
+        ]
         rank = told[0].ranks[0]
         trace = self._traces[rank]
-        at = int(np.searchsorted(trace.rows, found[rank][0]))
+        at = int(np.searchsorted(trace.records, found[rank].record))
         return Parting("group", position[0], _entries(trace, at - _CONTEXT, at), tuple(told))
 
 
 def _entries(trace: Trace, start: int, stop: int) -> tuple[Entry, ...]:
-    return tuple(_entry(trace.event(int(row))) for row in trace.rows[max(0, start) : max(0, stop)])
+    return tuple(_entry(trace, int(record)) for record in trace.records[max(0, start) : max(0, stop)])
 
 
-def _entry(event: Event) -> Entry:
+def _entry(trace: Trace, record: int) -> Entry:
+    event = trace.event(record)
+    if event is None:
+        return Entry(record, "overwritten since it was compared")
     what = next((str(event.fields[key]) for key in ("op", "text", "reason", "phase", "what") if event.fields.get(key)), "")
     return Entry(event.number, f"{event.kind} {what}".strip(), event)
 

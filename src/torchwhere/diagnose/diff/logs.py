@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_text
+from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named
 from torchwhere.diagnose.diff.strip import Stripper, skeleton
 from torchwhere.errors import TorchwhereError
 
@@ -157,7 +157,7 @@ class _Search:
         found = rejoined(*said)
         if found is None or any(version.entry is None for version in versions):
             return (f"they do not come together again in the next {_LOOK_AHEAD} lines",) if found is None else ()
-        names = [ranks_text(version.ranks) for version in versions]
+        names = [ranks_named(version.ranks) for version in versions]
         skipped = [f"{count} line{'s' * (count > 1)} of {name}" for count, name in zip(found, names, strict=True) if count]
         return (f"they come together again after {' and '.join(skipped)}",)
 

@@ -2,13 +2,14 @@
 
 Takes a box, gives a `Trace`: arrays with an item for each event. Names are seen from the rank: a group is the one of that
 dimension or description that the rank is in, a peer is so many ranks further on. So ranks that do the same in other groups, or
-at other places of a ring, have the same numbers. What repeats of an event is looked at once: about 1 ms a rank.
+at other places of a ring, have the same numbers. What repeats of an event is looked at once: about 1 ms a rank. Boxes are not
+kept: a trace is 70 bytes an event, and the few events that are told of are read again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,7 +67,8 @@ class Calls:
 
     numbers: Numbers
     agreed: Numbers  # what all its ranks must agree on
-    rows: Numbers  # of the records of the box
+    records: Numbers  # their numbers in the box
+    steps: Numbers
 
 
 @dataclass(slots=True)
@@ -74,27 +76,31 @@ class Trace:
     """What one rank did, in order. Arrays of one length."""
 
     rank: int
-    box: Box
-    rows: Numbers  # of the records of the box
+    boxes: Mapping[int, Box]  # those of all ranks, which may be read when they are asked for
+    records: Numbers  # their numbers in the box
     steps: Numbers
     streams: Numbers
     flow: Numbers  # what it is
     value: Numbers  # of texts: with the values in it; else 0
     has_ended: bool
     first_step: int | None  # the first that is there as a whole
+    is_cut: bool  # older events were overwritten
     groups: frozenset[str] = frozenset()  # labels of the groups it is in
     calls: dict[Wire, Calls] = field(default_factory=dict)
     messages: tuple[tuple[int, str, int], ...] = ()  # the first message of each step: step, op, peer
     left_out: int = 0  # events of other threads
     compiled: int = 0
 
-    def event(self, row: int) -> Event:
-        return self.box.event(row)
+    def event(self, record: int) -> Event | None:
+        """The event of a record; None if it was overwritten meanwhile."""
+        box = self.boxes[self.rank]
+        at = int(np.searchsorted(box.records["number"], record))
+        return box.event(at) if at < len(box.records) and int(box.records["number"][at]) == record else None
 
     def from_step(self, step: int) -> Trace:
         """What is left of it from a step on."""
         kept = self.steps >= step
-        self.rows, self.steps, self.streams = self.rows[kept], self.steps[kept], self.streams[kept]
+        self.records, self.steps, self.streams = self.records[kept], self.steps[kept], self.streams[kept]
         self.flow, self.value = self.flow[kept], self.value[kept]
         return self
 
@@ -115,6 +121,7 @@ class _Reader:
     """Reads one box."""
 
     box: Box
+    boxes: Mapping[int, Box]
     lexicon: Lexicon
     streams: Lexicon
     strip: Stripper
@@ -138,14 +145,15 @@ class _Reader:
         collectives = records["kind"] == Kind.COLLECTIVE
         return Trace(
             rank=self.box.rank,
-            box=self.box,
-            rows=kept,
+            boxes=self.boxes,
+            records=rows["number"].astype(np.int64),
             steps=rows["step"].astype(np.int64),
             streams=streams,
             flow=flow,
             value=value,
             has_ended=bool((records["kind"] == Kind.END).any()),
             first_step=self._first_step(records),
+            is_cut=bool(self.box.counts.overwritten),
             groups=frozenset(self.labels.values()),
             calls=self._calls(np.flatnonzero(collectives)),
             messages=self._messages(kept[rows["kind"] == Kind.COLLECTIVE]),
@@ -259,11 +267,11 @@ class _Reader:
         number = {wire: index for index, wire in enumerate(wires)}
         wire_of = np.array([number[fact.wire] for fact in facts], np.int64)[which]
         agreed = np.array([fact.agreed for fact in facts], np.int64)[which]
-        numbers = rows["more"].astype(np.int64)
+        numbers, records, steps = (rows[name].astype(np.int64) for name in ("more", "number", "step"))
         calls = {}
         for index, wire in enumerate(wires):
             mine = np.flatnonzero(wire_of == index)
-            calls[wire] = Calls(numbers[mine], agreed[mine], at[mine])
+            calls[wire] = Calls(numbers[mine], agreed[mine], records[mine], steps[mine])
         return calls
 
     def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
@@ -276,14 +284,17 @@ class _Reader:
         return tuple((int(step), fact.op, fact.peer) for step, fact in zip(steps, facts, strict=True) if fact.peer >= 0)
 
 
-def read_traces(boxes: Iterable[Box], *, strip: Patterns = (), ignore: Patterns = ()) -> tuple[list[Trace], dict[int, Stream]]:
+def read_traces(
+    boxes: Mapping[int, Box], ranks: Iterable[int], *, strip: Patterns = (), ignore: Patterns = ()
+) -> tuple[list[Trace], dict[int, Stream]]:
     """The traces of some ranks, and the streams by number. With the user's own patterns of what to strip and to ignore."""
     lexicon, streams = Lexicon(), Lexicon()
     traces = []
-    for box in boxes:
+    for rank in ranks:
+        box = boxes[rank]
         host = box.meta.get("host")
-        of_rank = Stripper(box.rank, host if isinstance(host, str) else None, strip)
-        traces.append(_Reader(box, lexicon, streams, of_rank, ignore).read())
+        of_rank = Stripper(rank, host if isinstance(host, str) else None, strip)
+        traces.append(_Reader(box, boxes, lexicon, streams, of_rank, ignore).read())
     return traces, streams.things()
 
 

@@ -30,14 +30,16 @@ from torchwhere.diagnose.report.phase_heat import PhaseHeat, phase_heat
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
 from torchwhere.diagnose.report.steps import Steps, steps
 from torchwhere.diagnose.report.words import cut
+from torchwhere.place import printable
+from torchwhere.results import Shown
 
 VERSION = 1
 _MOST_LAYOUTS = 256
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
-    """A run, as the page shows it."""
+class Report(Shown):
+    """A run, as the page shows it. By itself it shows its verdict."""
 
     title: str
     made_at: datetime
@@ -60,7 +62,13 @@ class Report:
         return cut(self.verdict.explanation[0].strip()) if self.verdict.explanation else str(self.verdict.kind)
 
     def __repr__(self) -> str:
-        return f"<Report on {len(self.ranks.rank)} ranks: {self.headline}>"
+        return printable(f"<Report on {len(self.ranks.rank)} ranks: {self.headline}>")
+
+    def __str__(self) -> str:
+        return str(self.verdict)
+
+    def _repr_html_(self) -> str:
+        return self.verdict._repr_html_()
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -101,7 +101,7 @@ def _late(hearing: Hearing, verdict: Verdict) -> list[int]:
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
     found = straggler(hearing)
-    return [found.rank] if found is not None else []
+    return list(found.ranks) if found is not None else []
 
 
 def _row(bucket: Bucket, took: npt.NDArray[np.float64]) -> StepRow:
