@@ -26,7 +26,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 for step in range(6):
     if dist.get_rank() == int(sys.argv[1]) and step == 3:
-        while True:
+        for _ in range(10 * int(sys.argv[2])):
             time.sleep(0.1)
     dist.all_reduce(torch.ones(4))
 print("done")
@@ -34,11 +34,11 @@ dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, victim: int, *options: str) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, victim: int, *options: str, late_s: int = 1000) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [*torchrun, "-m", "torchwhere", "run", "--out", "run", *options, "train.py", str(victim)],
+        [*torchrun, "-m", "torchwhere", "run", "--out", "run", *options, "train.py", str(victim), str(late_s)],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -61,6 +61,21 @@ def test_hang_is_told_and_ended(tmp_path: Path) -> None:
     assert kept["ranks"]["0"]["state"] == "waiting"
     verdict = consult(tmp_path / "run", stall_s=2.0)
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
+
+
+def test_a_wait_that_passes(tmp_path: Path) -> None:
+    """A wait that was told and then passes is taken back, on the screen and in what was kept."""
+    done = launch(tmp_path, 1, "--stall", "2", late_s=6)
+    assert (done.returncode, done.stdout.count("done")) == (0, 2)
+    assert "HANG  2 ranks" in done.stderr
+    assert "torchwhere: the wait is over, the job goes on." in done.stderr
+    kept = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert (kept["kind"], kept["culprits"], kept["passed"]) == ("missing", [1], True)
+    assert "It passed: the job went on." in (tmp_path / "run" / "verdict.txt").read_text()
+    seen = (tmp_path / "run").glob("monitor-*.json")
+    before = [path.read_text() for path in seen]
+    main(["monitor", str(tmp_path / "run")])  # of a job that is over it sees nothing, and leaves what was seen
+    assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
 
 
 def test_sound_job_hears_nothing(tmp_path: Path) -> None:

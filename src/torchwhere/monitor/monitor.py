@@ -45,6 +45,7 @@ _AT_ONCE_S = 0.05  # who is gone so soon after another one was killed with it
 _BOX_NS = 10_000_000_000  # whoever starts a monitor has a box by then, or gets none
 _UNSEEN = Sighting()
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+_MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Monitor:
     _pulses: dict[Path, tuple[Pulse, float]] = field(default_factory=dict)  # the last one, and since when it is the same
     _diary: Diary = field(init=False)
     _said: set[str] = field(default_factory=set)
+    _waits: Verdict | None = None  # what was told last, if it is a wait that may pass
     _has_ended: bool = False
     _has_news: bool = False  # a process has gone, and no examination has seen it
     _examined_at: float = 0.0
@@ -224,6 +226,8 @@ class Monitor:
             self.others.told(news, ends=self.end_with is not None)
             if self.end_with is not None:
                 self._end(self.end_with)
+        elif self._waits is not None and verdict.kind in _CALM and verdict.certainty is not Certainty.UNKNOWN:
+            self._take_back(self._waits, verdict)
 
     def _report(self, *, is_last: bool = False) -> None:
         """To the monitor that speaks: how the processes of this host are, and what their boxes say."""
@@ -254,6 +258,18 @@ class Monitor:
             self.say(f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt, verdict.json ---")
         write_whole(self.folder / "verdict.txt", text + "\n")
         write_whole(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
+        self._waits = verdict if verdict.kind in _MAY_PASS else None
+
+    def _take_back(self, told: Verdict, now: Verdict) -> None:
+        """A wait that was told is over: nobody who reads of it later shall take it for how the job ended."""
+        self._waits = None
+        self._said.clear()  # the same may happen again
+        if self.say_verdict is not None:
+            self.say_verdict(now)
+        else:
+            self.say(f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}")
+        write_whole(self.folder / "verdict.txt", f"{verdict_text(told)}\nIt passed: the job went on. {now.explanation[0]}\n")
+        write_whole(self.folder / "verdict.json", json.dumps(verdict_json(told) | {"passed": True}, indent=1))
 
     def _read_anew(self) -> tuple[int, float]:
         """Read the boxes; when that was begun, by both clocks."""
@@ -288,11 +304,12 @@ class Monitor:
                     os.kill(pid, number)
 
     def _keep(self) -> None:
-        """What was seen, for a doctor who comes when all is over."""
+        """What was seen, for a doctor who comes when all is over. Who came too late to see anything leaves what others saw."""
         self._kept_at = time.monotonic()
-        write_whole(
-            self.folder / f"monitor-{socket.gethostname()}.json", json.dumps(self.others.describe() | {"ranks": self._seen()})
-        )
+        path = self.folder / f"monitor-{socket.gethostname()}.json"
+        came_late = self.launcher is None and not any(seen.alive_ns is not None for seen in self._sightings.values())
+        if not (came_late and path.exists()):
+            write_whole(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
 
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""
@@ -318,7 +335,7 @@ def _is_news(verdict: Verdict) -> bool:
     """Whether anybody needs to be told: not that a rank failed for whom nobody waits, which it has said itself."""
     if verdict.kind in _CALM or verdict.certainty is Certainty.UNKNOWN:
         return False
-    return not (verdict.kind is VerdictKind.DEAD and verdict.collective is None)
+    return not (verdict.kind is VerdictKind.DEAD and verdict.collective is None and "gathering" not in verdict.facts)
 
 
 def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:

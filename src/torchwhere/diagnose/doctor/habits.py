@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.hearing import testimony
+from torchwhere.diagnose.hearing import calls as issued
+from torchwhere.diagnose.hearing.calls import Calls
 from torchwhere.diagnose.hearing.terms import Spot, StreamKey
-from torchwhere.diagnose.hearing.testimony import Calls, Hearing, Testimony
+from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 
 MOST_CALLS = 4096  # of a rank, the newest
 _MOST_OF_ALL = 400_000  # of all ranks that are asked for, together
@@ -202,7 +203,7 @@ def _column(index: int, calls: Calls, mine: Spot) -> tuple[npt.NDArray[np.int64]
     spots = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
     kept = np.array([_is_of_one_thread(spot, mine) for spot in spots], np.bool_)[renamed]
     numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[kept]
-    return np.full(len(numbers), index, np.int64), numbers, calls.records()[kept], testimony.meanings(calls.whats())[kept]
+    return np.full(len(numbers), index, np.int64), numbers, calls.records()[kept], issued.meanings(calls.whats())[kept]
 
 
 def _is_of_one_thread(spot: Spot, mine: Spot) -> bool:

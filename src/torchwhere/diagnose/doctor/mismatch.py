@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest, members
-from torchwhere.diagnose.hearing import testimony
+from torchwhere.diagnose.hearing import calls as issued
+from torchwhere.diagnose.hearing.calls import Calls
 from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Calls, Hearing
+from torchwhere.diagnose.hearing.testimony import Hearing
 
 _NEARBY = 64  # numbers around one in which a swapped call is looked for
 _TIMES = 3  # that all agreed, where no steps are counted
@@ -74,11 +75,11 @@ class Window:
     @cached_property
     def forms(self) -> npt.NDArray[np.int64]:
         """One row a class, one column a number."""
-        return testimony.forms(self._whats)
+        return issued.forms(self._whats)
 
     @cached_property
     def meanings(self) -> npt.NDArray[np.int64]:
-        return testimony.meanings(self._whats)
+        return issued.meanings(self._whats)
 
     @cached_property
     def steps(self) -> npt.NDArray[np.int64]:
@@ -196,7 +197,7 @@ def longer_windows(hearing: Hearing) -> Iterator[Window]:
 def _content(calls: Calls, first: int, end: int, *, is_message: bool) -> bytes:
     """What is compared. Sender and receiver are in different places by nature: of a message, only the form."""
     whats = calls.whats(first, end)
-    return testimony.forms(whats).tobytes() if is_message else whats.tobytes() + calls.steps(first, end).tobytes()
+    return issued.forms(whats).tobytes() if is_message else whats.tobytes() + calls.steps(first, end).tobytes()
 
 
 def mismatches(hearing: Hearing) -> list[Mismatch]:

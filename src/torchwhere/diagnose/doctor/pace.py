@@ -26,8 +26,9 @@ from torchwhere.diagnose.doctor.lateness import Lost, lost
 from torchwhere.diagnose.doctor.mismatch import Window, longer_windows, windows
 from torchwhere.diagnose.doctor.one_clock import Trust, by_one_clock
 from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.hearing.calls import Calls
 from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Calls, Hearing, Testimony
+from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 from torchwhere.place import shown
 
 _ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Container, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.layout import NO_STEP
 from torchwhere.blackbox.reader import PASS_LABELS, Box, read_box
 from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.hearing.calls import FORM_SHIFT, Calls, Clerks, Counted, Page
 from torchwhere.diagnose.hearing.terms import Group as Group
-from torchwhere.diagnose.hearing.terms import Signature, Spot, parsed
 from torchwhere.diagnose.hearing.terms import StreamKey as StreamKey
+from torchwhere.diagnose.hearing.terms import parsed
 from torchwhere.diagnose.hearing.transcript import Clerk, Statement, Transcript
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import Event, Kind
@@ -30,7 +30,6 @@ from torchwhere.place import Certainty, Place
 
 _MOST_RANKS_SHOWN = 64
 _OWN = -2  # the clerk who writes down single boxes
-_FORM_SHIFT, _MEANING_MASK = np.uint64(32), np.uint64(0xFFFFFFFF)
 
 
 class Lexicon:
@@ -73,135 +72,6 @@ class Language:
         if text not in self._parsed:
             self._parsed[text] = parsed(text)
         return self._parsed[text]
-
-
-@dataclass(slots=True)
-class _Clerks:
-    """What one clerk has numbered, and what we call it."""
-
-    groups: list[int] = field(default_factory=list)
-    signatures: list[Signature] = field(default_factory=list)
-    spots: list[Spot] = field(default_factory=list)
-    # The numbers of both in our own language, one further on: a call whose group is not known has the signature -1.
-    forms: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    meanings: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    has_meaning: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))  # of signatures
-
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """The arrays of a transcript, and what their codes stand for."""
-
-    transcript: Transcript
-    clerk: _Clerks
-    whats: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
-
-
-class Counted(NamedTuple):
-    """How often some ranks issued what: columns, an item for each rank and sort of call."""
-
-    ranks: npt.NDArray[np.int64]
-    pairs: npt.NDArray[np.int32]  # signature and spot, numbers of the clerk
-    counts: npt.NDArray[np.int64]
-    within: npt.NDArray[np.int64]  # of these, in the steps that were asked for
-    signatures: list[Signature]
-    spots: list[Spot]
-    groups: list[int]  # of the signatures' groups, the numbers in our own language
-
-
-@dataclass(slots=True)  # not frozen: that takes four times as long to make, and there are hundreds of thousands
-class Calls:
-    """The collectives that one rank issued in one stream, as far as its ring goes back without a hole, in order."""
-
-    first: int  # number
-    form: int  # of all of them, if they have but one; else -1
-    _length: int
-    _at: int
-    _statement: Statement
-    _page: _Page
-
-    def __len__(self) -> int:
-        return self._length
-
-    @property
-    def last(self) -> int:
-        return self.first + self._length - 1
-
-    def at(self, number: int) -> int | None:
-        """The index of a number; None where the ring does not have it."""
-        return number - self.first if self.first <= number <= self.last else None
-
-    def _cut(self, first: int | None, end: int | None) -> slice:
-        begin = self._at + (0 if first is None else first - self.first)
-        return slice(begin, self._at + (self._length if end is None else end - self.first))
-
-    def whats(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.uint64]:
-        """Form and meaning of the calls from number `first` to before `end`, in one word: equal if ranks issued the same."""
-        found: npt.NDArray[np.uint64] = self._page.whats[self._statement.pairs_at :][
-            self._page.transcript.codes[self._cut(first, end)]
-        ]
-        return found
-
-    def codes(self) -> npt.NDArray[Any]:
-        """Equal for calls of this rank that are the same in all but number, step and time."""
-        found: npt.NDArray[Any] = self._page.transcript.codes[self._cut(None, None)]
-        return found
-
-    def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
-        return self._page.transcript.steps[self._cut(first, end)].astype(np.int64) + self._statement.step
-
-    def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
-        """Wall clock of the rank's host."""
-        said = self._statement
-        return self._page.transcript.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns + said.start_ns
-
-    def set_back(self, by_ns: int) -> Calls:
-        """The same by another clock, of which that of the rank's host is ahead."""
-        said = self._statement
-        return self if not by_ns else replace(self, _statement=said._replace(start_ns=said.start_ns - by_ns))
-
-    def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Of the calls from number `first` to before `end`, whether it is no chance in which step they were issued; and whether
-        they are shadows, which belong to a step of others."""
-        spots, which = self._spots(first, end)
-        is_counted = np.array([spot.is_counted_by(self._statement.steppers) for spot in spots], np.bool_)
-        return is_counted[which], np.array([spot.is_shadow for spot in spots], np.bool_)[which]
-
-    def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
-        """Whether the calls from number `first` to before `end` returned at once."""
-        spots, which = self._spots(first, end)
-        return np.array([spot.is_async for spot in spots], np.bool_)[which]
-
-    def _spots(self, first: int, end: int) -> tuple[list[Spot], npt.NDArray[np.int64]]:
-        """The spots that some calls were issued from, and which of them each call was."""
-        page, said = self._page, self._statement
-        used, which = np.unique(page.transcript.codes[self._cut(first, end)], return_inverse=True)
-        numbers = page.transcript.pairs[said.pairs_at + used.astype(np.int64), 1]
-        return [page.clerk.spots[number] for number in numbers.tolist()], which
-
-    def record(self, number: int) -> int:
-        """The number of the record: when it came among all that the rank did."""
-        return int(self._page.transcript.records[self._at + number - self.first]) + self._statement.record
-
-    def records(self) -> npt.NDArray[np.int64]:
-        """The numbers of the records of all of them."""
-        return self._page.transcript.records[self._cut(None, None)].astype(np.int64) + self._statement.record
-
-    def of(self, number: int) -> tuple[Signature, Spot]:
-        """What was issued, and from where."""
-        page, said = self._page, self._statement
-        signature, spot = page.transcript.pairs[said.pairs_at + int(page.transcript.codes[self._at + number - self.first])]
-        return page.clerk.signatures[signature], page.clerk.spots[spot]
-
-
-def forms(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """What ranks must agree on, of words as `Calls.whats` gives them."""
-    return (whats >> _FORM_SHIFT).astype(np.int64)
-
-
-def meanings(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Module, pass, line and beneficiary: what ranks agree on in a sound program. 0 where that is not known."""
-    return (whats & _MEANING_MASK).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -330,7 +200,7 @@ class Hearing:
         self.kept: dict[str, Any] = {}  # what was found out once and is asked for again
         self.asides: list[Any] = []  # what somebody else took from the boxes as they were read
         self._keys: dict[StreamKey, StreamKey] = {}
-        self._clerks: dict[int, _Clerks] = {}
+        self._clerks: dict[int, Clerks] = {}
         self._own_clerk = Clerk()
 
     def hear(self, rank: int, box: Box) -> Testimony:
@@ -385,7 +255,7 @@ class Hearing:
         for page in pages.values():
             yield self._counted(page, steps)
 
-    def _counted(self, page: _Page, steps: Mapping[int, tuple[int, int]]) -> Counted:
+    def _counted(self, page: Page, steps: Mapping[int, tuple[int, int]]) -> Counted:
         told, said = page.transcript, page.transcript.statements
         lengths = [sum(part.length for part in each.parts) for each in said]
         ends = [*(each.pairs_at for each in said[1:]), len(told.pairs)]
@@ -402,15 +272,15 @@ class Hearing:
         columns = (ranks[kept], told.pairs[kept], counts[kept], within[kept])
         return Counted(*columns, clerk.signatures, clerk.spots, clerk.groups)
 
-    def _pages(self, transcript: Transcript, clerk: int) -> Iterator[tuple[Statement, _Page]]:
-        known = self._clerks.setdefault(clerk, _Clerks())
+    def _pages(self, transcript: Transcript, clerk: int) -> Iterator[tuple[Statement, Page]]:
+        known = self._clerks.setdefault(clerk, Clerks())
         self._learn(known, transcript)
         pairs = transcript.pairs + 1
         meanings = known.meanings[pairs[:, 1]] * known.has_meaning[pairs[:, 0]]
-        page = _Page(transcript, known, known.forms[pairs[:, 0]] << _FORM_SHIFT | meanings)
+        page = Page(transcript, known, known.forms[pairs[:, 0]] << FORM_SHIFT | meanings)
         return ((said, page) for said in transcript.statements)
 
-    def _learn(self, known: _Clerks, transcript: Transcript) -> None:
+    def _learn(self, known: Clerks, transcript: Transcript) -> None:
         known.groups += [self.language.groups.number(group) for group in transcript.groups]
         known.signatures += transcript.signatures
         known.spots += transcript.spots
@@ -421,7 +291,7 @@ class Hearing:
         known.forms = np.concatenate([known.forms, np.array(new_forms, np.uint64)])
         known.meanings = np.concatenate([known.meanings, np.array(new_meanings, np.uint64)])
 
-    def _testimony(self, rank: int, said: Statement, page: _Page) -> Testimony:
+    def _testimony(self, rank: int, said: Statement, page: Page) -> Testimony:
         found = Testimony(rank, said, {}, {}, self.language)
         groups, forms, keys = page.clerk.groups, page.clerk.forms, self._keys
         for part in said.parts:

@@ -19,8 +19,9 @@ from torchwhere.diagnose.doctor.advice import call_said
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.hearing.calls import Calls, forms
 from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Calls, Hearing, forms
+from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.report.moments import Moments
 from torchwhere.diagnose.report.words import cut, milliseconds
 from torchwhere.place import shown

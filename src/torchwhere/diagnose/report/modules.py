@@ -17,7 +17,8 @@ import numpy.typing as npt
 from torchwhere.blackbox.reader import PASS_LABELS
 from torchwhere.diagnose.comms.outline import Branch, outline
 from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, Tally, descend, is_number
-from torchwhere.diagnose.hearing.testimony import Counted, Hearing
+from torchwhere.diagnose.hearing.calls import Counted
+from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.report.digest import Summary
 from torchwhere.diagnose.report.words import cut, milliseconds
 from torchwhere.place import shown
