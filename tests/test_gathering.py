@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -194,9 +195,7 @@ def test_real_start(tmp_path: Path) -> None:
     script = tmp_path / "half.py"
     script.write_text(_HALF_A_JOB)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path)] for rank in range(2)]
-    environments = [
-        {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"} for rank in range(2)
-    ]
+    environments = [os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"} for rank in range(2)]
     jobs = [subprocess.Popen(command, env=env, cwd=tmp_path) for command, env in zip(commands, environments, strict=True)]
     try:
         deadline = time.monotonic() + 90

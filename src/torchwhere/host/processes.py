@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -70,7 +71,7 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
         gone_ns=None if alive else now_ns,
         stack_ns=now_ns if stack else None,
         oom_kills=kills,
-        out_of_memory=None if alive else _out_of_memory(box, kills),
+        out_of_memory=None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills),
     )
 
 
@@ -82,6 +83,14 @@ def _out_of_memory(box: Labelled, kills: int | None) -> str | None:
     most = limit_bytes(counter)
     limit = f"cgroup limit {most / 1e6:.0f} MB" if most is not None else "no limit but the machine's"
     return f"killed by the system: out of memory ({limit}, its oom_kill count went from {before} to {kills})"
+
+
+def _is_dying(pid: Any) -> bool:
+    """Whether a process that is there was killed already: the system counts one that it kills first, and a large one takes long
+    to go. It has SIGKILL before it, or its memory is gone."""
+    status = _read(Path(f"/proc/{pid}/status"))
+    pending = (int(bits, 16) for bits in re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE))
+    return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
 
 
 def is_running(pid: int) -> bool:

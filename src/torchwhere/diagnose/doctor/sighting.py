@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 STOPPED = frozenset("Tt")
-_DYING_NS = 1_000_000_000  # a process that the system kills is counted first, and there for a moment yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,6 @@ class Sighting:
     gone_ns: int | None = None  # and of the first one that did not
     stack_ns: int | None = None  # when it was asked for its stack
     oom_kills: int | None = None  # in its cgroup so far, when it was last seen alive
-    oom_grown_ns: int | None = None  # when that was first seen to have gone up while it was there
     holds_gil: bool | None = None  # its main thread, where that is known
     out_of_memory: str | None = None  # that it was killed for want of memory, in words, where that is known
 
@@ -39,9 +37,7 @@ class Sighting:
         alive = before.alive if self.alive is None else self.alive
         is_settled = before.alive is False  # it was found gone by then: what was killed since is another one
         is_more = self.oom_kills is not None and before.oom_kills is not None and self.oom_kills > before.oom_kills
-        grown_ns = self.alive_ns if is_more and self.alive else before.oom_grown_ns
-        was_dying = grown_ns is not None and before.alive_ns is not None and before.alive_ns - grown_ns < _DYING_NS
-        grew = self.oom_kills is None or before.oom_kills is None or is_more or was_dying
+        grew = self.oom_kills is None or before.oom_kills is None or is_more
         return Sighting(
             alive=alive,
             state=self.state if self.alive else before.state,
@@ -51,7 +47,6 @@ class Sighting:
             alive_ns=self.alive_ns or before.alive_ns,
             gone_ns=None if alive else before.gone_ns or self.gone_ns,
             holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,
-            oom_grown_ns=grown_ns,
             oom_kills=before.oom_kills if is_settled or self.oom_kills is None else self.oom_kills,
             out_of_memory=before.out_of_memory if is_settled or not grew else self.out_of_memory or before.out_of_memory,
         )
@@ -64,7 +59,7 @@ class Sighting:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
         oom_kills, out_of_memory = (value.get(name) for name in ("oom_kills", "out_of_memory"))
-        moments = {name: value.get(name) for name in ("alive_ns", "gone_ns", "stack_ns", "oom_grown_ns")}
+        moments = {name: value.get(name) for name in ("alive_ns", "gone_ns", "stack_ns")}
         return cls(
             alive=alive if isinstance(alive, bool) else None,
             state=state if isinstance(state, str) else None,
