@@ -26,6 +26,7 @@ _COUNTING_BACKENDS = ("gloo", "nccl")  # their own sequence number goes up by on
 
 
 WHOLE_GROUP = (-1, -1)
+_MOST_COUNTS = 32  # of groups, in the header of a box
 
 
 @dataclass(slots=True)
@@ -118,7 +119,9 @@ class Groups:
             mesh_dim=_mesh_dim(pg.group_desc),
         )
         group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
-        self.stream(group, WHOLE_GROUP).next_number = _counted_so_far(pg, group.backend)
+        self.stream(group, WHOLE_GROUP).next_number = counted = _counted_so_far(pg, group.backend)
+        if counted:
+            self._keep_count(group.name, counted)
         self._keep(pg, group)
         self._has_new = True
         self._on_new()
@@ -135,6 +138,13 @@ class Groups:
     def _forget(self, key: int, _dead: object) -> None:
         self._known.pop(key, None)
         self._alive.pop(key, None)
+
+    def _keep_count(self, name: str, counted: int) -> None:
+        """Where our own count begins: gloo's has messages in it, so that a reader may have to count anew."""
+        counts = self._box.meta.get("counted", {})
+        if len(counts) < _MOST_COUNTS:
+            self._box.meta = self._box.meta | {"counted": counts | {name: counted}}
+            self._box.write_meta()
 
 
 def _ranks(pg: Any) -> list[int]:

@@ -246,7 +246,9 @@ class Case:
             return None
         taking_part = members(self.hearing, key)
         absent = tuple(rank for rank in taking_part if rank in unheard and not self.hearing.has_come(rank, key, number))
-        heard = [self.hearing.testimonies[rank] for rank in taking_part if rank not in unheard]
+        heard = [
+            said for rank in taking_part if rank not in unheard and (said := self.hearing.testimonies.get(rank)) is not None
+        ]
         are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard) and not any(
             self._stands_in_last(testimony.rank) is False for testimony in heard
         )

@@ -23,6 +23,7 @@ from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.splits import unfitting
 from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, awaited, circle, new_peers, waiting_for, waits
+from torchwhere.diagnose.hearing.counting import counted_alike
 from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.place import Certainty
 
@@ -45,7 +46,7 @@ def examine(
     A suspicion may be wrong: it is what there is to say before the suspects were asked for their stacks. `hearing` is what the
     boxes say, where they have been heard already.
     """
-    hearing = hearing if hearing is not None else heard(run)
+    hearing = counted_alike(hearing if hearing is not None else heard(run))
     seen = dict(sightings or {})
     deaths = Deaths(hearing, seen, now_ns)
     stopped = {rank for rank, sighting in seen.items() if sighting.is_stopped and rank in hearing.testimonies}

@@ -49,11 +49,18 @@ def on_gathering(case: Case, stall_s: float) -> Verdict | None:
     return case.verdict(
         kind,
         culprits=culprits,
-        certainty=Certainty.EXACT if is_known and not case.unheard else Certainty.INFERRED,
+        certainty=_certainty(case, found, is_known),
         stalled_s=waited_s,
         explanation=tuple(said),
         facts={"gathering": _facts(found)},
     )
+
+
+def _certainty(case: Case, found: Gathering, is_known: bool) -> Certainty:
+    """Who has not been heard may not have started: hosts do not all begin at once, and nobody is told of it."""
+    if case.unheard:
+        return Certainty.INFERRED if found.absent else Certainty.UNKNOWN
+    return Certainty.EXACT if is_known else Certainty.INFERRED
 
 
 def _gathering(case: Case) -> Gathering | None:
@@ -124,8 +131,8 @@ def _on_absent(case: Case, found: Gathering) -> tuple[VerdictKind | None, tuple[
     if not absent and case.unheard:
         unheard = tuple(sorted(case.unheard))
         said = f"{waiting.capitalize()} {verb} in {what}, and of {ranks_said(unheard)} nothing is known."
-        why = "Likely: not started, or ended before it could be watched. Look at: its own log."
-        return VerdictKind.MISSING, unheard, [said, where, why]
+        why = "It may have to start yet, or have ended before it could be watched. Look at: its own log."
+        return VerdictKind.MISSING, (), [said, where, why]
     if not absent:
         said = f"All {len(found.there)} ranks wait in {what}, and none is missing."
         are_all = len(found.there) == len(case.hearing.testimonies)

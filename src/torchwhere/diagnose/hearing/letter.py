@@ -34,7 +34,7 @@ MOST_BYTES = 4 << 20  # of a letter
 _OF_A_STREAM = 8  # are kept, however long ago
 _MOST_TEXT = 2000  # of an exception
 _MOST_FIELDS = 8
-_META = ("rank", "world_size", "run_id", "store", "restart", "started_ns", "folder")
+_META = ("rank", "world_size", "run_id", "store", "restart", "started_ns", "folder", "counted")
 
 
 @dataclass(frozen=True, slots=True)

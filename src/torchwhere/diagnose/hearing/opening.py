@@ -205,6 +205,7 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> Label:
         "restart": _int(restart),
         "started_ns": _int(meta.get("started_ns", 0)) - ahead_ns,
         "folder": _text(meta.get("folder", "")),
+        "counted": {_text(name): _int(count) for name, count in _dict(meta.get("counted", {})).items()},
         "told_by": host,  # not "host": nobody here can look at its process
     }
     return Label(
