@@ -42,8 +42,9 @@ def _counted(said: Testimony) -> dict[str, int]:
     return {name: number for name, number in known if isinstance(name, str) and type(number) is int and number > 0}
 
 
-def _likeness(calls: Mapping[int, Calls], begins: Mapping[int, int]) -> int:
-    """How many collectives are the same as on the rank that has most of them, less those that are not."""
+def _likeness(calls: Mapping[int, Calls], begins: Mapping[int, int]) -> tuple[int, int]:
+    """How many collectives are as on the rank that has most of them, less those that are not; where that does not tell,
+    how little the last ones are apart."""
     first = max(calls, key=lambda rank: len(calls[rank]))
     usual, score = calls[first], 0
     for rank, own in calls.items():
@@ -53,7 +54,8 @@ def _likeness(calls: Mapping[int, Calls], begins: Mapping[int, int]) -> int:
             here = own.whats(begin + begins[rank], end + begins[rank])
             there = usual.whats(begin + begins[first], end + begins[first])
             score += 2 * int(np.count_nonzero(here == there)) - len(here)
-    return score
+    lasts = [own.last - begins[rank] for rank, own in calls.items()]
+    return score, min(lasts) - max(lasts)
 
 
 def _from(said: Testimony, key: StreamKey, begin: int) -> Testimony:
