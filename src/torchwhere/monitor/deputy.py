@@ -63,7 +63,8 @@ class Deputy(Alone):
             self._own = frozenset(run.labels)
             self._rendezvous = self._rendezvous or Rendezvous.at(next(iter(run.labels.values())).meta.get("store"))
         grace_s = GRACE_S if self._in_file is None else SHARED_GRACE_S
-        if self._post is None and not self._is_shared and time.monotonic() - self._began > grace_s:
+        knows_where = self._rendezvous is not None or self._address is not None  # a script may say it only when it starts
+        if self._post is None and knows_where and not self._is_shared and time.monotonic() - self._began > grace_s:
             self._open()
         if self._post is not None and self._post.word is not None and self._post.heard_at is not None:
             self._hear(self._post.word, self._post.heard_at)
