@@ -6,7 +6,6 @@ were read anyway, every few seconds, and once in every silence: a rank that hang
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.letter import CALLS, MOST_BYTES, Letter, transcribe, write_letter
+from torchwhere.monitor.role import write_whole
 from torchwhere.recollection import LETTER_SUFFIX
 
 SILENCE_S = 1.0
@@ -45,15 +45,5 @@ class Diary:
         while not data or (len(data) > MOST_BYTES and calls > 1):
             transcript, is_cut = transcribe(boxes.values(), calls=calls)
             data, calls = write_letter(Letter(socket.gethostname(), transcript, is_cut=is_cut, read_ns=read_ns)), calls // 2
-        _replace(self._path, data)
+        write_whole(self._path, data)
         self._next_at = time.monotonic() + (time.monotonic() - read_at) / _MOST_SHARE
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """Whole or not at all; a folder that cannot be written is said by the ranks themselves."""
-    try:
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_bytes(data)
-        part.replace(path)
-    except OSError:
-        pass

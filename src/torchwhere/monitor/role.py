@@ -141,11 +141,11 @@ def with_hosts(verdict: Verdict, run: Roster[Any]) -> Verdict:
     return replace(verdict, explanation=(*verdict.explanation, *said), facts=verdict.facts | {"hosts": found})
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Whole or not at all; a folder that cannot be written is said by the ranks themselves."""
     try:
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_text(text)
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
         part.replace(path)
     except OSError:
         pass
