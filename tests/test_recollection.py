@@ -47,7 +47,7 @@ def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | N
     verdict = consult(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.collective) == (whole.kind, whole.culprits, whole.collective)
     assert verdict.ranks[VICTIM].place == whole.ranks[VICTIM].place
-    assert f"what rank {VICTIM} did is known from a monitor that had read its box before" in verdict.missing_data
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
 
 
 def test_others_went_on(tmp_path: Path) -> None:
@@ -57,9 +57,7 @@ def test_others_went_on(tmp_path: Path) -> None:
     run = read_run(tmp_path)
     hearing, said = with_recollections(run, heard(run))
     assert (hearing.past, hearing.hears(VICTIM), VICTIM in hearing.testimonies) == ({VICTIM}, False, True)
-    assert said == [
-        f"what rank {VICTIM} did is known from a monitor that had read its box before, and not what it did after that"
-    ]
+    assert said == [f"what rank {VICTIM} did is known from what was read of its box before, and not what it did after that"]
     verdict = consult(tmp_path)
     assert verdict.certainty != "exact"
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits

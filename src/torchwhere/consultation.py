@@ -6,6 +6,7 @@ died first, and what a rank had done whose box is gone (`recollection.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from torchwhere.recollection import is_of, labels_of, with_recollections
 from torchwhere.recollection import kept_sightings as kept_sightings
 
 Ask = Callable[[Sequence[int]], Mapping[int, dict[str, Any]]]
+_AHEAD_NS = 3_600_000_000_000  # by which another machine's clock may be
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
@@ -66,7 +68,7 @@ def _judge(
     stall_s: float,
     ask: Ask | None,
 ) -> Verdict:
-    now_ns = _now(seen)
+    now_ns = _now(seen, labels)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
     if verdict.kind in _CALM:
         return verdict
@@ -81,11 +83,16 @@ def _judge(
 
 
 def _not_outdated(kept: Mapping[int, dict[str, Any]], hearing: Hearing) -> dict[int, dict[str, Any]]:
-    """What was kept, without the stacks of ranks that have moved since they were asked."""
+    """What was kept, without the stacks of ranks that have moved since they were asked, and without how those were who have
+    moved since a witness saw them."""
     last_ns = {rank: testimony.label.last_ns for rank, testimony in hearing.testimonies.items()}
-    asked_ns = {rank: asked if isinstance(asked := value.get("stack_ns"), int) else None for rank, value in kept.items()}
-    old = {rank for rank, asked in asked_ns.items() if asked is not None and last_ns.get(rank, 0) > asked}
-    return {rank: value | {"stack": [], "stack_ns": None} if rank in old else value for rank, value in kept.items()}
+
+    def without(rank: int, value: dict[str, Any], moment: str, **nothing: Any) -> dict[str, Any]:
+        is_old = isinstance(then := value.get(moment), int) and last_ns.get(rank, 0) > then
+        return value | nothing if is_old else value
+
+    current = {rank: without(rank, value, "stack_ns", stack=[], stack_ns=None) for rank, value in kept.items()}
+    return {rank: without(rank, value, "seen_ns", state=None) for rank, value in current.items()}
 
 
 def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
@@ -97,6 +104,9 @@ def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
                 hearing.hear(rank, box)
 
 
-def _now(seen: Mapping[int, Sighting]) -> int | None:
-    """The last moment at which a process of the job was seen alive: now, or what a monitor kept; None if nobody ever looked."""
-    return max((sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None), default=None)
+def _now(seen: Mapping[int, Sighting], labels: Mapping[int, Labelled]) -> int | None:
+    """The last moment at which a process of the job was alive: now, what a monitor kept, or its own heart; None if nobody
+    knows."""
+    looks = [sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None]
+    latest = time.time_ns() + _AHEAD_NS  # a damaged box may say anything
+    return max([*looks, *(label.beat_ns for label in labels.values() if 0 < label.beat_ns < latest)], default=None)

@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +20,7 @@ from torchwhere import identity
 from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file
 from torchwhere.errors import TorchwhereError, described
 from torchwhere.events import TEXT_FIELD, Kind
+from torchwhere.heart import Heart
 from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
 from torchwhere.recorder import Recorder
@@ -42,6 +43,9 @@ from torchwhere.sense.optimizers import OptimizerSense
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
 
+if TYPE_CHECKING:
+    from torchwhere.monitor.witness import Witness
+
 
 class Session:
     """One watch of one process: the senses, the recorder and the box."""
@@ -51,6 +55,7 @@ class Session:
     ) -> None:
         self.out = out
         self.depth = 1
+        self._witness: Witness | None = None
         self._on_exit = on_exit
         meta = identity.describe()
         self._box = _open_box(out, meta, records)
@@ -58,6 +63,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
+        self._heart = Heart(self._box, on_rest=self._look_around)
         self._make_senses(locator, module_events)
         self._install(model)
 
@@ -93,7 +99,7 @@ class Session:
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
         )
-        self._gathering = GatheringSense(on_begin=recorder.group_begins, on_end=recorder.group_ends)
+        self._gathering = GatheringSense(on_begin=self._group_begins, on_end=recorder.group_ends)
         self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
         self._imports = Imports(
             {
@@ -130,6 +136,7 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
+        self._heart.stop()
         senses = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
         for sense in (*senses, self._gathering):
             sense.trouble.is_over = True
@@ -165,6 +172,7 @@ class Session:
 
     def abandon(self) -> None:
         """In a forked child: leave the parent's box alone."""
+        self._heart.abandon()
         self._collectives.abandon()
         self._gathering.remove()
         watched.end()
@@ -200,6 +208,27 @@ class Session:
         self.modules.step_back()
         self.recorder.compile_ends(compile_id)
 
+    def _group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
+        self._beat_if_of(self._box.meta["world_size"])
+        self.recorder.group_begins(op, number, ranks)
+
+    def _beat_if_of(self, world: int) -> None:
+        """Only a rank among several has a heart, and only once there is a group, or about to be: from then on there are threads
+        in its process anyway. A job that forks finds nothing new."""
+        if world > 1 and self._box.path is not None:
+            self._heart.start()
+
+    def _look_around(self) -> None:
+        """In the thread of the heart, while the job stands still: leave the stack, and what is seen of other ranks."""
+        if self._faults is not None:
+            self._faults.note_rest()
+        if self._witness is None and self._box.path is not None:
+            from torchwhere.monitor.witness import Witness  # reads boxes: a job that never rests needs nothing of that
+
+            self._witness = Witness(self._box.path, rank=self.recorder.rank)
+        if self._witness is not None:
+            self._witness.look_around()
+
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
 
@@ -226,6 +255,7 @@ class Session:
         if not dist.is_initialized():
             return
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._beat_if_of(world)
         meta = self._box.meta
         told = {"rank": rank, "world_size": world, "run_id": meta["run_id"] or identity.run_id(), "store": identity.store()}
         if told.items() <= meta.items():

@@ -41,6 +41,8 @@ class Labelled(Protocol):
     def lacks_counts(self) -> bool: ...
     @property
     def pulse(self) -> int: ...
+    @property
+    def beat_ns(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Label:
     meta: dict[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: tuple[str, ...] = ()
+    beat_ns: int = 0  # wall clock of its last heartbeat
 
 
 def label(box: Box) -> Label:
@@ -72,6 +75,7 @@ def label(box: Box) -> Label:
         meta=meta,
         counts=box.counts,
         problems=tuple(box.problems),
+        beat_ns=box.beat_ns,
     )
 
 

@@ -97,6 +97,13 @@ class Box(Shown):
         return max(last, started if isinstance(started, int) else 0)
 
     @property
+    def beat_ns(self) -> int:
+        """Wall clock of the last moment at which its process was there, by its own heart; 0 if it has none."""
+        at = layout.CURSOR_HEART * 8 + (self.geometry.cursors_at if self.geometry else 0)
+        beat = int.from_bytes(self._head[at : at + 8], "little") if self.geometry and self.geometry.cursors else 0
+        return self.wall_ns(beat) if beat else 0
+
+    @property
     def pulse(self) -> int:
         """A sum of its cursors and tallies: another one as soon as something is recorded."""
         return zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at]) if self.geometry else 0

@@ -24,6 +24,7 @@ from torchwhere.blackbox.claim import claim
 from torchwhere.blackbox.layout import (
     CRC,
     CURSOR_BYTES,
+    CURSOR_HEART,
     CURSORS,
     ENTRY,
     ENTRY_MOST_BYTES,
@@ -49,6 +50,9 @@ from torchwhere.blackbox.layout import (
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
+REST_MARK = (
+    "torchwhere: at rest, "  # in a fault file, before the stacks of a process that stands still, and the wall clock in ns
+)
 
 
 def box_name(rank: int) -> str:
@@ -56,7 +60,7 @@ def box_name(rank: int) -> str:
 
 
 def fault_file(box: Path) -> Path:
-    """Where a rank writes its stack when it crashes in C, or when it is asked for it."""
+    """Where a rank writes its stack when it crashes in C, when it is asked for it, and when it stands still."""
     return box.with_suffix(".fault")
 
 
@@ -317,6 +321,15 @@ class BoxWriter:
     def cursor_at(self, slot: int) -> int:
         """Index of a cursor slot's first word in `words`. Threads beyond the last slot share it."""
         return (self.geometry.cursors_at + min(slot, CURSORS - 1) * CURSOR_BYTES) >> 3
+
+    def beat(self, t_ns: int) -> None:
+        """The process is there."""
+        self.words[self.cursor_at(0) + CURSOR_HEART] = t_ns
+
+    def present(self) -> bytes:
+        """All cursors and tallies, as they are, without the heart: what moves changes them."""
+        heart_at = self.geometry.cursors_at + 8 * CURSOR_HEART
+        return self._map[self.geometry.cursors_at : heart_at] + self._map[heart_at + 8 : self.geometry.ring_at]
 
     def tally_at(self, who: tuple[int, int, int]) -> int | None:
         """Index of the tally words of one counted stream (group, source, destination).

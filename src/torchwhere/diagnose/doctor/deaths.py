@@ -77,6 +77,13 @@ class Deaths:
             )
         return self._together
 
+    @property
+    def failed_unseen(self) -> bool:
+        """Whether ranks failed, and nobody has looked at the processes since: how many were there then is not known."""
+        looked_ns = [sighting.alive_ns for sighting in self.sightings.values() if sighting.alive_ns is not None]
+        failed = self.failed()
+        return bool(failed) and max(looked_ns, default=0) <= min(self._failed_ns(failed), default=0)
+
     def died_of_the_end(self, rank: int) -> bool:
         """Whether a rank only noticed that the others were killed, and was killed with them."""
         return self.were_killed_together and self.has_failed(rank)
@@ -192,9 +199,13 @@ class Deaths:
 
     def _not_outliving(self, ranks: list[int]) -> list[int]:
         """Of ranks of which nothing is known, those that were not seen alive after somebody had failed."""
-        failed_ns = [error.t_ns for rank in self.failed() if (error := self.hearing.testimonies[rank].exception) is not None]
+        failed_ns = self._failed_ns(self.failed())
         seen_ns = {rank: self._sighting(rank).alive_ns for rank in ranks}
         return [rank for rank, alive_ns in seen_ns.items() if alive_ns is None or alive_ns <= min(failed_ns, default=alive_ns)]
+
+    def _failed_ns(self, failed: list[int]) -> list[int]:
+        """When ranks failed, those that could still say so."""
+        return [error.t_ns for rank in failed if (error := self.hearing.testimonies[rank].exception) is not None]
 
     def _silent(self) -> list[int]:
         """Those that went without a word, the first of them; nobody, where there are several and no one saw when they went."""

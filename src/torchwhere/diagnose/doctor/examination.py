@@ -170,10 +170,10 @@ class _Examination:
         return bool(dead) and not set(dead) & set(self.case.ill_heard) and not any(map(self.case.deaths.crashed_in_it, dead))
 
     def _likely_dead(self) -> list[int]:
-        """Where all are gone, nobody watched, and a rank says that a peer hung up on it: the one that the others wait for, if
-        they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
+        """Where all are gone, and nobody has looked since a rank said that a peer hung up on it: the one that the others wait
+        for, if they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
         case, deaths = self.case, self.case.deaths
-        blamed = awaited(case.waits) if deaths.were_killed_together and not case.is_live and deaths.failed() else []
+        blamed = awaited(case.waits) if deaths.were_killed_together and deaths.failed_unseen else []
         wait = self._wait_for(blamed)
         if wait is None or len(blamed) > 1 or deaths.has_failed(blamed[0]) or self._is_habit(wait):
             return []

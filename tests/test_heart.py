@@ -1,0 +1,228 @@
+"""The heart: a rank among several says that it is there, and where it stands still; and nothing of it is ever in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchwhere
+from rank_pool import Pool
+from synthetic_boxes import WALL_NS, make
+from synthetic_job import Job
+from torchwhere.blackbox.layout import CURSOR_HEART, HEADER_BYTES, HEADER_COPIES
+from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.run import read_run
+from torchwhere.blackbox.writer import REST_MARK, BoxWriter
+from torchwhere.consultation import consult
+from torchwhere.heart import BEAT_S, Heart
+from torchwhere.host.processes import look
+from torchwhere.monitor.witness import Witness
+
+HEART = "torchwhere"
+
+
+def hearts() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == HEART]
+
+
+def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
+    with torchwhere.watch(out=folder):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(3.5 * BEAT_S)  # it stands still here
+        during = hearts()
+        told = Path(f"{folder}/rank{dist.get_rank()}.fault").read_text()
+        dist.barrier()
+    return during, hearts(), told
+
+
+def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -> None:
+    """While the main thread waits the box is told that the process is there; its stack is left; others are seen; and when the
+    watch is over, thread and stack are gone."""
+    for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
+        assert (during, after) == ([HEART], [])
+        assert told.startswith(REST_MARK)
+        assert "in rest_while_watched" in told
+    for rank in (0, 1):
+        box = read_box(tmp_path / f"rank{rank}.box")
+        (collective, *_) = box.events(kinds={"collective"})
+        assert box.beat_ns > collective.t_ns + 2 * BEAT_S * 1e9
+    assert [path.name for path in tmp_path.glob("*.fault")] == []
+    kept = json.loads((tmp_path / f"witness-{socket.gethostname()}.json").read_text())
+    assert {rank: (seen["alive"], seen["alive_ns"]) for rank, seen in kept["ranks"].items()} == {
+        "0": (True, None),
+        "1": (True, None),
+    }
+
+
+def test_one_rank_has_no_heart(one_rank: None, tmp_path: Path) -> None:
+    """A process that nobody waits for needs no thread."""
+    with torchwhere.watch(out=tmp_path):
+        dist.all_reduce(torch.ones(1))
+        assert hearts() == []
+    assert read_box(tmp_path / "rank0.box").beat_ns == 0
+
+
+def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
+    with torchwhere.watch(out=folder):
+        dist.all_reduce(torch.ones(1))
+        assert hearts() == [HEART]
+        child = os.fork()
+        if child == 0:
+            os._exit(len(hearts()))
+        left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(2 * BEAT_S)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        got = signal.sigwait({signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return int(got), left
+
+
+def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> None:
+    """A signal that the main thread waits for is not taken by the heart, which would end the process; a child has no heart."""
+    assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
+
+
+def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of its own is said once, and after a few it beats no more."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    rests: list[int] = []
+
+    def fail() -> None:
+        rests.append(1)
+        raise ValueError("no room")
+
+    heart = Heart(box, on_rest=fail)
+    heart.start()
+    assert heart._thread is not None
+    heart._thread.join(10)
+    assert len(rests) == 3
+    heart.stop()
+    box.close()
+    assert [record.message.partition("(")[2][:21] for record in caplog.records] == ["ValueError: no room)."]
+
+
+def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something has moved."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.002)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    beats, rests = 0, list[int]()
+    beat = box.beat
+
+    def counted(t_ns: int) -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 20:
+            box.words[box.cursor_at(1)] = 7  # a cursor moves
+        beat(t_ns)
+
+    monkeypatch.setattr(box, "beat", counted)
+    heart = Heart(box, on_rest=lambda: rests.append(beats))
+    heart.start()
+    deadline = time.monotonic() + 20
+    while beats < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    heart.stop()
+    box.close()
+    assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]  # the first beat has nothing to compare with; the 20th saw a move after it
+
+
+# -- what is made of it ----------------------------------------------------------------------------------------------------
+
+RANKS, VICTIM = 8, 5
+
+
+@pytest.fixture
+def afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is later than everything that synthetic boxes tell."""
+    monkeypatch.setattr(time, "time_ns", lambda: WALL_NS + 10**12)
+
+
+def beat_at(box: Path, t_ns: int) -> None:
+    with box.open("r+b") as file:
+        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_HEART)
+        file.write(t_ns.to_bytes(8, "little"))
+
+
+def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> Path:
+    """A job in which one rank has not come to a collective; all were killed so long after the last record."""
+    make(Job(RANKS, steps=4, records=180, fault="missing", victim=VICTIM), folder)
+    boxes = read_run(folder).boxes
+    last_ns = max(int(box.records["t_ns"].max()) for box in boxes.values())
+    for box in boxes.values():
+        beat_at(box.path, last_ns + int(after_s * 1e9) if beat_ns is None else beat_ns)
+    return folder
+
+
+def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
+    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had waited."""
+    hung = consult(killed_job(tmp_path / "hung", after_s=40))
+    assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
+    assert hung.stalled_s is not None
+    assert 40 <= hung.stalled_s < 41
+    passing = consult(killed_job(tmp_path / "passing", after_s=0.05))
+    assert (passing.kind, passing.culprits) == ("healthy", ())
+
+
+def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
+    """A damaged box may say anything: a moment that has not come is as good as none."""
+    said = consult(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
+    assert (said.kind, said.culprits, said.certainty, said.stalled_s) == ("missing", (VICTIM,), "inferred", None)
+
+
+def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None:
+    """The stack that a rank left when it came to rest is its place, on any machine, unless it has moved since."""
+    killed_job(tmp_path, after_s=40)
+    boxes = read_run(tmp_path).labels
+    frames = '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
+    for moment, stack in ((boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")), (5, ())):
+        text = f"{REST_MARK}{moment}\nThread 0x01 (most recent call first):\n{frames}"
+        (tmp_path / f"rank{VICTIM}.fault").write_text(text)
+        assert look(boxes)[VICTIM].stack == stack
+    assert consult(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
+    (tmp_path / f"rank{VICTIM}.fault").write_text(text.replace(f"{REST_MARK}5", f"{REST_MARK}{boxes[VICTIM].last_ns + 1}"))
+    assert consult(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
+
+
+def test_a_witness_sees_its_neighbours(tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank has read of the others stands in for a box that is gone; once one is gone, what was written stays."""
+    killed_job(tmp_path, after_s=40)
+    whole = consult(tmp_path)
+    host = str(read_run(tmp_path).labels[0].meta["host"])
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    witness = Witness(tmp_path / "rank0.box", rank=0)
+    witness.look_around()
+    letter = tmp_path / f"witness-{host}.letter"
+    (tmp_path / f"rank{VICTIM}.box").unlink()
+    os.utime(letter, (0, 0))
+    before = letter.read_bytes()
+    witness.look_around()
+    assert letter.read_bytes() == before
+    verdict = consult(tmp_path)
+    assert (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
+
+
+def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds that another rank has just written does not write; nor does one that is alone, or whose own box is gone."""
+    killed_job(tmp_path, after_s=40)
+    host = str(read_run(tmp_path).labels[0].meta["host"])
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    Witness(tmp_path / "rank0.box", rank=0).look_around()
+    letter = tmp_path / f"witness-{host}.letter"
+    letter.write_bytes(b"mine")
+    Witness(tmp_path / "rank1.box", rank=1).look_around()
+    assert letter.read_bytes() == b"mine"
+    letter.unlink()
+    Witness(tmp_path / "rank99.box", rank=99).look_around()
+    assert not letter.exists()
