@@ -92,6 +92,27 @@ def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> N
     assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
 
 
+def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it looks around it may import: a child is made before or after that, not in the middle."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    began, done = threading.Event(), list[bool]()
+
+    def look() -> None:
+        began.set()
+        time.sleep(0.3)
+        done.append(True)
+
+    heart = Heart(box, on_rest=look)
+    heart.start()
+    assert began.wait(10)
+    heart.before_fork()
+    assert done
+    heart.after_fork()
+    heart.stop()
+    box.close()
+
+
 def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of its own is said once, and after a few it beats no more."""
     monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)

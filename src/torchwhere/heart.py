@@ -18,6 +18,7 @@ from torchwhere.sense.trouble import Trouble
 BEAT_S = 1.0
 _REST_BEATS = 2  # without anything recorded: the job may have come to rest
 _JOIN_S = 5.0
+_FORK_S = 2.0  # a fork is held up for at most so long
 _KEPT_OPEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}  # faults of its own
 
 
@@ -28,6 +29,8 @@ class Heart:
         self._box = box
         self._on_rest = on_rest
         self._over = threading.Event()
+        self._busy = threading.Lock()  # while it does more than beat: it may import, and a child must not inherit half of that
+        self._is_held = False
         self._thread: threading.Thread | None = None
         self.trouble = Trouble("the heartbeat", self._over.set)
 
@@ -44,6 +47,14 @@ class Heart:
             self._thread.join(_JOIN_S)
         self._thread = None
 
+    def before_fork(self) -> None:
+        self._is_held = self._busy.acquire(timeout=_FORK_S)
+
+    def after_fork(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            self._busy.release()
+
     def abandon(self) -> None:
         """In a forked child, which has no such thread."""
         self._thread = None
@@ -58,7 +69,8 @@ class Heart:
                 before, seen = seen, self._box.present()
                 resting = resting + 1 if seen == before else 0
                 if resting >= _REST_BEATS and resting & (resting - 1) == 0:
-                    self._on_rest()
+                    with self._busy:
+                        self._on_rest()
             except Exception as error:
                 self.trouble(error)
             if self._over.wait(BEAT_S):

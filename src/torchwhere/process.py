@@ -135,7 +135,17 @@ def _mind_forks() -> None:
     global _minds_forks
     if not _minds_forks:
         _minds_forks = True
-        os.register_at_fork(after_in_child=_forked)
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.heart.before_fork()
+
+
+def _after_fork() -> None:
+    if _current is not None:
+        _current.heart.after_fork()
 
 
 def _forked() -> None:

@@ -63,7 +63,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
-        self._heart = Heart(self._box, on_rest=self._look_around)
+        self.heart = Heart(self._box, on_rest=self._look_around)
         self._make_senses(locator, module_events)
         self._install(model)
 
@@ -136,7 +136,7 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
-        self._heart.stop()
+        self.heart.stop()
         senses = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
         for sense in (*senses, self._gathering):
             sense.trouble.is_over = True
@@ -172,7 +172,7 @@ class Session:
 
     def abandon(self) -> None:
         """In a forked child: leave the parent's box alone."""
-        self._heart.abandon()
+        self.heart.abandon()
         self._collectives.abandon()
         self._gathering.remove()
         watched.end()
@@ -216,7 +216,7 @@ class Session:
         """Only a rank among several has a heart, and only once there is a group, or about to be: from then on there are threads
         in its process anyway. A job that forks finds nothing new."""
         if world > 1 and self._box.path is not None:
-            self._heart.start()
+            self.heart.start()
 
     def _look_around(self) -> None:
         """In the thread of the heart, while the job stands still: leave the stack, and what is seen of other ranks."""

@@ -43,10 +43,11 @@ class Deaths:
 
     hearing: Hearing
     sightings: Mapping[int, Sighting]
-    now_ns: int | None  # the last moment at which one of them was seen alive
+    now_ns: int | None  # the last moment at which one of them was alive, by whoever saw it or by its own heart
     _somebody_hung_up: bool | None = None
     _together: bool | None = None
     _is_over: bool | None = None
+    _looked: int | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
@@ -80,9 +81,14 @@ class Deaths:
     @property
     def failed_unseen(self) -> bool:
         """Whether ranks failed, and nobody has looked at the processes since: how many were there then is not known."""
-        looked_ns = [sighting.alive_ns for sighting in self.sightings.values() if sighting.alive_ns is not None]
         failed = self.failed()
-        return bool(failed) and max(looked_ns, default=0) <= min(self._failed_ns(failed), default=0)
+        return bool(failed) and self._looked_ns() <= min(self._failed_ns(failed), default=0)
+
+    def _looked_ns(self) -> int:
+        """When somebody who looks again and again last saw one of them alive."""
+        if self._looked is None:
+            self._looked = max((sighting.alive_ns or 0 for sighting in self.sightings.values()), default=0)
+        return self._looked
 
     def died_of_the_end(self, rank: int) -> bool:
         """Whether a rank only noticed that the others were killed, and was killed with them."""
@@ -195,7 +201,7 @@ class Deaths:
         if not self._is_over:
             return True
         is_earlier = sighting.gone_ns is not None and sighting.gone_ns <= self.now_ns
-        return is_earlier or (sighting.alive_ns is not None and self.now_ns - sighting.alive_ns > _SAME_DEATH_NS)
+        return is_earlier or (sighting.alive_ns is not None and self._looked_ns() - sighting.alive_ns > _SAME_DEATH_NS)
 
     def _not_outliving(self, ranks: list[int]) -> list[int]:
         """Of ranks of which nothing is known, those that were not seen alive after somebody had failed."""
