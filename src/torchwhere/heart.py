@@ -40,6 +40,10 @@ class Heart:
             self._thread = threading.Thread(target=self._run, name="torchwhere", daemon=True)
             self._thread.start()
 
+    @property
+    def is_beating(self) -> bool:
+        return self._thread is not None
+
     def stop(self) -> None:
         self.trouble.is_over = True
         self._over.set()

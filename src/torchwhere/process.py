@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from torchwhere.blackbox.writer import DEFAULT_RECORDS
-from torchwhere.errors import described
+from torchwhere.errors import failure
 from torchwhere.sense import _torch
 from torchwhere.sense.listeners import Listener
 from torchwhere.sense.trouble import Trouble, log
@@ -183,7 +183,7 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             tell(error)
-        stop("stop" if error is None else f"exception: {described(error)}")
+        stop("stop" if error is None else failure(error))
 
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)

@@ -18,7 +18,7 @@ from torch import nn
 
 from torchwhere import identity
 from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file
-from torchwhere.errors import TorchwhereError, described
+from torchwhere.errors import FAILED, TorchwhereError, failure
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.heart import Heart
 from torchwhere.inspect import watched
@@ -63,7 +63,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
-        self.heart = Heart(self._box, on_rest=self._look_around)
+        self.heart = Heart(self._box, on_rest=self._rest)
         self._make_senses(locator, module_events)
         self._install(model)
 
@@ -165,6 +165,8 @@ class Session:
             if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
+            if reason.startswith(FAILED) and self.heart.is_beating:
+                self._look_around()
         except Exception as error:
             log.warning("torchwhere: the end of the watch could not be recorded: %s", error)
         finally:
@@ -218,10 +220,14 @@ class Session:
         if world > 1 and self._box.path is not None:
             self.heart.start()
 
-    def _look_around(self) -> None:
-        """In the thread of the heart, while the job stands still: leave the stack, and what is seen of other ranks."""
+    def _rest(self) -> None:
+        """In the thread of the heart: nothing moves."""
         if self._faults is not None:
             self._faults.note_rest()
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Leave what is seen of other ranks: of a job that stands still, or that has failed, their boxes may be lost."""
         if self._witness is None and self._box.path is not None:
             from torchwhere.monitor.witness import Witness  # reads boxes: a job that never rests needs nothing of that
 
@@ -276,7 +282,7 @@ class Session:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self._on_exit("exit" if error is None else f"exception: {described(error)}")
+        self._on_exit("exit" if error is None else failure(error))
 
 
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:

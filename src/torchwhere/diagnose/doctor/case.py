@@ -47,7 +47,8 @@ class Case:
 
     @property
     def is_live(self) -> bool:
-        """Whether this is judged as of a moment at which somebody saw the job alive: now, or a monitor before it was killed."""
+        """Whether this is judged as of a moment at which the job is known to have been alive: now, or the last one that a
+        monitor saw, or that its own hearts tell."""
         return self.now_ns is not None
 
     def sighting(self, rank: int) -> Sighting:
@@ -60,7 +61,7 @@ class Case:
 
     @property
     def is_unknown_end(self) -> bool:
-        """Whether a job ended in a collective that all had come to, and nobody saw how long they stood there."""
+        """Whether a job ended in a collective that all had come to, and it is not known how long they stood there."""
         return self.is_over and not self.is_live and self.all_in_one()
 
     @property
@@ -128,9 +129,9 @@ class Case:
         return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
 
     def is_stalled(self, wait: Wait, stall_s: float) -> bool:
-        """Whether a wait has lasted too long. Of a job that is over and that nobody watched, every wait may have.
+        """Whether a wait has lasted too long. Of a job that is over, and nobody knows since when, every wait may have.
 
-        Of one that a monitor saw to its end, the wait is held against the job's own pace: no more patience can be had.
+        Of one of which that is known, the wait is held against the job's own pace: no more patience can be had.
         """
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:

@@ -229,7 +229,7 @@ class _Examination:
     def _is_habit(self, wait: Wait) -> bool:
         """Whether a rank of a group is always late, and the others wait no longer than they always do, as far as the boxes go.
 
-        That counts only where nobody watched the job to its end: how long they waited is not known then.
+        That counts only where it is not known when the job ended, and so how long they waited.
         """
         case = self.case
         late = pace.straggler(case.hearing, key=wait.key) if not case.is_live else None
@@ -300,7 +300,7 @@ class _Examination:
         found = pace.pace(case.hearing)
         if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
-        is_unsure = case.is_over and (case.unheard or case.all_in_one()) and not case.have_finished
+        is_unsure = case.is_over and (case.unheard or (case.all_in_one() and not case.have_finished))
         certainty = Certainty.UNKNOWN if case.is_unknown_end else Certainty.INFERRED if is_unsure else Certainty.EXACT
         explanation = nobody.on_healthy(case, found)
         return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())

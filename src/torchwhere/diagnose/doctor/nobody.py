@@ -33,7 +33,8 @@ def on_given_up(case: Case) -> tuple[str, ...]:
 
 def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
     if case.have_finished:
-        return (f"All {len(case.hearing.testimonies)} ranks have finished. {found}",)
+        count = len(case.hearing.testimonies)
+        return (f"{f'The {count} ranks that were heard' if case.unheard else f'All {count} ranks'} have finished. {found}",)
     call = next(iter(case.hearing.testimonies.values())).last_collective if case.is_unknown_end else None
     if call is not None:
         said = f"The job is over, and nobody watched it. At the end all ranks were in {what_said(call)}. {found}"
