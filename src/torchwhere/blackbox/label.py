@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchwhere.blackbox.box import Box, Counts
 from torchwhere.blackbox.layout import Geometry
-from torchwhere.blackbox.reader import Box, Counts
 
 _USUAL = Geometry(capacity=1)  # cursors and tallies lie before the ring, at the same place in every box
 _KEPT = (

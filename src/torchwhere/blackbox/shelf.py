@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.errors import TorchwhereError
 
 _KEPT = 16

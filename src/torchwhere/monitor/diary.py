@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.hearing.letter import CALLS, MOST_BYTES, Letter, transcribe, write_letter
 from torchwhere.monitor.role import write_whole
 from torchwhere.recollection import LETTER_SUFFIX, MONITOR

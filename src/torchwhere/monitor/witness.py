@@ -12,8 +12,9 @@ import socket
 import time
 from pathlib import Path
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import label
-from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import box_name
 from torchwhere.errors import TorchwhereError
 from torchwhere.host.processes import look

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label, label
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.sorting import Sorted, Sorter, narrow
 from torchwhere.diagnose.hearing.terms import Group, Signature, Spot, StreamKey
 from torchwhere.diagnose.hearing.vocabulary import Vocabulary
