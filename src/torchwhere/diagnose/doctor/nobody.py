@@ -5,7 +5,10 @@ from __future__ import annotations
 from torchwhere.diagnose.doctor.advice import first_line, in_place, ranks_said, what_said
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.waits import awaited, waiting_for
 from torchwhere.diagnose.hearing.terms import StreamKey
+
+_WORTH_TELLING_S = 1.0
 
 
 def on_together(case: Case) -> tuple[str, ...]:
@@ -43,9 +46,21 @@ def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
         return (f"Progressing. {found}",)
     said = f"Was progressing when it ended: no process is left, and none has said why. {found}"
     if not case.all_in_one():
-        return (said,)
+        return said, *_had_begun_to_wait(case)
     call = next(iter(case.hearing.testimonies.values())).last_collective
     return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
+
+
+def _had_begun_to_wait(case: Case) -> tuple[str, ...]:
+    """That ranks waited for another one when the job ended: too short to be held against it, and long enough to be told."""
+    blamed = awaited(case.waits)
+    wait = min(waiting_for(case.waits, blamed), key=case.issued_ns, default=None)
+    waited_s = case.waited_s(wait) if wait is not None else None
+    if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
+        return ()
+    who = f"{ranks_said([each.rank for each in waiting_for(case.waits, blamed)])} had waited for {ranks_said(blamed)}"
+    what = what_said(case.hearing.testimonies[wait.rank].issued(wait.key, wait.number))
+    return (f"At the end {who} for {waited_s:.0f} s, in {what}. A pause looks like that too.",)
 
 
 def on_unheard(
