@@ -7,6 +7,7 @@ on; one that is stopped, or holds the GIL in C, does not. A rank that has come t
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -29,16 +30,21 @@ class Heart:
         self._box = box
         self._on_rest = on_rest
         self._over = threading.Event()
-        self._busy = threading.Lock()  # while it does more than beat: it may import, and a child must not inherit half of that
-        self._is_held = False
+        # Held while it does more than beat: it may import, and a child must not inherit half of that. A thread that has forked
+        # lets go of it if it has it, which this kind of lock knows.
+        self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
         self.trouble = Trouble("the heartbeat", self._over.set)
 
     def start(self) -> None:
         """Once; a second time changes nothing."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="torchwhere", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="torchwhere", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except Exception as error:  # no more threads for this process: it is watched without
+                self.trouble(error)
 
     @property
     def is_beating(self) -> bool:
@@ -52,11 +58,10 @@ class Heart:
         self._thread = None
 
     def before_fork(self) -> None:
-        self._is_held = self._busy.acquire(timeout=_FORK_S)
+        self._busy.acquire(timeout=_FORK_S)
 
     def after_fork(self) -> None:
-        if self._is_held:
-            self._is_held = False
+        with contextlib.suppress(RuntimeError):
             self._busy.release()
 
     def abandon(self) -> None:

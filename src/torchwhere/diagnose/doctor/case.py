@@ -20,6 +20,7 @@ from torchwhere.place import Certainty, Place
 
 _UNSEEN_STALLS = 10
 _UNUSUAL = 10  # times the usual
+_UNSEEN_S = 2.0  # a job may have stood for so much longer than its monitor or its hearts have told
 _TIME_TO_TELL_S = 3.0  # a rank that stands still has left its stack by then, and what it sees of others
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
@@ -144,7 +145,8 @@ class Case:
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
         """How long a wait may last: of a job that is over, and can be given no more time, ten times what is usual, but not less
         than half of what it would be given. A job that is well pauses too, to save or to evaluate."""
-        return min(stall_s, max(stall_s / 2, self._usual_s(rank, key) * _UNUSUAL)) if self.is_over else stall_s
+        least = stall_s / 2
+        return max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL)) if self.is_over else stall_s
 
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
         """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in which it has hardly issued

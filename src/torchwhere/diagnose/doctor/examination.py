@@ -300,7 +300,8 @@ class _Examination:
         found = pace.pace(case.hearing)
         if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
-        is_unsure = case.is_over and (case.unheard or (case.all_in_one() and not case.have_finished))
+        is_open = not case.have_finished and (case.all_in_one() or bool(case.waits))  # they were in it, or waited, at the end
+        is_unsure = case.is_over and (case.unheard or is_open)
         certainty = Certainty.UNKNOWN if case.is_unknown_end else Certainty.INFERRED if is_unsure else Certainty.EXACT
         explanation = nobody.on_healthy(case, found)
         return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
