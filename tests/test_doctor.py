@@ -193,8 +193,11 @@ def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_nobody_watched(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
     """When all was killed and no monitor was there, the boxes alone tell the same: by their hearts, how long it had stood."""
-    verdict = outcome_of(outcomes, name, victim).after[Damage(is_watched=False)]
-    assert is_right(verdict, FAULTS[name][1], victim), verdict.explanation
+    verdict, expected = outcome_of(outcomes, name, victim).after[Damage(is_watched=False)], FAULTS[name][1]
+    if "dead" in expected.kinds and not verdict.culprits:  # all were killed so soon after one that nobody had noticed it
+        assert (verdict.kind, verdict.certainty) == ("healthy", "inferred"), verdict.explanation
+    else:
+        assert is_right(verdict, expected, victim), verdict.explanation
 
 
 @pytest.mark.parametrize("victim", VICTIMS)

@@ -139,7 +139,9 @@ class Case:
         if not self.is_live or waited is None:
             return True
         patience = self.patience_s(wait.rank, stall_s, wait.key)
-        is_for_nobody_heard = self.is_over and not wait.missing  # it had come, maybe, and all were past it: stacks would say so
+        # One of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so. Dumps, which
+        # nobody has seen the processes of, are of a moment at which something was wrong.
+        is_for_nobody_heard = self.is_over and bool(self.sightings) and not wait.missing
         return waited >= (max(patience, _TIME_TO_TELL_S) if is_for_nobody_heard else patience)
 
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
