@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torchwhere
 from rank_pool import Pool
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
-from torchwhere.blackbox.layout import CURSOR_HEART, HEADER_BYTES, HEADER_COPIES
+from torchwhere.blackbox.layout import CURSOR_HEART, HEADER_BYTES, HEADER_COPIES, RECORD
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import REST_MARK, BoxWriter
@@ -39,7 +40,7 @@ def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
         dist.all_reduce(torch.ones(1))
         time.sleep(3.5 * BEAT_S)  # it stands still here
         during = hearts()
-        told = Path(f"{folder}/rank{dist.get_rank()}.fault").read_text()
+        told = Path(f"{folder}/rank{dist.get_rank()}.rest").read_text()
         dist.barrier()
     return during, hearts(), told
 
@@ -55,7 +56,7 @@ def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -
         box = read_box(tmp_path / f"rank{rank}.box")
         (collective, *_) = box.events(kinds={"collective"})
         assert box.beat_ns > collective.t_ns + 2 * BEAT_S * 1e9
-    assert [path.name for path in tmp_path.glob("*.fault")] == []
+    assert [path.name for path in tmp_path.glob("*.rest")] == []
     kept = json.loads((tmp_path / f"witness-{socket.gethostname()}.json").read_text())
     assert {rank: (seen["alive"], seen["alive_ns"]) for rank, seen in kept["ranks"].items()} == {
         "0": (True, None),
@@ -117,20 +118,61 @@ def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     """An error of its own is said once, and after a few it beats no more."""
     monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    beats: list[int] = []
+
+    def fail(t_ns: int) -> None:
+        beats.append(t_ns)
+        raise ValueError("no beat")
+
+    monkeypatch.setattr(box, "beat", fail)
+    heart = Heart(box, on_rest=lambda: None)
+    heart.start()
+    assert heart._thread is not None
+    heart._thread.join(10)
+    assert len(beats) == 3
+    heart.stop()
+    box.close()
+    assert [record.message.partition(" failed")[0] for record in caplog.records] == ["torchwhere: the sense for the heartbeat"]
+
+
+def test_it_beats_on_where_there_is_no_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the beat needs no room."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.005)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     rests: list[int] = []
 
     def fail() -> None:
         rests.append(1)
-        raise ValueError("no room")
+        raise OSError(28, "No space left on device")
 
     heart = Heart(box, on_rest=fail)
     heart.start()
-    assert heart._thread is not None
-    heart._thread.join(10)
-    assert len(rests) == 3
+    at = box.cursor_at(0) + CURSOR_HEART
+    while len(rests) < 3:
+        time.sleep(0.01)
+    third = box.words[at]
+    time.sleep(0.5)
+    assert (len(rests), box.words[at] > third) == (3, True)
     heart.stop()
     box.close()
-    assert [record.message.partition("(")[2][:21] for record in caplog.records] == ["ValueError: no room)."]
+    assert len(caplog.records) == 1
+
+
+def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its last breath; but a folder that does not answer holds nobody back for long."""
+    monkeypatch.setattr("torchwhere.heart._LAST_LOOK_S", 0.2)
+    for lasts_s, is_done in ((0.0, True), (1.0, False)):
+        box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
+        heart = Heart(box, on_rest=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
+        heart.start()
+        thread = heart._thread
+        assert thread is not None
+        heart.stop(looks=True)
+        assert bool(done) == is_done
+        thread.join(10)
+        box.close()
 
 
 def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,11 +249,11 @@ def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None
     boxes = read_run(tmp_path).labels
     frames = '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
     for moment, stack in ((boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")), (5, ())):
-        text = f"{REST_MARK}{moment}\nThread 0x01 (most recent call first):\n{frames}"
-        (tmp_path / f"rank{VICTIM}.fault").write_text(text)
+        text = f"{REST_MARK}{moment}\n{frames}"
+        (tmp_path / f"rank{VICTIM}.rest").write_text(text)
         assert look(boxes)[VICTIM].stack == stack
     assert consult(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
-    (tmp_path / f"rank{VICTIM}.fault").write_text(text.replace(f"{REST_MARK}5", f"{REST_MARK}{boxes[VICTIM].last_ns + 1}"))
+    (tmp_path / f"rank{VICTIM}.rest").write_text(text.replace(f"{REST_MARK}5", f"{REST_MARK}{boxes[VICTIM].last_ns + 1}"))
     assert consult(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
 
 
@@ -247,3 +289,30 @@ def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     letter.unlink()
     Witness(tmp_path / "rank99.box", rank=99).look_around()
     assert not letter.exists()
+
+
+def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
+    """A wait as long as one at the same place that passed is held against nobody; it is told."""
+    killed_job(tmp_path, after_s=8)
+    assert consult(tmp_path, stall_s=10).culprits == (VICTIM,)
+    shift_times(tmp_path, by_s=7)  # the same wait, a step before: it lasted 7 s, and passed
+    verdict = consult(tmp_path, stall_s=10)
+    assert (verdict.kind, verdict.culprits) == ("healthy", ())
+    assert any("A pause looks like that too." in line for line in verdict.explanation)
+
+
+def shift_times(folder: Path, *, by_s: float) -> None:
+    """Make a pause in the middle of a synthetic job: what comes after the first half happened so much later."""
+    for path in folder.glob("rank*.box"):
+        box = read_box(path)
+        assert box.geometry is not None
+        data = bytearray(path.read_bytes())
+        numbers = box.records["number"]
+        for number in numbers[len(numbers) // 2 :].tolist():
+            at = box.geometry.ring_at + number % box.geometry.capacity * 64
+            record = list(RECORD.unpack(data[at : at + RECORD.size]))
+            record[1] += int(by_s * 1e9)
+            packed = RECORD.pack(*record)
+            data[at : at + 64] = packed + crc32(packed).to_bytes(4, "little")
+        path.write_bytes(data)
+        beat_at(path, int(by_s * 1e9) + int.from_bytes(data[HEADER_BYTES * HEADER_COPIES + 56 :][:8], "little"))

@@ -22,6 +22,6 @@ def failure(error: BaseException) -> str:
 def described(error: BaseException) -> str:
     """An exception of the user's in one line, also one whose own `__str__` raises."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:
         return type(error).__name__

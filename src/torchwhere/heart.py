@@ -19,6 +19,7 @@ from torchwhere.sense.trouble import Trouble
 BEAT_S = 1.0
 _REST_BEATS = 2  # without anything recorded: the job may have come to rest
 _JOIN_S = 5.0
+_LAST_LOOK_S = 1.0  # a folder that does not answer must not hold back an exception
 _FORK_S = 2.0  # a fork is held up for at most so long
 _KEPT_OPEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}  # faults of its own
 
@@ -34,7 +35,9 @@ class Heart:
         # lets go of it if it has it, which this kind of lock knows.
         self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
-        self.trouble = Trouble("the heartbeat", self._over.set)
+        self._rests, self._looks = True, False
+        self._trouble = Trouble("the heartbeat", self._over.set)
+        self._trouble_at_rest = Trouble("what a rank leaves that stands still", self._rest_no_more)
 
     def start(self) -> None:
         """Once; a second time changes nothing."""
@@ -44,17 +47,15 @@ class Heart:
                 thread.start()
                 self._thread = thread
             except Exception as error:  # no more threads for this process: it is watched without
-                self.trouble(error)
+                self._trouble(error)
 
-    @property
-    def is_beating(self) -> bool:
-        return self._thread is not None
-
-    def stop(self) -> None:
-        self.trouble.is_over = True
+    def stop(self, *, looks: bool = False) -> None:
+        """No beat after this. With `looks`, a last `on_rest`: a rank that has failed leaves what one that stands still does."""
+        self._looks = looks
         self._over.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_S)
+        if self._thread is not None:
+            self._thread.join(_LAST_LOOK_S if looks else _JOIN_S)
+        self._trouble.is_over = self._trouble_at_rest.is_over = True
         self._thread = None
 
     def before_fork(self) -> None:
@@ -77,10 +78,21 @@ class Heart:
                 self._box.beat(time.monotonic_ns())
                 before, seen = seen, self._box.present()
                 resting = resting + 1 if seen == before else 0
-                if resting >= _REST_BEATS and resting & (resting - 1) == 0:
-                    with self._busy:
-                        self._on_rest()
             except Exception as error:
-                self.trouble(error)
+                self._trouble(error)
+            if self._rests and resting >= _REST_BEATS and resting & (resting - 1) == 0:
+                self._rest()
             if self._over.wait(BEAT_S):
-                return
+                break
+        if self._looks:
+            self._rest()
+
+    def _rest(self) -> None:
+        try:
+            with self._busy:
+                self._on_rest()
+        except Exception as error:  # as on a full disk: it beats on, which takes no room
+            self._trouble_at_rest(error)
+
+    def _rest_no_more(self) -> None:
+        self._rests = False

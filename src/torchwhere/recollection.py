@@ -43,7 +43,7 @@ def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
 def as_kept(box: Labelled, seen: Sighting, *, is_once: bool = False) -> dict[str, Any]:
     """What was seen of a process, with whose it is. Who looks but once cannot say how long it was there: that it was alive then
     is left out."""
-    whose = {name: box.meta.get(name) for name in ("pid", "pid_started", "host")} | {"run": list(box.run)}
+    whose = {name: box.meta.get(name) for name in ("pid", "pid_started", "pid_namespace", "host")} | {"run": list(box.run)}
     moments = {"seen_ns": seen.alive_ns, "alive_ns": None} if is_once else {}
     return seen.to_dict() | moments | whose
 
@@ -85,7 +85,9 @@ def with_recollections(run: Roster[Any], hearing: Hearing) -> tuple[Hearing, lis
     lasts = [(said, said.last) for rank, said in hearing.testimonies.items() if rank not in wanted]
     moved_ns = max((said.issued_ns(*last) for said, last in lasts if last is not None), default=0)
     found, past = hearing.copy(), set[int]()
-    for number, letter in enumerate(_letters(run)):
+    began_ns = min(_started_ns(box) for box in run.labels.values())
+    letters = [letter for letter in _letters(run) if letter.read_ns >= began_ns]  # older: of an earlier run in the same folder
+    for number, letter in enumerate(letters):
         chosen = {said.label.path: said for said in letter.transcript.statements if _is_better(run, found, wanted, said)}
         found.admit(letter.transcript, clerk=_CLERK - number, wanted=chosen)
         ranks = {said.label.rank for said in chosen.values()}
@@ -94,6 +96,10 @@ def with_recollections(run: Roster[Any], hearing: Hearing) -> tuple[Hearing, lis
     recalled = [rank for rank in wanted if found.testimonies.get(rank) is not hearing.testimonies.get(rank)]
     found.recalled, found.past = frozenset(recalled), frozenset(past)
     return (found, _said(recalled, past)) if recalled else (hearing, [])
+
+
+def _started_ns(box: Labelled) -> int:
+    return started if isinstance(started := box.meta.get("started_ns"), int) else 0
 
 
 def _is_ill_heard(hearing: Hearing, rank: int) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torchwhere import identity
-from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file
+from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file, rest_file
 from torchwhere.errors import FAILED, TorchwhereError, failure
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.heart import Heart
@@ -40,6 +40,7 @@ from torchwhere.sense.locate import Locator
 from torchwhere.sense.modules import ModuleSense
 from torchwhere.sense.nesting import Nestings
 from torchwhere.sense.optimizers import OptimizerSense
+from torchwhere.sense.rest import RestFile
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
 
@@ -63,6 +64,7 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
+        self._rest_file = RestFile(rest_file(self._box.path)) if self._box.path is not None else None
         self.heart = Heart(self._box, on_rest=self._rest)
         self._make_senses(locator, module_events)
         self._install(model)
@@ -152,8 +154,9 @@ class Session:
         self.modules.remove()
         self._exceptions.remove()
         stack.forget()
-        if self._faults is not None:
-            self._faults.remove()
+        for file in (self._faults, self._rest_file):
+            if file is not None:
+                file.remove()
         self.recorder.phases.close()
         self._threads.close()
         self._box.close()
@@ -165,8 +168,7 @@ class Session:
             if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
-            if reason.startswith(FAILED) and self.heart.is_beating:
-                self._look_around()
+            self.heart.stop(looks=reason.startswith(FAILED))
         except Exception as error:
             log.warning("torchwhere: the end of the watch could not be recorded: %s", error)
         finally:
@@ -221,19 +223,16 @@ class Session:
             self.heart.start()
 
     def _rest(self) -> None:
-        """In the thread of the heart: nothing moves."""
-        if self._faults is not None:
-            self._faults.note_rest()
-        self._look_around()
-
-    def _look_around(self) -> None:
-        """Leave what is seen of other ranks: of a job that stands still, or that has failed, their boxes may be lost."""
-        if self._witness is None and self._box.path is not None:
+        """In the thread of the heart: nothing moves, or this rank has failed. Leave where it stands, and what it sees of those
+        around it, whose boxes may be lost."""
+        if self._rest_file is None or self._box.path is None:
+            return
+        self._rest_file.write()
+        if self._witness is None:
             from torchwhere.monitor.witness import Witness  # reads boxes: a job that never rests needs nothing of that
 
             self._witness = Witness(self._box.path, rank=self.recorder.rank)
-        if self._witness is not None:
-            self._witness.look_around()
+        self._witness.look_around()
 
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
@@ -277,6 +276,8 @@ class Session:
             self._box.rename(path)
             if self._faults is not None:
                 self._faults.rename(fault_file(path))
+            if self._rest_file is not None:
+                self._rest_file.rename(rest_file(path))
         except (TorchwhereError, OSError) as error:
             log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
 

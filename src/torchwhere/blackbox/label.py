@@ -13,8 +13,8 @@ from torchwhere.blackbox.layout import Geometry
 
 _USUAL = Geometry(capacity=1)  # cursors and tallies lie before the ring, at the same place in every box
 _KEPT = (
-    *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "stack_signal", "started_ns", "folder"),
-    *("oom_counter", "oom_kills", "flight_recorder", "counted"),
+    *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "pid_namespace", "stack_signal"),
+    *("started_ns", "folder", "oom_counter", "oom_kills", "flight_recorder", "counted"),
 )
 
 

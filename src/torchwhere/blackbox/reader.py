@@ -30,6 +30,17 @@ def read_box(path: str | Path) -> Box:
     return parse_box(data, path=path)
 
 
+def read_header(path: Path) -> Box:
+    """Who wrote a file, and nothing of what it holds; of one that cannot be read, an empty box."""
+    box = Box(path=path)
+    try:
+        with path.open("rb") as file:
+            _parse_header(box, file.read(HEADER_BYTES * HEADER_COPIES), os.fstat(file.fileno()).st_size)
+    except OSError:
+        pass
+    return box
+
+
 def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
     box = Box(path=path)
     _parse_header(box, data, len(data))

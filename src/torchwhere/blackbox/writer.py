@@ -50,9 +50,7 @@ from torchwhere.blackbox.layout import (
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
-REST_MARK = (
-    "torchwhere: at rest, "  # in a fault file, before the stacks of a process that stands still, and the wall clock in ns
-)
+REST_MARK = "torchwhere: at rest, "  # begins a rest file; the wall clock follows, in ns
 
 
 def box_name(rank: int) -> str:
@@ -60,8 +58,13 @@ def box_name(rank: int) -> str:
 
 
 def fault_file(box: Path) -> Path:
-    """Where a rank writes its stack when it crashes in C, when it is asked for it, and when it stands still."""
+    """Where a rank writes its stack when it crashes in C, or when it is asked for it."""
     return box.with_suffix(".fault")
+
+
+def rest_file(box: Path) -> Path:
+    """Where a rank writes its stack when it stands still."""
+    return box.with_suffix(".rest")
 
 
 class BoxWriter:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.label import Labelled
-from torchwhere.blackbox.writer import REST_MARK, fault_file
+from torchwhere.blackbox.writer import REST_MARK, fault_file, rest_file
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.host import py_spy
 from torchwhere.host.cgroup import limit_bytes, oom_kills
+from torchwhere.host.namespace import pid_namespace
 from torchwhere.host.py_spy import Frame, MainThread
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -44,7 +45,7 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
                 found[rank] = stack
     now_ns = time.time_ns()  # of the whole look: who is found gone was gone while the others were there
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
-    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host}
+    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host and _is_near(box)}
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
     found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
@@ -95,6 +96,12 @@ def _is_dying(pid: Any) -> bool:
     return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
 
 
+def _is_near(box: Labelled) -> bool:
+    """Whether the processes that this one sees are those that the writer of a box saw: not so from another container."""
+    namespace = box.meta.get("pid_namespace")
+    return namespace is None or namespace == pid_namespace()
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
@@ -127,10 +134,10 @@ def _last_words(box: Labelled) -> tuple[str | None, tuple[str, ...]]:
 
 def _rest(box: Labelled) -> tuple[tuple[str, ...], int | None]:
     """Where a process stood when it last came to rest, by its own words, and when that was; nothing if it has moved since."""
-    _, _, told = _read(fault_file(box.path)).rpartition(REST_MARK)
-    moment, _, text = told.partition("\n")
-    is_last = moment.isdecimal() and int(moment) > box.last_ns
-    return (main_thread(text), int(moment)) if is_last else ((), None)
+    first, _, text = _read(rest_file(box.path)).partition("\n")
+    moment = first.removeprefix(REST_MARK)
+    is_last = moment.isdecimal() and int(moment) > box.last_ns > 0  # of a box that is gone it is not known when it last moved
+    return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
 
 
 def _unseen(box: Labelled) -> Sighting:

@@ -12,11 +12,10 @@ import socket
 import time
 from pathlib import Path
 
-from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.label import label
-from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.label import Label, label
+from torchwhere.blackbox.reader import read_header
+from torchwhere.blackbox.shelf import Shelf
 from torchwhere.blackbox.writer import box_name
-from torchwhere.errors import TorchwhereError
 from torchwhere.host.processes import look
 from torchwhere.monitor.diary import Diary
 from torchwhere.monitor.role import write_whole
@@ -40,14 +39,13 @@ class Witness:
         if self._was_done():
             return
         read_ns, read_at = time.time_ns(), time.monotonic()
-        boxes = self._boxes()
-        if len(boxes) < 2 or not self._met <= boxes.keys():
+        labels = self._labels()
+        if len(labels) < 2 or not self._met <= labels.keys():
             return
-        self._met = set(boxes)
-        labels = {rank: label(box) for rank, box in boxes.items()}
+        self._met = set(labels)
         seen = {rank: as_kept(labels[rank], sighting, is_once=True) for rank, sighting in look(labels).items()}
         write_whole(self._diary.path.with_suffix(".json"), json.dumps({"role": WITNESS, "ranks": seen}))
-        self._diary.write(boxes, read_ns=read_ns, read_at=read_at)
+        self._diary.write(Shelf(labels, kept=1), read_ns=read_ns, read_at=read_at)  # one box in memory at a time
 
     def _was_done(self) -> bool:
         try:
@@ -55,19 +53,12 @@ class Witness:
         except OSError:
             return False
 
-    def _boxes(self) -> dict[int, Box]:
-        """The boxes of this life of this job on this host, its own among them."""
-        ranks = range(max(0, self._rank - _AROUND), self._rank + _AROUND + 1)
-        found = {rank: box for rank in ranks if (box := self._read(rank)) is not None}
-        own = found.get(self._rank)
-        if own is None:
-            return {}
-        return {rank: box for rank, box in found.items() if (box.run, box.meta.get("host")) == (own.run, self._host)}
-
-    def _read(self, rank: int) -> Box | None:
-        path = self._box.with_name(box_name(rank))
-        try:
-            box = read_box(path) if path.is_file() else None
-        except TorchwhereError:
-            return None
-        return box if box is not None and box.is_readable and box.rank == rank else None
+    def _labels(self) -> dict[int, Label]:
+        """Of the boxes of this life of this job on this host, its own among them."""
+        own = read_header(self._box)
+        found = {}
+        for rank in range(max(0, self._rank - _AROUND), self._rank + _AROUND + 1):
+            box = read_header(self._box.with_name(box_name(rank)))  # a few KB: most may be of other hosts
+            if box.is_readable and box.rank == rank and (box.run, box.meta.get("host")) == (own.run, self._host):
+                found[rank] = label(box)
+        return found if self._rank in found else {}

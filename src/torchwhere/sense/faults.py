@@ -1,23 +1,19 @@
-"""Last words: where a rank's Python stack goes when it crashes in C, when somebody outside asks for it, and when it rests.
+"""Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks for it.
 
 Python's own fault handler writes it, from C, without the GIL: it works while the process holds the GIL, waits or loops.
 A signal that nobody uses is made to mean "write your stack"; its number is in the box. A fault handler that the program
-enables, before or while we watch, is left as it is. All of it is taken back at the end, and a
-file without a crash or an answer is deleted.
+enables, before or while we watch, is left as it is. All of it is taken back at the end, and an empty
+file is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
-import os
 import signal
 import sys
-import time
 from io import FileIO
 from pathlib import Path
-
-from torchwhere.blackbox.writer import REST_MARK
 
 _FIRST_TRIED = 8  # above the first real-time signal; glibc keeps the lowest for itself, and some libraries the next
 
@@ -31,7 +27,6 @@ class Faults:
         self._is_enabler = False
         self._references = 0  # to the file, without those of the fault handler
         self.signal: int | None = None
-        self._rests = 0  # bytes that tell of rests alone
 
     def install(self) -> None:
         self._file = FileIO(self._path, "wb")
@@ -45,20 +40,11 @@ class Faults:
                 self.signal = number
                 return
 
-    def note_rest(self) -> None:
-        """Nothing moves: leave the stacks of all threads, as Python's fault handler shows them."""
-        file = self._file
-        if file is not None:
-            before = file.seek(0, os.SEEK_END)
-            file.write(f"{REST_MARK}{time.time_ns()}\n".encode())
-            faulthandler.dump_traceback(file, all_threads=True)
-            self._rests += file.seek(0, os.SEEK_END) - before
-
     def remove(self) -> None:
         if self._file is not None:
             self.abandon()
             with contextlib.suppress(OSError):
-                if self._path.stat().st_size == self._rests:  # of no use to anybody: it did not stand still for good
+                if self._path.stat().st_size == 0:
                     self._path.unlink()
 
     def abandon(self) -> None:

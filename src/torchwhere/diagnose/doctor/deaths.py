@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
@@ -44,6 +44,7 @@ class Deaths:
     hearing: Hearing
     sightings: Mapping[int, Sighting]
     now_ns: int | None  # the last moment at which one of them was alive, by whoever saw it or by its own heart
+    by_hand: Mapping[int, int] = field(default_factory=dict)  # ranks that somebody interrupted, and when
     _somebody_hung_up: bool | None = None
     _together: bool | None = None
     _is_over: bool | None = None
@@ -52,6 +53,8 @@ class Deaths:
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
         end = self.hearing.testimonies[rank].end
+        if self.was_ended_by_hand(rank):
+            return False
         if end is not None:
             return not ended_well(end)
         return self._sighting(rank).ended is not None or self._unfinished(rank) is not None
@@ -77,6 +80,13 @@ class Deaths:
                 and not any(self._was_seen_gone(rank) or self.sightings[rank].out_of_memory for rank in silent)
             )
         return self._together
+
+    def was_ended_by_hand(self, rank: int) -> bool:
+        """Whether a rank was interrupted with the others, or noticed that these were."""
+        if rank in self.by_hand or not self.by_hand:
+            return rank in self.by_hand
+        error = self.hearing.testimonies[rank].exception
+        return error is not None and error.t_ns > min(self.by_hand.values()) - _SAME_DEATH_NS and self.was_hung_up_on(rank)
 
     @property
     def failed_unseen(self) -> bool:

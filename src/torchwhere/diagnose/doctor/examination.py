@@ -16,8 +16,9 @@ from torchwhere.diagnose.doctor import advice, circle_advice, nobody, pace
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.circles import blame, has_left_out, turns_away
 from torchwhere.diagnose.doctor.deaths import Deaths
-from torchwhere.diagnose.doctor.gathering import on_gathering
+from torchwhere.diagnose.doctor.gathering import on_gathering, waits_in
 from torchwhere.diagnose.doctor.habits import Habits
+from torchwhere.diagnose.doctor.interruption import interrupted
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.splits import unfitting
@@ -48,7 +49,7 @@ def examine(
     """
     hearing = counted_alike(hearing if hearing is not None else heard(run))
     seen = dict(sightings or {})
-    deaths = Deaths(hearing, seen, now_ns)
+    deaths = Deaths(hearing, seen, now_ns, interrupted(hearing, waited_s=stall_s / 2))
     stopped = {rank for rank, sighting in seen.items() if sighting.is_stopped and rank in hearing.testimonies}
     held = stopped | {rank for rank in hearing.testimonies if deaths.is_dead(rank) and not deaths.died_of_the_end(rank)}
     failed_in_it = {rank for rank in deaths.failed() if deaths.was_hung_up_on(rank) or deaths.gave_up(rank)} if held else ()
@@ -209,6 +210,7 @@ class _Examination:
             owing = self._owing()
             if owing:
                 blamed, wait = owing, self._wait_for(owing)
+        blamed = [rank for rank in blamed if rank not in case.hearing.testimonies or waits_in(case, rank) is None]
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s) or self._is_habit(wait):
             return None
         if not case.is_live or wait.unheard or (case.is_over and (case.waited_s(wait) or 0.0) < self.stall_s):
@@ -297,13 +299,19 @@ class _Examination:
                 explanation=pace.sentences(late),
                 facts=late.to_dict(),
             )
-        found = pace.pace(case.hearing)
+        found, failed = pace.pace(case.hearing), case.deaths.failed()
+        if case.is_over and failed and not case.deaths.were_killed_together:
+            said = advice.on_dead_together(case, failed)
+            return case.verdict(VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=said)
         if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
-        is_open = not case.have_finished and (case.all_in_one() or bool(case.waits))  # they were in it, or waited, at the end
-        is_unsure = case.is_over and (case.unheard or is_open)
-        certainty = Certainty.UNKNOWN if case.is_unknown_end else Certainty.INFERRED if is_unsure else Certainty.EXACT
-        explanation = nobody.on_healthy(case, found)
+        makes_groups = any(waits_in(case, rank) for rank in case.hearing.testimonies)
+        is_open = not case.have_finished and (case.all_in_one() or bool(case.waits) or makes_groups)  # as the job ended
+        quiet_s = case.quiet_s(self.stall_s)
+        is_unsure = quiet_s is not None or (case.is_over and (case.unheard or is_open))
+        is_unknown = case.is_unknown_end or (case.is_over and quiet_s is not None)
+        certainty = Certainty.UNKNOWN if is_unknown else Certainty.INFERRED if is_unsure else Certainty.EXACT
+        explanation = nobody.on_healthy(case, found) if quiet_s is None else nobody.on_quiet(case, quiet_s, found)
         return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
 
     def _unheard_to_the_end(self, found: pace.Pace) -> Verdict:

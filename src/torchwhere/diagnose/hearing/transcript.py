@@ -19,6 +19,7 @@ from torchwhere.blackbox.label import Label, label
 from torchwhere.diagnose.hearing.sorting import Sorted, Sorter, narrow
 from torchwhere.diagnose.hearing.terms import Group, Signature, Spot, StreamKey
 from torchwhere.diagnose.hearing.vocabulary import Vocabulary
+from torchwhere.errors import FAILED
 from torchwhere.events import Event, Kind
 from torchwhere.place import Place
 
@@ -229,12 +230,23 @@ def _making(event: Event, is_made: bool) -> Making:
 
 
 def _in_collective_since(box: Box, moved_ns: int) -> int | None:
-    """Wall clock of its last record, if that is a collective and no cursor has moved since; else None."""
-    records = box.records
+    """Wall clock of its last record, if that is a collective and no cursor has moved since; else None. That it was interrupted
+    there, by hand, says nothing else of where it was."""
+    records = box.records[: len(box.records) - _interruption(box)]
     if not len(records) or records["kind"][-1] != int(Kind.COLLECTIVE):
         return None
     issued = box.wall_ns(int(records["t_ns"][-1]))
     return None if moved_ns > issued + _SAME_MOMENT_NS else issued
+
+
+def _interruption(box: Box) -> int:
+    """How many records at the end say that it was interrupted by hand."""
+    last = box.event(len(box.records) - 1) if len(box.records) else None
+    if last is None or last.kind not in (Kind.END.label, Kind.EXCEPTION.label):
+        return 0
+    if not str(last.fields.get("reason", last.fields.get("text"))).removeprefix(FAILED).startswith("KeyboardInterrupt"):
+        return 0
+    return 2 if len(box.records) > 1 and box.records["kind"][-2] == int(Kind.EXCEPTION) else 1
 
 
 def _last_line(box: Box) -> str | None:
