@@ -19,7 +19,7 @@ import torchwhere
 from rank_pool import Pool
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
-from torchwhere.blackbox.layout import CURSOR_HEART, HEADER_BYTES, HEADER_COPIES, RECORD
+from torchwhere.blackbox.layout import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import REST_MARK, BoxWriter
@@ -316,3 +316,44 @@ def shift_times(folder: Path, *, by_s: float) -> None:
             data[at : at + 64] = packed + crc32(packed).to_bytes(4, "little")
         path.write_bytes(data)
         beat_at(path, int(by_s * 1e9) + int.from_bytes(data[HEADER_BYTES * HEADER_COPIES + 56 :][:8], "little"))
+
+
+def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> None:
+    """Where no rank waits for another, and none has done anything for long, it is said where they stood, and no more."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    for path in tmp_path.glob("rank*.box"):
+        move_cursor(path)  # they have left their last collective
+        beat_at(path, int(read_box(path).records["t_ns"].max()) + 40 * 10**9)
+    verdict = consult(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("healthy", (), "unknown")
+    assert verdict.explanation[0].startswith("The job is over. In its last 40 s no rank has recorded anything, and none waits")
+    assert verdict.explanation[-1] == "Whether they work there, or hang, does not show. Look at: these lines."
+
+
+def move_cursor(box: Path) -> None:
+    t_ns = int(read_box(box).records["t_ns"].max()) + 10**9
+    with box.open("r+b") as file:
+        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_TIME)
+        file.write(t_ns.to_bytes(8, "little"))
+
+
+def test_another_container_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another PID namespace cannot be seen from here: that its number is not found does not mean it is gone."""
+    with torchwhere.watch(out=tmp_path):
+        (box,) = read_run(tmp_path).labels.values()
+        assert look({0: box})[0].alive is True
+        monkeypatch.setattr("torchwhere.host.processes.pid_namespace", lambda: -1)
+        assert look({0: box})[0].alive is None
+
+
+def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
+    """What a witness could not find may be there all the same: a beat that came after it says so."""
+    killed_job(tmp_path, after_s=0.05)
+    box = read_run(tmp_path).labels[VICTIM]
+    seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
+    kept = tmp_path / "witness-elsewhere.json"
+    kept.write_text(json.dumps({"ranks": {VICTIM: seen}}))
+    assert consult(tmp_path).kind == "healthy"
+    kept.write_text(json.dumps({"ranks": {VICTIM: seen | {"gone_ns": box.last_ns + 10**7}}}))
+    beat_at(box.path, 1)
+    assert (consult(tmp_path).kind, consult(tmp_path).culprits) == ("dead", (VICTIM,))

@@ -136,8 +136,8 @@ class Case:
 
     def _heart_stopped(self, rank: int) -> str | None:
         """That a rank had not beaten for long when the job ended, as others had: its Python could not run."""
-        beat_ns = self.hearing.testimonies[rank].label.beat_ns
-        if not self.is_over or not beat_ns or self.now_ns is None or self.now_ns - beat_ns < _HEART_STOPPED_NS:
+        beat_ns, has_ended = self.hearing.testimonies[rank].label.beat_ns, self.hearing.testimonies[rank].end is not None
+        if not self.is_over or not beat_ns or has_ended or self.now_ns is None or self.now_ns - beat_ns < _HEART_STOPPED_NS:
             return None
         before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
         return f"its heart stopped {before}: in C code that keeps the GIL, stopped by a signal, or gone"
