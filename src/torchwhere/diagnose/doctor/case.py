@@ -41,9 +41,11 @@ class Case:
     is_suspicion: bool = False
     is_together: bool = False  # all stand in one collective, and that is the matter
     standing: frozenset[int] = frozenset()  # after ranks have parted: those who stand in a collective
+    is_over: bool = field(init=False)  # no process of the job is known to be there any more
     recorded_ns: int = field(init=False)  # the last moment of which a box tells
 
     def __post_init__(self) -> None:
+        self.is_over = not any(sighting.alive for sighting in self.sightings.values())
         self.recorded_ns = max((self._recorded_ns(rank) for rank in self.hearing.testimonies), default=0)
         if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
             self.now_ns = max(self.now_ns, self.recorded_ns)
@@ -65,11 +67,6 @@ class Case:
 
     def sighting(self, rank: int) -> Sighting:
         return self.sightings.get(rank, Sighting())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether no process of the job is known to be there any more."""
-        return not any(sighting.alive for sighting in self.sightings.values())
 
     @property
     def is_unknown_end(self) -> bool:

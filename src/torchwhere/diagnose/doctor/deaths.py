@@ -49,6 +49,7 @@ class Deaths:
     _together: bool | None = None
     _is_over: bool | None = None
     _looked: int | None = None
+    _first_by_hand: int | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
@@ -85,8 +86,10 @@ class Deaths:
         """Whether a rank was interrupted with the others, or noticed that these were."""
         if rank in self.by_hand or not self.by_hand:
             return rank in self.by_hand
+        if self._first_by_hand is None:
+            self._first_by_hand = min(self.by_hand.values())
         error = self.hearing.testimonies[rank].exception
-        return error is not None and error.t_ns > min(self.by_hand.values()) - _SAME_DEATH_NS and self.was_hung_up_on(rank)
+        return error is not None and error.t_ns > self._first_by_hand - _SAME_DEATH_NS and self.was_hung_up_on(rank)
 
     @property
     def failed_unseen(self) -> bool:
