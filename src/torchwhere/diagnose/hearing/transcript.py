@@ -241,12 +241,13 @@ def _in_collective_since(box: Box, moved_ns: int) -> int | None:
 
 def _interruption(box: Box) -> int:
     """How many records at the end say that it was interrupted by hand."""
-    last = box.event(len(box.records) - 1) if len(box.records) else None
-    if last is None or last.kind not in (Kind.END.label, Kind.EXCEPTION.label):
+    kinds = box.records["kind"]
+    if not len(kinds) or kinds[-1] not in (int(Kind.END), int(Kind.EXCEPTION)):
         return 0
-    if not str(last.fields.get("reason", last.fields.get("text"))).removeprefix(FAILED).startswith("KeyboardInterrupt"):
+    told = box.event(len(kinds) - 1).fields
+    if not str(told.get("reason", told.get("text"))).removeprefix(FAILED).startswith("KeyboardInterrupt"):
         return 0
-    return 2 if len(box.records) > 1 and box.records["kind"][-2] == int(Kind.EXCEPTION) else 1
+    return 2 if len(kinds) > 1 and kinds[-2] == int(Kind.EXCEPTION) else 1
 
 
 def _last_line(box: Box) -> str | None:
