@@ -98,7 +98,9 @@ class Case:
         error = testimony.exception if has_said_where else None
         place = error.place if error is not None else testimony.place
         folder = f"{testimony.label.meta.get('folder')}/"
-        line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or testimony.statement.last_line
+        told = place.line if error is not None else None  # of one that has failed, the stack is that of its end
+        seen = (user_line(self.sighting(rank).stack) or "").removeprefix(folder)
+        line = told or seen or place.line or testimony.statement.last_line
         return Place(
             rank=rank,
             step=place.step,
