@@ -135,9 +135,10 @@ class Player:
         offsets: Sequence[int] | None = None,
         records: int | None = None,
         backend: str = "gloo",
+        queued: Sequence[float] | None = None,
     ) -> None:
         """The boxes. `skews` of the clock that each rank goes by; `offsets` what each takes for its wall-clock offset; with
-        room for so many `records`, if not for all."""
+        room for so many `records`, if not for all; `queued`, the share of its time for which each waited for a CPU."""
         for rank, events in enumerate(self.log):
             offset = (offsets or [0] * len(self.log))[rank]
             meta = {
@@ -151,6 +152,8 @@ class Player:
             }
             box = BoxWriter(folder / box_name(rank), meta=meta, records=records or max(8, len(events)))
             self._fill(box, events, skews[rank], backend)
+            for second in range(int(events[-1][0] / 1e9) + 1 if queued is not None else 0):
+                box.beat(BOOT_NS + skews[rank].shows(second * 1e9), queued_ns=int((queued or [])[rank] * 1e9))
             box.close()
 
     def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew, backend: str) -> None:

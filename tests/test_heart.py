@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -120,7 +122,7 @@ def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats: list[int] = []
 
-    def fail(t_ns: int) -> None:
+    def fail(t_ns: int, *, queued_ns: int | None = None) -> None:
         beats.append(t_ns)
         raise ValueError("no beat")
 
@@ -182,12 +184,12 @@ def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
     beats, rests = 0, list[int]()
     beat = box.beat
 
-    def counted(t_ns: int) -> None:
+    def counted(t_ns: int, *, queued_ns: int | None = None) -> None:
         nonlocal beats
         beats += 1
         if beats == 20:
             box.words[box.cursor_at(1)] = 7  # a cursor moves
-        beat(t_ns)
+        beat(t_ns, queued_ns=queued_ns)
 
     monkeypatch.setattr(box, "beat", counted)
     heart = Heart(box, on_rest=lambda: rests.append(beats))
@@ -198,6 +200,52 @@ def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
     heart.stop()
     box.close()
     assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]  # the first beat has nothing to compare with; the 20th saw a move after it
+
+
+CROWDED = """
+import os, sys, time
+from pathlib import Path
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.heart import BEAT_S, Heart
+
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+hogs = [os.fork() or exec("while True: pass") for _ in range(2)]
+box = BoxWriter(Path(sys.argv[1]), meta={"rank": 0})
+heart = Heart(box, on_rest=lambda: None)
+heart.start()
+end = time.monotonic() + 3.5 * BEAT_S
+while time.monotonic() < end:
+    pass
+heart.stop()
+for hog in hogs:
+    os.kill(hog, 9)
+"""
+
+
+def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
+    """Of three that share a core each waits most of the time, and the box says so, beat by beat."""
+    path = tmp_path / "rank0.box"
+    subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=60)
+    beats = read_box(path).queued()
+    lasted, waited = (beats[-1][0] - beats[0][0]) / 1e9, sum(wait for _, wait in beats[1:]) / 1e9
+    assert len(beats) >= 2
+    assert lasted > BEAT_S
+    assert 0.3 < waited / lasted < 1.0
+
+
+def test_the_last_waits_are_kept(tmp_path: Path) -> None:
+    """As many as there is room for, in their order, whatever the monotonic clock shows; and none where nothing is told."""
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "clock_offset_ns": WALL_NS})
+    begin = (1 << 32) * 10**6 - 20 * 10**9  # in ms it goes round meanwhile
+    for beat in range(40):
+        box.beat(begin + beat * 10**9, queued_ns=beat * 10**6)
+    expected = [(WALL_NS + begin + beat * 10**9, beat * 10**6) for beat in range(25, 40)]
+    assert read_box(tmp_path / "rank0.box").queued() == expected
+    box.close()
+    untold = BoxWriter(tmp_path / "rank1.box", meta={"rank": 1})
+    untold.beat(10**9)
+    assert read_box(tmp_path / "rank1.box").queued() == []
+    untold.close()
 
 
 # -- what is made of it ----------------------------------------------------------------------------------------------------

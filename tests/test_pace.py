@@ -155,6 +155,46 @@ def test_no_false_alarm(tmp_path: Path, noise: str) -> None:
         assert played(folder, lambda rank, at: max(1e6, NOISE[noise](chance, rank, at)), rounds=rounds) is None
 
 
+# -- for want of a CPU -----------------------------------------------------------------------------------------------------
+
+
+def crowded(folder: Path, queued: list[float], *, rounds: int) -> Straggler | None:
+    """Rank 1 takes longer in each step, and each rank waits for a CPU for such a share of the time."""
+
+    def program(rank: int) -> list[Act]:
+        return [mark(Kind.STEP_BEGIN), work(USUAL_NS + SLOW_NS * (rank == 1)), call(WORLD)] * rounds
+
+    folder.mkdir()
+    Player([program(rank) for rank in WORLD]).play().write(folder, [Skew()] * 4, ["node0"] * 4, queued=queued)
+    return straggler(heard(read_run(folder)))
+
+
+def test_crowded_cores(tmp_path: Path) -> None:
+    """Where all ranks of a host wait for CPUs, one that is late for some seconds is not named; for half a minute, it is."""
+    everybody = [0.4, 0.6, 0.4, 0.4]
+    assert crowded(tmp_path / "short", everybody, rounds=400) is None
+    late = crowded(tmp_path / "long", everybody, rounds=2600)
+    assert late is not None
+    assert (late.ranks, late.lacks_cpu) == ((1,), True)
+
+
+def test_a_crowded_core(tmp_path: Path) -> None:
+    """Where one rank waits for a CPU and its neighbours do not, it is named after five seconds, and why it is late is said."""
+    assert crowded(tmp_path / "short", [0.0, 0.6, 0.0, 0.0], rounds=120) is None
+    late = crowded(tmp_path / "long", [0.0, 0.6, 0.0, 0.0], rounds=400)
+    assert late is not None
+    assert late.queued == pytest.approx(0.6, abs=0.01)
+    assert "For 60% of the time it waited for a CPU: something else runs on those it may use." in sentences(late)[0]
+
+
+def test_late_for_another_reason(tmp_path: Path) -> None:
+    """Whoever loses more than a CPU could have saved is named at once, on a crowded host too."""
+    late = crowded(tmp_path / "run", [0.2] * 4, rounds=60)
+    assert late is not None
+    assert (late.ranks, late.lacks_cpu) == ((1,), False)
+    assert "CPU" not in sentences(late)[0]
+
+
 def test_pace_without_steps(tmp_path: Path) -> None:
     """A job that counts no steps has a pace too: collectives a second."""
     played(tmp_path, lambda _, __: USUAL_NS, has_steps=False)

@@ -3,6 +3,8 @@
 When all processes of a job have been killed, the boxes alone tell whether it hung or was only passing through: by how long
 the last beat came after the last thing that was recorded. A process whose main thread waits, in a collective or a lock, beats
 on; one that is stopped, or holds the GIL in C, does not. A rank that has come to rest has time to do more: `on_rest`.
+
+Beside each beat it writes for how long the main thread was ready to run and had no CPU: who is late for that is not to blame.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.host.queue import queued_ns
 from torchwhere.sense.trouble import Trouble
 
 BEAT_S = 1.0
@@ -36,6 +39,7 @@ class Heart:
         self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
         self._rests, self._looks = True, False
+        self._queued_ns = 0
         self._trouble = Trouble("the heartbeat", self._over.set)
         self._trouble_at_rest = Trouble("what a rank leaves that stands still", self._rest_no_more)
 
@@ -75,7 +79,7 @@ class Heart:
         resting, seen = 0, b""
         while True:
             try:
-                self._box.beat(time.monotonic_ns())
+                self._beat()
                 before, seen = seen, self._box.present()
                 resting = resting + 1 if seen == before else 0
             except Exception as error:
@@ -86,6 +90,14 @@ class Heart:
                 break
         if self._looks:
             self._rest()
+
+    def _beat(self) -> None:
+        queued = queued_ns()
+        if queued is not None:
+            waited, self._queued_ns = queued - (self._queued_ns or queued), queued
+            self._box.beat(time.monotonic_ns(), queued_ns=waited)
+        else:
+            self._box.beat(time.monotonic_ns())
 
     def _rest(self) -> None:
         try:

@@ -97,6 +97,22 @@ class Box(Shown):
         beat = int.from_bytes(self._head[at : at + 8], "little") if self.geometry and self.geometry.cursors else 0
         return self.wall_ns(beat) if beat else 0
 
+    def queued(self) -> list[tuple[int, int]]:
+        """For how long its main thread waited for a CPU, as its heart found: (wall clock of a beat, ns since the one before),
+        of the last few beats. Empty where the kernel does not tell."""
+        geometry, beat_ns = self.geometry, self.beat_ns
+        if geometry is None or not beat_ns:
+            return []
+        cursors = self._head[geometry.cursors_at + layout.CURSOR_BYTES : geometry.tallies_at]
+        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")[layout.CURSOR_HEART :: layout.CURSOR_BYTES // 8]
+        beat_ms = (beat_ns - self.wall_ns(0)) // 10**6
+        known = [
+            ((beat_ms - (word >> layout.QUEUED_SHIFT)) & layout.QUEUED_MASK, word & layout.QUEUED_MASK)
+            for word in words
+            if word
+        ]
+        return sorted((beat_ns - age_ms * 10**6, waited_us * 1000) for age_ms, waited_us in known)
+
     @property
     def pulse(self) -> int:
         """A sum of its cursors and tallies: another one as soon as something is recorded."""

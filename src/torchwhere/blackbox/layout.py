@@ -51,8 +51,12 @@ NO_STEP = 0xFFFFFFFF
 
 # Words of a cursor slot, 8 bytes each, each written in one store.
 # The thread is its number + 1: 0 says that it was not written.
-# The last is not the thread's: in the first slot it is when the process was last there, by its heart; 0 if it has none.
+# The last is not the thread's but the heart's: in the first slot it is when the process was last there; 0 if it has none. In
+# the others, one after another and again from the first, for how long the main thread waited for a CPU before a beat.
 CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE, CURSOR_HEART = range(8)
+# Such a wait in one word: the beat in ms, by the monotonic clock, above; below, µs. Both go round.
+QUEUED_SHIFT = 32
+QUEUED_MASK = 0xFFFFFFFF
 # Words of a tally slot.
 TALLY_WHO, TALLY_COUNT, TALLY_TIME, TALLY_RECORD = range(4)
 
@@ -133,6 +137,15 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
     )
     body = (fixed + meta).ljust(HEADER_BYTES - CRC.size, b"\0")
     return body + CRC.pack(zlib.crc32(body))
+
+
+def without_heart(words: bytes, *, cursors: int) -> bytes:
+    """Cursors, and what follows them, without the words that a heart writes: a rank that stands still beats on, and that is no
+    move."""
+    found, end = bytearray(words), min(len(words), cursors * CURSOR_BYTES)
+    for at in range(CURSOR_HEART * 8, CURSOR_HEART * 8 + 8):
+        found[at:end:CURSOR_BYTES] = bytes(len(range(at, end, CURSOR_BYTES)))
+    return bytes(found)
 
 
 def pack_entry(entry_id: int, sort: int, payload: bytes) -> bytes:

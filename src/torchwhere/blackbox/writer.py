@@ -34,6 +34,8 @@ from torchwhere.blackbox.layout import (
     MODULE_SHIFT,
     PASS_MASK,
     PASS_SHIFT,
+    QUEUED_MASK,
+    QUEUED_SHIFT,
     RECORD,
     RECORD_BYTES,
     RECORD_OF_PLACE,
@@ -46,6 +48,7 @@ from torchwhere.blackbox.layout import (
     pack_entry,
     pack_header,
     pack_text,
+    without_heart,
 )
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
@@ -88,6 +91,7 @@ class BoxWriter:
         self._entries = itertools.count(1)
         self._table_end = self._written_end = self.geometry.table_at
         self._tally_slots: dict[object, int] = {}
+        self._beats = 0
         self._text_end = 0
         self._numbers = itertools.count()
         self.meta = meta
@@ -325,14 +329,17 @@ class BoxWriter:
         """Index of a cursor slot's first word in `words`. Threads beyond the last slot share it."""
         return (self.geometry.cursors_at + min(slot, CURSORS - 1) * CURSOR_BYTES) >> 3
 
-    def beat(self, t_ns: int) -> None:
-        """The process is there."""
+    def beat(self, t_ns: int, *, queued_ns: int | None = None) -> None:
+        """The process is there; and since the last beat its main thread waited so long for a CPU."""
+        if queued_ns is not None:
+            waited = (t_ns // 10**6 & QUEUED_MASK) << QUEUED_SHIFT | (queued_ns // 1000 & QUEUED_MASK)
+            self.words[self.cursor_at(1 + self._beats % (CURSORS - 1)) + CURSOR_HEART] = waited
+            self._beats += 1
         self.words[self.cursor_at(0) + CURSOR_HEART] = t_ns
 
     def present(self) -> bytes:
         """All cursors and tallies, as they are, without the heart: what moves changes them."""
-        heart_at = self.geometry.cursors_at + 8 * CURSOR_HEART
-        return self._map[self.geometry.cursors_at : heart_at] + self._map[heart_at + 8 : self.geometry.ring_at]
+        return without_heart(self._map[self.geometry.cursors_at : self.geometry.ring_at], cursors=CURSORS)
 
     def tally_at(self, who: tuple[int, int, int]) -> int | None:
         """Index of the tally words of one counted stream (group, source, destination).

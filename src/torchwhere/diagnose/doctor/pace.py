@@ -6,7 +6,8 @@ as long as they are fewer than the others. That somebody is late now and then is
 these same ranks so often that chance would hardly ever do it, and still go on.
 
 Arrivals are compared by the clocks of the ranks' hosts, aligned as far as can be: against ranks of other hosts one is called
-late only by much more than those can be off (`one_clock.py`). The verdict is `inferred`.
+late only by much more than those can be off (`one_clock.py`). Who may be late for want of a CPU (`crowding.py`) is named only
+after a good while. The verdict is `inferred`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.doctor.advice import ranks_said
+from torchwhere.diagnose.doctor.crowding import Crowding, crowding
 from torchwhere.diagnose.doctor.lateness import Lost, lost
 from torchwhere.diagnose.doctor.mismatch import Window, longer_windows, windows
 from torchwhere.diagnose.doctor.one_clock import Trust, by_one_clock
@@ -38,6 +40,7 @@ _ALWAYS = (
 )
 _COST_AT_TIMES = 0.3  # (of four ranks on two busy cores one was measured to cost up to 0.25 of three seconds)
 _LONG_NS = 5e9
+_CROWDED_NS = 30e9  # where all ranks of a host lack CPUs
 _LATE_NS = 2_000_000
 _TIMES_AS_LATE = 2.0  # as the next of the others
 _CHANCE = 1e-5  # of a false alarm, where anyone is late as often as any other
@@ -82,6 +85,8 @@ class Straggler:
     after: str | None  # the last thing it did before the time was lost
     before: str | None  # the collective it was late at
     phase: str | None
+    queued: float | None = None  # the share of the time for which it waited for a CPU; None if that is not known
+    lacks_cpu: bool = False  # whether it may be late for that
     unsure_s: float = 0.0  # by about so much the clocks of its host and of others may be off
     group: str | None = None  # whose collectives are counted where no steps are, and
     since_number: int | None = None  # the first of them
@@ -130,23 +135,45 @@ class _Late(NamedTuple):
     first: int  # the round from which on was looked
     is_late: npt.NDArray[np.bool_]  # the worst of them, in each round
     doubt_ns: float
+    crowding: Crowding | None = None
+
+    @property
+    def elapsed_ns(self) -> float:
+        return float(self.lost.starts[-1] - self.lost.starts[self.first])
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """From which to which number of the window was looked."""
+        return int(self.lost.columns[self.lost.begins[self.first]]), int(self.lost.columns[-1])
 
 
 def _late_in(hearing: Hearing, window: Window) -> _Late | None:
+    by_own_clocks = window
     window, trust = by_one_clock(hearing, window)
     found = lost(window, waits="gloo" in (hearing.group(window.key).backend or "gloo"))
-    late = _late_in_rounds(window, trust, found) if found is not None else None
-    if late is None:
-        return None
-    rows = tuple(row for row in late.rows if not _is_dragged(hearing, late, row))
-    return late._replace(rows=rows) if rows else None
+    for late in _late_in_rounds(window, trust, found) if found is not None else ():
+        rows = tuple(row for row in late.rows if not _is_dragged(hearing, late, row))
+        if not rows:
+            return None
+        crowded = crowding(hearing, by_own_clocks, rows[0], columns=late.columns, late=rows)
+        if late.elapsed_ns >= _long_enough_ns(crowded, late.share):
+            return late._replace(rows=rows, crowding=crowded)
+    return None
 
 
-def _late_in_rounds(window: Window, trust: Trust, found: Lost) -> _Late | None:
+def _long_enough_ns(crowded: Crowding | None, share: float) -> float:
+    """How long a rank must be late, if it may be for want of a CPU: whom the scheduler lets wait changes, mostly soon."""
+    if crowded is None or not crowded.explains(share):
+        return 0.0
+    return _CROWDED_NS if crowded.is_everybodys else _LONG_NS
+
+
+def _late_in_rounds(window: Window, trust: Trust, found: Lost) -> Iterator[_Late]:
+    """In the last rounds, in twice as many, and so on."""
     count = found.rounds.shape[1]
     lengths = (*takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))), count)
     tried = (_late_since(window, trust, found, count - length) for length in lengths)
-    return next((late for late in tried if late is not None), None)
+    return (late for late in tried if late is not None)
 
 
 def _late_since(window: Window, trust: Trust, found: Lost, first: int) -> _Late | None:
@@ -240,6 +267,8 @@ def _straggler(hearing: Hearing, late: _Late, ranks: tuple[int, ...]) -> Straggl
         after=after,
         before=before,
         phase=phase,
+        queued=late.crowding.own if late.crowding is not None else None,
+        lacks_cpu=late.crowding is not None and late.crowding.explains(late.share),
         unsure_s=late.doubt_ns / 1e9,
         group=None if found.has_steps else hearing.group(late.window.key).title,
         since_number=None if found.has_steps else since,
@@ -333,6 +362,8 @@ def sentences(found: Straggler) -> tuple[str, ...]:
     late = f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds}, since {since}"
     by = f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms." if found.unsure_s else ""
     said = f"{who} {is_are} late by {late}: that costs the job {found.share:.0%} of its time.{by}"
+    if found.lacks_cpu:
+        said += f" For {found.queued:.0%} of the time it waited for a CPU: something else runs on those it may use."
     if not found.after or not found.before:
         return (said,)
     one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for one,"
