@@ -25,10 +25,12 @@ from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
 from torchwhere.host import py_spy
+from torchwhere.recollection import DOCTOR, MONITOR
 
 AT_ONCE = 4
 STEPS_ENOUGH = 40
-NOTICED_S = 1.0  # a rank that died, and all the others before they could notice it, were killed together
+ALL = (MONITOR, DOCTOR)  # who kept notes: its monitor, and the doctor who was asked while it was there
+BARE: tuple[str, ...] = ()  # nobody looked at it but its own ranks
 VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
 
 
@@ -66,7 +68,7 @@ class Damage:
 
     rank: int | None = None  # whose box is gone or cut
     size: int | None = None  # what is left of it
-    is_watched: bool = True  # whether what its monitor kept is there
+    kept: tuple[str, ...] = ALL  # whose notes are there
 
 
 @dataclass(slots=True)
@@ -85,8 +87,6 @@ def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
             pids = nursery.start(name, victim, folder)
         try:
             live = wait_for_verdict(folder / "run", expected)
-            if live.kind == "dead":
-                time.sleep(NOTICED_S)
         finally:
             kill(pids[::-1])  # the monitor first
         after = {damage: consult_damaged(folder, damage) for damage in damages(name, victim, folder)}
@@ -94,12 +94,13 @@ def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
 
 
 def damages(name: str, victim: int, folder: Path) -> list[Damage]:
-    """None, each box deleted, each box cut at two random bytes; each watched and not."""
+    """None, each box deleted, each box cut at two random bytes; each with all that was kept, and with nothing."""
     chance = random.Random(f"{name} {victim}")
     whole = (folder / "run" / "rank0.box").stat().st_size
     cuts = [(rank, size) for rank in range(WORLD) for size in (chance.randrange(whole), chance.randrange(40_000))]
     kinds = [(None, None), *((rank, None) for rank in range(WORLD)), *cuts]
-    return [Damage(rank, size, is_watched) for rank, size in kinds for is_watched in (True, False)]
+    only_monitored = [Damage(rank, None, (MONITOR,)) for rank in (None, *range(WORLD))]
+    return [*(Damage(rank, size, kept) for rank, size in kinds for kept in (ALL, BARE)), *only_monitored]
 
 
 def consult_damaged(folder: Path, damage: Damage) -> Verdict:
@@ -110,11 +111,11 @@ def consult_damaged(folder: Path, damage: Damage) -> Verdict:
 
 
 def damaged(folder: Path, damage: Damage) -> Path:
-    """The run of a job, with one box gone or cut, and with or without what its monitor kept."""
+    """The run of a job, with one box gone or cut, and with what some have kept."""
     found = Path(tempfile.mkdtemp(dir=folder))
     for path in (folder / "run").iterdir():
-        is_kept = not path.name.startswith(("monitor-", "verdict."))
-        if path.name != f"rank{damage.rank}.box" and (is_kept or damage.is_watched):
+        keeper = MONITOR if path.name.startswith("verdict.") else path.name.partition("-")[0]
+        if path.name != f"rank{damage.rank}.box" and (keeper in damage.kept or keeper not in (MONITOR, DOCTOR)):
             os.link(path, found / path.name)
     if damage.size is not None:
         with (folder / "run" / f"rank{damage.rank}.box").open("rb") as box:
@@ -203,15 +204,16 @@ def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
 @pytest.mark.parametrize("name", FAULTS)
 def test_nobody_watched(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
     """When all was killed and no monitor was there, the boxes alone tell the same: by their hearts, how long it had stood."""
-    verdict, expected = outcome_of(outcomes, name, victim).after[Damage(is_watched=False)], FAULTS[name][1]
+    verdict, expected = outcome_of(outcomes, name, victim).after[Damage(kept=BARE)], FAULTS[name][1]
     assert is_right(verdict, expected, victim), verdict.explanation
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_one_box_is_gone_or_cut(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """With any one box deleted or cut, watched or not, nobody is blamed but the culprit, and it is said. Where ranks stood
-    still the culprit is named: a monitor, or a rank that stood still too, had seen it. Else it takes the boxes that show it."""
+    """With any one box deleted or cut, nobody is blamed but the culprit, and it is said. The culprit is named if somebody was
+    asked before; and else where ranks stood still, as one of them or a monitor had seen it; if not, it takes the boxes that
+    show it."""
     expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
     for damage, verdict in outcome.after.items():
         if damage.rank is None:
@@ -219,7 +221,8 @@ def test_one_box_is_gone_or_cut(name: str, victim: int, outcomes: dict[tuple[str
         said = " ".join(verdict.missing_data)
         assert f"no box of rank {damage.rank}" in said if damage.size is None else verdict.missing_data, damage
         assert set(verdict.culprits) <= expected.culprits(victim), (damage, verdict.explanation)
-        if outcome.live.stalled_s is not None or damage.rank not in expected.needs(victim):
+        is_known = DOCTOR in damage.kept or outcome.live.stalled_s is not None
+        if is_known or damage.rank not in expected.needs(victim):
             assert is_right(verdict, expected, victim), (damage, verdict.explanation)
 
 

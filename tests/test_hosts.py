@@ -25,12 +25,13 @@ from torchwhere.cli import main
 from torchwhere.consultation import consult, judge
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.keeping import write_whole
 from torchwhere.monitor.assignment import role
 from torchwhere.monitor.correspondence import Office, Post
 from torchwhere.monitor.deputy import Deputy
 from torchwhere.monitor.lead import Lead
 from torchwhere.monitor.rendezvous import Rendezvous
-from torchwhere.monitor.role import WORD_FILE, Alone, write_whole
+from torchwhere.monitor.role import WORD_FILE, Alone
 from torchwhere.monitor.word import Word, run_key
 
 SCRIPT = """

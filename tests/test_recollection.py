@@ -15,7 +15,7 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.clerks import hear_folder
 from torchwhere.consultation import consult
 from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.monitor.diary import OFTEN_S, SILENCE_S, Diary
+from torchwhere.keeping import OFTEN_S, SILENCE_S, Diary
 from torchwhere.monitor.monitor import Monitor
 from torchwhere.recollection import is_of, kept_sightings, labels_of, with_recollections
 

@@ -1,7 +1,7 @@
 """Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for their stacks and dumps.
 
-Everything here reads. What a monitor has kept in the folder counts where nobody can look any more: it saw who was stopped, who
-died first, and what a rank had done whose box is gone (`recollection.py`).
+What a monitor has kept in the folder counts where nobody can look any more: it saw who was stopped, who died first, and what a
+rank had done whose box is gone (`recollection.py`). A doctor who finds something wrong with a job that is there keeps that too.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import Labelled, pulse_of
+from torchwhere.blackbox.label import Label, Labelled, pulse_of
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
+from torchwhere.blackbox.shelf import Shelf
 from torchwhere.clerks import Progress, hear_folder
 from torchwhere.collector import nothing_collected
 from torchwhere.diagnose.doctor.examination import STALL_S, examine
@@ -24,7 +25,8 @@ from torchwhere.diagnose.hearing.testimony import Hearing, heard
 from torchwhere.diagnose.report.moments import moments
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.host.processes import look, merged
-from torchwhere.recollection import is_of, labels_of, with_recollections
+from torchwhere.keeping import MOST_RANKS, Diary
+from torchwhere.recollection import DOCTOR, is_of, labels_of, with_recollections
 from torchwhere.recollection import kept_sightings as kept_sightings
 
 Ask = Callable[[Sequence[int]], Mapping[int, dict[str, Any]]]
@@ -37,7 +39,25 @@ def consult(folder: str | Path, *, stall_s: float = STALL_S, on_progress: Progre
     """The verdict on the run in a folder, now. `on_progress` is told how many boxes have been read, of how many."""
     with nothing_collected():
         run, hearing = hear_folder(folder, on_progress=on_progress)
-        return judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
+        verdict = judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
+        if verdict.kind is not VerdictKind.HEALTHY:
+            _keep(run, verdict)
+        return verdict
+
+
+def _keep(run: Roster[Label], verdict: Verdict) -> None:
+    """What there is to see of a job that is there, for the next who asks: it may be over by then, and a box gone. Where one is
+    gone already, what was written stays."""
+    diary = Diary(run.folder, teller=DOCTOR)
+    if len(run.boxes) > MOST_RANKS or (run.missing and diary.path.exists()):
+        return
+    read_ns, read_at = time.time_ns(), time.monotonic()
+    seen = look(run.boxes)
+    if any(sighting.alive for sighting in seen.values()):
+        stacks = {rank: report.stack for rank, report in verdict.ranks.items() if report.stack and rank in seen}
+        seen |= {rank: replace(seen[rank], stack=stack, stack_ns=read_ns) for rank, stack in stacks.items()}
+        diary.write_seen(run.boxes, seen)
+        diary.write(Shelf(run.boxes, kept=1), read_ns=read_ns, read_at=read_at)
 
 
 def judge(

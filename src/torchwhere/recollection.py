@@ -1,9 +1,9 @@
-"""What monitors and witnesses have kept of a run: what they saw of its processes, and what its ranks had done.
+"""What monitors, witnesses and doctors have kept of a run: what they saw of its processes, and what its ranks had done.
 
-A monitor writes two files into the folder of a run: `monitor-<host>.json`, the processes as it saw them last, and
-`monitor-<host>.letter`, what their boxes said last (`hearing/letter.py`). A rank that has come to rest writes the same, once:
-`witness-<host>.json` and `witness-<host>.letter`. A doctor who comes when all is over, or when a box is gone or cut, has that
-to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
+A monitor writes two files into the folder of a run (`keeping.py`): `monitor-<host>.json`, the processes as it saw them last,
+and `monitor-<host>.letter`, what their boxes said last. A rank that has come to rest writes the same, once, `witness-<host>.*`,
+and a doctor that finds something wrong with a job that is there, `doctor-<host>.*`. Who comes when all is over, or when a box
+is gone or cut, has that to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
 """
 
 from __future__ import annotations
@@ -22,30 +22,32 @@ from torchwhere.diagnose.hearing.opening import Refusal, open_letter
 from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.hearing.transcript import Statement
 
-MONITOR, WITNESS = "monitor", "witness"
+MONITOR, WITNESS, DOCTOR = "monitor", "witness", "doctor"
 LETTER_SUFFIX = ".letter"
 _CLERK = -3  # the first of those who have written down what is recalled
 _MOST_NAMED = 8
 
 
 def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
-    """What was seen, on all hosts: by monitors, who looked until the end, and where there was none, by witnesses."""
+    """What was seen, on all hosts: by monitors, who looked until the end, and where there was none, by others."""
     found: dict[int, dict[str, Any]] = {}
-    for path in (*sorted(folder.glob(f"{WITNESS}-*.json")), *sorted(folder.glob(f"{MONITOR}-*.json"))):
-        try:
-            kept = json.loads(path.read_text())
-            found |= {int(rank): value for rank, value in kept["ranks"].items() if isinstance(value, dict)}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            continue
+    for teller in (WITNESS, DOCTOR, MONITOR):
+        for path in sorted(folder.glob(f"{teller}-*.json")):
+            try:
+                kept = json.loads(path.read_text())["ranks"].items()
+                told = {int(rank): value for rank, value in kept if isinstance(value, dict)}
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                continue
+            found |= {rank: _with_death(value, found.get(rank, {})) for rank, value in told.items()}
     return found
 
 
-def as_kept(box: Labelled, seen: Sighting, *, is_once: bool = False) -> dict[str, Any]:
-    """What was seen of a process, with whose it is. Who looks but once cannot say how long it was there: that it was alive then
-    is left out."""
-    whose = {name: box.meta.get(name) for name in ("pid", "pid_started", "pid_namespace", "host")} | {"run": list(box.run)}
-    moments = {"seen_ns": seen.alive_ns, "alive_ns": None} if is_once else {}
-    return seen.to_dict() | moments | whose
+def _with_death(value: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """A process that somebody has found gone is gone, whoever saw it before that."""
+    is_newer = other.get("alive") is False and value.get("alive") is True
+    if not is_newer or any(other.get(name) != value.get(name) for name in ("run", "pid", "host")):
+        return value
+    return value | Sighting.from_dict(dict(other)).after(Sighting.from_dict(value)).to_dict()
 
 
 def is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
@@ -118,7 +120,7 @@ def _is_better(run: Roster[Any], found: Hearing, wanted: list[int], said: Statem
 
 def _letters(run: Roster[Any]) -> list[Letter]:
     """Those that were read first come first: what was read last is what counts."""
-    paths = [path for teller in (WITNESS, MONITOR) for path in sorted(run.folder.glob(f"{teller}-*{LETTER_SUFFIX}"))]
+    paths = [path for teller in (WITNESS, DOCTOR, MONITOR) for path in sorted(run.folder.glob(f"{teller}-*{LETTER_SUFFIX}"))]
     return sorted(_opened(paths), key=lambda letter: letter.read_ns)
 
 

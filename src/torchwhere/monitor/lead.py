@@ -20,6 +20,7 @@ from torchwhere.consultation import kept_sightings
 from torchwhere.diagnose.hearing.letter import CALLS, Letter
 from torchwhere.diagnose.hearing.opening import Refusal, open_letter
 from torchwhere.diagnose.hearing.testimony import heard
+from torchwhere.keeping import write_whole
 from torchwhere.monitor.correspondence import TICK_S, Office, Received, ready_for
 from torchwhere.monitor.rendezvous import Rendezvous
 from torchwhere.monitor.role import (
@@ -32,7 +33,6 @@ from torchwhere.monitor.role import (
     Gathering,
     Kept,
     Span,
-    write_whole,
 )
 from torchwhere.monitor.word import Word, run_key
 

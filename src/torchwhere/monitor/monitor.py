@@ -3,7 +3,7 @@
 It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are stopped, or are dead. Often it
 takes a pulse (cursors and counts, a few KB a rank); it reads whole boxes when the pulse stops, when a process is gone, and now
 and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes and what their ranks did
-last (`diary.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
+last (`keeping.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.errors import TorchwhereError
 from torchwhere.host.processes import is_running, look
 from torchwhere.host.vigil import Vigil
-from torchwhere.monitor.diary import MOST_RANKS, Diary
-from torchwhere.monitor.role import Alone, with_hosts, write_whole
+from torchwhere.keeping import MOST_RANKS, Diary, as_kept, write_whole
+from torchwhere.monitor.role import Alone, with_hosts
 from torchwhere.place import Certainty
-from torchwhere.recollection import MONITOR, as_kept
+from torchwhere.recollection import MONITOR
 from torchwhere.show.verdict import verdict_json, verdict_text
 
 PULSE_S = 0.25

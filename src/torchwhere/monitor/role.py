@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torchwhere.blackbox.box import Box
@@ -139,13 +137,3 @@ def with_hosts(verdict: Verdict, run: Roster[Any]) -> Verdict:
     found = {rank: str(hosts[rank]) for rank in verdict.culprits[:_MOST_NAMED] if rank in hosts}
     said = tuple(f"  rank {rank} is on host {host}" for rank, host in found.items())
     return replace(verdict, explanation=(*verdict.explanation, *said), facts=verdict.facts | {"hosts": found})
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Whole or not at all; a folder that cannot be written is said by the ranks themselves."""
-    try:
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        part.write_bytes(content.encode() if isinstance(content, str) else content)
-        part.replace(path)
-    except OSError:
-        pass

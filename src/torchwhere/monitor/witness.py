@@ -7,7 +7,6 @@ the boxes of its host and looks at their processes, once, and writes down what a
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from pathlib import Path
@@ -17,9 +16,8 @@ from torchwhere.blackbox.reader import read_header
 from torchwhere.blackbox.shelf import Shelf
 from torchwhere.blackbox.writer import box_name
 from torchwhere.host.processes import look
-from torchwhere.monitor.diary import Diary
-from torchwhere.monitor.role import write_whole
-from torchwhere.recollection import WITNESS, as_kept
+from torchwhere.keeping import Diary
+from torchwhere.recollection import WITNESS
 
 _AROUND = 32  # ranks before and after its own: those of its host, on most hosts
 _JUST_NOW_S = 1.5
@@ -43,8 +41,7 @@ class Witness:
         if len(labels) < 2 or not self._met <= labels.keys():
             return
         self._met = set(labels)
-        seen = {rank: as_kept(labels[rank], sighting, is_once=True) for rank, sighting in look(labels).items()}
-        write_whole(self._diary.path.with_suffix(".json"), json.dumps({"role": WITNESS, "ranks": seen}))
+        self._diary.write_seen(labels, look(labels))
         self._diary.write(Shelf(labels, kept=1), read_ns=read_ns, read_at=read_at)  # one box in memory at a time
 
     def _was_done(self) -> bool:
