@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import socket
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
+from torchwhere.blackbox.layout import pack_header
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.clerks import hear_folder
 from torchwhere.consultation import consult
@@ -164,3 +167,83 @@ def test_a_process_outlives_its_box(tmp_path: Path) -> None:
     assert monitor._look()
     gone = kept_sightings(tmp_path)[VICTIM]
     assert (gone["alive"], gone["alive_ns"] == kept["alive_ns"], gone["gone_ns"] > kept["alive_ns"]) == (False, True, True)
+
+
+# -- what a doctor keeps ---------------------------------------------------------------------------------------------------
+
+
+def give_process(folder: Path, pid: int) -> None:
+    """All ranks are this process, on this host, and began a minute ago."""
+    ago_ns = WALL_NS - time.time_ns() + 60 * 10**9
+    for path in folder.glob("rank*.box"):
+        box, data = read_box(path), bytearray(path.read_bytes())
+        assert box.geometry is not None
+        moments = {name: box.meta[name] - ago_ns for name in ("started_ns", "clock_offset_ns")}
+        header = pack_header(box.geometry, json.dumps(box.meta | moments | {"pid": pid, "host": socket.gethostname()}).encode())
+        data[: 2 * len(header)] = 2 * header
+        path.write_bytes(data)
+
+
+def notes(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("doctor-*")}
+
+
+def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
+    """Asked while a job is there and something is wrong, it keeps what it saw: asked again when all is over and a box is gone,
+    it says the same. What was kept stays when a box is gone already, and of a job that is over nothing is kept."""
+    make(Job(RANKS, steps=4, records=180, fault="shape", victim=VICTIM), tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            give_process(tmp_path, process.pid)
+            live = consult(tmp_path)
+            kept = notes(tmp_path)
+            box = tmp_path / f"rank{VICTIM}.box"
+            whole = box.read_bytes()
+            box.unlink()
+            assert consult(tmp_path).culprits == live.culprits == (VICTIM,)
+            assert notes(tmp_path) == kept
+        finally:
+            process.kill()
+            process.wait()
+    host = socket.gethostname()
+    assert sorted(kept) == [f"doctor-{host}.json", f"doctor-{host}.letter"]
+    after = consult(tmp_path)
+    assert (after.kind, after.culprits, after.collective) == (live.kind, live.culprits, live.collective)
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in " ".join(after.missing_data)
+    for name in kept:
+        (tmp_path / name).unlink()
+    assert consult(tmp_path).culprits == ()
+    box.write_bytes(whole)
+    assert consult(tmp_path).culprits == (VICTIM,)
+    assert notes(tmp_path) == {}
+
+
+def test_a_job_that_is_well_is_left_alone(tmp_path: Path) -> None:
+    """A doctor that finds nothing writes nothing."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            give_process(tmp_path, process.pid)
+            assert consult(tmp_path).kind == "healthy"
+        finally:
+            process.kill()
+            process.wait()
+    assert notes(tmp_path) == {}
+
+
+def test_a_death_that_somebody_saw(tmp_path: Path) -> None:
+    """A monitor's last look may be older than a doctor's, who found a process gone: it is, if it is the same one."""
+    whose = {"pid": 7, "host": "a", "run": ["", 0]}
+    seen = {"alive": True, "alive_ns": 5, "state": "R"}
+    gone = {"alive": False, "alive_ns": None, "gone_ns": 9, "ended": "signal 9"}
+    (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"1": seen | whose, "2": seen | whose | {"pid": 8}}}))
+    (tmp_path / "doctor-a.json").write_text(json.dumps({"ranks": {"1": gone | whose, "2": gone | whose}}))
+    kept = kept_sightings(tmp_path)
+    assert {name: kept[1][name] for name in ("alive", "alive_ns", "gone_ns", "ended", "pid")} == {
+        "alive": False,
+        "alive_ns": 5,
+        "gone_ns": 9,
+        "ended": "signal 9",
+        "pid": 7,
+    }
+    assert kept[2]["alive"] is True
