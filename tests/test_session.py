@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import leaks
@@ -375,6 +377,33 @@ def test_threads_lose_nothing(tmp_path: Path) -> None:
     assert sorted((e.fields["thread"], e.fields["index"]) for e in notes) == [(t, i) for t in range(16) for i in range(200)]
     assert all(event.place.thread == f"writer-{event.fields['thread']}" for event in notes)
     assert run.boxes[0].counts.torn == 0
+
+
+def test_watches_begin_and_end_while_threads_reduce(one_rank: None) -> None:
+    """Other threads are on their way to kernels that come and should go: no call fails, and the next watch that ends when they
+    are done takes them back."""
+    failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
+
+    def reduce() -> None:
+        try:
+            while not is_over.is_set():
+                dist.all_reduce(torch.ones(2))
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=reduce) for _ in range(3)]
+    [thread.start() for thread in threads]
+    for _ in range(60):
+        with torchwhere.watch():
+            time.sleep(0.01)
+    left = leaks.snapshot()["kernels"]
+    is_over.set()
+    [thread.join() for thread in threads]
+    assert failed == []
+    assert left != none
+    with torchwhere.watch():
+        pass
+    assert leaks.snapshot()["kernels"] == none
 
 
 def run_python(code: str, *args: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -172,6 +172,7 @@ class Recorder:
     def collective(self, call: Call) -> None:
         locator, looked = self.locator, call.stack
         track = self._here()
+        track.may_issue = True
         spot = self._spot_of_bucket(call.bucket, track) if call.bucket is not None else locator.spot(track)
         if spot.flags & FLAG_UNKNOWN and looked.unit is not None:
             spot = self._spot_of_unit(looked.unit, spot)

@@ -147,7 +147,7 @@ class Session:
         self._imports.remove()
         self._compilation.remove()
         self._gathering.remove()
-        self._collectives.remove()
+        self._collectives.remove(are_others=self._threads.others_may_issue())
         self._optimizers.remove()
         self._backward.remove()
         self.listeners.clear()

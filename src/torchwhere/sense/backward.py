@@ -106,6 +106,7 @@ class BackwardSense:
     @_torch.unseen
     def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Track, int, list[Any], Spans | None]:
         track = self._locator.threads.here()
+        track.may_issue = True
         below = track.top
         create_graph = len(args) > 2 and bool(args[2])
         handles = self._announce(outputs, track) if create_graph else []

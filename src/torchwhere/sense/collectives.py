@@ -111,7 +111,42 @@ class Call(NamedTuple):
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
 
 
-_left_by_forks: list[Any] = []  # kernels of a parent's watch: torch 2.11 lets no others stand beside them
+class _Kernels:
+    """A Python kernel on every op of c10d. It tells one sense of each call before it sends it on, or nobody."""
+
+    def __init__(self) -> None:
+        self.told: CollectiveSense | None = None
+        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+        self._library = library
+        for op in _ops():
+            library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
+
+    def remove(self) -> None:
+        """Not while another thread may call one: torch frees it at once, whoever is in it, and a call that is on its way to it
+        finds none. That is an assertion of torch's at best."""
+        self._library._destroy()
+
+    def _make_kernel(self, op: Op) -> Any:
+        overload = getattr(torch.ops.c10d, op.raw).default
+        below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
+        redispatch = overload._handle.redispatch_boxed
+
+        @_torch.stepped_over
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            told = self.told
+            if told is not None:
+                try:
+                    told.issue(op, args)
+                except Exception as error:
+                    told.trouble(error)
+            return redispatch(keyset & below, *args, **kwargs)
+
+        return kernel
+
+
+# Those that could not be removed: of a watch that ended while other threads were at work, and, in a child, of its parent's. The
+# next watch has them; torch 2.11 lets no others stand beside them.
+_left: list[_Kernels] = []
 
 
 class CollectiveSense:
@@ -131,58 +166,39 @@ class CollectiveSense:
         self._bucket_of = bucket_of
         self._on_call = on_call
         self._on_bucket = on_bucket
-        self._library: Any = None
-        self._active = False
+        self._kernels: _Kernels | None = None
         self.trouble = Trouble("collectives", self.switch_off)
 
     def install(self) -> list[str]:
         lacking = _torch.missing("collectives")
         if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
             return lacking
-        while _left_by_forks:
-            _left_by_forks.pop()._destroy()
-        self._active = True
-        self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for op in _ops():
-            self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
+        self._kernels = _left.pop() if _left else _Kernels()
+        self._kernels.told = self
         return lacking
 
     def switch_off(self) -> None:
         """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
-        self._active = False
+        if self._kernels is not None:
+            self._kernels.told = None
 
     def abandon(self) -> None:
         """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
         parent may have held at the fork."""
-        self._active = False
-        if self._library is not None:
-            _left_by_forks.append(self._library)
-            self._library = None
+        self.remove(are_others=True)
 
-    def remove(self) -> None:
-        self._active = False
-        if self._library is not None:
-            self._library._destroy()
-            self._library = None
-
-    def _make_kernel(self, op: Op) -> Any:
-        overload = getattr(torch.ops.c10d, op.raw).default
-        below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
-        redispatch, issue, trouble = overload._handle.redispatch_boxed, self._issue, self.trouble
-
-        @_torch.stepped_over
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._active:
-                try:
-                    issue(op, args)
-                except Exception as error:
-                    trouble(error)
-            return redispatch(keyset & below, *args, **kwargs)
-
-        return kernel
+    def remove(self, *, are_others: bool = False) -> None:
+        """Take the kernels back. If other threads may be issuing collectives, they stay, and only send calls on."""
+        self.switch_off()
+        if self._kernels is not None:
+            if are_others:
+                _left.append(self._kernels)
+            else:
+                self._kernels.remove()
+            self._kernels = None
 
     @_torch.unseen
-    def _issue(self, op: Op, args: tuple[Any, ...]) -> None:
+    def issue(self, op: Op, args: tuple[Any, ...]) -> None:
         """What a collective is, before it is launched.
 
         DDP's reducer launches from C++, out of a backward that we saw begin or on a thread of the engine that has no Python

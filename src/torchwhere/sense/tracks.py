@@ -47,6 +47,7 @@ class Track:
         "cursor",
         "makers",
         "marks",
+        "may_issue",
         "name",
         "number",
         "regions",
@@ -62,6 +63,7 @@ class Track:
         self.slot = 0  # which cursor slot is this thread's
         self.cursor = 0  # index of that slot's first word
         self.top = 0
+        self.may_issue = False  # whether it has issued a collective, or run a backward, in which one may be issued
         self.seqs = self.marks = self.regions = _NOTHING  # a thread that runs no module needs no log
         self.makers: list[Track | None] = []  # of each recomputed region: the track of its forward
         self.count = 0  # transitions ever logged
@@ -192,6 +194,11 @@ class Threads:
             if thread.ident == ident:
                 return thread.name
         return f"{NATIVE}{threading.get_native_id()}"
+
+    def others_may_issue(self) -> bool:
+        """Whether another thread lives that has issued collectives. One of the autograd engine does so for whoever runs it."""
+        own = self.here()
+        return any(track.may_issue and track is not own and not track.name.startswith(NATIVE) for track in list(self._all))
 
     def close(self) -> None:
         """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
