@@ -8,10 +8,14 @@ the op on its way; an error of ours is caught before that.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+import time
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +26,8 @@ from torchwhere.sense import _torch, stack
 from torchwhere.sense.ddp import Bucket
 from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
 from torchwhere.sense.trouble import Trouble
+
+_QUIET_S = 0.1
 
 # The public name of an op. One that is not listed is called what it is called, less the underscores.
 PUBLIC_NAMES = {
@@ -116,15 +122,27 @@ class _Kernels:
 
     def __init__(self) -> None:
         self.told: CollectiveSense | None = None
+        self._untold = 0  # calls of which nobody was told: it is only seen whether it changes
+        self._codes: set[CodeType] = set()
         library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         self._library = library
         for op in _ops():
             library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
 
     def remove(self) -> None:
-        """Not while another thread may call one: torch frees it at once, whoever is in it, and a call that is on its way to it
-        finds none. That is an assertion of torch's at best."""
+        """Not while another thread calls one: who is on the way to it finds none, an assertion of torch's. And torch frees it at
+        once, whoever is in it; so the last ones are held for a while."""
+        get_kernel = getattr(torch.library, "get_kernel", None)
+        _held.append([get_kernel(f"c10d::{op.raw}", "BackendSelect") for op in _ops()] if get_kernel is not None else [])
         self._library._destroy()
+
+    def are_called(self) -> bool:
+        """Whether another thread calls one again and again, or is in one now; takes a moment."""
+        before = self._untold
+        time.sleep(_QUIET_S)
+        own = get_ident()
+        stacks = [frame for thread, frame in sys._current_frames().items() if thread != own]
+        return self._untold != before or any(frame.f_code in self._codes for stack in stacks for frame in _outwards(stack))
 
     def _make_kernel(self, op: Op) -> Any:
         overload = getattr(torch.ops.c10d, op.raw).default
@@ -139,10 +157,21 @@ class _Kernels:
                     told.issue(op, args)
                 except Exception as error:
                     told.trouble(error)
+            else:
+                self._untold += 1
             return redispatch(keyset & below, *args, **kwargs)
 
+        self._codes.add(kernel.__code__)
         return kernel
 
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_held: deque[list[Any]] = deque(maxlen=2)  # kernels that were removed
 
 # Those that could not be removed: of a watch that ended while other threads were at work, and, in a child, of its parent's. The
 # next watch has them; torch 2.11 lets no others stand beside them.
@@ -185,16 +214,22 @@ class CollectiveSense:
     def abandon(self) -> None:
         """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
         parent may have held at the fork."""
-        self.remove(are_others=True)
+        self._leave()
 
     def remove(self, *, are_others: bool = False) -> None:
-        """Take the kernels back. If other threads may be issuing collectives, they stay, and only send calls on."""
+        """Take the kernels back. If there are other threads and they go on issuing collectives, they stay, and only send calls
+        on."""
+        self.switch_off()
+        if are_others and self._kernels is not None and self._kernels.are_called():
+            self._leave()
+        elif self._kernels is not None:
+            self._kernels.remove()
+            self._kernels = None
+
+    def _leave(self) -> None:
         self.switch_off()
         if self._kernels is not None:
-            if are_others:
-                _left.append(self._kernels)
-            else:
-                self._kernels.remove()
+            _left.append(self._kernels)
             self._kernels = None
 
     @_torch.unseen
