@@ -64,14 +64,27 @@ class Recorder:
         self.step = 0
         self._check_file_at = 0
         self.step_is_users = False  # the user counts steps; optimizers no longer do
-        self.reducers = Reducers(locator.names)
+        self._native = box.native
+        self.reducers = Reducers(locator.names, box.native)
         self.phases = Phases(box, locator, rank=rank)
-        self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
+        self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)  # number of the record, op, index, group
+        self._labels: list[tuple[str, str]] = []  # op and group of the reductions that the native part has learned
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
-        self.taps: list[Tap] = []  # told of every collective, once its record is written
+        self._taps: list[Tap] = []
         self._here = locator.threads.here
         self._node = _torch.private("current_node") or (lambda: None)
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Told of every collective, once its record is written."""
+        return self._taps
+
+    @taps.setter
+    def taps(self, taps: list[Tap]) -> None:
+        self._taps = taps
+        if self._native is not None:
+            self._native.step_aside(bool(taps))
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +97,10 @@ class Recorder:
         words[cursor + CURSOR_THREAD] = track.number + 1
         words[cursor + CURSOR_STEP] = self.step
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
+        if self._native is not None:
+            track.is_here(self.box.pen)
+            if track.name == "MainThread":
+                self._native.main_thread(cursor)
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""
@@ -153,6 +170,7 @@ class Recorder:
         track, spot, line, graph = self._look_around(stack.caller(1))
         self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
         self.step = step
+        self.box.step_begins(step)
         self.box.words[track.cursor + CURSOR_STEP] = step
         self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
         self.phases.step_begins(step)
@@ -187,6 +205,26 @@ class Recorder:
         track = self._here()
         spot = bucket.spot or self._spot_of_bucket(bucket, track)
         self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+        if self._native is not None and bucket.spot is not None:
+            self._teach(bucket, bucket.call, bucket.spot)
+
+    def _teach(self, bucket: Bucket, call: Call, spot: Spot) -> None:
+        """Have the native part record the next reduction that is like the one that runs."""
+        label = (call.op.name, call.group.desc)
+        if label not in self._labels:
+            self._labels.append(label)
+        stream = call.stream
+        bucket.progress.learn(
+            *(bucket.index, self._labels.index(label), stream.numbers, -1 if stream.tally is None else stream.tally),
+            *(_COLLECTIVE, spot.pass_, spot.flags | call.flags, spot.module, spot.call & CALL_MASK),
+            *(call.signature, bucket.entry, spot.param),
+        )
+
+    def _last_collectives(self) -> list[tuple[int, str, int, str]]:
+        last = list(self._last)
+        if self._native is not None:  # those that it has recorded by itself
+            last += [(number, self._labels[at][0], index, self._labels[at][1]) for number, index, at in self._native.recent()]
+        return sorted(last)[-_LAST_COLLECTIVES:]
 
     def _spot_of_bucket(self, bucket: Bucket, track: Track) -> Spot:
         param, bucket.param = bucket.param, None
@@ -203,8 +241,7 @@ class Recorder:
     def _issued(self, call: Call, track: Track, spot: Spot, line: int, graph: int, aim: int) -> None:
         """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""
         stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
-        index = stream.next_number
-        stream.next_number = index + 1
+        index = next(stream.numbers)
         # fmt: off
         number = self.box.record(  # plain positions: unpacking two tuples takes 0.4 us more
             _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call,
@@ -220,8 +257,8 @@ class Recorder:
         if spot.pass_ == Pass.BACKWARD:  # where nothing but a collective says where it is: show it to those who read the cursor
             words[cursor] = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
             words[cursor + CURSOR_TIME] = t_ns
-        self._last.append((call.op.name, index, call.group.desc))
-        for tap in self.taps:
+        self._last.append((number, call.op.name, index, call.group.desc))
+        for tap in self._taps:
             tap(number, call)
 
     def _line_of_backward(self, track: Track, spot: Spot) -> int:
@@ -259,7 +296,7 @@ class Recorder:
 
     def exception(self, error: BaseException, track: Track, spot: Spot, line: str | None) -> None:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
-        last = [f"{op} #{number} on {group}" for op, number, group in self._last]
+        last = [f"{op} #{number} on {group}" for _, op, number, group in self._last_collectives()]
         error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
         text = {"text": described(error), "type": type(error).__name__, "last": last}
         line_id = self.box.intern(Sort.LINE, line) if line else 0

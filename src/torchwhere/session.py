@@ -22,6 +22,7 @@ from torchwhere.errors import TorchwhereError, described
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
+from torchwhere.native.load import native
 from torchwhere.recorder import Recorder
 from torchwhere.sense import stack
 from torchwhere.sense.backward import BackwardSense
@@ -54,7 +55,7 @@ class Session:
         self._on_exit = on_exit
         meta = identity.describe()
         self._box = _open_box(out, meta, records)
-        self._threads = Threads(self._meet_thread)
+        self._threads = Threads(self._meet_thread, self._box.native)
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
@@ -92,6 +93,7 @@ class Session:
             bucket_of=recorder.reducers.bucket,
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
+            turns=recorder.reducers.turns,
         )
         self._gathering = GatheringSense(on_begin=recorder.group_begins, on_end=recorder.group_ends)
         self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
@@ -252,8 +254,11 @@ class Session:
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:
     """The box of this rank; one in memory where the disk will not have it."""
     path = out / box_name(meta["rank"]) if out is not None else None
+    part = native()
     try:
-        return BoxWriter(path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why))
+        return BoxWriter(
+            path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why), native=part
+        )
     except OSError as error:
         log.warning("torchwhere: nothing is recorded, %s cannot be written: %s", path, error.strerror or error)
-        return BoxWriter(None, meta=meta, records=records)
+        return BoxWriter(None, meta=meta, records=records, native=part)

@@ -2,7 +2,8 @@
 
 Hot: `record` is called for every event (about 0.6 us), the cursor words for every module call. A record is packed, sealed
 with a CRC and copied into the map by one C call under the GIL, so threads never mix inside a record, and a process killed
-in the middle of the copy leaves a record that the reader counts as torn and never shows.
+in the middle of the copy leaves a record that the reader counts as torn and never shows. The native part does the same without
+the GIL: its numbers are taken atomically, and every number has a slot of its own.
 
 Every store goes to the page cache: what `record` has returned for survives SIGKILL. It does not survive the machine.
 """
@@ -70,8 +71,10 @@ class BoxWriter:
         meta: dict[str, Any],
         records: int = DEFAULT_RECORDS,
         on_lost: Callable[[str], None] = lambda why: None,
+        native: Any = None,
     ) -> None:
         self.path = path
+        self.native = native  # the native part, where it is used: then it writes the records, its own and ours
         self.geometry = Geometry(capacity=records)
         self._on_lost = on_lost
         # Reentrant: a signal handler or a finalizer of the job may come to us from inside one of our own calls.
@@ -86,7 +89,8 @@ class BoxWriter:
         self.meta = meta
         self._map = self._open(path) if path is not None else _memory(self.geometry.table_at)
         self.words = memoryview(self._map).cast("Q")
-        self.record = self._make_record()
+        self.pen = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity) if native is not None else None
+        self.record: Callable[..., int] = self._make_record() if self.pen is None else self.pen.record
         self.closed = False
         self.write_meta()
         self._guard = None
@@ -178,6 +182,8 @@ class BoxWriter:
         """In a forked child: let go of the file without a word. What the child still stores goes to memory of its own."""
         self.closed = True
         self._lock = threading.RLock()  # a thread of the parent may have held it at the fork
+        if self.pen is not None:
+            self.pen.abandon()
         self._drop_file()
         if self._guard is not None:
             self._guard.detach()
@@ -190,6 +196,8 @@ class BoxWriter:
         self.closed = True
         self.check_file()
         self.words.release()
+        if self.pen is not None:
+            self.pen.close()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -235,6 +243,9 @@ class BoxWriter:
 
         With module events there are two for every module call: it saves a frame, and six fields.
         """
+        if self.pen is not None:
+            place_record: Callable[[int, int, int, int, int], None] = self.pen.place_record
+            return place_record
         numbers, pack, pack_crc, region = self._numbers, RECORD_OF_PLACE.pack, CRC.pack, self._map
         ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
 
@@ -246,6 +257,11 @@ class BoxWriter:
             region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
 
         return record
+
+    def step_begins(self, step: int) -> None:
+        """Told for the sake of those who write without asking: the native part."""
+        if self.pen is not None:
+            self.pen.step = step
 
     def copy_of(self, number: int) -> bytes:
         """The bytes of a record that was just written, as they stand in the ring."""

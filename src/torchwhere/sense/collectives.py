@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.ddp import Bucket
 from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
-from torchwhere.sense.trouble import Trouble
+from torchwhere.sense.reductions import REDUCED, Reductions
+from torchwhere.sense.trouble import Trouble, log
 
 # The public name of an op. One that is not listed is called what it is called, less the underscores.
 PUBLIC_NAMES = {
@@ -111,7 +112,7 @@ class Call(NamedTuple):
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
 
 
-_left_by_forks: list[Any] = []  # kernels of a parent's watch: torch 2.11 lets no others stand beside them
+_left_by_forks: list[Any] = []  # _destroy() each: kernels of a parent's watch: torch 2.11 lets no others stand beside them
 
 
 class CollectiveSense:
@@ -125,12 +126,15 @@ class CollectiveSense:
         bucket_of: Callable[[torch.Tensor], Bucket | None],
         on_call: Callable[[Call], None],
         on_bucket: Callable[[Bucket], None],
+        turns: Any = None,
     ) -> None:
         self._box = box
         self._groups = groups
         self._bucket_of = bucket_of
         self._on_call = on_call
         self._on_bucket = on_bucket
+        self._turns = turns
+        self._reductions: Reductions | None = None
         self._library: Any = None
         self._active = False
         self.trouble = Trouble("collectives", self.switch_off)
@@ -144,23 +148,46 @@ class CollectiveSense:
         self._active = True
         self._library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
         for op in _ops():
-            self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
+            if op.raw != REDUCED or not self._install_natively(op):
+                self._library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
         return lacking
+
+    def _install_natively(self, op: Op) -> bool:
+        """Leave an op to the native part's kernel, which calls back for all but DDP's known buckets."""
+        if self._box.native is None:
+            return False
+        try:
+            reductions = Reductions(self._box, turns=self._turns)
+            reductions.install(partial(self._issue, op), self.trouble)
+        except Exception as error:
+            log.warning("torchwhere: reductions are recorded by Python's own code, the native part could not: %s", error)
+            return False
+        self._reductions = reductions
+        return True
 
     def switch_off(self) -> None:
         """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
         self._active = False
+        if self._reductions is not None:
+            self._reductions.switch_off()
 
     def abandon(self) -> None:
         """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
         parent may have held at the fork."""
         self._active = False
+        if self._reductions is not None:
+            self._reductions.abandon()
+            _left_by_forks.append(self._reductions)
+            self._reductions = None
         if self._library is not None:
             _left_by_forks.append(self._library)
             self._library = None
 
     def remove(self) -> None:
         self._active = False
+        if self._reductions is not None:
+            self._reductions._destroy()
+            self._reductions = None
         if self._library is not None:
             self._library._destroy()
             self._library = None
@@ -189,7 +216,7 @@ class CollectiveSense:
         stack. From its second time on a bucket is known and nothing is read anew: the step of a small model waits for this.
         """
         frame = stack.caller(2)
-        is_direct = op.raw == "allreduce_" and _is_from_engine(frame)
+        is_direct = op.raw == REDUCED and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
             self._on_bucket(bucket)

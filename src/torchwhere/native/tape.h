@@ -1,0 +1,77 @@
+// Where a thread is, as C++ sees it: the part of `sense/tracks.py`'s Track that the hot paths need.
+#pragma once
+
+#include "box.h"
+
+namespace torchwhere {
+
+constexpr uint64_t LOG_MASK = (1u << 16) - 1;  // LOG_LENGTH - 1; Python checks that it is the same there
+
+// The base class of a Track. Its own thread writes it, with the GIL; the kernel of `reductions.h` reads cursor and number.
+struct Tape {
+  PyObject_HEAD
+  unsigned long long top, count, cursor, number;
+  Py_buffer seqs, marks;  // the arrays of the log, once they are there; obj is null before
+};
+
+// The tape of the calling thread, good for one box. It is never followed for another one: its track may be gone by then.
+struct Here {
+  uint64_t box = 0;
+  Tape* tape = nullptr;
+};
+inline thread_local Here here;
+
+inline void tape_unready(Tape* self) {
+  if (self->seqs.obj != nullptr) PyBuffer_Release(&self->seqs);
+  if (self->marks.obj != nullptr) PyBuffer_Release(&self->marks);
+}
+
+// use(seqs, marks): the log from now on; None, None: there is none.
+inline PyObject* tape_use(Tape* self, PyObject* args) {
+  PyObject *seqs, *marks;
+  if (!PyArg_ParseTuple(args, "OO", &seqs, &marks)) return nullptr;
+  tape_unready(self);
+  if (seqs == Py_None) Py_RETURN_NONE;
+  if (PyObject_GetBuffer(seqs, &self->seqs, PyBUF_WRITABLE) < 0) return nullptr;
+  if (PyObject_GetBuffer(marks, &self->marks, PyBUF_WRITABLE) < 0 ||
+      self->seqs.len != static_cast<Py_ssize_t>(8 * (LOG_MASK + 1)) || self->marks.len != self->seqs.len) {
+    tape_unready(self);
+    if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a log of another length");
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// is_here(box): this is the calling thread's tape while that box is written.
+inline PyObject* tape_is_here(Tape* self, PyObject* box) {
+  here = Here{reinterpret_cast<Box*>(box)->id, self};
+  Py_RETURN_NONE;
+}
+
+inline void tape_dealloc(Tape* self) {
+  if (here.tape == self) here = Here{};
+  tape_unready(self);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline PyMethodDef tape_methods[] = {
+    {"use", method(tape_use), METH_VARARGS, nullptr},
+    {"is_here", method(tape_is_here), METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyMemberDef tape_members[] = {
+    {const_cast<char*>("top"), T_ULONGLONG, offsetof(Tape, top), 0, nullptr},
+    {const_cast<char*>("count"), T_ULONGLONG, offsetof(Tape, count), 0, nullptr},
+    {const_cast<char*>("cursor"), T_ULONGLONG, offsetof(Tape, cursor), 0, nullptr},
+    {const_cast<char*>("number"), T_ULONGLONG, offsetof(Tape, number), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+inline PyType_Slot tape_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(tape_dealloc)},
+    {Py_tp_methods, tape_methods},
+    {Py_tp_members, tape_members},
+    {0, nullptr}};
+inline PyType_Spec tape_spec = {
+    "torchwhere_native.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, tape_slots};
+
+}  // namespace torchwhere
