@@ -97,10 +97,10 @@ class Recorder:
         words[cursor + CURSOR_THREAD] = track.number + 1
         words[cursor + CURSOR_STEP] = self.step
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
-        if self._native is not None:
+        if self.box.pen is not None:
             track.is_here(self.box.pen)
             if track.name == "MainThread":
-                self._native.main_thread(cursor)
+                self.box.pen.main_cursor = cursor
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""

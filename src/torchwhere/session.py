@@ -256,9 +256,7 @@ def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter
     path = out / box_name(meta["rank"]) if out is not None else None
     part = native()
     try:
-        return BoxWriter(
-            path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why), native=part
-        )
+        return BoxWriter(path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why), native=part)
     except OSError as error:
         log.warning("torchwhere: nothing is recorded, %s cannot be written: %s", path, error.strerror or error)
         return BoxWriter(None, meta=meta, records=records, native=part)

@@ -23,5 +23,6 @@ def _native(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise TorchwhereError(f"the native part is built against torch, which cannot be imported here: {error}") from None
     path, is_new = build(anew=arguments.anew)
-    sys.stdout.write(f"{'built' if is_new else 'there already'}: {path}\n")  # no colours: also where there is torch and nothing else
+    # Written as it is: there may be torch here, and nothing else.
+    sys.stdout.write(f"{'built' if is_new else 'there already'}: {path}\n")
     return 0

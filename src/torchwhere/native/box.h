@@ -64,6 +64,7 @@ struct Box {
   uint64_t capacity;
   uint64_t id;           // no two boxes of a process have the same; 0 in a forked child, where no thread's track is ours
   unsigned long long step;
+  unsigned long long main_cursor;  // the main thread's: its line counts where a thread has none of its own; 0: not known
   std::atomic<uint64_t> next;
 
   uint64_t put(Record& record) {
@@ -212,6 +213,7 @@ inline PyMethodDef box_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef box_members[] = {
     {const_cast<char*>("step"), T_ULONGLONG, offsetof(Box, step), 0, nullptr},
+    {const_cast<char*>("main_cursor"), T_ULONGLONG, offsetof(Box, main_cursor), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot box_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(box_new)},

@@ -2,6 +2,7 @@
 // those whose step waits for them. Python's own code stays the reference: here is only what it has met before, and everything
 // else is handed back to it. Built by `torchwhere native` against one torch and one Python; see `docs/overhead.md`.
 #include "box.h"
+#include "modules.h"
 #include "reductions.h"
 #include "tape.h"
 
@@ -13,7 +14,7 @@ PyMethodDef functions[] = {
     {"abandon", torchwhere::abandon, METH_NOARGS, nullptr},
     {"end", torchwhere::end, METH_NOARGS, nullptr},
     {"step_aside", torchwhere::step_aside, METH_O, nullptr},
-    {"main_thread", torchwhere::main_thread, METH_O, nullptr},
+    {"recorded", torchwhere::recorded, METH_NOARGS, nullptr},
     {"recent", torchwhere::recent, METH_NOARGS, nullptr},
     {"check_frames", torchwhere::check_frames, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -34,7 +35,12 @@ PyMODINIT_FUNC PyInit_torchwhere_native() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   for (PyType_Spec* spec :
-       {&torchwhere::box_spec, &torchwhere::count_spec, &torchwhere::tape_spec, &torchwhere::buckets_spec}) {
+       {&torchwhere::box_spec,
+        &torchwhere::count_spec,
+        &torchwhere::tape_spec,
+        &torchwhere::buckets_spec,
+        &torchwhere::words_spec,
+        &torchwhere::calls_spec}) {
     if (!add(module, spec)) {
       Py_DECREF(module);
       return nullptr;

@@ -58,7 +58,6 @@ struct Kernel {
   std::atomic<Box*> box{nullptr};  // null: nothing is recorded, all-reduces pass
   std::atomic<int> inside{0};      // threads that may be using `box` and are not holding the GIL
   std::atomic<bool> is_aside{false};  // somebody in Python wants to be told of every collective
-  uint64_t main_cursor = 0;
   PyObject* engine_code = nullptr;  // the code of the frame that calls the engine
   Count* turns = nullptr;
   // Guards the tables. Nobody stores to the map, or waits for the GIL, while holding it: a store may fault, and the handler of
@@ -147,7 +146,8 @@ inline bool write(Box* box, const Launch& launch) {
   record.thread = static_cast<uint8_t>(here.tape->number);
   record.step = static_cast<uint32_t>(box->step);
   uint64_t line = cursor[CURSOR_LINE];
-  record.line = static_cast<uint32_t>(line ? line : box->words[kernel.main_cursor + CURSOR_LINE]);
+  if (!line && box->main_cursor) line = box->words[box->main_cursor + CURSOR_LINE];
+  record.line = static_cast<uint32_t>(line);
   uint64_t number = box->put(record);
   kernel.recent[at % 3].number = number;
   if (tally >= 0) {
@@ -210,7 +210,9 @@ inline PyObject* begin(PyObject*, PyObject* args) {
     auto& dispatcher = c10::Dispatcher::singleton();
     kernel.registration.reset();
     kernel.python = dispatcher.findSchemaOrThrow("torchwhere::allreduce_", "");
-    dispatcher.findSchemaOrThrow("c10d::allreduce_", "");
+    const auto& arguments = dispatcher.findSchemaOrThrow("c10d::allreduce_", "").schema().arguments();
+    if (arguments.size() < 2 || arguments[0].name() != "tensors" || arguments[1].name() != "process_group")
+      throw std::runtime_error("this torch's all_reduce takes other arguments");
     Py_INCREF(code);
     Py_XSETREF(kernel.engine_code, code);
     Py_INCREF(turns);
@@ -261,13 +263,6 @@ inline PyObject* step_aside(PyObject*, PyObject* whether) {
   Py_RETURN_NONE;
 }
 
-// main_thread(cursor): whose line counts where a thread has none of its own.
-inline PyObject* main_thread(PyObject*, PyObject* cursor) {
-  kernel.main_cursor = PyLong_AsUnsignedLongLong(cursor);
-  if (PyErr_Occurred()) return nullptr;
-  Py_RETURN_NONE;
-}
-
 // recent() -> [(record, index, label)]: the last reductions that Python has not seen.
 inline PyObject* recent(PyObject*, PyObject*) {
   Recent found[3];
@@ -284,6 +279,12 @@ inline PyObject* recent(PyObject*, PyObject*) {
     Py_XDECREF(one);
   }
   return list;
+}
+
+// recorded() -> how many reductions were recorded by the kernel in this watch, or in the last.
+inline PyObject* recorded(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> guard(kernel.lock);
+  return PyLong_FromUnsignedLongLong(kernel.recorded);
 }
 
 // -- the type Buckets ------------------------------------------------------------------------------------------------

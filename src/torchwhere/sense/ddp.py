@@ -113,7 +113,7 @@ class Reducer:
         for plan in self._plans:
             if index < len(plan) and plan[index].numel == numel:
                 progress.next = index + 1
-                bucket = plan[index]
+                bucket: Bucket = plan[index]
                 bucket.index, bucket.progress = index, progress
                 return bucket
         if tensor.is_floating_point():  # not the map of used parameters, which is no bucket
@@ -213,5 +213,6 @@ class Reducers:
         """Whose bucket is reduced once all gradients are there: a static graph's first backward reduces none before."""
         seen = list(self._seen.values())
         last = max(seen, key=lambda reducer: int(reducer.progress.turn), default=None)
-        likeliest = [last] if last is not None and last.progress.turn else []
-        return next((reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), *likeliest or [None])
+        last = last if last is not None and last.progress.turn else None
+        likeliest = [last] if last is not None else []
+        return next((reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), last)

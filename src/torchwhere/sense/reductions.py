@@ -77,7 +77,7 @@ def _define() -> None:
                 told[1](error)
         return redispatch(keyset & below, *args, **kwargs)
 
-    library = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(str(overload._schema).removeprefix("c10d::"))
     library.impl(REDUCED, kernel, "BackendSelect", with_keyset=True)
     _ours = library

@@ -25,6 +25,7 @@ LOG_MASK = LOG_LENGTH - 1
 NATIVE = "native-"  # begins the name of a thread that Python did not make: one of the autograd engine's, as a rule
 REGIONS = 1 << 12  # recomputed regions remembered, a power of two
 _NOTHING = array("Q")
+_NONE: tuple[str, ...] = ()
 FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
 
 BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
@@ -44,7 +45,7 @@ class Track:
     A class without slots of its own: what the hot paths touch is in Python's slots (`PythonTrack`) or in the native part's.
     """
 
-    __slots__ = ()
+    __slots__ = _NONE
     began: int
     below_optimizer: list[int]
     count: int
