@@ -47,6 +47,7 @@ from torchwhere.sense.phases import Phases
 from torchwhere.sense.tracks import Track
 
 Tap = Callable[[int, Call], None]  # the number of the record, and the call
+Seen = tuple[int, int]  # the line and the graph that were found there a moment ago
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _MOST_TEXT = 1 << 14
@@ -162,12 +163,18 @@ class Recorder:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def optimizer_stepped(self, name: str) -> None:
-        self.event(Kind.OPTIMIZER, what=self.box.intern(Sort.PHASE, name))
-
-    def set_step(self, step: int) -> None:
-        """The step is over, another begins. At one place: a look around takes longer than both records."""
+    def optimizer_stepped(self, name: str) -> Seen:
         track, spot, line, graph = self._look_around(stack.caller(1))
+        self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=self.box.intern(Sort.PHASE, name))
+        return line, graph
+
+    def set_step(self, step: int, *, seen: Seen | None = None) -> None:
+        """The step is over, another begins. At one place: a look around takes longer than both records."""
+        if seen is None:
+            track, spot, line, graph = self._look_around(stack.caller(1))
+        else:
+            track, (line, graph) = self._here(), seen
+            spot = self.locator.spot(track)
         self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
         self.step = step
         self.box.step_begins(step)

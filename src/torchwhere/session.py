@@ -23,7 +23,7 @@ from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
 from torchwhere.native.load import native
-from torchwhere.recorder import Recorder
+from torchwhere.recorder import Recorder, Seen
 from torchwhere.sense import stack
 from torchwhere.sense.backward import BackwardSense
 from torchwhere.sense.collectives import CollectiveSense
@@ -205,12 +205,12 @@ class Session:
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
 
-    def _step_ended(self) -> None:
+    def _step_ended(self, seen: Seen | None) -> None:
         if not self.recorder.step_is_users:
-            self.next_step(self.recorder.step + 1)
+            self.next_step(self.recorder.step + 1, seen=seen)
 
-    def next_step(self, step: int) -> None:
-        self.recorder.set_step(step)
+    def next_step(self, step: int, *, seen: Seen | None = None) -> None:
+        self.recorder.set_step(step, seen=seen)
         self.modules.forget_calls()
         self._layouts.step_ended()
         self._groups.refresh()

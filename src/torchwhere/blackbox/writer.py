@@ -244,8 +244,7 @@ class BoxWriter:
         With module events there are two for every module call: it saves a frame, and six fields.
         """
         if self.pen is not None:
-            place_record: Callable[[int, int, int, int, int], None] = self.pen.place_record
-            return place_record
+            return self._make_native_place_record(current_step)
         numbers, pack, pack_crc, region = self._numbers, RECORD_OF_PLACE.pack, CRC.pack, self._map
         ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
 
@@ -255,6 +254,14 @@ class BoxWriter:
             data = pack(number, t_ns, kind, pass_, 0, thread, current_step(), module, call)
             at = ring_at + number % capacity * RECORD_BYTES
             region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
+
+        return record
+
+    def _make_native_place_record(self, current_step: Callable[[], int]) -> Callable[[int, int, int, int, int], None]:
+        write = self.record
+
+        def record(kind: int, t_ns: int, word: int, call: int, thread: int) -> None:
+            write(kind, t_ns, word >> PASS_SHIFT & PASS_MASK, 0, thread, current_step(), word >> MODULE_SHIFT, call)
 
         return record
 

@@ -124,80 +124,31 @@ inline void box_dealloc(Box* self) {
   Py_DECREF(type);
 }
 
-inline bool box_is_closed(Box* self) {
-  if (self->words == nullptr) PyErr_SetString(PyExc_ValueError, "the box is closed");
-  return self->words == nullptr;
-}
-
-// An int that must be below `end` (0: any 64 bits), as struct.pack would have it.
-inline bool number_of(PyObject* from, uint64_t end, uint64_t* to) {
-  *to = PyLong_AsUnsignedLongLong(from);
-  if (*to == ~0ull && PyErr_Occurred()) {
-    PyErr_Clear();  // an IntEnum comes here never: it is an int
-    PyErr_Format(PyExc_ValueError, "%R is no field of a record", from);
-    return false;
-  }
-  if (end && *to >= end) PyErr_Format(PyExc_ValueError, "%R does not fit into a record", from);
-  return !end || *to < end;
-}
+// Where the fields of `BoxWriter.record` are in a record, in their order, and how many bytes they have.
+struct Field {
+  uint8_t at, size;
+};
+constexpr Field fields[] = {
+    {16, 1}, {8, 8}, {17, 1}, {18, 1}, {19, 1}, {20, 4}, {24, 4},
+    {28, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}, {48, 4}, {52, 8}};
+constexpr Py_ssize_t FIELDS = sizeof(fields) / sizeof(Field);
+static_assert(offsetof(Record, step) == 20 && offsetof(Record, more) == 52, "the fields are where they were");
 
 // record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more) -> number; from the third on
-// each may be left out.
+// each may be left out. A value that does not fit is an error, as it is for struct.pack.
 inline PyObject* box_record(Box* self, PyObject* const* args, Py_ssize_t given) {
-  if (given < 2 || given > 14) return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);
-  uint64_t field[14] = {};
+  if (given < 2 || given > FIELDS) return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);
+  Record record{};
   for (Py_ssize_t at = 0; at < given; ++at) {
-    uint64_t end = at == 1 || at == 13 ? 0 : at == 0 || (at >= 2 && at <= 4) ? 1ull << 8 : 1ull << 32;
-    if (!number_of(args[at], end, &field[at])) return nullptr;
+    uint64_t value = PyLong_AsUnsignedLongLong(args[at]);
+    bool is_bad = value == ~0ull && PyErr_Occurred();
+    if (is_bad) PyErr_Clear();
+    if (is_bad || (fields[at].size < 8 && value >> 8 * fields[at].size))
+      return PyErr_Format(PyExc_ValueError, "%R does not fit into field %zd of a record", args[at], at);
+    std::memcpy(reinterpret_cast<char*>(&record) + fields[at].at, &value, fields[at].size);  // little-endian
   }
-  if (box_is_closed(self)) return nullptr;
-  Record record{};
-  record.kind = static_cast<uint8_t>(field[0]);
-  record.t_ns = field[1];
-  record.pass = static_cast<uint8_t>(field[2]);
-  record.flags = static_cast<uint8_t>(field[3]);
-  record.thread = static_cast<uint8_t>(field[4]);
-  record.step = static_cast<uint32_t>(field[5]);
-  record.module = static_cast<uint32_t>(field[6]);
-  record.call = static_cast<uint32_t>(field[7]);
-  record.line = static_cast<uint32_t>(field[8]);
-  record.graph = static_cast<uint32_t>(field[9]);
-  record.what = static_cast<uint32_t>(field[10]);
-  record.aim = static_cast<uint32_t>(field[11]);
-  record.param = static_cast<uint32_t>(field[12]);
-  record.more = field[13];
+  if (self->words == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
   return PyLong_FromUnsignedLongLong(self->put(record));
-}
-
-// One that has a place and nothing else.
-inline void put_place(Box* box, int kind, uint64_t t_ns, uint64_t word, uint32_t call, uint8_t thread) {
-  Record record{};
-  record.kind = static_cast<uint8_t>(kind);
-  record.t_ns = t_ns;
-  record.pass = word >> PASS_SHIFT & PASS_MASK;
-  record.thread = thread;
-  record.step = static_cast<uint32_t>(box->step);
-  record.module = static_cast<uint32_t>(word >> MODULE_SHIFT);
-  record.call = call;
-  box->put(record);
-}
-
-// place_record(kind, t_ns, word, call, thread)
-inline PyObject* box_place_record(Box* self, PyObject* const* args, Py_ssize_t given) {
-  if (given != 5) return PyErr_Format(PyExc_TypeError, "a record of a place has 5 fields, not %zd", given);
-  static constexpr uint64_t ends[5] = {1ull << 8, 0, 0, 1ull << 32, 1ull << 8};
-  uint64_t field[5];
-  for (int at = 0; at < 5; ++at)
-    if (!number_of(args[at], ends[at], &field[at])) return nullptr;
-  if (box_is_closed(self)) return nullptr;
-  put_place(
-      self,
-      static_cast<int>(field[0]),
-      field[1],
-      field[2],
-      static_cast<uint32_t>(field[3]),
-      static_cast<uint8_t>(field[4]));
-  Py_RETURN_NONE;
 }
 
 template <typename Function>
@@ -207,7 +158,6 @@ PyCFunction method(Function* function) {
 
 inline PyMethodDef box_methods[] = {
     {"record", method(box_record), METH_FASTCALL, nullptr},
-    {"place_record", method(box_place_record), METH_FASTCALL, nullptr},
     {"close", method(box_close), METH_NOARGS, nullptr},
     {"abandon", method(box_abandon), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

@@ -133,9 +133,19 @@ inline bool tell(Calls* self, Tape* tape, int kind, uint64_t t_ns, uint64_t word
     Py_XDECREF(found);
     if (PyErr_Occurred()) return false;
   }
-  if (self->box->step >> 32) PyErr_SetString(PyExc_ValueError, "a step that does not fit into a record");
-  if (self->box->step >> 32 || box_is_closed(self->box)) return false;
-  put_place(self->box, kind, t_ns, word, static_cast<uint32_t>(call), static_cast<uint8_t>(tape->number));
+  if (self->box->words == nullptr || self->box->step >> 32) {
+    PyErr_SetString(PyExc_ValueError, "the box is closed, or the step does not fit into a record");
+    return false;
+  }
+  Record record{};
+  record.kind = static_cast<uint8_t>(kind);
+  record.t_ns = t_ns;
+  record.pass = word >> PASS_SHIFT & PASS_MASK;
+  record.thread = static_cast<uint8_t>(tape->number);
+  record.step = static_cast<uint32_t>(self->box->step);
+  record.module = static_cast<uint32_t>(word >> MODULE_SHIFT);
+  record.call = static_cast<uint32_t>(call);
+  self->box->put(record);
   return true;
 }
 
@@ -171,9 +181,9 @@ inline PyObject* calls_enter(Calls* self, PyObject* module) {
 
 // entered(word, below) -> below: what `_enter_slowly` has found.
 inline PyObject* calls_entered(Calls* self, PyObject* const* args, Py_ssize_t given) {
-  uint64_t word, below;
   if (given != 2) return PyErr_Format(PyExc_TypeError, "a word and the one below, not %zd arguments", given);
-  if (!number_of(args[0], 0, &word) || !number_of(args[1], 0, &below)) return nullptr;
+  uint64_t word = PyLong_AsUnsignedLongLong(args[0]), below = PyLong_AsUnsignedLongLong(args[1]);
+  if (PyErr_Occurred()) return nullptr;
   Tape* tape = tape_of(self);
   if (tape == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
   return entered(self, tape, word, below);

@@ -16,7 +16,7 @@ struct Tape {
 
 // The tape of the calling thread, good for one box. It is never followed for another one: its track may be gone by then.
 struct Here {
-  uint64_t box = 0;
+  uint64_t box = ~0ull;  // its id; no box has this one
   Tape* tape = nullptr;
 };
 inline thread_local Here here;
@@ -44,7 +44,8 @@ inline PyObject* tape_use(Tape* self, PyObject* args) {
 
 // is_here(box): this is the calling thread's tape while that box is written.
 inline PyObject* tape_is_here(Tape* self, PyObject* box) {
-  here = Here{reinterpret_cast<Box*>(box)->id, self};
+  uint64_t id = reinterpret_cast<Box*>(box)->id;
+  here = id ? Here{id, self} : Here{};
   Py_RETURN_NONE;
 }
 

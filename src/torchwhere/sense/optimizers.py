@@ -28,8 +28,8 @@ class OptimizerSense:
         locator: Locator,
         *,
         on_move: Callable[[Track, int], None],
-        on_optimizer: Callable[[str], None],
-        on_step_end: Callable[[], None],
+        on_optimizer: Callable[[str], Any],
+        on_step_end: Callable[[Any], None],
     ) -> None:
         self._locator = locator
         self._on_move = on_move
@@ -73,10 +73,10 @@ class OptimizerSense:
             return
         try:
             track = self._locator.threads.here()
-            self._on_optimizer(type(optimizer).__name__)
+            seen = self._on_optimizer(type(optimizer).__name__)
             self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
             if not self._driving:
-                self._count(id(optimizer), in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
+                self._count(id(optimizer), seen, in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
         except Exception as error:
             self.trouble(error)
 
@@ -113,11 +113,12 @@ class OptimizerSense:
             self._driving = False
             self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
             if begun is not None and engine.global_steps > begun:
-                self._on_step_end()
+                self._on_step_end(None)
         except Exception as error:
             self.trouble(error)
 
-    def _count(self, stepper: int, *, in_backward: bool) -> None:
+    def _count(self, stepper: int, seen: Any, *, in_backward: bool) -> None:
+        """`seen` is what `on_optimizer` gave: a step that ends here ends at that place."""
         if self._stepped and stepper not in self._stepped:
             self._stepped.add(stepper)
             return
@@ -125,12 +126,12 @@ class OptimizerSense:
         if in_backward:  # the rest of this backward still belongs to the step
             self._ends_after_backward = True
         else:
-            self._on_step_end()
+            self._on_step_end(seen)
 
     def backward_ended(self) -> None:
         if self._ends_after_backward:
             self._ends_after_backward = False
-            self._on_step_end()
+            self._on_step_end(None)
 
 
 def _engine_runs() -> bool:
