@@ -251,15 +251,15 @@ def test_a_closed_box_takes_nothing(part: Any) -> None:
 def test_its_dict_is_a_dict(part: Any) -> None:
     """What it keeps numbers in answers as Python's dict does."""
     chance, plain, words = random.Random(1), {}, part.Words()
-    for _ in range(2000):
-        key, value = chance.randrange(40) << 36, chance.randrange(-(1 << 62), 1 << 62)
+    for _ in range(4000):
+        key, value = chance.randrange(300) << 36, chance.randrange(-(1 << 62), 1 << 62)
         if chance.random() < 0.6:
             plain[key] = words[key] = value
         elif chance.random() < 0.6:
             assert words.pop(key, None) == plain.pop(key, None)
         assert (words.get(key), words.get(key, 5)) == (plain.get(key), plain.get(key, 5))
-    words.clear()
-    assert words.get(0) is None
+    words.zero()
+    assert [words.get(key) for key in plain] == [0] * len(plain)
 
 
 def test_both_sides_have_the_same_log(part: Any) -> None:
@@ -460,7 +460,14 @@ def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
 # -- threads, ends and deaths ----------------------------------------------------------------------------------------------
 
 
-def test_sixteen_threads(part: Any, one_rank: None, tmp_path: Path) -> None:
+@pytest.fixture
+def ddp_on_threads(one_rank: None) -> Iterator[None]:
+    """DDP notes in its class which instance is in its forward, and puts back what it found: threads put back each other's."""
+    yield
+    DDP._active_ddp_module = None
+
+
+def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> None:
     """Sixteen backwards at once, none of them holding the GIL: no record is lost, torn or counted twice."""
     models = [stacked() for _ in range(16)]
     [train(model, 3) for model in models]  # their buckets are what they will be
@@ -512,9 +519,10 @@ def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
     assert left() <= before
 
 
-def test_stopped_while_others_run(part: Any, one_rank: None) -> None:
+def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
     """A watch may end at any moment of a backward that runs on other threads: nobody writes to a map that is gone."""
     models, failed, over = [stacked() for _ in range(3)], [], threading.Event()
+    [train(model, 3) for model in models]  # DDP has built its buckets anew, for which it broadcasts: not through our kernel
 
     def work(model: nn.Module) -> None:
         try:

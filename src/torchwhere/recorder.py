@@ -105,6 +105,8 @@ class Recorder:
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""
+        if self.box.pen is not None and track.move(self.box.pen, word):
+            return
         track.top = word
         self.box.words[track.cursor] = word
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
@@ -119,8 +121,12 @@ class Recorder:
     def _look_around(self, frame: FrameType | None) -> tuple[Track, Spot, int, int]:
         """Track, spot, line and graph of the calling thread."""
         track = self._here()
-        spot, looked = self.locator.spot(track), stack.read(frame)
-        return track, spot, self.locator.line_id(looked.file, looked.line), self._graph_id(looked.graph)
+        return track, self.locator.spot(track), *self._see(frame)
+
+    def _see(self, frame: FrameType | None) -> Seen:
+        looked = stack.read(frame)
+        graph = self._graph_id(looked.graph) if looked.graph is not None or self._compiling else 0
+        return self.locator.line_id(looked.file, looked.line), graph
 
     def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
         number = self.box.record(
@@ -164,7 +170,8 @@ class Recorder:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, name: str) -> Seen:
-        track, spot, line, graph = self._look_around(stack.caller(1))
+        track, (line, graph) = self._here(), self._see(stack.caller(1))
+        spot = self.locator.spot_in_optimizer(track)
         self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=self.box.intern(Sort.PHASE, name))
         return line, graph
 

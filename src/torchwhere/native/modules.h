@@ -1,9 +1,7 @@
 // Which module runs, without Python's share of it: the hot path of `sense/modules.py`. All of it holds the GIL.
 #pragma once
 
-#include <unordered_map>
-
-#include <ATen/SequenceNumber.h>
+#include <vector>
 
 #include "tape.h"
 
@@ -11,20 +9,78 @@ namespace torchwhere {
 
 constexpr uint64_t FIRST_MODULE_WORD = 1ull << MODULE_SHIFT;
 
+// Ints by ints in one piece of memory: where a module is called, what was not used just before is far away, and a map that
+// follows pointers waits for each of them.
+class Table {
+ public:
+  struct Slot {
+    uint64_t key;  // + 1: 0 is an empty slot
+    int64_t value;
+  };
+
+  Slot* find(uint64_t key) {
+    size_t at = home(key + 1);
+    while (slots_[at].key != 0 && slots_[at].key != key + 1) at = (at + 1) & mask();
+    return slots_[at].key == 0 ? nullptr : &slots_[at];
+  }
+
+  int64_t& operator[](uint64_t key) {
+    if (Slot* found = find(key)) return found->value;
+    if (++used_ * 2 > slots_.size()) grow();
+    return place({key + 1, 0}).value;
+  }
+
+  // What stood behind it may have to move up: a gap ends a search.
+  void erase(Slot* gone) {
+    --used_;
+    auto at = static_cast<size_t>(gone - slots_.data());
+    slots_[at].key = 0;
+    for (at = (at + 1) & mask(); slots_[at].key != 0; at = (at + 1) & mask()) {
+      Slot moved = slots_[at];
+      slots_[at].key = 0;
+      place(moved);
+    }
+  }
+
+  void zero() {
+    for (Slot& slot : slots_) slot.value = 0;
+  }
+
+ private:
+  size_t mask() const { return slots_.size() - 1; }
+  size_t home(uint64_t key) const { return key * 0x9E3779B97F4A7C15u >> 32 & mask(); }
+
+  Slot& place(Slot slot) {
+    size_t at = home(slot.key);
+    while (slots_[at].key != 0) at = (at + 1) & mask();
+    return slots_[at] = slot;
+  }
+
+  void grow() {
+    std::vector<Slot> before(slots_.size() * 2);
+    before.swap(slots_);
+    for (const Slot& slot : before)
+      if (slot.key != 0) place(slot);
+  }
+
+  std::vector<Slot> slots_ = std::vector<Slot>(64);  // a power of two, at most half of it used
+  size_t used_ = 0;
+};
+
 // A dict of ints, as far as `sense/modules.py` uses one: for Python and for C++ at the same time.
 struct Words {
   PyObject_HEAD
-  std::unordered_map<uint64_t, int64_t> of;
+  Table of;
 };
 
 inline PyObject* words_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<Words*>(type->tp_alloc(type, 0));
-  if (self != nullptr) new (&self->of) std::unordered_map<uint64_t, int64_t>();
+  if (self != nullptr) new (&self->of) Table();
   return reinterpret_cast<PyObject*>(self);
 }
 
 inline void words_dealloc(Words* self) {
-  self->of.~unordered_map();
+  self->of.~Table();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -36,19 +92,20 @@ PyObject* words_get(Words* self, PyObject* const* args, Py_ssize_t given) {
   if (given < 1 || given > 2) return PyErr_Format(PyExc_TypeError, "a key and a default, not %zd arguments", given);
   uint64_t key = PyLong_AsUnsignedLongLong(args[0]);
   if (PyErr_Occurred()) return nullptr;
-  auto found = self->of.find(key);
-  if (found == self->of.end()) {
+  Table::Slot* found = self->of.find(key);
+  if (found == nullptr) {
     PyObject* otherwise = given == 2 ? args[1] : Py_None;
     Py_INCREF(otherwise);
     return otherwise;
   }
-  PyObject* value = PyLong_FromLongLong(found->second);
+  PyObject* value = PyLong_FromLongLong(found->value);
   if (is_last) self->of.erase(found);
   return value;
 }
 
-inline PyObject* words_clear(Words* self, PyObject*) {
-  self->of.clear();
+// zero(): every value is 0 from now on. The keys stay: it is the same modules that are called in the next step.
+inline PyObject* words_zero(Words* self, PyObject*) {
+  self->of.zero();
   Py_RETURN_NONE;
 }
 
@@ -68,7 +125,7 @@ inline int words_set(Words* self, PyObject* key, PyObject* value) {
 inline PyMethodDef words_methods[] = {
     {"get", method(words_get<false>), METH_FASTCALL, nullptr},
     {"pop", method(words_get<true>), METH_FASTCALL, nullptr},
-    {"clear", method(words_clear), METH_NOARGS, nullptr},
+    {"zero", method(words_zero), METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyType_Slot words_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(words_new)},
@@ -149,20 +206,10 @@ inline bool tell(Calls* self, Tape* tape, int kind, uint64_t t_ns, uint64_t word
   return true;
 }
 
-// From here on this thread is at `word`.
-inline void move(Calls* self, Tape* tape, uint64_t word, uint64_t t_ns) {
-  uint64_t at = tape->count++ & LOG_MASK;
-  static_cast<uint64_t*>(tape->seqs.buf)[at] = at::sequence_number::peek();
-  static_cast<uint64_t*>(tape->marks.buf)[at] = word;
-  tape->top = word;
-  uint64_t* cursor = self->box->words + tape->cursor;
-  cursor[CURSOR_PLACE] = word;
-  cursor[CURSOR_TIME] = t_ns;
-}
-
 inline PyObject* entered(Calls* self, Tape* tape, uint64_t word, uint64_t below) {
   uint64_t t_ns = now_ns();
-  move(self, tape, word, t_ns);
+  note(tape, word);
+  show(tape, self->box, word, t_ns);
   if (self->enter_kind && word != below && !tell(self, tape, self->enter_kind, t_ns, word)) return nullptr;
   return PyLong_FromUnsignedLongLong(below);
 }
@@ -172,9 +219,9 @@ inline PyObject* calls_enter(Calls* self, PyObject* module) {
   Tape* tape = tape_of(self);
   if (tape == nullptr || tape->top < FIRST_MODULE_WORD) Py_RETURN_NONE;
   uint64_t below = tape->top;
-  auto found = self->bases->of.find(reinterpret_cast<uint64_t>(module));
-  if (found == self->bases->of.end() || found->second <= 0) Py_RETURN_NONE;
-  auto word = static_cast<uint64_t>(found->second);
+  Table::Slot* found = self->bases->of.find(reinterpret_cast<uint64_t>(module));
+  if (found == nullptr || found->value <= 0) Py_RETURN_NONE;
+  auto word = static_cast<uint64_t>(found->value);
   word |= below & self->recompute_bit ? below & self->inherited : static_cast<uint64_t>(self->calls->of[word]++);
   return entered(self, tape, word, below);
 }
@@ -198,7 +245,10 @@ inline PyObject* calls_leave(Calls* self, PyObject* under) {
   uint64_t t_ns = now_ns(), word = tape->top;
   // A wrapper and what it wraps are one call.
   bool is_told = !self->exit_kind || word == below || tell(self, tape, self->exit_kind, t_ns, word);
-  if ((tape = tape_of(self)) != nullptr) move(self, tape, below, t_ns);
+  if ((tape = tape_of(self)) != nullptr) {
+    note(tape, below);
+    show(tape, self->box, below, t_ns);
+  }
   if (!is_told) return nullptr;
   Py_RETURN_NONE;
 }

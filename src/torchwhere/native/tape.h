@@ -1,6 +1,8 @@
 // Where a thread is, as C++ sees it: the part of `sense/tracks.py`'s Track that the hot paths need.
 #pragma once
 
+#include <ATen/SequenceNumber.h>
+
 #include "box.h"
 
 namespace torchwhere {
@@ -49,6 +51,35 @@ inline PyObject* tape_is_here(Tape* self, PyObject* box) {
   Py_RETURN_NONE;
 }
 
+// From here on this thread is at `word`, which is noted in its log. The log must be there.
+inline void note(Tape* tape, uint64_t word) {
+  uint64_t at = tape->count++ & LOG_MASK;
+  static_cast<uint64_t*>(tape->seqs.buf)[at] = at::sequence_number::peek();
+  static_cast<uint64_t*>(tape->marks.buf)[at] = word;
+}
+
+inline void show(Tape* tape, Box* box, uint64_t word, uint64_t t_ns) {
+  tape->top = word;
+  uint64_t* cursor = box->words + tape->cursor;
+  cursor[CURSOR_PLACE] = word;
+  cursor[CURSOR_TIME] = t_ns;
+}
+
+// move(box, word[, line]) -> whether that could be done: go to another pass. With a line, even 0, it is noted in the log.
+inline PyObject* tape_move(Tape* self, PyObject* const* args, Py_ssize_t given) {
+  if (given < 2 || given > 3) return PyErr_Format(PyExc_TypeError, "a box, a word and a line, not %zd arguments", given);
+  auto* box = reinterpret_cast<Box*>(args[0]);
+  uint64_t word = PyLong_AsUnsignedLongLong(args[1]), line = given == 3 ? PyLong_AsUnsignedLongLong(args[2]) : 0;
+  if (PyErr_Occurred()) return nullptr;
+  if (box->words == nullptr || (given == 3 && self->seqs.obj == nullptr)) Py_RETURN_FALSE;
+  show(self, box, word, now_ns());
+  if (given == 3) {
+    note(self, word);
+    box->words[self->cursor + CURSOR_LINE] = line;
+  }
+  Py_RETURN_TRUE;
+}
+
 inline void tape_dealloc(Tape* self) {
   if (here.tape == self) here = Here{};
   tape_unready(self);
@@ -59,6 +90,7 @@ inline void tape_dealloc(Tape* self) {
 
 inline PyMethodDef tape_methods[] = {
     {"use", method(tape_use), METH_VARARGS, nullptr},
+    {"move", method(tape_move), METH_FASTCALL, nullptr},
     {"is_here", method(tape_is_here), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef tape_members[] = {

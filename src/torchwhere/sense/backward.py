@@ -124,6 +124,8 @@ class BackwardSense:
             self._on_end()
 
     def _move(self, track: Track, word: int, *, line: int) -> None:
+        if self._box.pen is not None and track.move(self._box.pen, word, line):
+            return
         track.top = word
         track.log(self._sequence_nr(), word)
         words, cursor = self._box.words, track.cursor

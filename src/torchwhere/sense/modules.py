@@ -66,6 +66,7 @@ class ModuleSense:
         self._root_is_given = False
         self._strangers = Strangers(locator.names)
         self.calls: dict[int, int] = ints()  # calls of each module in this step
+        self._forget_calls: Callable[[], None] = self.calls.clear if box.native is None else self.calls.zero  # type: ignore
         self.trouble = Trouble("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -156,7 +157,7 @@ class ModuleSense:
 
     def forget_calls(self) -> None:
         """A step has begun: calls are counted from 0 again."""
-        self.calls.clear()
+        self._forget_calls()
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,10 @@ class Track:
     def use(self, seqs: array[int] | None, marks: array[int] | None) -> None:
         """Told of the arrays of the log: the native part writes to them, too."""
 
+    def move(self, _pen: Any, _word: int, _line: int = 0) -> bool:
+        """Go to a word outside any module; given a line, by way of the log. Whether it was done: only the native part can."""
+        return False
+
     def is_here(self, pen: Any) -> None:
         """Told that this is the calling thread's track, while the box of that pen is written."""
 
