@@ -162,18 +162,26 @@ inline bool write(Box* box, const Launch& launch) {
   return true;
 }
 
+// Behind the gate: whether nothing is left to do for Python. Gives what the call is, as far as that was found out.
+inline bool recorded_natively(const c10::OperatorHandle& op, const torch::jit::Stack& stack, Launch* launch) {
+  struct Inside {
+    Inside() { kernel.inside.fetch_add(1); }
+    ~Inside() { kernel.inside.fetch_sub(1); }
+  } inside;
+  Box* box = kernel.box.load();
+  if (box == nullptr) return true;
+  try {
+    *launch = launch_of(stack, op.schema().arguments().size());
+    return launch->param != nullptr && !kernel.is_aside.load() && write(box, *launch);
+  } catch (const std::exception&) {  // a tensor that has no numel, say
+    return false;
+  }
+}
+
 inline void allreduce(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static const c10::DispatchKeySet below(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
-  kernel.inside.fetch_add(1);
-  Box* box = kernel.box.load();
   Launch launch;
-  bool is_done = box == nullptr;
-  if (!is_done) {
-    launch = launch_of(*stack, op.schema().arguments().size());
-    is_done = launch.param != nullptr && !kernel.is_aside.load() && write(box, launch);
-  }
-  kernel.inside.fetch_sub(1);
-  if (is_done) {
+  if (recorded_natively(op, *stack, &launch)) {
     op.redispatchBoxed(keys & below, stack);
     return;
   }
