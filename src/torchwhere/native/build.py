@@ -16,11 +16,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from torchwhere.errors import TorchwhereError
 from torchwhere.native.load import SOURCES, built_for, checksum, checksum_file, library, load
 
+# Not asked of torch.utils.cpp_extension: that imports setuptools, which may not be there.
+_TORCH = Path(torch.__file__).parent
+_HEADERS = (_TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
 _COMPILERS = ("c++", "g++", "clang++")
 _STANDARDS = ("c++20", "c++17")  # newer torch needs the one, older compilers know only the other
 _MOST_SAID = 4  # lines of a compiler's complaint
@@ -66,7 +68,7 @@ def _check_headers() -> None:
     python = Path(sysconfig.get_path("include")) / "Python.h"
     if not python.exists():
         raise TorchwhereError(f"the headers of Python are not there ({python}): install python3-dev, or what it is called here")
-    if not any((Path(folder) / "ATen" / "core" / "dispatch" / "Dispatcher.h").exists() for folder in include_paths()):
+    if not (_HEADERS[0] / "ATen" / "core" / "dispatch" / "Dispatcher.h").exists():
         raise TorchwhereError("this torch came without its C++ headers: the native part cannot be built for it")
 
 
@@ -82,14 +84,13 @@ def _compile(compiler: list[str], to: Path) -> None:
 
 
 def _command(compiler: list[str], standard: str, to: Path) -> list[str]:
-    headers = [*include_paths(), sysconfig.get_path("include")]
-    libraries = [f"-L{folder}" for folder in library_paths()]
+    headers = [*map(str, _HEADERS), sysconfig.get_path("include")]
     return [
         *(*compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
         *("-Wno-invalid-offsetof", "-Wno-missing-field-initializers"),
         *(f'-DTORCHWHERE_BUILT_FOR="{built_for()}"', f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"),
         *(part for folder in headers for part in ("-isystem", folder)),
-        *(str(SOURCES / "native.cpp"), "-o", str(to), *libraries, "-ltorch_cpu", "-lc10"),
+        *(str(SOURCES / "native.cpp"), "-o", str(to), f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
 
 
