@@ -51,8 +51,7 @@ class Expected:
     module: str | None = None
     issued: str | None = None  # mark of the line from which the culprit issued what differs
     words: str | None = None  # in the culprit's detail
-    needs: Callable[[int], set[int]] = lambda victim: {victim}  # without the boxes of these, and a monitor, it cannot be told
-    only_watched: bool = False  # when all were killed, and no monitor was there, the boxes look like something else
+    needs: Callable[[int], set[int]] = lambda victim: {victim}  # where nobody stands still: the boxes that show it
     spied_line: str | None = None  # as `line`, where py-spy is installed: nothing else can look
     spied_words: str | None = None  # as `words`
     around: Callable[[str], AbstractContextManager[None]] | None = None  # what must be there before the job starts
@@ -305,7 +304,7 @@ def pipeline_peer(victim: int) -> None:
         dist.barrier()
 
 
-@fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1}, needs=lambda _victim: {1, 2})
+@fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1})
 def shared_by_two_groups(victim: int) -> None:
     """Two groups that have two ranks in common, of which one takes them in the other order."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (1, 2, 3))}
@@ -338,7 +337,7 @@ def others_give_up(victim: int) -> None:
         dist.all_reduce(torch.ones(4), group=impatient)
 
 
-@fault("missing", culprits=lambda victim: {victim or 1}, needs=lambda victim: {0, victim or 1})
+@fault("missing", culprits=lambda victim: {victim or 1})
 def mail_from_anybody(victim: int) -> None:
     """Rank 0 takes what comes from whoever writes, and one does not write."""
     for step in range(STEPS):
@@ -415,7 +414,7 @@ def leaves_early(victim: int) -> None:
         dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
 
 
-@fault("missing", culprits=lambda victim: everyone(victim) - {victim}, needs=everyone)
+@fault("missing", culprits=lambda victim: everyone(victim) - {victim})
 def barrier_on_one(victim: int) -> None:
     """A barrier that only one rank reaches: all others are missing from it."""
     for step in range(FAULTY_STEP + 1):
@@ -528,7 +527,7 @@ def sigstop(victim: int) -> None:
     train(victim, stops)
 
 
-@fault("missing", words="stopped", needs=everyone, only_watched=True)
+@fault("missing", words="stopped")
 def sigstop_inside(victim: int) -> None:
     """Stopped while it waits in a collective that it has issued: all have come to it, and one cannot go on."""
     for step in range(STEPS):
@@ -629,7 +628,7 @@ def straggler(victim: int) -> None:
         torchwhere.step()
 
 
-@fault("healthy", culprits=lambda _victim: set(), needs=everyone, only_watched=True)
+@fault("healthy", culprits=lambda _victim: set())
 def slow(victim: int) -> None:
     """Slow, and nothing is wrong."""
     for step in range(60):
@@ -661,7 +660,7 @@ def dump_when_asked(stem: str, rank: int) -> None:
     Path(f"{stem}-dump{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
 
 
-@fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network, needs=everyone, only_watched=True)
+@fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network)
 def cable_pulled(victim: int) -> None:
     """The network between two halves of the job fails: all ranks wait in one collective, and nobody is missing."""
     for step in range(STEPS):
@@ -674,7 +673,7 @@ def cable_pulled(victim: int) -> None:
 # -- nothing is wrong ------------------------------------------------------------------------------------------------------
 
 
-@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
+@fault("healthy", culprits=no_one)
 def healthy_ddp(_victim: int) -> None:
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -686,7 +685,7 @@ def healthy_ddp(_victim: int) -> None:
     time.sleep(60)
 
 
-@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
+@fault("healthy", culprits=no_one)
 def healthy_turns(_victim: int) -> None:
     """Each rank broadcasts in its turn, from another line than those who listen; messages go round; ranks wait at the end."""
     rank = dist.get_rank()
@@ -704,7 +703,7 @@ def healthy_turns(_victim: int) -> None:
     time.sleep(60)
 
 
-@fault("healthy", culprits=no_one, needs=everyone, only_watched=True)
+@fault("healthy", culprits=no_one)
 def healthy_mesh(_victim: int) -> None:
     """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for itself between the steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from rank_pool import Pool
 from torchwhere import Certainty, TorchwhereError
 from torchwhere.blackbox import layout
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP, Sort
 from torchwhere.blackbox.phase_sums import phase_sums
-from torchwhere.blackbox.reader import Box, parse_box, read_box
+from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.events import Kind
 

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchwhere.blackbox import layout
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import Geometry, Sort, pack_entry, pack_header
-from torchwhere.blackbox.reader import Box, parse_box, read_box
+from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import TEXT_FIELD, Kind
 

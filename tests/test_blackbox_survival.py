@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import Sort
-from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
 

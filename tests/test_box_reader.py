@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from synthetic_boxes import make
 from synthetic_job import Job
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import RECORD, RECORD_BYTES, RECORD_CRC_AT, pack_entry
-from torchwhere.blackbox.reader import Box, BoxReader, read_box
+from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import Ring, parse_ring
 from torchwhere.blackbox.table import TableReader
 from torchwhere.errors import TorchwhereError

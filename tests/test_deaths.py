@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from torchwhere.blackbox.label import Label
+from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.deaths import Deaths
+from torchwhere.diagnose.doctor.interruption import interrupted
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing import testimony as testimonies
 from torchwhere.diagnose.hearing.testimony import Hearing
@@ -199,3 +205,75 @@ def test_counted_before_it_is_gone() -> None:
         for each in (dying, other)
     )
     assert (dying.out_of_memory, other.out_of_memory) == ("killed by the system", None)
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------------
+
+BY_HAND = "exception: KeyboardInterrupt"
+
+
+def test_who_was_interrupted_has_not_failed() -> None:
+    """An interruption of several ranks came from outside: they, and those who noticed that they went, did not fail; another one
+    did."""
+    ranks = (
+        rank_of(0, end=BY_HAND),
+        rank_of(1, end=BY_HAND),
+        rank_of(2, exception=HUNG_UP),
+        rank_of(3, end="exception: ValueError"),
+    )
+    found = deaths(*ranks)
+    found.by_hand = interrupted(found.hearing, waited_s=5)
+    assert set(found.by_hand) == {0, 1}
+    assert [found.was_ended_by_hand(rank) for rank in range(4)] == [True, True, True, False]
+    assert found.failed() == [3]
+
+
+def test_one_interruption_is_a_failure() -> None:
+    """A rank that alone was interrupted, while nobody waited for it, raised that itself; without one nothing was by hand."""
+    assert interrupted(deaths(rank_of(0, end=BY_HAND), rank_of(1, exception=HUNG_UP)).hearing, waited_s=5) == {}
+    assert interrupted(deaths(rank_of(0, end="stop"), rank_of(1)).hearing, waited_s=5) == {}
+
+
+HANGING = """
+import os, sys, threading
+import torch, torch.distributed as dist, torchwhere
+
+rank = int(sys.argv[1])
+os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2] + "/store", 2), rank=rank, world_size=2)
+with torchwhere.watch(out=sys.argv[2] + "/run"):
+    dist.all_reduce(torch.ones(1))
+    print("here", flush=True)
+    if rank == 1:
+        threading.Event().wait()  # the hang
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_hang_that_was_ended_with_ctrl_c(tmp_path: Path) -> None:
+    """Of real ranks, one of which hangs: after Ctrl-C the verdict is the hang, with its line, and that it was interrupted."""
+    script = tmp_path / "train.py"
+    script.write_text(HANGING)
+    ranks = [
+        subprocess.Popen([sys.executable, str(script), str(rank), str(tmp_path)], stdout=subprocess.PIPE, cwd=tmp_path)
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            rank.stdout.readline()
+        time.sleep(4)
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        ranks[1].wait(30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    verdict = consult(tmp_path / "run", stall_s=4)
+    assert (verdict.kind, verdict.culprits) == ("missing", (1,)), verdict.explanation
+    assert (
+        verdict.ranks[1].place.line
+        == f"train.py:{HANGING.splitlines().index('        threading.Event().wait()  # the hang') + 1}"
+    )
+    assert verdict.explanation[-1] == "Then it was interrupted, with Ctrl-C."

@@ -28,8 +28,8 @@ from rank_pool import Pool
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere import TorchwhereError, cli
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import Sort
-from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_named

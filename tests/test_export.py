@@ -28,8 +28,8 @@ import torchwhere
 from synthetic_boxes import LATE_NS, make
 from synthetic_job import Job
 from torchwhere import cli
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, TEXT
-from torchwhere.blackbox.reader import Box
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import KIND_LABELS, Event, json_text
 from torchwhere.exporting import export

@@ -26,7 +26,9 @@ MAY_IMPORT = {
     "sense": {"blackbox", "errors", "events", "inspect", "place"},
     "identity": {"host", "sense", "version"},
     "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
-    "session": {"blackbox", "errors", "events", "identity", "inspect", "native", "place", "recorder", "sense"},
+    "heart": {"blackbox", "sense"},
+    "session": {"blackbox", "errors", "events", "heart", "identity", "inspect", "monitor", "native", "place", "recorder"}
+    | {"sense"},
     "sharding": {"results", "show"},  # a layout shows itself when it is printed; only then is that imported
     "diagnose": {"blackbox", "errors", "events", "place", "results", "sharding"},
     "show": {"blackbox", "diagnose", "errors", "events", "place", "sharding", "version"},

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from synthetic_boxes import make
 from synthetic_job import Job
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.doctor.examination import examine
 from torchwhere.diagnose.doctor.sighting import Sighting

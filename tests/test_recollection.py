@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from synthetic_boxes import make
+from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.clerks import hear_folder
@@ -47,19 +47,26 @@ def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | N
     verdict = consult(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.collective) == (whole.kind, whole.culprits, whole.collective)
     assert verdict.ranks[VICTIM].place == whole.ranks[VICTIM].place
-    assert f"what rank {VICTIM} did is known from a monitor that had read its box before" in verdict.missing_data
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
+
+
+def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
+    """What was read before this run began is about another one, in the same folder and under the same name."""
+    run_with_diary(tmp_path, read_ns=WALL_NS - 1)
+    damage(tmp_path, None)
+    run = read_run(tmp_path)
+    hearing, said = with_recollections(run, heard(run))
+    assert (VICTIM in hearing.testimonies, said) == (False, [])
 
 
 def test_others_went_on(tmp_path: Path) -> None:
     """What was read before the others did what they did last tells what a rank had done, and not that it did nothing since."""
-    run_with_diary(tmp_path, read_ns=1)
+    run_with_diary(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
     hearing, said = with_recollections(run, heard(run))
     assert (hearing.past, hearing.hears(VICTIM), VICTIM in hearing.testimonies) == ({VICTIM}, False, True)
-    assert said == [
-        f"what rank {VICTIM} did is known from a monitor that had read its box before, and not what it did after that"
-    ]
+    assert said == [f"what rank {VICTIM} did is known from what was read of its box before, and not what it did after that"]
     verdict = consult(tmp_path)
     assert verdict.certainty != "exact"
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits

@@ -24,8 +24,9 @@ from rank_pool import Pool
 from synthetic_boxes import LATE_NS, RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere import TorchwhereError
+from torchwhere.blackbox.box import PASS_LABELS
 from torchwhere.blackbox.layout import Sort
-from torchwhere.blackbox.reader import PASS_LABELS, read_box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.clerks import hear_folder
 from torchwhere.consultation import judge

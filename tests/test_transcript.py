@@ -12,9 +12,10 @@ import pytest
 
 from synthetic_boxes import make
 from synthetic_job import Job
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import label
 from torchwhere.blackbox.layout import Sort
-from torchwhere.blackbox.reader import Box, BoxReader, read_box
+from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import Roster, box_files, choose
 from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.hearing.transcript import Clerk, Transcript

@@ -6,6 +6,7 @@ died first, and what a rank had done whose box is gone (`recollection.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from torchwhere.recollection import is_of, labels_of, with_recollections
 from torchwhere.recollection import kept_sightings as kept_sightings
 
 Ask = Callable[[Sequence[int]], Mapping[int, dict[str, Any]]]
+_SILENT_NS = 60_000_000_000
+_AHEAD_NS = 3_600_000_000_000  # by which another machine's clock may be
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
@@ -49,7 +52,7 @@ def judge(
     hearing = hearing if hearing is not None else heard(run)
     kept = {rank: value for rank, value in kept.items() if is_of(run, rank, value)}
     labels = dict(run.labels) | labels_of(kept, run)
-    seen = merged(look(labels), _not_outdated(kept, hearing))
+    seen = _known_to_be_over(merged(look(labels), _not_outdated(kept, hearing)), labels)
     _read_again(run, hearing, [rank for rank, sighting in seen.items() if sighting.alive is False])
     hearing, said = with_recollections(run, hearing)
     hearing.kept["moments"] = moments(Roster(run.folder, run.labels))  # one clock for all hosts: who is late is told by it
@@ -66,7 +69,7 @@ def _judge(
     stall_s: float,
     ask: Ask | None,
 ) -> Verdict:
-    now_ns = _now(seen)
+    now_ns = _now(seen, labels)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, is_suspicion=now_ns is not None, hearing=hearing)
     if verdict.kind in _CALM:
         return verdict
@@ -74,18 +77,42 @@ def _judge(
         return with_evidence(verdict, run.labels, run.folder, may_ask=False)
     suspects = tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
     kept |= ask(suspects) if ask is not None else {}
-    seen = merged(look(labels, stacks=suspects), _not_outdated(kept, hearing))
+    seen = _known_to_be_over(merged(look(labels, stacks=suspects), _not_outdated(kept, hearing)), labels)
     verdict = examine(run, sightings=seen, now_ns=now_ns, stall_s=stall_s, hearing=hearing)
     is_there = any(sighting.alive for sighting in seen.values())
     return with_evidence(verdict, run.labels, run.folder, may_ask=is_there)
 
 
+def _known_to_be_over(seen: dict[int, Sighting], labels: Mapping[int, Labelled]) -> dict[int, Sighting]:
+    """What was seen; of a job of other hosts, that it is over, if every rank has a heart and none has beaten for long. One
+    whose heart stands still while others beat may be stopped."""
+    beats = [label.beat_ns for label in labels.values()]
+    is_over = bool(beats) and all(beats) and max(beats) < time.time_ns() - _SILENT_NS
+    if not is_over or any(sighting.alive for sighting in seen.values()):
+        return seen
+    return {rank: replace(sighting, alive=False) if sighting.alive is None else sighting for rank, sighting in seen.items()}
+
+
 def _not_outdated(kept: Mapping[int, dict[str, Any]], hearing: Hearing) -> dict[int, dict[str, Any]]:
-    """What was kept, without the stacks of ranks that have moved since they were asked."""
-    last_ns = {rank: testimony.label.last_ns for rank, testimony in hearing.testimonies.items()}
-    asked_ns = {rank: asked if isinstance(asked := value.get("stack_ns"), int) else None for rank, value in kept.items()}
-    old = {rank for rank, asked in asked_ns.items() if asked is not None and last_ns.get(rank, 0) > asked}
-    return {rank: value | {"stack": [], "stack_ns": None} if rank in old else value for rank, value in kept.items()}
+    """What was kept, without the stacks of ranks that have moved since they were asked, without how those were who have moved
+    since a witness saw them, and without that one was gone who has been there since."""
+    labels = {rank: said.label for rank, said in hearing.testimonies.items()}
+    moved_ns = {rank: label.last_ns for rank, label in labels.items()}
+    ran_ns = {rank: max(label.last_ns, label.beat_ns) for rank, label in labels.items()}
+    rules: tuple[tuple[str, Mapping[int, int], dict[str, Any]], ...] = (
+        ("stack_ns", moved_ns, {"stack": [], "stack_ns": None}),
+        ("seen_ns", ran_ns, {"state": None}),
+        ("gone_ns", ran_ns, {"alive": None, "gone_ns": None}),
+    )
+    current = dict(kept)
+    for moment, last_ns, nothing in rules:
+        old = [
+            rank
+            for rank, value in current.items()
+            if isinstance(then := value.get(moment), int) and last_ns.get(rank, 0) > then
+        ]
+        current |= {rank: current[rank] | nothing for rank in old}
+    return current
 
 
 def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
@@ -97,6 +124,9 @@ def _read_again(run: Roster[Any], hearing: Hearing, gone: list[int]) -> None:
                 hearing.hear(rank, box)
 
 
-def _now(seen: Mapping[int, Sighting]) -> int | None:
-    """The last moment at which a process of the job was seen alive: now, or what a monitor kept; None if nobody ever looked."""
-    return max((sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None), default=None)
+def _now(seen: Mapping[int, Sighting], labels: Mapping[int, Labelled]) -> int | None:
+    """The last moment at which a process of the job was alive: now, what a monitor kept, or its own heart; None if nobody
+    knows."""
+    looks = [sighting.alive_ns for sighting in seen.values() if sighting.alive_ns is not None]
+    latest = time.time_ns() + _AHEAD_NS  # a damaged box may say anything
+    return max([*looks, *(label.beat_ns for label in labels.values() if 0 < label.beat_ns < latest)], default=None)

@@ -11,9 +11,17 @@ class TorchwhereError(Exception):
     """A run cannot be recorded or read as asked; the message says what happened and what to do."""
 
 
+FAILED = "exception: "  # begins the reason for which a watch ended, if it was one
+
+
+def failure(error: BaseException) -> str:
+    """The reason for which a watch ended that an exception has left."""
+    return f"{FAILED}{described(error)}"
+
+
 def described(error: BaseException) -> str:
     """An exception of the user's in one line, also one whose own `__str__` raises."""
     try:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:
         return type(error).__name__

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.label import Label, label
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import Roster, box_files, choose
 from torchwhere.destination import destination, part_of, refusing
 from torchwhere.errors import TorchwhereError

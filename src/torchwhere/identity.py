@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from torchwhere.host.cgroup import oom_counter, oom_kills
 from torchwhere.host.launcher import launch
+from torchwhere.host.namespace import pid_namespace
 from torchwhere.sense.stack import current_folder
 from torchwhere.version import __version__
 
@@ -81,6 +82,7 @@ def describe() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "pid_started": _started(),
+        "pid_namespace": pid_namespace(),
         "oom_counter": (counter := oom_counter()),
         "oom_kills": oom_kills(counter) if counter is not None else None,
         "flight_recorder": _flight_recorder(),

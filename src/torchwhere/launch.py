@@ -18,7 +18,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from torchwhere.errors import TorchwhereError, described
+from torchwhere.errors import TorchwhereError, failure
 from torchwhere.host import launcher
 
 
@@ -89,7 +89,7 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
         reason = f"exit {_exit_code(error)}"
         raise
     except BaseException as error:
-        reason = f"exception: {described(error)}"
+        reason = failure(error)
         _print_as(error, _without_launcher(error.__traceback__))
         tell(error)
         raise

@@ -19,7 +19,7 @@ from typing import Any, Self
 from torch import nn
 
 from torchwhere import process
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.comms import snapshot
 from torchwhere.diagnose.comms.expect import Names, judge
 from torchwhere.diagnose.comms.sums import RunningSums

@@ -17,9 +17,9 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box
 from torchwhere.destination import part_of, take_room
 from torchwhere.errors import TorchwhereError
 from torchwhere.sharding import ranks_to_text

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from torchwhere.blackbox.writer import DEFAULT_RECORDS
-from torchwhere.errors import described
+from torchwhere.errors import failure
 from torchwhere.sense import _torch
 from torchwhere.sense.listeners import Listener
 from torchwhere.sense.trouble import Trouble, log
@@ -135,7 +135,17 @@ def _mind_forks() -> None:
     global _minds_forks
     if not _minds_forks:
         _minds_forks = True
-        os.register_at_fork(after_in_child=_forked)
+        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)
+
+
+def _before_fork() -> None:
+    if _current is not None:
+        _current.heart.before_fork()
+
+
+def _after_fork() -> None:
+    if _current is not None:
+        _current.heart.after_fork()
 
 
 def _forked() -> None:
@@ -173,7 +183,7 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             tell(error)
-        stop("stop" if error is None else f"exception: {described(error)}")
+        stop("stop" if error is None else failure(error))
 
     def __call__(self, function: Function) -> Function:
         @functools.wraps(function)

@@ -1,8 +1,9 @@
-"""What monitors have kept of a run: what they saw of its processes, and what its ranks had done.
+"""What monitors and witnesses have kept of a run: what they saw of its processes, and what its ranks had done.
 
 A monitor writes two files into the folder of a run: `monitor-<host>.json`, the processes as it saw them last, and
-`monitor-<host>.letter`, what their boxes said last (`hearing/letter.py`). A doctor who comes when all is over, or when a box is
-gone or cut, has that to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
+`monitor-<host>.letter`, what their boxes said last (`hearing/letter.py`). A rank that has come to rest writes the same, once:
+`witness-<host>.json` and `witness-<host>.letter`. A doctor who comes when all is over, or when a box is gone or cut, has that
+to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
 """
 
 from __future__ import annotations
@@ -12,29 +13,39 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import Label
+from torchwhere.blackbox.label import Label, Labelled
 from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
 from torchwhere.diagnose.hearing.letter import MOST_BYTES, SEAL, Letter
 from torchwhere.diagnose.hearing.opening import Refusal, open_letter
 from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.hearing.transcript import Statement
 
+MONITOR, WITNESS = "monitor", "witness"
 LETTER_SUFFIX = ".letter"
 _CLERK = -3  # the first of those who have written down what is recalled
 _MOST_NAMED = 8
 
 
 def kept_sightings(folder: Path) -> dict[int, dict[str, Any]]:
-    """What monitors saw, of all hosts."""
+    """What was seen, on all hosts: by monitors, who looked until the end, and where there was none, by witnesses."""
     found: dict[int, dict[str, Any]] = {}
-    for path in sorted(folder.glob("monitor-*.json")):
+    for path in (*sorted(folder.glob(f"{WITNESS}-*.json")), *sorted(folder.glob(f"{MONITOR}-*.json"))):
         try:
             kept = json.loads(path.read_text())
             found |= {int(rank): value for rank, value in kept["ranks"].items() if isinstance(value, dict)}
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             continue
     return found
+
+
+def as_kept(box: Labelled, seen: Sighting, *, is_once: bool = False) -> dict[str, Any]:
+    """What was seen of a process, with whose it is. Who looks but once cannot say how long it was there: that it was alive then
+    is left out."""
+    whose = {name: box.meta.get(name) for name in ("pid", "pid_started", "pid_namespace", "host")} | {"run": list(box.run)}
+    moments = {"seen_ns": seen.alive_ns, "alive_ns": None} if is_once else {}
+    return seen.to_dict() | moments | whose
 
 
 def is_of(run: Roster[Any], rank: int, kept: Mapping[str, Any]) -> bool:
@@ -74,7 +85,9 @@ def with_recollections(run: Roster[Any], hearing: Hearing) -> tuple[Hearing, lis
     lasts = [(said, said.last) for rank, said in hearing.testimonies.items() if rank not in wanted]
     moved_ns = max((said.issued_ns(*last) for said, last in lasts if last is not None), default=0)
     found, past = hearing.copy(), set[int]()
-    for number, letter in enumerate(_letters(run)):
+    began_ns = min(_started_ns(box) for box in run.labels.values())
+    letters = [letter for letter in _letters(run) if letter.read_ns >= began_ns]  # older: of an earlier run in the same folder
+    for number, letter in enumerate(letters):
         chosen = {said.label.path: said for said in letter.transcript.statements if _is_better(run, found, wanted, said)}
         found.admit(letter.transcript, clerk=_CLERK - number, wanted=chosen)
         ranks = {said.label.rank for said in chosen.values()}
@@ -83,6 +96,10 @@ def with_recollections(run: Roster[Any], hearing: Hearing) -> tuple[Hearing, lis
     recalled = [rank for rank in wanted if found.testimonies.get(rank) is not hearing.testimonies.get(rank)]
     found.recalled, found.past = frozenset(recalled), frozenset(past)
     return (found, _said(recalled, past)) if recalled else (hearing, [])
+
+
+def _started_ns(box: Labelled) -> int:
+    return started if isinstance(started := box.meta.get("started_ns"), int) else 0
 
 
 def _is_ill_heard(hearing: Hearing, rank: int) -> bool:
@@ -99,8 +116,14 @@ def _is_better(run: Roster[Any], found: Hearing, wanted: list[int], said: Statem
     return known is None or (said.records > 0 and label.last_ns >= known.label.last_ns)
 
 
-def _letters(run: Roster[Any]) -> Iterator[Letter]:
-    for path in sorted(run.folder.glob(f"monitor-*{LETTER_SUFFIX}")):
+def _letters(run: Roster[Any]) -> list[Letter]:
+    """Those that were read first come first: what was read last is what counts."""
+    paths = [path for teller in (WITNESS, MONITOR) for path in sorted(run.folder.glob(f"{teller}-*{LETTER_SUFFIX}"))]
+    return sorted(_opened(paths), key=lambda letter: letter.read_ns)
+
+
+def _opened(paths: list[Path]) -> Iterator[Letter]:
+    for path in paths:
         try:
             with path.open("rb") as file:
                 letter = open_letter(file.read(SEAL.size + MOST_BYTES + 1))
@@ -113,4 +136,4 @@ def _letters(run: Roster[Any]) -> Iterator[Letter]:
 def _said(recalled: list[int], past: set[int]) -> list[str]:
     named = ", ".join(map(str, recalled[:_MOST_NAMED])) + (" and others" if len(recalled) > _MOST_NAMED else "")
     until = ", and not what it did after that" if past & set(recalled) else ""
-    return [f"what rank {named} did is known from a monitor that had read its box before{until}"]
+    return [f"what rank {named} did is known from what was read of its box before{until}"]

@@ -11,15 +11,16 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
 from torchwhere import identity
-from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file
-from torchwhere.errors import TorchwhereError, described
+from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file, rest_file
+from torchwhere.errors import FAILED, TorchwhereError, failure
 from torchwhere.events import TEXT_FIELD, Kind
+from torchwhere.heart import Heart
 from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
 from torchwhere.native.load import native
@@ -40,8 +41,12 @@ from torchwhere.sense.locate import Locator
 from torchwhere.sense.modules import ModuleSense
 from torchwhere.sense.nesting import Nestings
 from torchwhere.sense.optimizers import OptimizerSense
+from torchwhere.sense.rest import RestFile
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
+
+if TYPE_CHECKING:
+    from torchwhere.monitor.witness import Witness
 
 
 class Session:
@@ -52,6 +57,7 @@ class Session:
     ) -> None:
         self.out = out
         self.depth = 1
+        self._witness: Witness | None = None
         self._on_exit = on_exit
         meta = identity.describe()
         self._box = _open_box(out, meta, records)
@@ -59,6 +65,8 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
+        self._rest_file = RestFile(rest_file(self._box.path)) if self._box.path is not None else None
+        self.heart = Heart(self._box, on_rest=self._rest)
         self._make_senses(locator, module_events)
         self._install(model)
 
@@ -95,7 +103,7 @@ class Session:
             on_bucket=recorder.bucket,
             turns=recorder.reducers.turns,
         )
-        self._gathering = GatheringSense(on_begin=recorder.group_begins, on_end=recorder.group_ends)
+        self._gathering = GatheringSense(on_begin=self._group_begins, on_end=recorder.group_ends)
         self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
         self._imports = Imports(
             {
@@ -132,6 +140,7 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
+        self.heart.stop()
         senses = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
         for sense in (*senses, self._gathering):
             sense.trouble.is_over = True
@@ -147,8 +156,9 @@ class Session:
         self.modules.remove()
         self._exceptions.remove()
         stack.forget()
-        if self._faults is not None:
-            self._faults.remove()
+        for file in (self._faults, self._rest_file):
+            if file is not None:
+                file.remove()
         self.recorder.phases.close()
         self._threads.close()
         self._box.close()
@@ -160,6 +170,7 @@ class Session:
             if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
+            self.heart.stop(looks=reason.startswith(FAILED))
         except Exception as error:
             log.warning("torchwhere: the end of the watch could not be recorded: %s", error)
         finally:
@@ -167,6 +178,7 @@ class Session:
 
     def abandon(self) -> None:
         """In a forked child: leave the parent's box alone."""
+        self.heart.abandon()
         self._collectives.abandon()
         self._gathering.remove()
         watched.end()
@@ -202,6 +214,28 @@ class Session:
         self.modules.step_back()
         self.recorder.compile_ends(compile_id)
 
+    def _group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
+        self._beat_if_of(self._box.meta["world_size"])
+        self.recorder.group_begins(op, number, ranks)
+
+    def _beat_if_of(self, world: int) -> None:
+        """Only a rank among several has a heart, and only once there is a group, or about to be: from then on there are threads
+        in its process anyway. A job that forks finds nothing new."""
+        if world > 1 and self._box.path is not None:
+            self.heart.start()
+
+    def _rest(self) -> None:
+        """In the thread of the heart: nothing moves, or this rank has failed. Leave where it stands, and what it sees of those
+        around it, whose boxes may be lost."""
+        if self._rest_file is None or self._box.path is None:
+            return
+        self._rest_file.write()
+        if self._witness is None:
+            from torchwhere.monitor.witness import Witness  # reads boxes: a job that never rests needs nothing of that
+
+            self._witness = Witness(self._box.path, rank=self.recorder.rank)
+        self._witness.look_around()
+
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
 
@@ -228,6 +262,7 @@ class Session:
         if not dist.is_initialized():
             return
         rank, world = dist.get_rank(), dist.get_world_size()
+        self._beat_if_of(world)
         meta = self._box.meta
         told = {"rank": rank, "world_size": world, "run_id": meta["run_id"] or identity.run_id(), "store": identity.store()}
         if told.items() <= meta.items():
@@ -243,12 +278,14 @@ class Session:
             self._box.rename(path)
             if self._faults is not None:
                 self._faults.rename(fault_file(path))
+            if self._rest_file is not None:
+                self._rest_file.rename(rest_file(path))
         except (TorchwhereError, OSError) as error:
             log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        self._on_exit("exit" if error is None else f"exception: {described(error)}")
+        self._on_exit("exit" if error is None else failure(error))
 
 
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:

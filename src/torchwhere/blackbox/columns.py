@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import layout
-from torchwhere.blackbox.reader import PASS_LABELS, Box
+from torchwhere.blackbox.box import PASS_LABELS, Box
 from torchwhere.events import TEXT_FIELD, Event, Kind, json_text
 from torchwhere.place import Certainty
 

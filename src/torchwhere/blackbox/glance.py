@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchwhere.blackbox import layout
+from torchwhere.blackbox.box import PASS_LABELS, Box
 from torchwhere.blackbox.glance_names import UNKNOWN_OP, GroupEntry, Known, Names, half_written, loaded
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.layout import CURSOR_BYTES, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, RECORD_BYTES, Geometry
-from torchwhere.blackbox.reader import PASS_LABELS, Box, parse_box
+from torchwhere.blackbox.reader import parse_box
 from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.place import Certainty, Pass, Place
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchwhere.blackbox.box import Box, Counts
 from torchwhere.blackbox.layout import Geometry
-from torchwhere.blackbox.reader import Box, Counts
 
 _USUAL = Geometry(capacity=1)  # cursors and tallies lie before the ring, at the same place in every box
 _KEPT = (
-    *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "stack_signal", "started_ns", "folder"),
-    *("oom_counter", "oom_kills", "flight_recorder", "counted"),
+    *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "pid_namespace", "stack_signal"),
+    *("started_ns", "folder", "oom_counter", "oom_kills", "flight_recorder", "counted"),
 )
 
 
@@ -41,6 +41,8 @@ class Labelled(Protocol):
     def lacks_counts(self) -> bool: ...
     @property
     def pulse(self) -> int: ...
+    @property
+    def beat_ns(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Label:
     meta: dict[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: tuple[str, ...] = ()
+    beat_ns: int = 0  # wall clock of its last heartbeat
 
 
 def label(box: Box) -> Label:
@@ -72,6 +75,7 @@ def label(box: Box) -> Label:
         meta=meta,
         counts=box.counts,
         problems=tuple(box.problems),
+        beat_ns=box.beat_ns,
     )
 
 

@@ -51,7 +51,8 @@ NO_STEP = 0xFFFFFFFF
 
 # Words of a cursor slot, 8 bytes each, each written in one store.
 # The thread is its number + 1: 0 says that it was not written.
-CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE = range(7)
+# The last is not the thread's: in the first slot it is when the process was last there, by its heart; 0 if it has none.
+CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE, CURSOR_HEART = range(8)
 # Words of a tally slot.
 TALLY_WHO, TALLY_COUNT, TALLY_TIME, TALLY_RECORD = range(4)
 

@@ -11,8 +11,8 @@ import json
 import zlib
 from typing import Any
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import ENTRY_MOST_BYTES, Sort
-from torchwhere.blackbox.reader import Box
 
 _PART_BYTES = ENTRY_MOST_BYTES // 2
 _MOST_BYTES = 1 << 28  # of a layout as JSON: what is larger is damage, or meant to harm

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import Sort
-from torchwhere.blackbox.reader import Box
 
 # What a slot holds: the "source" of its `who`. Its thread is the main one, or any other.
 ENDED, RUNNING, ENDED_ELSEWHERE, RUNNING_ELSEWHERE = range(4)

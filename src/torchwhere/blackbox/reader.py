@@ -1,292 +1,23 @@
 """Reads one black box: while its process runs, is stuck, stopped, or long dead; whole, cut, or damaged.
 
 Takes the bytes of a file once (a file that shrinks under a map would kill the reader) and gives back what is good. It never
-raises on content: what is not good is counted in `Box.counts` and said in `Box.problems`. `events()` makes `Event`s of the
-records one at a time. A `BoxReader` reads many boxes, and leaves the ring of texts, the largest, in the file until it is asked.
+raises on content: what is not good is counted in `Box.counts` and said in `Box.problems`. A `BoxReader` reads many boxes, and
+leaves the ring of texts, the largest, in the file until it is asked.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from torchwhere.blackbox import layout
-from torchwhere.blackbox.layout import HEADER, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, Geometry, Sort
-from torchwhere.blackbox.ring import RECORD_DTYPE as RECORD_DTYPE
+from torchwhere.blackbox.box import Box, Counts, loaded
+from torchwhere.blackbox.layout import HEADER, HEADER_BYTES, HEADER_COPIES, Geometry, Sort
 from torchwhere.blackbox.ring import parse_ring
 from torchwhere.blackbox.table import TableReader
 from torchwhere.errors import TorchwhereError
-from torchwhere.events import TEXT_FIELD, Event, Kind
-from torchwhere.place import Certainty, Pass, Place
-from torchwhere.results import Shown
-
-PASS_LABELS = {int(p): p.label for p in Pass}
-_KINDS = {int(k): k for k in Kind}
-_SIGNATURE = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
-_MOST_RANKS_SHOWN = 64  # a group's members in every one of its events; larger groups: `Box.groups`
-
-
-@dataclass(slots=True)
-class Counts:
-    """An account of every record slot and table byte of a file."""
-
-    good: int = 0
-    torn: int = 0  # begun and not finished, or damaged
-    unknown: int = 0  # of a kind this version does not know
-    overwritten: int = 0  # older than the ring
-    torn_entries: int = 0
-    lost_texts: int = 0  # asked for, and overwritten or damaged
-
-
-@dataclass(slots=True)
-class Cursor:
-    """What a thread was doing when the file was read."""
-
-    place: Place
-    t_ns: int
-    phase: str | None
-    last_record: int
-
-
-@dataclass(slots=True, repr=False)
-class Box(Shown):
-    """What one rank's file holds."""
-
-    path: Path
-    meta: dict[str, Any] = field(default_factory=dict)
-    records: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, RECORD_DTYPE))
-    names: dict[int, tuple[int, str]] = field(default_factory=dict)
-    counts: Counts = field(default_factory=Counts)
-    problems: list[str] = field(default_factory=list)
-    geometry: Geometry | None = None
-    _head: bytes = b""  # all before the ring of texts
-    _texts: bytes | None = b""  # None: not read yet
-    _json: dict[int, Any] = field(default_factory=dict)
-    _threads: dict[str, str] | None = None
-    _lost_texts: set[int] = field(default_factory=set)
-    _groups: dict[str, dict[str, Any]] | None = None
-
-    @property
-    def rank(self) -> int:
-        rank = self.meta.get("rank")
-        return rank if isinstance(rank, int) else -1
-
-    @property
-    def run(self) -> tuple[str, int]:
-        """Which run this box belongs to: run id and restart count. Elastic restarts renumber ranks."""
-        restart = self.meta.get("restart")
-        return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
-
-    @property
-    def is_readable(self) -> bool:
-        return self.geometry is not None and self.rank >= 0
-
-    @property
-    def last_ns(self) -> int:
-        """Wall clock of its last record, or of its start."""
-        started = self.meta.get("started_ns", 0)
-        last = self.wall_ns(int(self.records["t_ns"].max())) if len(self.records) else 0
-        return max(last, started if isinstance(started, int) else 0)
-
-    @property
-    def pulse(self) -> int:
-        """A sum of its cursors and tallies: another one as soon as something is recorded."""
-        return zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at]) if self.geometry else 0
-
-    def name(self, entry_id: int) -> str | None:
-        entry = self.names.get(entry_id)
-        return entry[1] if entry else None
-
-    def value(self, entry_id: int) -> Any:
-        """A JSON entry of the table, parsed once."""
-        if entry_id not in self._json:
-            self._json[entry_id] = _loads(self.name(entry_id))
-        return self._json[entry_id]
-
-    @property
-    def lacks_counts(self) -> bool:
-        """Whether the file was cut before the end of its tallies, or the groups they count are lost with the table: what this
-        rank has issued is not known then."""
-        if self.geometry is None or not self._head:
-            return False
-        return len(self._head) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.tally_words())
-
-    def groups(self) -> dict[str, dict[str, Any]]:
-        """The process groups this rank knew, by name; the latest entry of a name wins."""
-        if self._groups is not None:
-            return self._groups
-        known = self._groups = {}
-        for entry_id, (sort, _) in sorted(self.names.items()):
-            value = self.value(entry_id) if sort == Sort.GROUP else None
-            if isinstance(value, dict) and isinstance(value.get("name"), str):
-                known[value["name"]] = value
-        return known
-
-    def wall_ns(self, t_ns: int) -> int:
-        offset = self.meta.get("clock_offset_ns", 0)
-        return int(t_ns) + (offset if isinstance(offset, int) else 0)
-
-    def text(self, start: int) -> str | None:
-        """A text by its position, or None if it was overwritten since."""
-        if self.geometry is None:
-            return None
-        if self._texts is None:
-            self._texts = _section(self.path, self.geometry.texts_at, self.geometry.text_bytes)
-        data, at = self._texts, start % self.geometry.text_bytes
-        body = at + layout.TEXT.size
-        if body <= len(data):
-            position, length, crc = layout.TEXT.unpack_from(data, at)
-            end = body + length
-            if position == start and end <= len(data) and _sealed(data[at : body - 4], data[body:end]) == crc:
-                return data[body : body + length].decode("utf-8", "replace")
-        self._lost_texts.add(start)
-        self.counts.lost_texts = len(self._lost_texts)
-        return None
-
-    def events(self, *, kinds: set[str] | None = None, last: int | None = None) -> Iterator[Event]:
-        """The events in order, oldest first; only those of `kinds`, only the `last` so many."""
-        records = self.records
-        if kinds is not None:
-            wanted = [int(k) for k in Kind if k.label in kinds]
-            records = records[np.isin(records["kind"], wanted)]
-        if last is not None:
-            records = records[max(0, len(records) - last) :]
-        for row in records:
-            yield self._event(row)
-
-    def event(self, index: int) -> Event:
-        """One event, by its index among the records."""
-        return self._event(self.records[index])
-
-    def _event(self, row: Any) -> Event:
-        kind = _KINDS[int(row["kind"])]
-        return Event(
-            kind=kind.label,
-            number=int(row["number"]),
-            t_ns=self.wall_ns(int(row["t_ns"])),
-            place=self._place(row),
-            fields=self._fields(kind, row),
-        )
-
-    def _place(self, row: Any) -> Place:
-        call, step, pass_ = int(row["call"]), int(row["step"]), int(row["pass"])
-        module = self.name(int(row["module"]))
-        return Place(
-            rank=self.rank,
-            step=None if step == NO_STEP else step,
-            pass_=PASS_LABELS.get(pass_, "outside"),
-            module=module,
-            call=None if module is None or call == NO_CALL else call,
-            line=self.name(int(row["line"])),
-            graph=self.name(int(row["graph"])),
-            thread=self.thread(int(row["thread"])),
-            certainty=self._certainty(row, module),
-            param=self.name(int(row["param"])),
-        )
-
-    def _certainty(self, row: Any, module: str | None) -> Certainty:
-        flags = int(row["flags"])
-        is_lost = row["module"] and module is None  # the name is not in the table: not the same as outside any module
-        if flags & layout.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
-            return Certainty.UNKNOWN
-        return Certainty.INFERRED if flags & layout.FLAG_INFERRED else Certainty.EXACT
-
-    def thread(self, number: int) -> str | None:
-        if self._threads is None:
-            texts = [text for sort, text in self.names.values() if sort == Sort.THREAD]
-            self._threads = {found: name for found, _, name in (text.partition("\t") for text in texts)}
-        return self._threads.get(str(number))
-
-    def _fields(self, kind: Kind, row: Any) -> dict[str, Any]:
-        if kind is Kind.COLLECTIVE:
-            return self._collective_fields(row)
-        if kind in TEXT_FIELD:
-            return self._text_fields(kind, int(row["more"]))
-        if kind is Kind.PHASE_BEGIN:
-            return {"phase": self.name(int(row["what"]))}
-        if kind is Kind.PHASE_END:
-            return {"phase": self.name(int(row["what"])), "duration_ns": int(row["more"])}
-        if kind in (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END):
-            known = _loads(self.text(int(row["more"]))) if kind is Kind.COMPILE_BEGIN and row["more"] else None
-            return {"what": self.name(int(row["what"]))} | (known if isinstance(known, dict) else {})
-        return {}
-
-    def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
-        """A text is a JSON object: the text itself and the fields that came with it. One that was cut is given as it is."""
-        text = self.text(start)
-        fields = _loads(text)
-        return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}
-
-    def _collective_fields(self, row: Any) -> dict[str, Any]:
-        signature = self.value(int(row["what"]))
-        fields = dict(signature) if isinstance(signature, dict) else dict.fromkeys(_SIGNATURE)
-        group = self.groups().get(str(fields.get("group")), {})
-        members = ranks if isinstance(ranks := group.get("ranks"), list) else []
-        fields["group_desc"] = group.get("desc")
-        fields["mesh_dim"] = group.get("mesh_dim")
-        fields["backend"] = group.get("backend")
-        fields["group_size"] = len(members) or None
-        fields["group_ranks"] = members if len(members) <= _MOST_RANKS_SHOWN else None
-        fields["number"] = int(row["more"])
-        fields["for"] = self.value(int(row["aim"])) if row["aim"] else None
-        fields["async"] = bool(row["flags"] & layout.FLAG_ASYNC)
-        return fields
-
-    def cursors(self) -> list[Cursor]:
-        """Where each thread was, one per thread that was ever seen."""
-        geometry = self.geometry
-        if geometry is None:
-            return []
-        words = _rows(self._head, geometry.cursors_at, geometry.tallies_at, layout.CURSOR_BYTES).view("<u8")
-        used = np.flatnonzero(words[:, layout.CURSOR_TIME]).tolist()
-        return [self._cursor(slot, words[slot].tolist()) for slot in used]
-
-    def _cursor(self, slot: int, row: Any) -> Cursor:
-        word, call = int(row[layout.CURSOR_PLACE]), int(row[layout.CURSOR_PLACE]) & layout.CALL_MASK
-        module, pass_ = self.name(word >> layout.MODULE_SHIFT), word >> layout.PASS_SHIFT & layout.PASS_MASK
-        is_lost = pass_ not in PASS_LABELS or (word >> layout.MODULE_SHIFT and module is None)
-        place = Place(
-            rank=self.rank,
-            step=int(row[layout.CURSOR_STEP]),
-            pass_=PASS_LABELS.get(pass_, "outside"),
-            module=module,
-            # A recomputed call is not resolved in the cursor: what stands there is not a call number.
-            call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
-            line=self.name(int(row[layout.CURSOR_LINE])),
-            thread=self.thread(int(row[layout.CURSOR_THREAD] or slot + 1) - 1),
-            certainty=Certainty.UNKNOWN if is_lost else Certainty.EXACT,
-        )
-        return Cursor(
-            place=place,
-            t_ns=self.wall_ns(int(row[layout.CURSOR_TIME])),
-            phase=self.name(int(row[layout.CURSOR_PHASE])),
-            last_record=int(row[layout.CURSOR_RECORD]),
-        )
-
-    def tallies(self) -> dict[tuple[int, int, int], int]:
-        """How many collectives were issued per stream: (group id, source, destination), -1 for a whole group."""
-        found = {}
-        for who, count, _, _ in self.tally_words():
-            if self.names.get(who >> 40, (0, ""))[0] != Sort.PHASE_PATH:
-                found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
-        return found
-
-    def tally_words(self) -> list[list[int]]:
-        """The tallies that are used, four words each; `phase_sums.py` knows those of phases."""
-        geometry = self.geometry
-        if geometry is None:
-            return []
-        words = _rows(self._head, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
-        found: list[list[int]] = words[words[:, 0] != 0].tolist()
-        return found
 
 
 def read_box(path: str | Path) -> Box:
@@ -297,6 +28,17 @@ def read_box(path: str | Path) -> Box:
     except OSError as error:
         raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
     return parse_box(data, path=path)
+
+
+def read_header(path: Path) -> Box:
+    """Who wrote a file, and nothing of what it holds; of one that cannot be read, an empty box."""
+    box = Box(path=path)
+    try:
+        with path.open("rb") as file:
+            _parse_header(box, file.read(HEADER_BYTES * HEADER_COPIES), os.fstat(file.fileno()).st_size)
+    except OSError:
+        pass
+    return box
 
 
 def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
@@ -338,16 +80,6 @@ class BoxReader:
         return box
 
 
-def _section(path: Path, at: int, length: int) -> bytes:
-    """A part of a file, or as much of it as there is."""
-    try:
-        with path.open("rb") as file:
-            file.seek(at)
-            return file.read(length)
-    except OSError:
-        return b""
-
-
 def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
     """All but the header."""
     geometry = box.geometry
@@ -358,26 +90,9 @@ def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
     box.counts = Counts(len(ring.records), ring.torn, ring.unknown, ring.overwritten, read.torn)
     whole: dict[str, Any] = {}  # what did not fit into the header
     for sort, text in box.names.values():
-        if sort == Sort.META and isinstance(meta := _loads(text), dict):
+        if sort == Sort.META and isinstance(meta := loaded(text), dict):
             whole |= meta
     box.meta = whole | box.meta
-
-
-def _loads(text: str | None) -> Any:
-    try:
-        return json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return None
-
-
-def _sealed(head: bytes, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(head))
-
-
-def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint8]:
-    """A section as rows of bytes, without a copy; of a file that was cut, the rows that are there."""
-    section = memoryview(data)[start:end]
-    return np.frombuffer(section[: len(section) // width * width], np.uint8).reshape(-1, width)
 
 
 def _parse_header(box: Box, data: bytes, size: int) -> None:
@@ -392,7 +107,7 @@ def _parse_header(box: Box, data: bytes, size: int) -> None:
             box.problems.append(f"written in format {version}, this torchwhere reads {layout.VERSION}: use the other version")
             return
         box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, tallies=tallies, text_bytes=max(text_bytes, 1))
-        meta = _loads(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
+        meta = loaded(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
         box.meta = meta if isinstance(meta, dict) else {}
         if size < box.geometry.table_at:
             box.problems.append(f"cut short: {size} of at least {box.geometry.table_at} bytes")

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label, Labelled, label
-from torchwhere.blackbox.reader import Box, BoxReader, read_box
+from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.shelf import Shelf
 from torchwhere.errors import TorchwhereError
 from torchwhere.events import Event

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.errors import TorchwhereError
 
 _KEPT = 16
@@ -18,8 +19,9 @@ _KEPT = 16
 class Shelf(Mapping[int, Box]):
     """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
 
-    def __init__(self, labels: Mapping[int, Label], *, on_read: Callable[[int], None] | None = None) -> None:
+    def __init__(self, labels: Mapping[int, Label], *, on_read: Callable[[int], None] | None = None, kept: int = _KEPT) -> None:
         self.labels = labels
+        self._most = kept
         self._on_read = on_read  # told how many have been read
         self._count = 0
         self._reader = BoxReader()
@@ -29,7 +31,7 @@ class Shelf(Mapping[int, Box]):
         found = self._kept.get(rank)
         if found is None:
             found = self._kept[rank] = self._read(rank)
-            if len(self._kept) > _KEPT:
+            if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
         return found
 

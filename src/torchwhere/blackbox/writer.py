@@ -25,6 +25,7 @@ from torchwhere.blackbox.claim import claim
 from torchwhere.blackbox.layout import (
     CRC,
     CURSOR_BYTES,
+    CURSOR_HEART,
     CURSORS,
     ENTRY,
     ENTRY_MOST_BYTES,
@@ -50,6 +51,7 @@ from torchwhere.blackbox.layout import (
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
+REST_MARK = "torchwhere: at rest, "  # begins a rest file; the wall clock follows, in ns
 
 
 def box_name(rank: int) -> str:
@@ -59,6 +61,11 @@ def box_name(rank: int) -> str:
 def fault_file(box: Path) -> Path:
     """Where a rank writes its stack when it crashes in C, or when it is asked for it."""
     return box.with_suffix(".fault")
+
+
+def rest_file(box: Path) -> Path:
+    """Where a rank writes its stack when it stands still."""
+    return box.with_suffix(".rest")
 
 
 class BoxWriter:
@@ -340,6 +347,15 @@ class BoxWriter:
     def cursor_at(self, slot: int) -> int:
         """Index of a cursor slot's first word in `words`. Threads beyond the last slot share it."""
         return (self.geometry.cursors_at + min(slot, CURSORS - 1) * CURSOR_BYTES) >> 3
+
+    def beat(self, t_ns: int) -> None:
+        """The process is there."""
+        self.words[self.cursor_at(0) + CURSOR_HEART] = t_ns
+
+    def present(self) -> bytes:
+        """All cursors and tallies, as they are, without the heart: what moves changes them."""
+        heart_at = self.geometry.cursors_at + 8 * CURSOR_HEART
+        return self._map[self.geometry.cursors_at : heart_at] + self._map[heart_at + 8 : self.geometry.ring_at]
 
     def tally_at(self, who: tuple[int, int, int]) -> int | None:
         """Index of the tally words of one counted stream (group, source, destination).

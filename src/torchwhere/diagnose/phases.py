@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
-from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.results import Shown, Tabular
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.blackbox.box import Box, Cursor
 from torchwhere.blackbox.layout import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, TALLY_RANKS, Sort
-from torchwhere.blackbox.reader import RECORD_DTYPE, Box, Cursor
+from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.events import Kind
 from torchwhere.flight_recorder.dump import Dump, Entry, Shapes
 from torchwhere.flight_recorder.vocabulary import DTYPE_BYTES

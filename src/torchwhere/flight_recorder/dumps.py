@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import TALLY_RANKS, Sort
-from torchwhere.blackbox.reader import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.errors import TorchwhereError
 from torchwhere.flight_recorder.boxes import DumpBox

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.label import Labelled
-from torchwhere.blackbox.writer import fault_file
+from torchwhere.blackbox.writer import REST_MARK, fault_file, rest_file
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.host import py_spy
 from torchwhere.host.cgroup import limit_bytes, oom_kills
+from torchwhere.host.namespace import pid_namespace
 from torchwhere.host.py_spy import Frame, MainThread
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -44,12 +45,13 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
                 found[rank] = stack
     now_ns = time.time_ns()  # of the whole look: who is found gone was gone while the others were there
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
-    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host}
+    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host and _is_near(box)}
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
     found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
     seen = {
-        rank: _sighting(box, found.get(rank, ()), counts, now_ns) if rank in here else _UNSEEN for rank, box in boxes.items()
+        rank: _sighting(box, found.get(rank, ()), counts, now_ns) if rank in here else _unseen(box)
+        for rank, box in boxes.items()
     }
     return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
 
@@ -62,14 +64,15 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
         counts[counter] = oom_kills(counter)
     kills = counts.get(counter) if isinstance(counter, str) else None
     ended, crashed_at = _last_words(box) if state in (None, "Z") else (None, ())
+    rested_at, rested_ns = _rest(box) if state in (None, "Z") and ended is None else ((), None)
     return Sighting(
         alive=alive,
         state=state,
         ended=ended,
-        stack=stack or crashed_at,
+        stack=stack or crashed_at or rested_at,
         alive_ns=now_ns if alive else None,
         gone_ns=None if alive else now_ns,
-        stack_ns=now_ns if stack else None,
+        stack_ns=now_ns if stack else rested_ns,
         oom_kills=kills,
         out_of_memory=None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills),
     )
@@ -91,6 +94,12 @@ def _is_dying(pid: Any) -> bool:
     status = _read(Path(f"/proc/{pid}/status"))
     pending = (int(bits, 16) for bits in re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE))
     return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
+
+
+def _is_near(box: Labelled) -> bool:
+    """Whether the processes that this one sees are those that the writer of a box saw: not so from another container."""
+    namespace = box.meta.get("pid_namespace")
+    return namespace is None or namespace == pid_namespace()
 
 
 def is_running(pid: int) -> bool:
@@ -121,6 +130,20 @@ def _last_words(box: Labelled) -> tuple[str | None, tuple[str, ...]]:
         return None, ()
     current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE)
     return crash[1], _shown(_frames(current[1])) if current is not None else ()
+
+
+def _rest(box: Labelled) -> tuple[tuple[str, ...], int | None]:
+    """Where a process stood when it last came to rest, by its own words, and when that was; nothing if it has moved since."""
+    first, _, text = _read(rest_file(box.path)).partition("\n")
+    moment = first.removeprefix(REST_MARK)
+    is_last = moment.isdecimal() and int(moment) > box.last_ns > 0  # of a box that is gone it is not known when it last moved
+    return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
+
+
+def _unseen(box: Labelled) -> Sighting:
+    """A process of another host: all there is are its own words."""
+    rested_at, rested_ns = _rest(box)
+    return Sighting(stack=rested_at, stack_ns=rested_ns) if rested_at else _UNSEEN
 
 
 def _read(path: Path, *, start: int = 0) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing.letter import CALLS, MOST_BYTES, Letter, transcribe, write_letter

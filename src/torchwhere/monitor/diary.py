@@ -11,10 +11,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.hearing.letter import CALLS, MOST_BYTES, Letter, transcribe, write_letter
 from torchwhere.monitor.role import write_whole
-from torchwhere.recollection import LETTER_SUFFIX
+from torchwhere.recollection import LETTER_SUFFIX, MONITOR
 
 SILENCE_S = 1.0
 OFTEN_S = 5.0
@@ -25,8 +25,8 @@ MOST_RANKS = 256  # that are read at once; no host has as many
 class Diary:
     """One letter, written over and over."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / f"monitor-{socket.gethostname()}{LETTER_SUFFIX}"
+    def __init__(self, folder: Path, *, teller: str = MONITOR) -> None:
+        self.path = folder / f"{teller}-{socket.gethostname()}{LETTER_SUFFIX}"
         self._written_at = 0.0  # monotonic: before the boxes were read
         self._next_at = 0.0
 
@@ -45,5 +45,5 @@ class Diary:
         while not data or (len(data) > MOST_BYTES and calls > 1):
             transcript, is_cut = transcribe(boxes.values(), calls=calls)
             data, calls = write_letter(Letter(socket.gethostname(), transcript, is_cut=is_cut, read_ns=read_ns)), calls // 2
-        write_whole(self._path, data)
+        write_whole(self.path, data)
         self._next_at = time.monotonic() + (time.monotonic() - read_at) / _MOST_SHARE

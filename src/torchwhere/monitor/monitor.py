@@ -34,6 +34,7 @@ from torchwhere.host.vigil import Vigil
 from torchwhere.monitor.diary import MOST_RANKS, Diary
 from torchwhere.monitor.role import Alone, with_hosts, write_whole
 from torchwhere.place import Certainty
+from torchwhere.recollection import MONITOR, as_kept
 from torchwhere.show.verdict import verdict_json, verdict_text
 
 PULSE_S = 0.25
@@ -306,7 +307,7 @@ class Monitor:
     def _keep(self) -> None:
         """What was seen, for a doctor who comes when all is over. Who came too late to see anything leaves what others saw."""
         self._kept_at = time.monotonic()
-        path = self.folder / f"monitor-{socket.gethostname()}.json"
+        path = self.folder / f"{MONITOR}-{socket.gethostname()}.json"
         came_late = self.launcher is None and not any(seen.alive_ns is not None for seen in self._sightings.values())
         if not (came_late and path.exists()):
             write_whole(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
@@ -314,7 +315,7 @@ class Monitor:
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""
         seen = {rank: sighting for rank, sighting in self._sightings.items() if sighting.alive is not None}
-        return {rank: sighting.to_dict() | _whose(self._labels[rank]) for rank, sighting in seen.items()}
+        return {rank: as_kept(self._labels[rank], sighting) for rank, sighting in seen.items()}
 
 
 def _is_one_life(run: Run, other: Run) -> bool:
@@ -325,10 +326,6 @@ def _is_one_life(run: Run, other: Run) -> bool:
 
 def _who(box: Labelled) -> tuple[Any, ...]:
     return *box.run, box.meta.get("host"), box.meta.get("pid")
-
-
-def _whose(box: Labelled) -> dict[str, Any]:
-    return {name: box.meta.get(name) for name in ("pid", "pid_started", "host")} | {"run": list(box.run)}
 
 
 def _is_news(verdict: Verdict) -> bool:

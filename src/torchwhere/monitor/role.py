@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Roster, Run
 from torchwhere.blackbox.shelf import Shelf
 from torchwhere.clerks import hear_folder

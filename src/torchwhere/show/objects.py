@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import singledispatch
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Roster, Run
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
 from torchwhere.diagnose.diff.cohorts import Comparison, Parting, Version

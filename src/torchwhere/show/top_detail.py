@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.show.text import Line, events_lines, plain, ranks_text
 from torchwhere.show.top_rows import Letters, age, collective_text, module_text, speed, state_word

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.timeline.arrivals import Stream
 from torchwhere.diagnose.timeline.meetings import Meeting
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.reader import Box, read_box
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.errors import TorchwhereError
 from torchwhere.show.screen import Screen, has_colour, is_ascii

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.comms.sums import Sums, sums
 from torchwhere.place import Pass

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.alignment import Finding, Position
 from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named

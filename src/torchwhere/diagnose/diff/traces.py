@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import NO_CALL, NO_STEP
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.diff.strip import Stripper, skeleton
 from torchwhere.diagnose.hearing.terms import P2P, must_agree
 from torchwhere.events import TEXT_FIELD, Event, Kind

@@ -252,12 +252,11 @@ def _branch(case: Case, blamed: list[int], wait: Wait) -> list[str]:
     call = case.hearing.testimonies[wait.rank].issued(wait.key, wait.number)
     said = []
     testimony = case.hearing.testimonies[blamed[0]]
-    said += _went_on(testimony, testimony.statement.records)
+    said += _went_on(testimony, testimony.statement.records) if not case.deaths.was_ended_by_hand(blamed[0]) else []
     if before is not None and call is not None and call.place.line:
-        said.append(
-            f"Likely: {ranks_said(blamed)} took another way, or is held, after {before.place.line or 'its last collective'}"
-            f"{_step(before)}. Look at: conditions on rank, step or data before {call.place.line}."
-        )
+        who = f"{ranks_said(blamed)} took another way, or {'is' if len(blamed) == 1 else 'are'} held"
+        after = f"{before.place.line or 'its last collective'}{_step(before)}"
+        said.append(f"Likely: {who}, after {after}. Look at: conditions on rank, step or data before {call.place.line}.")
     return said
 
 

@@ -20,6 +20,11 @@ from torchwhere.place import Certainty, Place
 
 _UNSEEN_STALLS = 10
 _UNUSUAL = 10  # times the usual
+_AGAIN = 1.5  # times as long as a pause at the same place has lasted before
+_HEART_STOPPED_NS = 3_000_000_000
+_UNSEEN_S = 2.0  # a job may have stood for so much longer than its monitor or its hearts have told
+_TIME_TO_TELL_S = 3.0  # a rank that stands still has left its stack by then, and what it sees of others
+_INTERRUPTED = ("Then it was interrupted, with Ctrl-C.",)
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
@@ -36,31 +41,36 @@ class Case:
     is_suspicion: bool = False
     is_together: bool = False  # all stand in one collective, and that is the matter
     standing: frozenset[int] = frozenset()  # after ranks have parted: those who stand in a collective
+    is_over: bool = field(init=False)  # no process of the job is known to be there any more
     recorded_ns: int = field(init=False)  # the last moment of which a box tells
 
     def __post_init__(self) -> None:
-        self.recorded_ns = max((said.label.last_ns for said in self.hearing.testimonies.values()), default=0)
+        self.is_over = not any(sighting.alive for sighting in self.sightings.values())
+        self.recorded_ns = max((self._recorded_ns(rank) for rank in self.hearing.testimonies), default=0)
         if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
             self.now_ns = max(self.now_ns, self.recorded_ns)
+
+    def _recorded_ns(self, rank: int) -> int:
+        """When a rank last recorded something by itself, and not that it was ended."""
+        said = self.hearing.testimonies[rank]
+        if not self.deaths.was_ended_by_hand(rank):
+            return said.label.last_ns
+        return said.issued_ns(*said.last) if said.last is not None else 0
 
     # -- ranks -------------------------------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
-        """Whether this is judged as of a moment at which somebody saw the job alive: now, or a monitor before it was killed."""
+        """Whether this is judged as of a moment at which the job is known to have been alive: now, or the last one that a
+        monitor saw, or that its own hearts tell."""
         return self.now_ns is not None
 
     def sighting(self, rank: int) -> Sighting:
         return self.sightings.get(rank, Sighting())
 
     @property
-    def is_over(self) -> bool:
-        """Whether no process of the job is known to be there any more."""
-        return not any(sighting.alive for sighting in self.sightings.values())
-
-    @property
     def is_unknown_end(self) -> bool:
-        """Whether a job ended in a collective that all had come to, and nobody saw how long they stood there."""
+        """Whether a job ended in a collective that all had come to, and it is not known how long they stood there."""
         return self.is_over and not self.is_live and self.all_in_one()
 
     @property
@@ -84,7 +94,8 @@ class Case:
         issued_at = testimony.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
             return issued_at
-        error = testimony.exception if self.deaths.has_failed(rank) else None
+        has_said_where = self.deaths.has_failed(rank) or self.deaths.was_ended_by_hand(rank)
+        error = testimony.exception if has_said_where else None
         place = error.place if error is not None else testimony.place
         folder = f"{testimony.label.meta.get('folder')}/"
         line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or testimony.statement.last_line
@@ -112,11 +123,21 @@ class Case:
     def detail(self, rank: int) -> str | None:
         """How it ended, or what holds it."""
         testimony, state = self.hearing.testimonies[rank], self.state(rank)
-        if state is State.DEAD or testimony.end is not None:
+        if state is State.DEAD or (testimony.end is not None and not self.deaths.was_ended_by_hand(rank)):
             return self.deaths.how(rank)
         if state is State.STOPPED:
             return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
-        return holding(testimony, self.sighting(rank)) if state is State.RUNNING else None
+        if state is not State.RUNNING:
+            return None
+        return self._heart_stopped(rank) or holding(testimony, self.sighting(rank))
+
+    def _heart_stopped(self, rank: int) -> str | None:
+        """That a rank had not beaten for long when the job ended, as others had: its Python could not run."""
+        beat_ns, has_ended = self.hearing.testimonies[rank].label.beat_ns, self.hearing.testimonies[rank].end is not None
+        if not self.is_over or not beat_ns or has_ended or self.now_ns is None or self.now_ns - beat_ns < _HEART_STOPPED_NS:
+            return None
+        before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
+        return f"its heart stopped {before}: in C code that keeps the GIL, stopped by a signal, or gone"
 
     # -- time --------------------------------------------------------------------------------------------------------
 
@@ -128,18 +149,34 @@ class Case:
         return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
 
     def is_stalled(self, wait: Wait, stall_s: float) -> bool:
-        """Whether a wait has lasted too long. Of a job that is over and that nobody watched, every wait may have.
+        """Whether a wait has lasted too long. Of a job that is over, and nobody knows since when, every wait may have.
 
-        Of one that a monitor saw to its end, the wait is held against the job's own pace: no more patience can be had.
+        Of one of which that is known, the wait is held against the job's own pace: no more patience can be had.
         """
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
-        return waited >= self.patience_s(wait.rank, stall_s, wait.key)
+        patience = max(self.patience_s(wait.rank, stall_s, wait.key), _AGAIN * self._paused_s(wait) if self.is_over else 0.0)
+        # One of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so. Dumps, which
+        # nobody has seen the processes of, are of a moment at which something was wrong.
+        is_for_nobody_heard = self.is_over and bool(self.sightings) and not wait.missing
+        return waited >= (max(patience, _TIME_TO_TELL_S) if is_for_nobody_heard else patience)
 
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
-        """How long a wait may last: of a job that is over, ten times what is usual, as no more patience can be had."""
-        return min(stall_s, self._usual_s(rank, key) * _UNUSUAL) if self.is_over else stall_s
+        """How long a wait may last: of a job that is over, and can be given no more time, ten times what is usual, but not less
+        than half of what it would be given. A job that is well pauses too, to save or to evaluate."""
+        least = stall_s / 2
+        return max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL)) if self.is_over else stall_s
+
+    def _paused_s(self, wait: Wait) -> float:
+        """The longest that this rank was in, or after, an earlier call from the same place before it came to the next: to save,
+        or to evaluate, may take as long each time."""
+        calls = self.hearing.testimonies[wait.rank].calls.get(wait.key)
+        at = calls.at(wait.number) if calls is not None else None
+        if calls is None or not at:
+            return 0.0
+        alike = np.flatnonzero(calls.codes()[:at] == calls.codes()[at])
+        return float(np.diff(calls.times_ns()[: at + 1])[alike].max(initial=0)) / 1e9
 
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
         """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in which it has hardly issued
@@ -163,6 +200,13 @@ class Case:
         patience = min(self.patience_s(rank, stall_s) for rank in self.hearing.testimonies)
         return (self.now_ns - self.recorded_ns) / 1e9 < patience
 
+    def quiet_s(self, stall_s: float) -> float | None:
+        """For how long no rank had recorded anything, if that was long, and nobody waits; None if not, or if all is done."""
+        if self.now_ns is None or self.have_finished or self.waits or not self.hearing.testimonies:
+            return None
+        lasted = (self.now_ns - self.recorded_ns) / 1e9
+        return lasted if lasted >= max(self.patience_s(rank, stall_s) for rank in self.hearing.testimonies) else None
+
     def still_s(self) -> float | None:
         """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
 
@@ -171,7 +215,7 @@ class Case:
         since = [testimony.in_collective_since_ns for testimony in self.hearing.testimonies.values()]
         since += [None for _ in self.hearing.past]
         known = [moment for moment in since if moment is not None]
-        has_ended = any(testimony.end is not None for testimony in self.hearing.testimonies.values())
+        has_ended = any(said.end and not self.deaths.was_ended_by_hand(rank) for rank, said in self.hearing.testimonies.items())
         if self.now_ns is None or has_ended or not known or len(known) < len(since):
             return None
         return (self.now_ns - max(known)) / 1e9
@@ -180,7 +224,8 @@ class Case:
         """How long a rank has been in its last collective, as far as is known; None if it is not in one, or has ended."""
         testimony = self.hearing.testimonies[rank]
         since, wait = testimony.in_collective_since_ns, self.waits.get(rank)
-        if testimony.end is not None or self.deaths.is_dead(rank) or not self.hearing.hears(rank):
+        has_ended = testimony.end is not None and not self.deaths.was_ended_by_hand(rank)
+        if has_ended or self.deaths.is_dead(rank) or not self.hearing.hears(rank):
             return None
         if wait is not None:
             return max(0.0, (self.now_ns or self.recorded_ns) - self.issued_ns(wait)) / 1e9
@@ -331,7 +376,7 @@ class Case:
             missing_data=tuple(self.missing_data()),
             certainty=certainty,
             stalled_s=stalled_s,
-            explanation=explanation,
+            explanation=explanation + (_INTERRUPTED if self.deaths.by_hand and kind is not VerdictKind.HEALTHY else ()),
             facts=facts or {},
         )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
@@ -43,14 +43,19 @@ class Deaths:
 
     hearing: Hearing
     sightings: Mapping[int, Sighting]
-    now_ns: int | None  # the last moment at which one of them was seen alive
+    now_ns: int | None  # the last moment at which one of them was alive, by whoever saw it or by its own heart
+    by_hand: Mapping[int, int] = field(default_factory=dict)  # ranks that somebody interrupted, and when
     _somebody_hung_up: bool | None = None
     _together: bool | None = None
     _is_over: bool | None = None
+    _looked: int | None = None
+    _first_by_hand: int | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
         end = self.hearing.testimonies[rank].end
+        if self.was_ended_by_hand(rank):
+            return False
         if end is not None:
             return not ended_well(end)
         return self._sighting(rank).ended is not None or self._unfinished(rank) is not None
@@ -76,6 +81,27 @@ class Deaths:
                 and not any(self._was_seen_gone(rank) or self.sightings[rank].out_of_memory for rank in silent)
             )
         return self._together
+
+    def was_ended_by_hand(self, rank: int) -> bool:
+        """Whether a rank was interrupted with the others, or noticed that these were."""
+        if rank in self.by_hand or not self.by_hand:
+            return rank in self.by_hand
+        if self._first_by_hand is None:
+            self._first_by_hand = min(self.by_hand.values())
+        error = self.hearing.testimonies[rank].exception
+        return error is not None and error.t_ns > self._first_by_hand - _SAME_DEATH_NS and self.was_hung_up_on(rank)
+
+    @property
+    def failed_unseen(self) -> bool:
+        """Whether ranks failed, and nobody has looked at the processes since: how many were there then is not known."""
+        failed = self.failed()
+        return bool(failed) and self._looked_ns() <= min(self._failed_ns(failed), default=0)
+
+    def _looked_ns(self) -> int:
+        """When somebody who looks again and again last saw one of them alive."""
+        if self._looked is None:
+            self._looked = max((sighting.alive_ns or 0 for sighting in self.sightings.values()), default=0)
+        return self._looked
 
     def died_of_the_end(self, rank: int) -> bool:
         """Whether a rank only noticed that the others were killed, and was killed with them."""
@@ -188,13 +214,17 @@ class Deaths:
         if not self._is_over:
             return True
         is_earlier = sighting.gone_ns is not None and sighting.gone_ns <= self.now_ns
-        return is_earlier or (sighting.alive_ns is not None and self.now_ns - sighting.alive_ns > _SAME_DEATH_NS)
+        return is_earlier or (sighting.alive_ns is not None and self._looked_ns() - sighting.alive_ns > _SAME_DEATH_NS)
 
     def _not_outliving(self, ranks: list[int]) -> list[int]:
         """Of ranks of which nothing is known, those that were not seen alive after somebody had failed."""
-        failed_ns = [error.t_ns for rank in self.failed() if (error := self.hearing.testimonies[rank].exception) is not None]
+        failed_ns = self._failed_ns(self.failed())
         seen_ns = {rank: self._sighting(rank).alive_ns for rank in ranks}
         return [rank for rank, alive_ns in seen_ns.items() if alive_ns is None or alive_ns <= min(failed_ns, default=alive_ns)]
+
+    def _failed_ns(self, failed: list[int]) -> list[int]:
+        """When ranks failed, those that could still say so."""
+        return [error.t_ns for rank in failed if (error := self.hearing.testimonies[rank].exception) is not None]
 
     def _silent(self) -> list[int]:
         """Those that went without a word, the first of them; nobody, where there are several and no one saw when they went."""

@@ -16,8 +16,9 @@ from torchwhere.diagnose.doctor import advice, circle_advice, nobody, pace
 from torchwhere.diagnose.doctor.case import Case
 from torchwhere.diagnose.doctor.circles import blame, has_left_out, turns_away
 from torchwhere.diagnose.doctor.deaths import Deaths
-from torchwhere.diagnose.doctor.gathering import on_gathering
+from torchwhere.diagnose.doctor.gathering import on_gathering, waits_in
 from torchwhere.diagnose.doctor.habits import Habits
+from torchwhere.diagnose.doctor.interruption import interrupted
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.splits import unfitting
@@ -48,7 +49,7 @@ def examine(
     """
     hearing = counted_alike(hearing if hearing is not None else heard(run))
     seen = dict(sightings or {})
-    deaths = Deaths(hearing, seen, now_ns)
+    deaths = Deaths(hearing, seen, now_ns, interrupted(hearing, waited_s=stall_s / 2))
     stopped = {rank for rank, sighting in seen.items() if sighting.is_stopped and rank in hearing.testimonies}
     held = stopped | {rank for rank in hearing.testimonies if deaths.is_dead(rank) and not deaths.died_of_the_end(rank)}
     failed_in_it = {rank for rank in deaths.failed() if deaths.was_hung_up_on(rank) or deaths.gave_up(rank)} if held else ()
@@ -170,10 +171,10 @@ class _Examination:
         return bool(dead) and not set(dead) & set(self.case.ill_heard) and not any(map(self.case.deaths.crashed_in_it, dead))
 
     def _likely_dead(self) -> list[int]:
-        """Where all are gone, nobody watched, and a rank says that a peer hung up on it: the one that the others wait for, if
-        they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
+        """Where all are gone, and nobody has looked since a rank said that a peer hung up on it: the one that the others wait
+        for, if they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
         case, deaths = self.case, self.case.deaths
-        blamed = awaited(case.waits) if deaths.were_killed_together and not case.is_live and deaths.failed() else []
+        blamed = awaited(case.waits) if deaths.were_killed_together and deaths.failed_unseen else []
         wait = self._wait_for(blamed)
         if wait is None or len(blamed) > 1 or deaths.has_failed(blamed[0]) or self._is_habit(wait):
             return []
@@ -209,6 +210,7 @@ class _Examination:
             owing = self._owing()
             if owing:
                 blamed, wait = owing, self._wait_for(owing)
+        blamed = [rank for rank in blamed if rank not in case.hearing.testimonies or waits_in(case, rank) is None]
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s) or self._is_habit(wait):
             return None
         if not case.is_live or wait.unheard or (case.is_over and (case.waited_s(wait) or 0.0) < self.stall_s):
@@ -229,7 +231,7 @@ class _Examination:
     def _is_habit(self, wait: Wait) -> bool:
         """Whether a rank of a group is always late, and the others wait no longer than they always do, as far as the boxes go.
 
-        That counts only where nobody watched the job to its end: how long they waited is not known then.
+        That counts only where it is not known when the job ended, and so how long they waited.
         """
         case = self.case
         late = pace.straggler(case.hearing, key=wait.key) if not case.is_live else None
@@ -297,12 +299,19 @@ class _Examination:
                 explanation=pace.sentences(late),
                 facts=late.to_dict(),
             )
-        found = pace.pace(case.hearing)
+        found, failed = pace.pace(case.hearing), case.deaths.failed()
+        if case.is_over and failed and not case.deaths.were_killed_together:
+            said = advice.on_dead_together(case, failed)
+            return case.verdict(VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=said)
         if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
-        is_unsure = case.is_over and (case.unheard or case.all_in_one()) and not case.have_finished
-        certainty = Certainty.UNKNOWN if case.is_unknown_end else Certainty.INFERRED if is_unsure else Certainty.EXACT
-        explanation = nobody.on_healthy(case, found)
+        makes_groups = any(waits_in(case, rank) for rank in case.hearing.testimonies)
+        is_open = not case.have_finished and (case.all_in_one() or bool(case.waits) or makes_groups)  # as the job ended
+        quiet_s = case.quiet_s(self.stall_s)
+        is_unsure = quiet_s is not None or (case.is_over and (case.unheard or is_open))
+        is_unknown = case.is_unknown_end or (case.is_over and quiet_s is not None)
+        certainty = Certainty.UNKNOWN if is_unknown else Certainty.INFERRED if is_unsure else Certainty.EXACT
+        explanation = nobody.on_healthy(case, found) if quiet_s is None else nobody.on_quiet(case, quiet_s, found)
         return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
 
     def _unheard_to_the_end(self, found: pace.Pace) -> Verdict:

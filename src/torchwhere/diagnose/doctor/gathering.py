@@ -37,9 +37,9 @@ def on_gathering(case: Case, stall_s: float) -> Verdict | None:
     found = _gathering(case)
     if found is None:
         return None
-    since_ns = max(made.since_ns for rank in found.there if (made := _waits_in(case, rank)) is not None)
+    since_ns = max(made.since_ns for rank in found.there if (made := waits_in(case, rank)) is not None)
     waited_s = (case.now_ns - since_ns) / 1e9 if case.now_ns is not None else None
-    if waited_s is not None and waited_s < stall_s:
+    if waited_s is not None and waited_s < case.patience_s(found.there[0], stall_s):
         return None
     parted = _parted(case)
     kind, culprits, said = _on_parted(case, *parted) if parted is not None else _on_absent(case, found)
@@ -65,7 +65,7 @@ def _certainty(case: Case, found: Gathering, is_known: bool) -> Certainty:
 
 def _gathering(case: Case) -> Gathering | None:
     """The earliest making of a group that ranks are in."""
-    inside = {rank: made for rank in case.hearing.testimonies if (made := _waits_in(case, rank)) is not None}
+    inside = {rank: made for rank in case.hearing.testimonies if (made := waits_in(case, rank)) is not None}
     if not inside:
         return None
     first = min(inside.values(), key=lambda made: made.number)
@@ -74,7 +74,7 @@ def _gathering(case: Case) -> Gathering | None:
     return Gathering(inside[there[0]], there, absent)
 
 
-def _waits_in(case: Case, rank: int) -> Making | None:
+def waits_in(case: Case, rank: int) -> Making | None:
     """The making that a rank has begun and not ended."""
     makings = case.hearing.testimonies[rank].statement.makings
     return makings[-1] if makings and not makings[-1].is_made and case.state(rank) is not State.FINISHED else None

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from torchwhere.diagnose.doctor.advice import first_line, in_place, ranks_said, what_said
 from torchwhere.diagnose.doctor.case import Case
+from torchwhere.diagnose.doctor.gathering import waits_in
 from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.waits import awaited, waiting_for
 from torchwhere.diagnose.hearing.terms import StreamKey
+
+_WORTH_TELLING_S = 1.0
 
 
 def on_together(case: Case) -> tuple[str, ...]:
@@ -33,18 +37,49 @@ def on_given_up(case: Case) -> tuple[str, ...]:
 
 def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
     if case.have_finished:
-        return (f"All {len(case.hearing.testimonies)} ranks have finished. {found}",)
+        count = len(case.hearing.testimonies)
+        return (f"{f'The {count} ranks that were heard' if case.unheard else f'All {count} ranks'} have finished. {found}",)
     call = next(iter(case.hearing.testimonies.values())).last_collective if case.is_unknown_end else None
     if call is not None:
         said = f"The job is over, and nobody watched it. At the end all ranks were in {what_said(call)}. {found}"
         return (said, "Whether it was passing through, or hung there all together, the boxes do not say.")
     if not case.is_over or not case.sightings or any(sighting.alive is None for sighting in case.sightings.values()):
         return (f"Progressing. {found}",)
-    said = f"Was progressing when it ended: no process is left, and none has said why. {found}"
+    why = "it was interrupted, with Ctrl-C" if case.deaths.by_hand else "no process is left, and none has said why"
+    said = f"Was progressing when it ended: {why}. {found}"
     if not case.all_in_one():
-        return (said,)
+        return said, *_had_begun_to_wait(case)
     call = next(iter(case.hearing.testimonies.values())).last_collective
     return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
+
+
+def on_quiet(case: Case, quiet_s: float, found: Pace) -> tuple[str, ...]:
+    """Nobody waits for anybody, and nobody does anything that shows."""
+    over = "The job is over. In its last" if case.is_over else "In the last"
+    places: dict[str, list[int]] = {}
+    for rank in case.hearing.testimonies:
+        places.setdefault(in_place(case.place(rank)), []).append(rank)
+    shown = [f"  {ranks_said(ranks)}: {place}" for place, ranks in list(places.items())[:4]]
+    return (
+        f"{over} {quiet_s:.0f} s no rank has recorded anything, and none waits for another one in a collective. {found}",
+        *shown,
+        "Whether they work there, or hang, does not show. Look at: these lines.",
+    )
+
+
+def _had_begun_to_wait(case: Case) -> tuple[str, ...]:
+    """That ranks waited for another one when the job ended: too short to be held against it, and long enough to be told."""
+    if any(makings := [waits_in(case, rank) for rank in case.hearing.testimonies]):
+        ranks = [rank for rank, made in zip(case.hearing.testimonies, makings, strict=True) if made is not None]
+        return (f"At the end {ranks_said(ranks)} had begun to make a process group, and waited there for others.",)
+    blamed = awaited(case.waits)
+    wait = min(waiting_for(case.waits, blamed), key=case.issued_ns, default=None)
+    waited_s = case.waited_s(wait) if wait is not None else None
+    if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
+        return ()
+    who = f"{ranks_said([each.rank for each in waiting_for(case.waits, blamed)])} had waited for {ranks_said(blamed)}"
+    what = what_said(case.hearing.testimonies[wait.rank].issued(wait.key, wait.number))
+    return (f"At the end {who} for {waited_s:.0f} s, in {what}. A pause looks like that too.",)
 
 
 def on_unheard(

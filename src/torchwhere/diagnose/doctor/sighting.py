@@ -37,13 +37,15 @@ class Sighting:
         alive = before.alive if self.alive is None else self.alive
         is_settled = before.alive is False  # it was found gone by then: what was killed since is another one
         is_more = self.oom_kills is not None and before.oom_kills is not None and self.oom_kills > before.oom_kills
+        is_newer = self.stack_ns is None or self.stack_ns >= (before.stack_ns or 0)  # a crash has no moment, and is the last
+        stack = self if self.stack and (is_newer or not before.stack) else before
         grew = self.oom_kills is None or before.oom_kills is None or is_more
         return Sighting(
             alive=alive,
             state=self.state if self.alive else before.state,
             ended=self.ended or before.ended,
-            stack=self.stack or before.stack,
-            stack_ns=self.stack_ns if self.stack else before.stack_ns,
+            stack=stack.stack,
+            stack_ns=stack.stack_ns,
             alive_ns=self.alive_ns or before.alive_ns,
             gone_ns=None if alive else before.gone_ns or self.gone_ns,
             holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing.terms import Group, Spot
 from torchwhere.diagnose.hearing.transcript import Clerk, Part, Statement, Transcript

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Counts
 from torchwhere.blackbox.label import Label
-from torchwhere.blackbox.reader import Counts
 from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.hearing.letter import ARRAYS, HEAD, MAGIC, MOST_BYTES, SEAL, Letter
 from torchwhere.diagnose.hearing.terms import Group, Signature, Signatures, Spot, StreamKey

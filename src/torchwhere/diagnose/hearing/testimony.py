@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.blackbox.box import PASS_LABELS, Box
 from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.layout import NO_STEP
-from torchwhere.blackbox.reader import PASS_LABELS, Box, read_box
+from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.hearing.calls import FORM_SHIFT, Calls, Clerks, Counted, Page
 from torchwhere.diagnose.hearing.terms import Group as Group

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label, label
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.sorting import Sorted, Sorter, narrow
 from torchwhere.diagnose.hearing.terms import Group, Signature, Spot, StreamKey
 from torchwhere.diagnose.hearing.vocabulary import Vocabulary
+from torchwhere.errors import FAILED
 from torchwhere.events import Event, Kind
 from torchwhere.place import Place
 
@@ -229,12 +230,24 @@ def _making(event: Event, is_made: bool) -> Making:
 
 
 def _in_collective_since(box: Box, moved_ns: int) -> int | None:
-    """Wall clock of its last record, if that is a collective and no cursor has moved since; else None."""
-    records = box.records
+    """Wall clock of its last record, if that is a collective and no cursor has moved since; else None. That it was interrupted
+    there, by hand, says nothing else of where it was."""
+    records = box.records[: len(box.records) - _interruption(box)]
     if not len(records) or records["kind"][-1] != int(Kind.COLLECTIVE):
         return None
     issued = box.wall_ns(int(records["t_ns"][-1]))
     return None if moved_ns > issued + _SAME_MOMENT_NS else issued
+
+
+def _interruption(box: Box) -> int:
+    """How many records at the end say that it was interrupted by hand."""
+    kinds = box.records["kind"]
+    if not len(kinds) or kinds[-1] not in (int(Kind.END), int(Kind.EXCEPTION)):
+        return 0
+    told = box.event(len(kinds) - 1).fields
+    if not str(told.get("reason", told.get("text"))).removeprefix(FAILED).startswith("KeyboardInterrupt"):
+        return 0
+    return 2 if len(kinds) > 1 and kinds[-2] == int(Kind.EXCEPTION) else 1
 
 
 def _last_line(box: Box) -> str | None:

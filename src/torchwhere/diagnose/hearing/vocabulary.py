@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import FLAG_ASYNC, FLAG_INFERRED, FLAG_SHADOW, FLAG_UNKNOWN, NO_CALL, Sort
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.sorting import Classes
 from torchwhere.diagnose.hearing.terms import Group, Signature, Signatures, Spot, StreamKey, group_of
 from torchwhere.events import Kind

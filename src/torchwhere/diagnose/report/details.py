@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.moments import Moments

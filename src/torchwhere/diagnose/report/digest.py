@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import PASS_LABELS, Box
 from torchwhere.blackbox.layout import NO_STEP
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
-from torchwhere.blackbox.reader import PASS_LABELS, Box
 from torchwhere.diagnose.phases import last_ns
 from torchwhere.diagnose.report.spans import module_times
 from torchwhere.diagnose.report.words import cut

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Run
 from torchwhere.diagnose.layout.layouts import Cohort, Layouts, layouts
 from torchwhere.diagnose.layout.shards import ranks_words

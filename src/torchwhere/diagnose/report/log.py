@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import NO_STEP
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.diff import logs
 from torchwhere.diagnose.diff.strip import Stripper, skeleton
 from torchwhere.diagnose.report.words import cut, event_text

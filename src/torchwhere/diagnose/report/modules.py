@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.reader import PASS_LABELS
+from torchwhere.blackbox.box import PASS_LABELS
 from torchwhere.diagnose.comms.outline import Branch, outline
 from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, Tally, descend, is_number
 from torchwhere.diagnose.hearing.calls import Counted

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Roster
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict

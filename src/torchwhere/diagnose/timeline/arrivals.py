@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.layout import FLAG_ASYNC
-from torchwhere.blackbox.reader import Box
 from torchwhere.diagnose.hearing.terms import P2P
 from torchwhere.events import Kind
 

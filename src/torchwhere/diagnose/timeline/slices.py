@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.reader import Box
+from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.clocks import Clocks
 from torchwhere.diagnose.timeline.arrivals import NEVER, Arrivals, Stream, Times, arrivals, has_moved, next_times_ns, times_ns
 from torchwhere.diagnose.timeline.meetings import Meeting, Meetings

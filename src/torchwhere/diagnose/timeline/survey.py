@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.label import Label, label
 from torchwhere.blackbox.layout import NO_STEP
-from torchwhere.blackbox.reader import Box, BoxReader
+from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import Roster, box_files, choose
 from torchwhere.diagnose.clocks import Aligner, Clocks, thinned
 from torchwhere.diagnose.timeline.arrivals import NEVER, Arrivals, arrivals

@@ -1,0 +1,32 @@
+"""A job that somebody ended by hand, with Ctrl-C: what ranks say then is how they were ended, and not what was wrong before.
+
+A `KeyboardInterrupt` on several ranks was not raised by one of them. On a single rank it may have been, unless others had
+waited for that rank for long: the one that hangs in Python is often the only one that can be interrupted.
+"""
+
+from __future__ import annotations
+
+from torchwhere.diagnose.doctor.waits import waiting_for, waits
+from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
+from torchwhere.errors import FAILED
+
+_INTERRUPT = "KeyboardInterrupt"
+
+
+def interrupted(hearing: Hearing, *, waited_s: float) -> dict[int, int]:
+    """The ranks that were interrupted by hand, and when, by their wall clocks; who waited so long before had long hung."""
+    found = {rank: t_ns for rank, said in hearing.testimonies.items() if (t_ns := _moment(said)) is not None}
+    if len(found) > 1 or not found:
+        return found
+    ((rank, t_ns),) = found.items()
+    others = waiting_for(waits(hearing), [rank])
+    since = [issued for wait in others if (issued := hearing.testimonies[wait.rank].issued_ns(wait.key, wait.number))]
+    return found if t_ns - min(since, default=t_ns) > waited_s * 1e9 else {}
+
+
+def _moment(said: Testimony) -> int | None:
+    reason = str(said.end.fields.get("reason")) if said.end is not None else ""
+    error = said.exception
+    if error is not None and str(error.fields.get("text")).startswith(_INTERRUPT) and (said.end is None or FAILED in reason):
+        return error.t_ns
+    return said.end.t_ns if said.end is not None and reason.startswith(f"{FAILED}{_INTERRUPT}") else None

@@ -1,0 +1,359 @@
+"""The heart: a rank among several says that it is there, and where it stands still; and nothing of it is ever in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchwhere
+from rank_pool import Pool
+from synthetic_boxes import WALL_NS, make
+from synthetic_job import Job
+from torchwhere.blackbox.layout import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
+from torchwhere.blackbox.reader import read_box
+from torchwhere.blackbox.run import read_run
+from torchwhere.blackbox.writer import REST_MARK, BoxWriter
+from torchwhere.consultation import consult
+from torchwhere.heart import BEAT_S, Heart
+from torchwhere.host.processes import look
+from torchwhere.monitor.witness import Witness
+
+HEART = "torchwhere"
+
+
+def hearts() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == HEART]
+
+
+def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
+    with torchwhere.watch(out=folder):
+        dist.all_reduce(torch.ones(1))
+        time.sleep(3.5 * BEAT_S)  # it stands still here
+        during = hearts()
+        told = Path(f"{folder}/rank{dist.get_rank()}.rest").read_text()
+        dist.barrier()
+    return during, hearts(), told
+
+
+def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -> None:
+    """While the main thread waits the box is told that the process is there; its stack is left; others are seen; and when the
+    watch is over, thread and stack are gone."""
+    for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
+        assert (during, after) == ([HEART], [])
+        assert told.startswith(REST_MARK)
+        assert "in rest_while_watched" in told
+    for rank in (0, 1):
+        box = read_box(tmp_path / f"rank{rank}.box")
+        (collective, *_) = box.events(kinds={"collective"})
+        assert box.beat_ns > collective.t_ns + 2 * BEAT_S * 1e9
+    assert [path.name for path in tmp_path.glob("*.rest")] == []
+    kept = json.loads((tmp_path / f"witness-{socket.gethostname()}.json").read_text())
+    assert {rank: (seen["alive"], seen["alive_ns"]) for rank, seen in kept["ranks"].items()} == {
+        "0": (True, None),
+        "1": (True, None),
+    }
+
+
+def test_one_rank_has_no_heart(one_rank: None, tmp_path: Path) -> None:
+    """A process that nobody waits for needs no thread."""
+    with torchwhere.watch(out=tmp_path):
+        dist.all_reduce(torch.ones(1))
+        assert hearts() == []
+    assert read_box(tmp_path / "rank0.box").beat_ns == 0
+
+
+def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
+    with torchwhere.watch(out=folder):
+        dist.all_reduce(torch.ones(1))
+        assert hearts() == [HEART]
+        child = os.fork()
+        if child == 0:
+            os._exit(len(hearts()))
+        left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(2 * BEAT_S)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        got = signal.sigwait({signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return int(got), left
+
+
+def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> None:
+    """A signal that the main thread waits for is not taken by the heart, which would end the process; a child has no heart."""
+    assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
+
+
+def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it looks around it may import: a child is made before or after that, not in the middle."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    began, done = threading.Event(), list[bool]()
+
+    def look() -> None:
+        began.set()
+        time.sleep(0.3)
+        done.append(True)
+
+    heart = Heart(box, on_rest=look)
+    heart.start()
+    assert began.wait(10)
+    heart.before_fork()
+    assert done
+    heart.after_fork()
+    heart.stop()
+    box.close()
+
+
+def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of its own is said once, and after a few it beats no more."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    beats: list[int] = []
+
+    def fail(t_ns: int) -> None:
+        beats.append(t_ns)
+        raise ValueError("no beat")
+
+    monkeypatch.setattr(box, "beat", fail)
+    heart = Heart(box, on_rest=lambda: None)
+    heart.start()
+    assert heart._thread is not None
+    heart._thread.join(10)
+    assert len(beats) == 3
+    heart.stop()
+    box.close()
+    assert [record.message.partition(" failed")[0] for record in caplog.records] == ["torchwhere: the sense for the heartbeat"]
+
+
+def test_it_beats_on_where_there_is_no_room(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the beat needs no room."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.005)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    rests: list[int] = []
+
+    def fail() -> None:
+        rests.append(1)
+        raise OSError(28, "No space left on device")
+
+    heart = Heart(box, on_rest=fail)
+    heart.start()
+    at = box.cursor_at(0) + CURSOR_HEART
+    while len(rests) < 3:
+        time.sleep(0.01)
+    third = box.words[at]
+    time.sleep(0.5)
+    assert (len(rests), box.words[at] > third) == (3, True)
+    heart.stop()
+    box.close()
+    assert len(caplog.records) == 1
+
+
+def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its last breath; but a folder that does not answer holds nobody back for long."""
+    monkeypatch.setattr("torchwhere.heart._LAST_LOOK_S", 0.2)
+    for lasts_s, is_done in ((0.0, True), (1.0, False)):
+        box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
+        heart = Heart(box, on_rest=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
+        heart.start()
+        thread = heart._thread
+        assert thread is not None
+        heart.stop(looks=True)
+        assert bool(done) == is_done
+        thread.join(10)
+        box.close()
+
+
+def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something has moved."""
+    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.002)
+    box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
+    beats, rests = 0, list[int]()
+    beat = box.beat
+
+    def counted(t_ns: int) -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 20:
+            box.words[box.cursor_at(1)] = 7  # a cursor moves
+        beat(t_ns)
+
+    monkeypatch.setattr(box, "beat", counted)
+    heart = Heart(box, on_rest=lambda: rests.append(beats))
+    heart.start()
+    deadline = time.monotonic() + 20
+    while beats < 40 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    heart.stop()
+    box.close()
+    assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]  # the first beat has nothing to compare with; the 20th saw a move after it
+
+
+# -- what is made of it ----------------------------------------------------------------------------------------------------
+
+RANKS, VICTIM = 8, 5
+
+
+@pytest.fixture
+def afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is later than everything that synthetic boxes tell."""
+    monkeypatch.setattr(time, "time_ns", lambda: WALL_NS + 10**12)
+
+
+def beat_at(box: Path, t_ns: int) -> None:
+    with box.open("r+b") as file:
+        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_HEART)
+        file.write(t_ns.to_bytes(8, "little"))
+
+
+def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> Path:
+    """A job in which one rank has not come to a collective; all were killed so long after the last record."""
+    make(Job(RANKS, steps=4, records=180, fault="missing", victim=VICTIM), folder)
+    boxes = read_run(folder).boxes
+    last_ns = max(int(box.records["t_ns"].max()) for box in boxes.values())
+    for box in boxes.values():
+        beat_at(box.path, last_ns + int(after_s * 1e9) if beat_ns is None else beat_ns)
+    return folder
+
+
+def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
+    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had waited."""
+    hung = consult(killed_job(tmp_path / "hung", after_s=40))
+    assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
+    assert hung.stalled_s is not None
+    assert 40 <= hung.stalled_s < 41
+    passing = consult(killed_job(tmp_path / "passing", after_s=0.05))
+    assert (passing.kind, passing.culprits) == ("healthy", ())
+
+
+def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
+    """A damaged box may say anything: a moment that has not come is as good as none."""
+    said = consult(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
+    assert (said.kind, said.culprits, said.certainty, said.stalled_s) == ("missing", (VICTIM,), "inferred", None)
+
+
+def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None:
+    """The stack that a rank left when it came to rest is its place, on any machine, unless it has moved since."""
+    killed_job(tmp_path, after_s=40)
+    boxes = read_run(tmp_path).labels
+    frames = '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
+    for moment, stack in ((boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")), (5, ())):
+        text = f"{REST_MARK}{moment}\n{frames}"
+        (tmp_path / f"rank{VICTIM}.rest").write_text(text)
+        assert look(boxes)[VICTIM].stack == stack
+    assert consult(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
+    (tmp_path / f"rank{VICTIM}.rest").write_text(text.replace(f"{REST_MARK}5", f"{REST_MARK}{boxes[VICTIM].last_ns + 1}"))
+    assert consult(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
+
+
+def test_a_witness_sees_its_neighbours(tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank has read of the others stands in for a box that is gone; once one is gone, what was written stays."""
+    killed_job(tmp_path, after_s=40)
+    whole = consult(tmp_path)
+    host = str(read_run(tmp_path).labels[0].meta["host"])
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    witness = Witness(tmp_path / "rank0.box", rank=0)
+    witness.look_around()
+    letter = tmp_path / f"witness-{host}.letter"
+    (tmp_path / f"rank{VICTIM}.box").unlink()
+    os.utime(letter, (0, 0))
+    before = letter.read_bytes()
+    witness.look_around()
+    assert letter.read_bytes() == before
+    verdict = consult(tmp_path)
+    assert (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
+
+
+def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who finds that another rank has just written does not write; nor does one that is alone, or whose own box is gone."""
+    killed_job(tmp_path, after_s=40)
+    host = str(read_run(tmp_path).labels[0].meta["host"])
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    Witness(tmp_path / "rank0.box", rank=0).look_around()
+    letter = tmp_path / f"witness-{host}.letter"
+    letter.write_bytes(b"mine")
+    Witness(tmp_path / "rank1.box", rank=1).look_around()
+    assert letter.read_bytes() == b"mine"
+    letter.unlink()
+    Witness(tmp_path / "rank99.box", rank=99).look_around()
+    assert not letter.exists()
+
+
+def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
+    """A wait as long as one at the same place that passed is held against nobody; it is told."""
+    killed_job(tmp_path, after_s=8)
+    assert consult(tmp_path, stall_s=10).culprits == (VICTIM,)
+    shift_times(tmp_path, by_s=7)  # the same wait, a step before: it lasted 7 s, and passed
+    verdict = consult(tmp_path, stall_s=10)
+    assert (verdict.kind, verdict.culprits) == ("healthy", ())
+    assert any("A pause looks like that too." in line for line in verdict.explanation)
+
+
+def shift_times(folder: Path, *, by_s: float) -> None:
+    """Make a pause in the middle of a synthetic job: what comes after the first half happened so much later."""
+    for path in folder.glob("rank*.box"):
+        box = read_box(path)
+        assert box.geometry is not None
+        data = bytearray(path.read_bytes())
+        numbers = box.records["number"]
+        for number in numbers[len(numbers) // 2 :].tolist():
+            at = box.geometry.ring_at + number % box.geometry.capacity * 64
+            record = list(RECORD.unpack(data[at : at + RECORD.size]))
+            record[1] += int(by_s * 1e9)
+            packed = RECORD.pack(*record)
+            data[at : at + 64] = packed + crc32(packed).to_bytes(4, "little")
+        path.write_bytes(data)
+        beat_at(path, int(by_s * 1e9) + int.from_bytes(data[HEADER_BYTES * HEADER_COPIES + 56 :][:8], "little"))
+
+
+def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> None:
+    """Where no rank waits for another, and none has done anything for long, it is said where they stood, and no more."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    for path in tmp_path.glob("rank*.box"):
+        move_cursor(path)  # they have left their last collective
+        beat_at(path, int(read_box(path).records["t_ns"].max()) + 40 * 10**9)
+    verdict = consult(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("healthy", (), "unknown")
+    assert verdict.explanation[0].startswith("The job is over. In its last 40 s no rank has recorded anything, and none waits")
+    assert verdict.explanation[-1] == "Whether they work there, or hang, does not show. Look at: these lines."
+
+
+def move_cursor(box: Path) -> None:
+    t_ns = int(read_box(box).records["t_ns"].max()) + 10**9
+    with box.open("r+b") as file:
+        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_TIME)
+        file.write(t_ns.to_bytes(8, "little"))
+
+
+def test_another_container_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another PID namespace cannot be seen from here: that its number is not found does not mean it is gone."""
+    with torchwhere.watch(out=tmp_path):
+        (box,) = read_run(tmp_path).labels.values()
+        assert look({0: box})[0].alive is True
+        monkeypatch.setattr("torchwhere.host.processes.pid_namespace", lambda: -1)
+        assert look({0: box})[0].alive is None
+
+
+def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
+    """What a witness could not find may be there all the same: a beat that came after it says so."""
+    killed_job(tmp_path, after_s=0.05)
+    box = read_run(tmp_path).labels[VICTIM]
+    seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
+    kept = tmp_path / "witness-elsewhere.json"
+    kept.write_text(json.dumps({"ranks": {VICTIM: seen}}))
+    assert consult(tmp_path).kind == "healthy"
+    kept.write_text(json.dumps({"ranks": {VICTIM: seen | {"gone_ns": box.last_ns + 10**7}}}))
+    beat_at(box.path, 1)
+    assert (consult(tmp_path).kind, consult(tmp_path).culprits) == ("dead", (VICTIM,))
