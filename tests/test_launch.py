@@ -186,7 +186,7 @@ REASONS = {
     "raises": "exception: ValueError: two\nlines",
     "exits": "exit 3",
     "exits_with_text": "exit 1",
-    "interrupted": "exception: KeyboardInterrupt: ",
+    "interrupted": "exception: KeyboardInterrupt",
     "broken_pipe": "exception: BrokenPipeError: mine",
     "in_a_module": "exception: ValueError: boom",
     "own_hook": "exception: Odd",

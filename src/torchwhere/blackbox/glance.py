@@ -25,6 +25,7 @@ from torchwhere.place import Certainty, Pass, Place
 
 _HEAD = HEADER_BYTES * HEADER_COPIES
 _SOME = 16  # tally slots that are read at first, and more of them when they are all in use
+_HEART = HEADER_BYTES * HEADER_COPIES + 8 * layout.CURSOR_HEART
 _CURSOR_WORDS, _TALLY_WORDS = CURSOR_BYTES // 8, layout.TALLY_BYTES // 8
 _KINDS = frozenset(Kind)
 
@@ -45,6 +46,11 @@ class Issued:
     group: GroupEntry
     number: int
     stream: StreamName
+
+
+def _without_heart(data: bytes) -> bytes:
+    """A rank that stands still beats on: that is no move."""
+    return data[:_HEART] + bytes(len(data[_HEART : _HEART + 8])) + data[_HEART + 8 :]
 
 
 class Glance:
@@ -102,7 +108,7 @@ class Glance:
         if (stat.st_dev, stat.st_ino) != self._file:
             self._forget()
             self._file = stat.st_dev, stat.st_ino
-        data = os.pread(fd, self._reach, 0)
+        data = _without_heart(os.pread(fd, self._reach, 0))
         if data == self._data:
             if not self._is_read:
                 self._read_record(fd)
@@ -144,7 +150,7 @@ class Glance:
         while self._reach < most and (self._reach == _HEAD or data[-layout.TALLY_BYTES :][:8] != bytes(8)):
             at = max(self._reach, geometry.tallies_at)
             self._reach = min(at + _SOME * layout.TALLY_BYTES, most)
-            data = os.pread(fd, self._reach, 0)
+            data = _without_heart(os.pread(fd, self._reach, 0))
         return data[: len(data) // 8 * 8] if len(data) >= geometry.tallies_at else None
 
     def _read_table(self, fd: int) -> None:

@@ -98,7 +98,9 @@ class Case:
         error = testimony.exception if has_said_where else None
         place = error.place if error is not None else testimony.place
         folder = f"{testimony.label.meta.get('folder')}/"
-        line = (user_line(self.sighting(rank).stack) or "").removeprefix(folder) or place.line or testimony.statement.last_line
+        told = place.line if error is not None else None  # of one that has failed, the stack is that of its end
+        seen = (user_line(self.sighting(rank).stack) or "").removeprefix(folder)
+        line = told or seen or place.line or testimony.statement.last_line
         return Place(
             rank=rank,
             step=place.step,
@@ -156,11 +158,12 @@ class Case:
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
-        patience = max(self.patience_s(wait.rank, stall_s, wait.key), _AGAIN * self._paused_s(wait) if self.is_over else 0.0)
-        # One of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so. Dumps, which
-        # nobody has seen the processes of, are of a moment at which something was wrong.
-        is_for_nobody_heard = self.is_over and bool(self.sightings) and not wait.missing
-        return waited >= (max(patience, _TIME_TO_TELL_S) if is_for_nobody_heard else patience)
+        patience = self.patience_s(wait.rank, stall_s, wait.key)
+        if not self.is_over or not self.sightings:  # dumps, whose processes nobody has seen, are of when something was wrong
+            return waited >= patience
+        # A rank of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so.
+        least = _TIME_TO_TELL_S if not wait.missing else 0.0
+        return waited >= max(patience, least, _AGAIN * self._paused_s(wait))
 
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
         """How long a wait may last: of a job that is over, and can be given no more time, ten times what is usual, but not less
