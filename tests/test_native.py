@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import torchwhere
+from torchwhere.blackbox.phase_sums import PhaseKey, phase_sums
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.errors import TorchwhereError
@@ -258,8 +260,18 @@ def test_its_dict_is_a_dict(part: Any) -> None:
         elif chance.random() < 0.6:
             assert words.pop(key, None) == plain.pop(key, None)
         assert (words.get(key), words.get(key, 5)) == (plain.get(key), plain.get(key, 5))
-    words.zero()
-    assert [words.get(key) for key in plain] == [0] * len(plain)
+
+
+def test_its_counts_are_a_dict(part: Any) -> None:
+    """Calls are counted by their words as in Python's dict, and forgotten at once."""
+    chance, plain, counts = random.Random(2), {}, part.Counts()
+    for _ in range(20):
+        for _ in range(200):
+            word = chance.choice([5, 200, 1 << 20, chance.randrange(300)]) << 36 | 1 << 32
+            assert counts.get(word, 0) == plain.get(word, 0)
+            plain[word] = counts[word] = plain.get(word, 0) + 1
+        plain.clear()
+        counts.clear()
 
 
 def test_both_sides_have_the_same_log(part: Any) -> None:
@@ -392,6 +404,136 @@ def failing() -> None:
     notes.append([note.partition("last collectives")[2] for note in raised.value.__notes__])
 
 
+def optimize(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 64)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=1e-9)
+
+
+def optimized() -> None:
+    """One optimizer, from two lines; then two, which count once; then the first alone again."""
+    model = stacked()
+    first, second = sgd(model), sgd(model)
+    with torchwhere.watch(model):
+        optimize(model, first, steps=6)
+        model(torch.ones(2, 64)).sum().backward()
+        first.step()
+        optimize(model, first, second, steps=4)
+        optimize(model, first, steps=4)
+
+
+def optimized_in_backward() -> None:
+    """The optimizer steps out of a hook: its step ends with the backward, which the native part may have begun."""
+    model = stacked()
+    optimizer = sgd(model)
+    with torchwhere.watch(model):
+        optimize(model, optimizer, steps=4)
+        handle = model.module[0].weight.register_post_accumulate_grad_hook(lambda _p: optimizer.step())
+        optimize(model, steps=6)
+        handle.remove()
+        optimize(model, optimizer, steps=4)
+
+
+def counted_by_the_user() -> None:
+    """First the optimizer counts, then the user does, with numbers of their own too."""
+    model = stacked()
+    optimizer = sgd(model)
+    with torchwhere.watch(model):
+        optimize(model, optimizer, steps=5)
+        torchwhere.step(5)
+        for _ in range(5):
+            optimize(model, optimizer, steps=1)
+            torchwhere.step()
+        torchwhere.step(100)
+        optimize(model, optimizer, steps=2)
+        with torchwhere.phase("last"):
+            torchwhere.step()
+
+
+def optimizer_failing() -> None:
+    """A step that raises never reaches the hook after it: the next ones are told as ever."""
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            if closure is not None:
+                raise RuntimeError
+            super().step()
+
+    model = stacked()
+    optimizer = Failing(model.parameters(), lr=1e-9)
+    with torchwhere.watch(model):
+        for _ in range(3):
+            optimize(model, optimizer, steps=3)
+            with pytest.raises(RuntimeError):
+                optimizer.step(lambda: None)
+            torchwhere.note("after it")
+
+
+def backwards_of_all_kinds() -> None:
+    """One that makes a graph, one inside another, gradients without a backward, one from inside a module, one that fails."""
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                inner[0](torch.ones(2, 64)).sum().backward()
+            return gradient
+
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.autograd.grad(super().forward(x).sum(), self.weight)
+            raise RuntimeError
+
+    model, inner, x = stacked(), nn.ModuleList([nn.Linear(64, 2), Failing(64, 2)]), torch.ones(2, 64, requires_grad=True)
+    with torchwhere.watch(model):
+        for _ in range(4):
+            train(model, 2)
+            Inside.apply(inner[0](x)).sum().backward()
+            (gradient,) = torch.autograd.grad((inner[0](x) ** 2).sum(), x, create_graph=True)
+            gradient.sum().backward()
+            with pytest.raises(RuntimeError):
+                inner[1](x)
+
+
+def others_come() -> None:
+    """Between steps: a listener, a group, a second model, a forward under fake tensors, a compilation, torch's compiler reset."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    torch.compiler.reset()  # compilations are numbered from 0
+    model, others = stacked(), [stacked()]
+    optimizer = sgd(model)
+
+    def listened() -> None:
+        with torchwhere.on_module(backward_enter=lambda _module, call: torchwhere.note(call.name)):
+            optimize(model, optimizer, steps=2)
+
+    def rehearsed() -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.module[0](torch.ones(2, 64))
+
+    def compiled() -> None:
+        torch.compile(eval("lambda x: x + 1"), backend="eager")(torch.ones(1))
+
+    def another() -> None:
+        optimize(others[0], sgd(others[0]), steps=3)
+
+    with torchwhere.watch(model):
+        for come in (listened, lambda: dist.new_group([0]), another, rehearsed, compiled, torch.compiler.reset, compiled):
+            optimize(model, optimizer, steps=4)
+            come()
+        optimize(model, optimizer, steps=2)
+
+
 notes: list[list[str]] = []
 JOBS = (
     plain_ddp,
@@ -403,6 +545,12 @@ JOBS = (
     hooked,
     recomputed,
     failing,
+    optimized,
+    optimized_in_backward,
+    counted_by_the_user,
+    optimizer_failing,
+    backwards_of_all_kinds,
+    others_come,
 )
 
 
@@ -427,7 +575,9 @@ def events_of(job: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyP
     box = read_box(folder / "rank0.box")
     assert (box.counts.torn, box.problems) == (0, [])
     found = [event.to_dict() | {"record": event.number} for event in box.events()]
-    return [{key: value for key, value in event.items() if key != "t_ns"} for event in found]
+    steps = phase_sums(box)[PhaseKey((), is_main=True)]
+    found.append({"steps": steps.count, "running": steps.running})
+    return [{key: value for key, value in event.items() if key not in ("t_ns", "duration_ns")} for event in found]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
@@ -440,6 +590,33 @@ def test_the_same_is_recorded(job: Callable[[], None], part: Any, tmp_path: Path
     assert natively == plainly
     assert recorded > 0
     assert notes[:1] == notes[1:]
+
+
+STEP = {  # what of ours in Python a step takes that is like the one before
+    "make_wrapper.<locals>.__call__",
+    "BackwardSense._make_wrapper.<locals>._engine_run_backward",
+    "OptimizerSense._make_before.<locals>.before",
+    "OptimizerSense._make_after.<locals>.after",
+}
+
+
+def test_a_step_needs_no_more_python(part: Any, one_rank: None, tmp_path: Path) -> None:
+    """In a step that is like the one before, all of ours that is Python are the hooks themselves."""
+    model, home = stacked(), str(Path(torchwhere.__file__).parent)
+    optimizer, found = sgd(model), []
+
+    def look(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(home):
+            found[-1].add(frame.f_code.co_qualname)
+
+    with torchwhere.watch(model, out=tmp_path):
+        optimize(model, optimizer, steps=12)
+        for _ in range(3):  # once a second Python looks whether the file is there: not three times in a row
+            found.append(set())
+            sys.setprofile(look)
+            optimize(model, optimizer, steps=1)
+            sys.setprofile(None)
+    assert min(found, key=len) == STEP
 
 
 def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:

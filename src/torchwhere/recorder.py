@@ -43,6 +43,7 @@ from torchwhere.sense.collectives import Call
 from torchwhere.sense.ddp import Bucket, Reducers
 from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.passes import Passes, PythonPasses
 from torchwhere.sense.phases import Phases
 from torchwhere.sense.tracks import Track
 
@@ -62,9 +63,9 @@ class Recorder:
         self.box = box
         self.locator = locator
         self.rank = rank
-        self.step = 0
+        self._counter = box.counter
         self._check_file_at = 0
-        self.step_is_users = False  # the user counts steps; optimizers no longer do
+        self._step_is_users = False
         self._native = box.native
         self.reducers = Reducers(locator.names, box.native)
         self.phases = Phases(box, locator, rank=rank)
@@ -75,6 +76,23 @@ class Recorder:
         self._taps: list[Tap] = []
         self._here = locator.threads.here
         self._node = _torch.private("current_node") or (lambda: None)
+        self.passes: Passes = PythonPasses()
+
+    @property
+    def step(self) -> int:
+        number: int = self._counter.step
+        return number
+
+    @property
+    def step_is_users(self) -> bool:
+        """The user counts steps; optimizers no longer do."""
+        return self._step_is_users
+
+    @step_is_users.setter
+    def step_is_users(self, whether: bool) -> None:
+        if whether != self._step_is_users:
+            self._step_is_users = whether
+            self.passes.wake()
 
     @property
     def taps(self) -> list[Tap]:
@@ -130,7 +148,7 @@ class Recorder:
 
     def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
         number = self.box.record(
-            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self.step, spot.module, spot.call),
+            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call),
             *(line, graph, what, 0, spot.param, more),
         )
         self.box.words[track.cursor + CURSOR_RECORD] = number
@@ -154,6 +172,7 @@ class Recorder:
 
     def compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self._compiling += 1
+        self.passes.wake()
         self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id), text=known)
 
     def compile_ends(self, compile_id: str) -> None:
@@ -170,34 +189,43 @@ class Recorder:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, name: str) -> Seen:
-        track, (line, graph) = self._here(), self._see(stack.caller(1))
-        spot = self.locator.spot_in_optimizer(track)
-        self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=self.box.intern(Sort.PHASE, name))
+        frame = stack.caller(1)
+        track, (line, graph) = self._here(), self._see(frame)
+        spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(Sort.PHASE, name)
+        self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=entry)
+        self.passes.learn_line(frame, line)
+        self.passes.learn_name(name, entry)
         return line, graph
 
     def set_step(self, step: int, *, seen: Seen | None = None) -> None:
         """The step is over, another begins. At one place: a look around takes longer than both records."""
         if seen is None:
-            track, spot, line, graph = self._look_around(stack.caller(1))
+            frame = stack.caller(1)
+            track, spot, line, graph = self._look_around(frame)
+            self.passes.learn_line(frame, line)
         else:
             track, (line, graph) = self._here(), seen
             spot = self.locator.spot(track)
         self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
-        self.step = step
-        self.box.step_begins(step)
+        self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
         self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
-        self.phases.step_begins(step)
+        self.phases.step_begins()
         now = time.monotonic_ns()
         if now >= self._check_file_at:
             self._check_file_at = now + _CHECK_FILE_EVERY_NS
             self.box.check_file()
 
+    def rest(self, looked_at: tuple[Any, ...]) -> None:
+        """All is done that there is to do between steps: have the native part go from step to step, if that can be."""
+        if not self._compiling:
+            self.passes.rest(self._check_file_at, not self.step_is_users, looked_at)
+
     def begin_step(self) -> None:
         """The first one."""
         self.box.words[self._here().cursor + CURSOR_STEP] = self.step
         self.event(Kind.STEP_BEGIN)
-        self.phases.step_begins(self.step)
+        self.phases.step_begins()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -258,7 +286,7 @@ class Recorder:
         index = next(stream.numbers)
         # fmt: off
         number = self.box.record(  # plain positions: unpacking two tuples takes 0.4 us more
-            _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call,
+            _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self._counter.step, spot.module, spot.call,
             line, graph, call.signature, aim, spot.param, index,
         )
         # fmt: on

@@ -41,6 +41,7 @@ from torchwhere.sense.locate import Locator
 from torchwhere.sense.modules import ModuleSense
 from torchwhere.sense.nesting import Nestings
 from torchwhere.sense.optimizers import OptimizerSense
+from torchwhere.sense.passes import make_passes
 from torchwhere.sense.rest import RestFile
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
@@ -77,18 +78,22 @@ class Session:
             self._box,
             locator,
             on_error=self._exceptions.in_module,
-            on_first_call=recorder.reducers.meet,
+            on_first_call=self._meet_module,
             current_step=lambda: recorder.step,
             events=module_events,
         )
         self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: recorder.step)
+        steppers: set[int] = set()
+        self._passes = make_passes(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
+        recorder.passes = self._passes
         self._optimizers = OptimizerSense(
-            locator, on_move=recorder.move, on_optimizer=recorder.optimizer_stepped, on_step_end=self._step_ended
+            *(locator, self._passes, steppers),
+            on_move=recorder.move,
+            on_optimizer=recorder.optimizer_stepped,
+            on_step_end=self._step_ended,
         )
         self._backward = BackwardSense(
-            self._box,
-            locator,
-            self.listeners,
+            *(self._box, locator, self.listeners, self._passes),
             on_error=self._exceptions.in_backward,
             on_begin=recorder.reducers.look,
             on_end=self._optimizers.backward_ended,
@@ -155,6 +160,7 @@ class Session:
         self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
+        self._passes.wake()
         stack.forget()
         for file in (self._faults, self._rest_file):
             if file is not None:
@@ -189,6 +195,7 @@ class Session:
         self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
+        self._passes.wake()
         atexit.unregister(self._at_exit)
         if self._faults is not None:
             self._faults.abandon()
@@ -236,6 +243,10 @@ class Session:
             self._witness = Witness(self._box.path, rank=self.recorder.rank)
         self._witness.look_around()
 
+    def _meet_module(self, module: nn.Module) -> None:
+        self.recorder.reducers.meet(module)
+        self._passes.is_aside = True
+
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
 
@@ -244,11 +255,15 @@ class Session:
             self.next_step(self.recorder.step + 1, seen=seen)
 
     def next_step(self, step: int, *, seen: Seen | None = None) -> None:
+        if self._passes.next_step(step):
+            return
         self.recorder.set_step(step, seen=seen)
         self.modules.forget_calls()
         self._layouts.step_ended()
         self._groups.refresh()
         self._compilation.refresh()
+        if self._layouts.is_settled:
+            self.recorder.rest((*self._groups.looked_at(), *self._compilation.looked_at()))
 
     def name_groups(self, *, anew: bool) -> None:
         """Meet all groups there are now, and name the mesh dimensions of the new ones; of all, `anew`, which takes longer."""

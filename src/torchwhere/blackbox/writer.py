@@ -98,6 +98,7 @@ class BoxWriter:
         self.words = memoryview(self._map).cast("Q")
         self.pen = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity) if native is not None else None
         self.record: Callable[..., int] = self._make_record() if self.pen is None else self.pen.record
+        self.counter: Any = _Counter() if self.pen is None else self.pen  # its `step` is the one that records belong to
         self.closed = False
         self.write_meta()
         self._guard = None
@@ -272,11 +273,6 @@ class BoxWriter:
 
         return record
 
-    def step_begins(self, step: int) -> None:
-        """Told for the sake of those who write without asking: the native part."""
-        if self.pen is not None:
-            self.pen.step = step
-
     def copy_of(self, number: int) -> bytes:
         """The bytes of a record that was just written, as they stand in the ring."""
         at = self.geometry.ring_at + number % self.geometry.capacity * RECORD_BYTES
@@ -370,6 +366,15 @@ class BoxWriter:
                 self.words[at] = group << 40 | (source + 1) << 20 | (destination + 1)
                 self._tally_slots[who] = at
         return at
+
+
+class _Counter:
+    """Counts steps where there is no native part to do so."""
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step = 0
 
 
 def _memory(size: int) -> mmap.mmap:

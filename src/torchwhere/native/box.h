@@ -25,7 +25,7 @@ static_assert(sizeof(Record) == 64, "RECORD_BYTES");
 
 constexpr int PASS_SHIFT = 32, MODULE_SHIFT = 36;
 constexpr uint64_t PASS_MASK = 0xF, CALL_MASK = 0xFFFFFFFF;
-constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_LINE = 4, CURSOR_RECORD = 5;
+constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2, CURSOR_LINE = 4, CURSOR_RECORD = 5;
 constexpr int TALLY_COUNT = 1, TALLY_TIME = 2, TALLY_RECORD = 3;
 
 // zlib's CRC, a byte at a time: this table is 16 cache lines. One that takes eight bytes at a time has 128 of them, and where
@@ -58,14 +58,14 @@ inline uint64_t now_ns() {  // what time.monotonic_ns() says
 // Every record has a slot of its own, so writers need no lock; the number of a record is the only thing they share.
 struct Box {
   PyObject_HEAD
-  Py_buffer view;
+  uint64_t id;      // no two boxes of a process have the same; 0 in a forked child, where no thread's track is ours
   uint64_t* words;  // null once closed
   char* ring;
   uint64_t capacity;
-  uint64_t id;           // no two boxes of a process have the same; 0 in a forked child, where no thread's track is ours
+  std::atomic<uint64_t> next;
   unsigned long long step;
   unsigned long long main_cursor;  // the main thread's: its line counts where a thread has none of its own; 0: not known
-  std::atomic<uint64_t> next;
+  Py_buffer view;
 
   uint64_t put(Record& record) {
     record.number = next.fetch_add(1, std::memory_order_relaxed);

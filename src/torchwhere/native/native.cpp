@@ -1,8 +1,9 @@
-// The native part of torchwhere: the hot paths of `blackbox/writer.py`, `sense/ddp.py` and `sense/modules.py` once more, for
-// those whose step waits for them. Python's own code stays the reference: here is only what it has met before, and everything
+// The native part of torchwhere: the hot paths of `blackbox/writer.py` and of the senses once more, for those whose step waits for
+// them. Python's own code stays the reference: here is only what it has met before, and everything
 // else is handed back to it. Built by `torchwhere native` against one torch and one Python; see `docs/overhead.md`.
 #include "box.h"
 #include "modules.h"
+#include "passes.h"
 #include "reductions.h"
 #include "tape.h"
 
@@ -40,7 +41,10 @@ PyMODINIT_FUNC PyInit_torchwhere_native() {
         &torchwhere::tape_spec,
         &torchwhere::buckets_spec,
         &torchwhere::words_spec,
-        &torchwhere::calls_spec}) {
+        &torchwhere::counts_spec,
+        &torchwhere::calls_spec,
+        &torchwhere::sum_spec,
+        &torchwhere::passes_spec}) {
     if (!add(module, spec)) {
       Py_DECREF(module);
       return nullptr;

@@ -12,8 +12,11 @@ constexpr uint64_t LOG_MASK = (1u << 16) - 1;  // LOG_LENGTH - 1; Python checks 
 // The base class of a Track. Its own thread writes it, with the GIL; the kernel of `reductions.h` reads cursor and number.
 struct Tape {
   PyObject_HEAD
-  unsigned long long top, count, cursor, number;
-  Py_buffer seqs, marks;  // the arrays of the log, once they are there; obj is null before
+  unsigned long long top, count, cursor;
+  uint64_t *seqs_at, *marks_at;  // the log, once it is there; null before
+  unsigned long long number;
+  PyObject* below_optimizer;  // a list: where the thread was before each optimizer step that it is in
+  Py_buffer seqs, marks;      // the arrays of the log
 };
 
 // The tape of the calling thread, good for one box. It is never followed for another one: its track may be gone by then.
@@ -23,7 +26,14 @@ struct Here {
 };
 inline thread_local Here here;
 
+// The calling thread's tape, null where it has none yet, or none that can be written to any more.
+inline Tape* tape_of(const Box* box) {
+  bool is_ready = here.box == box->id && box->words != nullptr && here.tape->seqs_at != nullptr;
+  return is_ready ? here.tape : nullptr;
+}
+
 inline void tape_unready(Tape* self) {
+  self->seqs_at = self->marks_at = nullptr;
   if (self->seqs.obj != nullptr) PyBuffer_Release(&self->seqs);
   if (self->marks.obj != nullptr) PyBuffer_Release(&self->marks);
 }
@@ -41,6 +51,8 @@ inline PyObject* tape_use(Tape* self, PyObject* args) {
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a log of another length");
     return nullptr;
   }
+  self->seqs_at = static_cast<uint64_t*>(self->seqs.buf);
+  self->marks_at = static_cast<uint64_t*>(self->marks.buf);
   Py_RETURN_NONE;
 }
 
@@ -54,8 +66,8 @@ inline PyObject* tape_is_here(Tape* self, PyObject* box) {
 // From here on this thread is at `word`, which is noted in its log. The log must be there.
 inline void note(Tape* tape, uint64_t word) {
   uint64_t at = tape->count++ & LOG_MASK;
-  static_cast<uint64_t*>(tape->seqs.buf)[at] = at::sequence_number::peek();
-  static_cast<uint64_t*>(tape->marks.buf)[at] = word;
+  tape->seqs_at[at] = at::sequence_number::peek();
+  tape->marks_at[at] = word;
 }
 
 inline void show(Tape* tape, Box* box, uint64_t word, uint64_t t_ns) {
@@ -65,24 +77,31 @@ inline void show(Tape* tape, Box* box, uint64_t word, uint64_t t_ns) {
   cursor[CURSOR_TIME] = t_ns;
 }
 
+// Into or out of a backward: noted in the log, with the line that led there.
+inline void move(Tape* tape, Box* box, uint64_t word, uint64_t line) {
+  show(tape, box, word, now_ns());
+  note(tape, word);
+  box->words[tape->cursor + CURSOR_LINE] = line;
+}
+
 // move(box, word[, line]) -> whether that could be done: go to another pass. With a line, even 0, it is noted in the log.
 inline PyObject* tape_move(Tape* self, PyObject* const* args, Py_ssize_t given) {
   if (given < 2 || given > 3) return PyErr_Format(PyExc_TypeError, "a box, a word and a line, not %zd arguments", given);
   auto* box = reinterpret_cast<Box*>(args[0]);
   uint64_t word = PyLong_AsUnsignedLongLong(args[1]), line = given == 3 ? PyLong_AsUnsignedLongLong(args[2]) : 0;
   if (PyErr_Occurred()) return nullptr;
-  if (box->words == nullptr || (given == 3 && self->seqs.obj == nullptr)) Py_RETURN_FALSE;
-  show(self, box, word, now_ns());
-  if (given == 3) {
-    note(self, word);
-    box->words[self->cursor + CURSOR_LINE] = line;
-  }
+  if (box->words == nullptr || (given == 3 && self->seqs_at == nullptr)) Py_RETURN_FALSE;
+  if (given == 3)
+    move(self, box, word, line);
+  else
+    show(self, box, word, now_ns());
   Py_RETURN_TRUE;
 }
 
 inline void tape_dealloc(Tape* self) {
   if (here.tape == self) here = Here{};
   tape_unready(self);
+  Py_CLEAR(self->below_optimizer);
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -98,6 +117,7 @@ inline PyMemberDef tape_members[] = {
     {const_cast<char*>("count"), T_ULONGLONG, offsetof(Tape, count), 0, nullptr},
     {const_cast<char*>("cursor"), T_ULONGLONG, offsetof(Tape, cursor), 0, nullptr},
     {const_cast<char*>("number"), T_ULONGLONG, offsetof(Tape, number), 0, nullptr},
+    {const_cast<char*>("below_optimizer"), T_OBJECT_EX, offsetof(Tape, below_optimizer), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot tape_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(tape_dealloc)},

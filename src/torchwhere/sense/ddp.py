@@ -62,7 +62,7 @@ class Reducer:
         self._names = names
         self._params = [weakref.ref(p) for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
         self._plans: list[list[Bucket]] = []  # the surest first
-        self._looks_left = _MOST_LOOKS
+        self.looks_left = _MOST_LOOKS
 
     def look(self) -> None:
         """Ask DDP's logger how things stand, until it knows for good.
@@ -70,15 +70,15 @@ class Reducer:
         Before a backward, never inside: the logger waits for a lock that the reducer holds while it launches a bucket.
         """
         ddp = self._ddp()
-        if ddp is None or not self._looks_left:
+        if ddp is None or not self.looks_left:
             return
-        self._looks_left -= 1
+        self.looks_left -= 1
         self.progress.forget()
         said = ddp.logger._get_ddp_logging_data()
         rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
         if rebuilt:
             self._plans = [[self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]]
-            self._looks_left = 0
+            self.looks_left = 0
             return
         cap = int(said.ints_map["bucket_cap_bytes"])
         order = [int(i) for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
@@ -169,12 +169,13 @@ class Reducers:
         if reducer is not None:
             reducer.progress.forget()
 
-    def look(self) -> None:
-        """A backward is about to begin."""
+    def look(self) -> bool:
+        """A backward is about to begin. Whether all is known by now: no need to look again before something new is met."""
         if self._replicated:
             self._add_replicated()
         for reducer in list(self._seen.values()):
             reducer.look()
+        return not self._replicated and not any(reducer.looks_left for reducer in list(self._seen.values()))
 
     def _add_replicated(self) -> None:
         state_of, waiting = _torch.private("replicate"), []

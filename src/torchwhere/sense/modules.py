@@ -34,6 +34,7 @@ from torchwhere.sense.trouble import Trouble
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
+_PIPELINING = "torch.distributed.pipelining.stage"
 _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
@@ -58,15 +59,13 @@ class ModuleSense:
         self._on_first_call = on_first_call
         self._current_step = current_step
         self._events = events
-        ints = dict if box.native is None else box.native.Words
-        self._bases: dict[int, int] = ints()  # id of a module to its word without a call; negative for a wrapper
+        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()  # id of a module to its word without a call; negative for a wrapper
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None
         self._root_is_given = False
         self._strangers = Strangers(locator.names)
-        self.calls: dict[int, int] = ints()  # calls of each module in this step
-        self._forget_calls: Callable[[], None] = self.calls.clear if box.native is None else self.calls.zero  # type: ignore
+        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()  # of each module in this step
         self.trouble = Trouble("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -157,7 +156,7 @@ class ModuleSense:
 
     def forget_calls(self) -> None:
         """A step has begun: calls are counted from 0 again."""
-        self._forget_calls()
+        self.calls.clear()
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 
@@ -242,7 +241,9 @@ class ModuleSense:
 
     def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
         kinds = (ENTER, EXIT) if self._events else (0, 0)
-        calls = self._box.native.Calls(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, *kinds)
+        calls = self._box.native.Calls(
+            *(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), _PIPELINING, *kinds)
+        )
         here, entered = self._locator.threads.here, calls.entered
 
         @_torch.unseen
@@ -367,10 +368,10 @@ def _always() -> bool:
 
 def _rehearses() -> bool:
     """Whether this call only finds out shapes: under fake tensors, or in a pipeline's metadata inference."""
-    fake_mode = _torch.private("fake_mode")
-    if fake_mode is not None and fake_mode() is not None:
+    fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
+    if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:
         return True
-    if "torch.distributed.pipelining.stage" not in sys.modules:
+    if _PIPELINING not in sys.modules:
         return False
     frame = stack.caller(2)
     for _ in range(6):

@@ -7,7 +7,7 @@ It costs less than the frame of torch's own that it takes the place of.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,16 @@ from torch import nn
 from torchwhere.sense import _torch
 from torchwhere.sense.tracks import Track
 from torchwhere.sense.trouble import Trouble
+
+
+class _Rarely(NamedTuple):
+    """What the wrapper needs now and then: in one object, for Python touches all that a function has around it at every call."""
+
+    original: Any
+    slowly: Callable[[nn.Module], int]
+    on_error: Callable[[BaseException, Track], None]
+    here: Callable[[], Track]
+    trouble: Trouble
 
 
 def make_wrapper(
@@ -28,7 +38,7 @@ def make_wrapper(
     runs_directly: bool,
 ) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
     """The wrapper, `call_through` and `retire`, as `ModuleSense._make_wrapper` gives them."""
-    enter, leave = calls.enter, calls.leave
+    enter, leave, rarely = calls.enter, calls.leave, _Rarely(original, slowly, on_error, here, trouble)
     compiling = torch.compiler.is_dynamo_compiling
     plain = inner = None if runs_directly else original
 
@@ -43,28 +53,28 @@ def make_wrapper(
     @_torch.stepped_over
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
         if compiling():
-            return original(self, *args, **kwargs)
+            return rarely.original(self, *args, **kwargs)
         try:
             below = enter(self)
-            if below is None:  # unknown, a wrapper, or the outermost
-                below = slowly(self)
+            if below is None:  # unknown, or called from outside in a way that is not the usual one
+                below = rarely.slowly(self)
         except Exception as error:
-            trouble(error)
-            return original(self, *args, **kwargs)
+            rarely.trouble(error)
+            return rarely.original(self, *args, **kwargs)
         try:
             if inner is None:
                 if self._compiled_call_impl is None:
                     return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-                return original(self, *args, **kwargs)
+                return rarely.original(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         except BaseException as error:
-            on_error(error, here())
+            rarely.on_error(error, rarely.here())
             raise
         finally:
             try:
                 leave(below)
             except Exception as error:
-                trouble(error)
+                rarely.trouble(error)
 
     return __call__, call_through, retire
 

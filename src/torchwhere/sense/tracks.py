@@ -165,13 +165,13 @@ class Track:
         return NO_CALL
 
 
-_COLD = ("__weakref__", "began", "below_optimizer", "makers", "marks", "name", "regions", "seqs", "slot")
+_COLD = ("__weakref__", "began", "makers", "marks", "name", "regions", "seqs", "slot")
 
 
 class PythonTrack(Track):
     """A track all of whose parts are Python's."""
 
-    __slots__ = (*_COLD, "count", "cursor", "number", "top")
+    __slots__ = (*_COLD, "below_optimizer", "count", "cursor", "number", "top")
 
 
 @cache
