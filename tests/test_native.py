@@ -33,6 +33,7 @@ import torchwhere
 from torchwhere.blackbox.phase_sums import PhaseKey, phase_sums
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.cli import main
 from torchwhere.errors import TorchwhereError
 from torchwhere.native import load as loading
 from torchwhere.native.build import build
@@ -41,20 +42,22 @@ from torchwhere.sense.tracks import LOG_LENGTH
 PATIENCE_S = 120
 
 
-def command(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """`torchwhere native` in a process of its own."""
-    line = [sys.executable, "-m", "torchwhere", "native", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, env=os.environ | env)
+@pytest.fixture(scope="module", autouse=True)
+def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
+    """`torchwhere native`, in a process of its own. It takes a while: the first tests do without the library."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    line = [sys.executable, "-m", "torchwhere", "native"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def library(building: subprocess.Popen[str]) -> Path:
     """The library, built into a cache of its own."""
-    cache = tmp_path_factory.mktemp("cache")
-    done = command(XDG_CACHE_HOME=str(cache))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("built: ")
-    return Path(done.stdout.removeprefix("built: ").strip())
+    out, err = building.communicate(timeout=PATIENCE_S)
+    assert building.returncode == 0, err
+    assert out.startswith("built: ")
+    return Path(out.removeprefix("built: ").strip())
 
 
 @pytest.fixture
@@ -76,25 +79,11 @@ def part(cache: Path) -> Any:
 # -- building and loading --------------------------------------------------------------------------------------------------
 
 
-def test_it_is_built_once(library: Path) -> None:
-    """The command says where it built the library; asked again, it leaves it alone."""
-    before = library.stat().st_mtime_ns
-    done = command(XDG_CACHE_HOME=str(library.parent.parent))
-    assert (done.returncode, done.stdout) == (0, f"there already: {library}\n")
-    assert library.stat().st_mtime_ns == before
-    assert sorted(path.name for path in library.parent.iterdir()) == [library.name, library.name + ".sha256"]
-
-
-def test_its_name_says_what_it_is_for(library: Path) -> None:
-    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them finds another name."""
-    assert torch.version.git_version is not None
-    for part in (torch.__version__, torch.version.git_version[:8], f"cpython-3{sys.version_info.minor}"):
-        assert part in library.name
-
-
 def test_without_a_compiler(tmp_path: Path) -> None:
     """No compiler: one line that says so, and what to do."""
-    done = command(CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
+    env = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    line = [sys.executable, "-m", "torchwhere", "native"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, env=env)
     assert done.returncode == 2
     assert done.stderr == "torchwhere: no C++ compiler is there (no-such-compiler): install g++, or name one in CXX\n"
 
@@ -133,6 +122,24 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(TorchwhereError) as raised:
             build()
     assert str(raised.value) == f"the native part cannot be written to {tmp_path}/torchwhere: File exists"
+
+
+def test_it_is_built_once(library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command says where it built the library; asked again, it leaves it alone."""
+    before = library.stat().st_mtime_ns
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
+        assert main(["native"]) == 0
+    assert capsys.readouterr().out == f"there already: {library}\n"
+    assert library.stat().st_mtime_ns == before
+    assert sorted(path.name for path in library.parent.iterdir()) == [library.name, library.name + ".sha256"]
+
+
+def test_its_name_says_what_it_is_for(library: Path) -> None:
+    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them finds another name."""
+    assert torch.version.git_version is not None
+    for part in (torch.__version__, torch.version.git_version[:8], f"cpython-3{sys.version_info.minor}"):
+        assert part in library.name
 
 
 def damage_byte(path: Path) -> None:
@@ -282,7 +289,7 @@ def test_both_sides_have_the_same_log(part: Any) -> None:
 def test_it_knows_pythons_frames(part: Any) -> None:
     """Which code runs is read off the interpreter: right here, and not mistaken for another."""
     assert part.check_frames(sys._getframe().f_code)
-    assert not part.check_frames(command.__code__)
+    assert not part.check_frames(train.__code__)
 
 
 # -- the same job in both ways ---------------------------------------------------------------------------------------------
@@ -506,7 +513,7 @@ def backwards_of_all_kinds() -> None:
 
 
 def others_come() -> None:
-    """Between steps: a listener, a group, a second model, a forward under fake tensors, a compilation, torch's compiler reset."""
+    """Between steps: a listener, a group, a second model, a forward under fake tensors, a compilation, a reset of compilers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.compiler.reset()  # compilations are numbered from 0
@@ -738,33 +745,12 @@ def say(**facts):
 """
 
 
-def child(code: str, folder: Path) -> subprocess.Popen[str]:
-    line = [sys.executable, "-c", PRELUDE + code, str(folder)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 KILLED = """
 torchwhere.start(model, out=folder, module_events=True)
 train(12)
 say(recorded=native().recorded())
 train(1 << 30)
 """
-
-
-def test_killed(cache: Path, tmp_path: Path) -> None:
-    """Killed while it writes: every record up to the last is there and whole."""
-    with child(KILLED, tmp_path) as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["recorded"] > 0
-        time.sleep(0.3)
-        process.send_signal(signal.SIGKILL)
-    box = read_box(tmp_path / "rank0.box")
-    numbers = [event.number for event in box.events()]
-    assert box.counts.torn <= 1, "the one under way when it was killed"
-    assert box.problems == []
-    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    assert len(numbers) > 500
-
 
 TRUNCATED = """
 torchwhere.start(model, out=folder)
@@ -778,16 +764,6 @@ torchwhere.stop()
 train(1)
 say(alive=True)
 """
-
-
-def test_truncated_under_the_kernel(cache: Path, tmp_path: Path) -> None:
-    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and says that it lost its box."""
-    with child(TRUNCATED, tmp_path) as process:
-        out, err = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, err
-    assert [json.loads(line) for line in out.splitlines()] == [{"more": 18}, {"alive": True}]
-    assert "was truncated by somebody else; the job goes on, this rank is no longer recorded" in err
-
 
 NAMES = ("parent", "child")
 FORKED = """
@@ -808,12 +784,55 @@ say(status=status, more=native().recorded() - before)
 torchwhere.stop()
 """
 
+Child = tuple[Path, subprocess.Popen[str]]
 
-def test_forked(cache: Path, tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
+    """A process for each of these, all begun at the same time, with its folder."""
+    env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
+    started: dict[str, Child] = {}
+    for code in (KILLED, TRUNCATED, FORKED):
+        folder = tmp_path_factory.mktemp("child")
+        line = [sys.executable, "-c", PRELUDE + code, str(folder)]
+        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        started[code] = folder, process
+    yield started
+    for _, process in started.values():
+        with process:
+            process.kill()
+
+
+def test_killed(children: dict[str, Child]) -> None:
+    """Killed while it writes: every record up to the last is there and whole."""
+    folder, process = children[KILLED]
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["recorded"] > 0
+    time.sleep(0.3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    box = read_box(folder / "rank0.box")
+    numbers = [event.number for event in box.events()]
+    assert box.counts.torn <= 1, "the one under way when it was killed"
+    assert box.problems == []
+    assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len(numbers) > 500
+
+
+def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
+    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and says that it lost its box."""
+    _, process = children[TRUNCATED]
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    assert [json.loads(line) for line in out.splitlines()] == [{"more": 18}, {"alive": True}]
+    assert "was truncated by somebody else; the job goes on, this rank is no longer recorded" in err
+
+
+def test_forked(children: dict[str, Child]) -> None:
     """A forked child leaves the parent's box alone and watches natively by itself; the parent goes on."""
-    with child(FORKED, tmp_path) as process:
-        out, err = process.communicate(timeout=PATIENCE_S)
+    folder, process = children[FORKED]
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert json.loads(out) == {"status": 0, "more": 12}
-    noted = {name: [e.fields["text"] for e in torchwhere.read_run(tmp_path / name).events(kinds={"note"})] for name in NAMES}
+    noted = {name: [e.fields["text"] for e in torchwhere.read_run(folder / name).events(kinds={"note"})] for name in NAMES}
     assert noted == {"parent": [], "child": ["from the child"]}

@@ -72,17 +72,17 @@ class Session:
         self._install(model)
 
     def _make_senses(self, locator: Locator, module_events: bool) -> None:
-        recorder = self.recorder
+        recorder, counter = self.recorder, self._box.counter
         self._exceptions = ExceptionSense(locator, report=recorder.exception)
         self.modules = ModuleSense(
             self._box,
             locator,
             on_error=self._exceptions.in_module,
             on_first_call=self._meet_module,
-            current_step=lambda: recorder.step,
+            current_step=lambda: counter.step,
             events=module_events,
         )
-        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: recorder.step)
+        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: counter.step)
         steppers: set[int] = set()
         self._passes = make_passes(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
         recorder.passes = self._passes

@@ -158,12 +158,6 @@ NAMES = {
         "tells a forward that only finds out shapes from a real one: its calls do not count",
         "call numbers count forwards under fake tensors too",
     ),
-    "dispatch_modes": Private(
-        "torch._C._len_torch_dispatch_stack",
-        "modules",
-        "how many dispatch modes there are: mostly none, and then no fake one either, which takes longer to find out",
-        "each call from outside any module costs 3 us more",
-    ),
     "fake_tensor": Private(
         "torch._subclasses.fake_tensor.FakeTensor",
         "ops",

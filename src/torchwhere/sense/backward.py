@@ -87,7 +87,13 @@ class BackwardSense:
                 retire(wrapper, original)
 
     def _make_wrapper(self, original: Any) -> Any:
-        enter, leave, trouble, listeners, here = self._enter, self._leave, self.trouble, self._listeners, self._locator.threads.here
+        enter, leave, trouble, listeners, here = (
+            self._enter,
+            self._leave,
+            self.trouble,
+            self._listeners,
+            self._locator.threads.here,
+        )
         begin, end, on_end = self._passes.begin_backward, self._passes.end_backward, self._on_end
 
         @_torch.stepped_over

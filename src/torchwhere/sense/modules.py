@@ -59,7 +59,8 @@ class ModuleSense:
         self._on_first_call = on_first_call
         self._current_step = current_step
         self._events = events
-        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()  # id of a module to its word without a call; negative for a wrapper
+        # The id of a module to its word without a call; negative for a wrapper.
+        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None

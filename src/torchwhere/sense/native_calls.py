@@ -18,7 +18,7 @@ from torchwhere.sense.trouble import Trouble
 
 
 class _Rarely(NamedTuple):
-    """What the wrapper needs now and then: in one object, for Python touches all that a function has around it at every call."""
+    """What the wrapper needs now and then. In one object: at every call Python touches all that a function has around it."""
 
     original: Any
     slowly: Callable[[nn.Module], int]

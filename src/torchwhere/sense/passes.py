@@ -1,7 +1,7 @@
 """How backwards, optimizer steps and training steps begin and end, as far as the native part does that: nothing without it.
 
-It does only what Python has done before. What it must know for that it learns here: the way from a hook of ours to the user's line,
-and the names of optimizers. Whoever asks it goes on as ever where it says that it has not done it.
+It does only what Python has done before. What it must know for that it learns here: the way from a hook of ours to the user's
+line, and the names of optimizers. Whoever asks it goes on as ever where it says that it has not done it.
 """
 
 from __future__ import annotations
