@@ -193,8 +193,9 @@ class Recorder:
         track, (line, graph) = self._here(), self._see(frame)
         spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(Sort.PHASE, name)
         self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=entry)
-        self.passes.learn_line(frame, line)
-        self.passes.learn_name(name, entry)
+        if self._native is not None:
+            self.passes.learn_line(frame, line)
+            self.passes.learn_name(name, entry)
         return line, graph
 
     def set_step(self, step: int, *, seen: Seen | None = None) -> None:
@@ -202,7 +203,8 @@ class Recorder:
         if seen is None:
             frame = stack.caller(1)
             track, spot, line, graph = self._look_around(frame)
-            self.passes.learn_line(frame, line)
+            if self._native is not None:
+                self.passes.learn_line(frame, line)
         else:
             track, (line, graph) = self._here(), seen
             spot = self.locator.spot(track)

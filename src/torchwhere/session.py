@@ -255,14 +255,14 @@ class Session:
             self.next_step(self.recorder.step + 1, seen=seen)
 
     def next_step(self, step: int, *, seen: Seen | None = None) -> None:
-        if self._passes.next_step(step):
+        if self._box.native is not None and self._passes.next_step(step):
             return
         self.recorder.set_step(step, seen=seen)
         self.modules.forget_calls()
         self._layouts.step_ended()
         self._groups.refresh()
         self._compilation.refresh()
-        if self._layouts.is_settled:
+        if self._box.native is not None and self._layouts.is_settled:
             self.recorder.rest((*self._groups.looked_at(), *self._compilation.looked_at()))
 
     def name_groups(self, *, anew: bool) -> None:

@@ -139,7 +139,8 @@ class BackwardSense:
             self._passes.is_aside = False  # before: another thread may meet something new meanwhile
             self._passes.is_aside = not self._on_begin() or self._passes.is_aside
         self._move(track, BACKWARD_WORD, line=line)
-        self._passes.learn_line(frame, line)
+        if self._box.native is not None:
+            self._passes.learn_line(frame, line)
         return _Begun(track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs))
 
     @_torch.unseen

@@ -173,9 +173,11 @@ class Reducers:
         """A backward is about to begin. Whether all is known by now: no need to look again before something new is met."""
         if self._replicated:
             self._add_replicated()
+        is_known = not self._replicated
         for reducer in list(self._seen.values()):
             reducer.look()
-        return not self._replicated and not any(reducer.looks_left for reducer in list(self._seen.values()))
+            is_known = is_known and not reducer.looks_left
+        return is_known
 
     def _add_replicated(self) -> None:
         state_of, waiting = _torch.private("replicate"), []

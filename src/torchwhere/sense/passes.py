@@ -6,6 +6,7 @@ line, and the names of optimizers. Whoever asks it goes on as ever where it says
 
 from __future__ import annotations
 
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -88,13 +89,17 @@ class _Learning(Passes):
         self._names[name] = entry
 
 
+@cache
+def _type_of(native: Any) -> Any:
+    return type("NativePasses", (native.Passes, _Learning), {"__slots__": ("_codes", "_lines", "_names")})
+
+
 def make_passes(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> Passes:
     """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have stepped in this one."""
     if box.native is None or steps.under_way is None:
         return PythonPasses()
     lines, names = box.native.Words(), dict[str, int]()
-    natively = type("NativePasses", (box.native.Passes, _Learning), {"__slots__": ("_codes", "_lines", "_names")})
-    passes: Any = natively(
+    passes: Any = _type_of(box.native)(
         *(box.pen, calls, lines, names, steppers, steps, steps.ended, steps.under_way, BACKWARD_WORD, OPTIMIZER_WORD),
         *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
     )
