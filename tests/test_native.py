@@ -61,7 +61,7 @@ def library(building: subprocess.Popen[str]) -> Path:
 
 
 @pytest.fixture
-def cache(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(library: Path, children: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """This process finds that library, and uses it."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
@@ -751,6 +751,7 @@ KILLED = """
 torchwhere.start(model, out=folder, module_events=True)
 train(12)
 say(recorded=native().recorded())
+sys.stdin.readline()
 train(1 << 30)
 """
 
@@ -791,13 +792,14 @@ Child = tuple[Path, subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """A process for each of these, all begun at the same time, with its folder."""
+    """A process for each of these, with its folder. All are begun as soon as there is a library: they take a while."""
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
     started: dict[str, Child] = {}
     for code in (KILLED, TRUNCATED, FORKED):
         folder = tmp_path_factory.mktemp("child")
         line = [sys.executable, "-c", PRELUDE + code, str(folder)]
-        process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(line, text=True, env=env, **pipes)
         started[code] = folder, process
     yield started
     for _, process in started.values():
@@ -809,7 +811,9 @@ def test_killed(children: dict[str, Child]) -> None:
     """Killed while it writes: every record up to the last is there and whole."""
     folder, process = children[KILLED]
     assert process.stdout is not None
+    assert process.stdin is not None
     assert json.loads(process.stdout.readline())["recorded"] > 0
+    print(file=process.stdin, flush=True)
     time.sleep(0.3)
     process.send_signal(signal.SIGKILL)
     process.wait()
