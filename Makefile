@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 
-.PHONY: demo test test-all check format bench docs clean
+.PHONY: demo test test-all test-native check format bench docs clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -30,6 +30,10 @@ test: $(VENV)/tested
 # The fault matrix with every victim: the first rank, one in the middle, the last.
 test-all: $(VENV)/tested
 	TORCHWHERE_ALL_VICTIMS=1 $(BIN)/python -m pytest -q
+
+# The same with the native part: every test of the suite, recorded by C++ where it can be.
+test-native: $(VENV)/tested
+	TORCHWHERE_NATIVE=1 $(BIN)/python -m pytest -q
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

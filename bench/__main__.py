@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bench import data_parallel, imports, rounds, table, toolboxes
-from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, TORCHWHERE, UNWATCHED
+from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, TORCHWHERE, UNWATCHED
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
 
@@ -59,7 +59,7 @@ def _wanted(key: str, only: Sequence[str] | None) -> bool:
 
 def _measure(workload: Workload, *, alone: bool) -> Column:
     start = time.monotonic()
-    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, AGAIN) if alone else workload.contenders
+    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, AGAIN) if alone else workload.contenders
     found = column(workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names]))
     print(f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr)
     return found

@@ -6,6 +6,7 @@ A peer is imported when it is entered. One that a torch version does not have fa
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,10 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchwhere.native.load import SWITCH
+
 UNWATCHED = "unwatched"
 AGAIN = "unwatched, again"  # its figures are the noise of the run, and what a peer left behind
 TORCHWHERE = "torchwhere"
 MODULE_EVENTS = "torchwhere, module events"
+NATIVE = "torchwhere, native"
+NATIVE_EVENTS = "torchwhere, native, module events"
 MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
 COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
@@ -48,15 +53,20 @@ class _Complaints(logging.Handler):
 
 
 @contextmanager
-def _watched(model: nn.Module | None, *, module_events: bool = False) -> Iterator[None]:
+def _watched(model: nn.Module | None, *, module_events: bool = False, native: bool = False) -> Iterator[None]:
     import torchwhere
 
     complaints = _Complaints()
     logging.getLogger("torchwhere").addHandler(complaints)
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = str(int(native))
     try:
         with tempfile.TemporaryDirectory() as folder, torchwhere.watch(model, out=folder, module_events=module_events):
             yield
     finally:
+        os.environ.pop(SWITCH)
+        if before is not None:
+            os.environ[SWITCH] = before
         logging.getLogger("torchwhere").removeHandler(complaints)
     if complaints.said:
         raise RuntimeError(complaints.said[0])
@@ -64,6 +74,18 @@ def _watched(model: nn.Module | None, *, module_events: bool = False) -> Iterato
 
 def _module_events(model: nn.Module | None) -> AbstractContextManager[Any]:
     return _watched(model, module_events=True)
+
+
+def _native(model: nn.Module | None, *, module_events: bool = False) -> AbstractContextManager[Any]:
+    """Built the first time, which is not timed. Where it cannot be, its cells say why."""
+    from torchwhere.native.build import build
+
+    build()
+    return _watched(model, module_events=module_events, native=True)
+
+
+def _native_events(model: nn.Module | None) -> AbstractContextManager[Any]:
+    return _native(model, module_events=True)
 
 
 def _mod_tracker(_model: nn.Module | None) -> AbstractContextManager[Any]:
@@ -100,6 +122,8 @@ CONTENDERS = (
     Contender(UNWATCHED, lambda _model: nullcontext()),
     Contender(TORCHWHERE, _watched),
     Contender(MODULE_EVENTS, _module_events),
+    Contender(NATIVE, _native),
+    Contender(NATIVE_EVENTS, _native_events),
     Contender(MOD_TRACKER, _mod_tracker),
     Contender(COMM_DEBUG, _comm_debug),
     Contender(COMM_DEBUG_ANEW, _comm_debug, anew_each_step=True),

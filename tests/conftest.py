@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -16,6 +17,11 @@ from rank_pool import Pool
 torch.set_num_threads(1)
 # pytest leaves SIGBUS to faulthandler: what the tests find before a watch must be there after it.
 faulthandler.enable()
+# Python's own code is tried, whatever this machine has built; with TORCHWHERE_NATIVE=1 it is the native part.
+if os.environ.setdefault("TORCHWHERE_NATIVE", "0") == "1":
+    from torchwhere.native.build import build
+
+    build()
 
 
 @pytest.fixture(scope="module", autouse=True)

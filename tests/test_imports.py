@@ -22,11 +22,13 @@ MAY_IMPORT = {
     "events": {"place", "results"},
     "blackbox": {"errors", "events", "place", "results"},
     "inspect": {"blackbox", "collector", "events", "place", "results", "sharding", "show"},
+    "native": {"errors"},
     "sense": {"blackbox", "errors", "events", "inspect", "place"},
     "identity": {"host", "sense", "version"},
     "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
     "heart": {"blackbox", "host", "sense"},
-    "session": {"blackbox", "errors", "events", "heart", "identity", "inspect", "monitor", "place", "recorder", "sense"},
+    "session": {"blackbox", "errors", "events", "heart", "identity", "inspect", "monitor", "native", "place", "recorder"}
+    | {"sense"},
     "sharding": {"results", "show"},  # a layout shows itself when it is printed; only then is that imported
     "diagnose": {"blackbox", "errors", "events", "place", "results", "sharding"},
     "show": {"blackbox", "diagnose", "errors", "events", "place", "sharding", "version"},

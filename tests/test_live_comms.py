@@ -364,9 +364,9 @@ def test_words_that_mean_nothing(counted: torchwhere.comms) -> None:
 
 def test_all_collectives_of_torch_are_known() -> None:
     """The op names that may be expected are those of the installed torch."""
-    from torchwhere.sense.collectives import _ops
+    from torchwhere.sense.schemas import all_ops
 
-    names = {op.name for op in _ops()} | {op.of_one.name for op in _ops() if op.of_one is not None}
+    names = {op.name for op in all_ops()} | {op.of_one.name for op in all_ops() if op.of_one is not None}
     assert names == set(OPS)
 
 

@@ -20,6 +20,7 @@ from torchwhere.commands import (
     groups,
     layout,
     monitor,
+    native,
     phases,
     report,
     run,
@@ -28,7 +29,8 @@ from torchwhere.commands import (
 )
 from torchwhere.version import __version__
 
-COMMANDS = (run, events, comms, groups, layout, phases, diff, doctor, monitor, top, flight_recorder, export, report, trace)
+_READING = (events, comms, groups, layout, phases, diff, doctor, monitor, top, flight_recorder, export, report, trace)
+COMMANDS = (run, *_READING, native)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,10 +43,12 @@ from torchwhere.sense.collectives import Call
 from torchwhere.sense.ddp import Bucket, Reducers
 from torchwhere.sense.exceptions import NOTE_START
 from torchwhere.sense.locate import Locator, Spot
+from torchwhere.sense.passes import Passes, PythonPasses
 from torchwhere.sense.phases import Phases
 from torchwhere.sense.tracks import Track
 
 Tap = Callable[[int, Call], None]  # the number of the record, and the call
+Seen = tuple[int, int]  # the line and the graph that were found there a moment ago
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
 _MOST_TEXT = 1 << 14
@@ -61,17 +63,47 @@ class Recorder:
         self.box = box
         self.locator = locator
         self.rank = rank
-        self.step = 0
+        self._counter = box.counter
         self._check_file_at = 0
-        self.step_is_users = False  # the user counts steps; optimizers no longer do
-        self.reducers = Reducers(locator.names)
+        self._step_is_users = False
+        self._native = box.native
+        self.reducers = Reducers(locator.names, box.native)
         self.phases = Phases(box, locator, rank=rank)
-        self._last: deque[tuple[str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
+        self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)  # number of the record, op, index, group
+        self._labels: list[tuple[str, str]] = []  # op and group of the reductions that the native part has learned
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
-        self.taps: list[Tap] = []  # told of every collective, once its record is written
+        self._taps: list[Tap] = []
         self._here = locator.threads.here
         self._node = _torch.private("current_node") or (lambda: None)
+        self.passes: Passes = PythonPasses()
+
+    @property
+    def step(self) -> int:
+        number: int = self._counter.step
+        return number
+
+    @property
+    def step_is_users(self) -> bool:
+        """The user counts steps; optimizers no longer do."""
+        return self._step_is_users
+
+    @step_is_users.setter
+    def step_is_users(self, whether: bool) -> None:
+        if whether != self._step_is_users:
+            self._step_is_users = whether
+            self.passes.wake()
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Told of every collective, once its record is written."""
+        return self._taps
+
+    @taps.setter
+    def taps(self, taps: list[Tap]) -> None:
+        self._taps = taps
+        if self._native is not None:
+            self._native.step_aside(bool(taps))
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
@@ -84,9 +116,15 @@ class Recorder:
         words[cursor + CURSOR_THREAD] = track.number + 1
         words[cursor + CURSOR_STEP] = self.step
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
+        if self.box.pen is not None:
+            track.is_here(self.box.pen)
+            if track.name == "MainThread":
+                self.box.pen.main_cursor = cursor
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""
+        if self.box.pen is not None and track.move(self.box.pen, word):
+            return
         track.top = word
         self.box.words[track.cursor] = word
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
@@ -101,12 +139,16 @@ class Recorder:
     def _look_around(self, frame: FrameType | None) -> tuple[Track, Spot, int, int]:
         """Track, spot, line and graph of the calling thread."""
         track = self._here()
-        spot, looked = self.locator.spot(track), stack.read(frame)
-        return track, spot, self.locator.line_id(looked.file, looked.line), self._graph_id(looked.graph)
+        return track, self.locator.spot(track), *self._see(frame)
+
+    def _see(self, frame: FrameType | None) -> Seen:
+        looked = stack.read(frame)
+        graph = self._graph_id(looked.graph) if looked.graph is not None or self._compiling else 0
+        return self.locator.line_id(looked.file, looked.line), graph
 
     def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
         number = self.box.record(
-            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self.step, spot.module, spot.call),
+            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call),
             *(line, graph, what, 0, spot.param, more),
         )
         self.box.words[track.cursor + CURSOR_RECORD] = number
@@ -130,6 +172,7 @@ class Recorder:
 
     def compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self._compiling += 1
+        self.passes.wake()
         self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id), text=known)
 
     def compile_ends(self, compile_id: str) -> None:
@@ -145,27 +188,46 @@ class Recorder:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def optimizer_stepped(self, name: str) -> None:
-        self.event(Kind.OPTIMIZER, what=self.box.intern(Sort.PHASE, name))
+    def optimizer_stepped(self, name: str) -> Seen:
+        frame = stack.caller(1)
+        track, (line, graph) = self._here(), self._see(frame)
+        spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(Sort.PHASE, name)
+        self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=entry)
+        if self._native is not None:
+            self.passes.learn_line(frame, line)
+            self.passes.learn_name(name, entry)
+        return line, graph
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, *, seen: Seen | None = None) -> None:
         """The step is over, another begins. At one place: a look around takes longer than both records."""
-        track, spot, line, graph = self._look_around(stack.caller(1))
+        if seen is None:
+            frame = stack.caller(1)
+            track, spot, line, graph = self._look_around(frame)
+            if self._native is not None:
+                self.passes.learn_line(frame, line)
+        else:
+            track, (line, graph) = self._here(), seen
+            spot = self.locator.spot(track)
         self._write(Kind.STEP_END, track, spot, line=line, graph=graph)
-        self.step = step
+        self._counter.step = step
         self.box.words[track.cursor + CURSOR_STEP] = step
         self._write(Kind.STEP_BEGIN, track, spot, line=line, graph=graph)
-        self.phases.step_begins(step)
+        self.phases.step_begins()
         now = time.monotonic_ns()
         if now >= self._check_file_at:
             self._check_file_at = now + _CHECK_FILE_EVERY_NS
             self.box.check_file()
 
+    def rest(self, looked_at: tuple[Any, ...]) -> None:
+        """All is done that there is to do between steps: have the native part go from step to step, if that can be."""
+        if not self._compiling:
+            self.passes.rest(self._check_file_at, not self.step_is_users, looked_at)
+
     def begin_step(self) -> None:
         """The first one."""
         self.box.words[self._here().cursor + CURSOR_STEP] = self.step
         self.event(Kind.STEP_BEGIN)
-        self.phases.step_begins(self.step)
+        self.phases.step_begins()
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -188,6 +250,26 @@ class Recorder:
         track = self._here()
         spot = bucket.spot or self._spot_of_bucket(bucket, track)
         self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+        if self._native is not None and bucket.spot is not None:
+            self._teach(bucket, bucket.call, bucket.spot)
+
+    def _teach(self, bucket: Bucket, call: Call, spot: Spot) -> None:
+        """Have the native part record the next reduction that is like the one that runs."""
+        label = (call.op.name, call.group.desc)
+        if label not in self._labels:
+            self._labels.append(label)
+        stream = call.stream
+        bucket.progress.learn(
+            *(bucket.index, self._labels.index(label), stream.numbers, -1 if stream.tally is None else stream.tally),
+            *(_COLLECTIVE, spot.pass_, spot.flags | call.flags, spot.module, spot.call & CALL_MASK),
+            *(call.signature, bucket.entry, spot.param),
+        )
+
+    def _last_collectives(self) -> list[tuple[int, str, int, str]]:
+        last = list(self._last)
+        if self._native is not None:  # those that it has recorded by itself
+            last += [(number, self._labels[at][0], index, self._labels[at][1]) for number, index, at in self._native.recent()]
+        return sorted(last)[-_LAST_COLLECTIVES:]
 
     def _spot_of_bucket(self, bucket: Bucket, track: Track) -> Spot:
         param, bucket.param = bucket.param, None
@@ -204,11 +286,10 @@ class Recorder:
     def _issued(self, call: Call, track: Track, spot: Spot, line: int, graph: int, aim: int) -> None:
         """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""
         stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
-        index = stream.next_number
-        stream.next_number = index + 1
+        index = next(stream.numbers)
         # fmt: off
         number = self.box.record(  # plain positions: unpacking two tuples takes 0.4 us more
-            _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self.step, spot.module, spot.call,
+            _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self._counter.step, spot.module, spot.call,
             line, graph, call.signature, aim, spot.param, index,
         )
         # fmt: on
@@ -221,8 +302,8 @@ class Recorder:
         if spot.pass_ == Pass.BACKWARD:  # where nothing but a collective says where it is: show it to those who read the cursor
             words[cursor] = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
             words[cursor + CURSOR_TIME] = t_ns
-        self._last.append((call.op.name, index, call.group.desc))
-        for tap in self.taps:
+        self._last.append((number, call.op.name, index, call.group.desc))
+        for tap in self._taps:
             tap(number, call)
 
     def _line_of_backward(self, track: Track, spot: Spot) -> int:
@@ -260,7 +341,7 @@ class Recorder:
 
     def exception(self, error: BaseException, track: Track, spot: Spot, line: str | None) -> None:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
-        last = [f"{op} #{number} on {group}" for op, number, group in self._last]
+        last = [f"{op} #{number} on {group}" for _, op, number, group in self._last_collectives()]
         error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
         text = {"text": described(error), "type": type(error).__name__, "last": last}
         line_id = self.box.intern(Sort.LINE, line) if line else 0

@@ -23,7 +23,8 @@ from torchwhere.events import TEXT_FIELD, Kind
 from torchwhere.heart import Heart
 from torchwhere.inspect import watched
 from torchwhere.inspect.names import NameTable
-from torchwhere.recorder import Recorder
+from torchwhere.native.load import native
+from torchwhere.recorder import Recorder, Seen
 from torchwhere.sense import stack
 from torchwhere.sense.backward import BackwardSense
 from torchwhere.sense.collectives import CollectiveSense
@@ -40,6 +41,7 @@ from torchwhere.sense.locate import Locator
 from torchwhere.sense.modules import ModuleSense
 from torchwhere.sense.nesting import Nestings
 from torchwhere.sense.optimizers import OptimizerSense
+from torchwhere.sense.passes import make_passes
 from torchwhere.sense.rest import RestFile
 from torchwhere.sense.tracks import Threads, Track
 from torchwhere.sense.trouble import log
@@ -60,7 +62,7 @@ class Session:
         self._on_exit = on_exit
         meta = identity.describe()
         self._box = _open_box(out, meta, records)
-        self._threads = Threads(self._meet_thread)
+        self._threads = Threads(self._meet_thread, self._box.native)
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
@@ -70,24 +72,28 @@ class Session:
         self._install(model)
 
     def _make_senses(self, locator: Locator, module_events: bool) -> None:
-        recorder = self.recorder
+        recorder, counter = self.recorder, self._box.counter
         self._exceptions = ExceptionSense(locator, report=recorder.exception)
         self.modules = ModuleSense(
             self._box,
             locator,
             on_error=self._exceptions.in_module,
-            on_first_call=recorder.reducers.meet,
-            current_step=lambda: recorder.step,
+            on_first_call=self._meet_module,
+            current_step=lambda: counter.step,
             events=module_events,
         )
-        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: recorder.step)
+        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: counter.step)
+        steppers: set[int] = set()
+        self._passes = make_passes(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
+        recorder.passes = self._passes
         self._optimizers = OptimizerSense(
-            locator, on_move=recorder.move, on_optimizer=recorder.optimizer_stepped, on_step_end=self._step_ended
+            *(locator, self._passes, steppers),
+            on_move=recorder.move,
+            on_optimizer=recorder.optimizer_stepped,
+            on_step_end=self._step_ended,
         )
         self._backward = BackwardSense(
-            self._box,
-            locator,
-            self.listeners,
+            *(self._box, locator, self.listeners, self._passes),
             on_error=self._exceptions.in_backward,
             on_begin=recorder.reducers.look,
             on_end=self._optimizers.backward_ended,
@@ -100,6 +106,7 @@ class Session:
             bucket_of=recorder.reducers.bucket,
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
+            turns=recorder.reducers.turns,
         )
         self._gathering = GatheringSense(on_begin=self._group_begins, on_end=recorder.group_ends)
         self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
@@ -153,6 +160,7 @@ class Session:
         self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
+        self._passes.wake()
         stack.forget()
         for file in (self._faults, self._rest_file):
             if file is not None:
@@ -187,6 +195,7 @@ class Session:
         self.listeners.clear()
         self.modules.remove()
         self._exceptions.remove()
+        self._passes.wake()
         atexit.unregister(self._at_exit)
         if self._faults is not None:
             self._faults.abandon()
@@ -234,19 +243,27 @@ class Session:
             self._witness = Witness(self._box.path, rank=self.recorder.rank)
         self._witness.look_around()
 
+    def _meet_module(self, module: nn.Module) -> None:
+        self.recorder.reducers.meet(module)
+        self._passes.is_aside = True
+
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
 
-    def _step_ended(self) -> None:
+    def _step_ended(self, seen: Seen | None) -> None:
         if not self.recorder.step_is_users:
-            self.next_step(self.recorder.step + 1)
+            self.next_step(self.recorder.step + 1, seen=seen)
 
-    def next_step(self, step: int) -> None:
-        self.recorder.set_step(step)
+    def next_step(self, step: int, *, seen: Seen | None = None) -> None:
+        if self._box.native is not None and self._passes.next_step(step):
+            return
+        self.recorder.set_step(step, seen=seen)
         self.modules.forget_calls()
         self._layouts.step_ended()
         self._groups.refresh()
         self._compilation.refresh()
+        if self._box.native is not None and self._layouts.is_settled:
+            self.recorder.rest((*self._groups.looked_at(), *self._compilation.looked_at()))
 
     def name_groups(self, *, anew: bool) -> None:
         """Meet all groups there are now, and name the mesh dimensions of the new ones; of all, `anew`, which takes longer."""
@@ -289,8 +306,9 @@ class Session:
 def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter:
     """The box of this rank; one in memory where the disk will not have it."""
     path = out / box_name(meta["rank"]) if out is not None else None
+    part = native()
     try:
-        return BoxWriter(path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why))
+        return BoxWriter(path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why), native=part)
     except OSError as error:
         log.warning("torchwhere: nothing is recorded, %s cannot be written: %s", path, error.strerror or error)
-        return BoxWriter(None, meta=meta, records=records)
+        return BoxWriter(None, meta=meta, records=records, native=part)

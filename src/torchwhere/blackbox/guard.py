@@ -9,8 +9,9 @@ A signal that was sent rather than caused (`kill -BUS`, or faulthandler passing 
 address: it is ours if the file has really shrunk.
 
 The handler is a ctypes callback. That is sound here and only here: the faulting store is our own, made by a thread that
-holds the GIL, inside a C function that may call back into Python anyway. Linux with a 64-bit glibc or musl; elsewhere a
-box is simply not guarded.
+holds the GIL, inside a C function that may call back into Python anyway. The native part stores without the GIL: there the
+callback waits for it, and nobody who holds it waits for that thread, which holds no lock while it stores
+(`native/reductions.h`). Linux with a 64-bit glibc or musl; elsewhere a box is simply not guarded.
 """
 
 from __future__ import annotations

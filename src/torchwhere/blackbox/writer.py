@@ -2,7 +2,8 @@
 
 Hot: `record` is called for every event (about 0.6 us), the cursor words for every module call. A record is packed, sealed
 with a CRC and copied into the map by one C call under the GIL, so threads never mix inside a record, and a process killed
-in the middle of the copy leaves a record that the reader counts as torn and never shows.
+in the middle of the copy leaves a record that the reader counts as torn and never shows. The native part does the same without
+the GIL: its numbers are taken atomically, and every number has a slot of its own.
 
 Every store goes to the page cache: what `record` has returned for survives SIGKILL. It does not survive the machine.
 """
@@ -80,8 +81,10 @@ class BoxWriter:
         meta: dict[str, Any],
         records: int = DEFAULT_RECORDS,
         on_lost: Callable[[str], None] = lambda why: None,
+        native: Any = None,
     ) -> None:
         self.path = path
+        self.native = native  # the native part, where it is used: then it writes the records, its own and ours
         self.geometry = Geometry(capacity=records)
         self._on_lost = on_lost
         # Reentrant: a signal handler or a finalizer of the job may come to us from inside one of our own calls.
@@ -97,7 +100,9 @@ class BoxWriter:
         self.meta = meta
         self._map = self._open(path) if path is not None else _memory(self.geometry.table_at)
         self.words = memoryview(self._map).cast("Q")
-        self.record = self._make_record()
+        self.pen = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity) if native is not None else None
+        self.record: Callable[..., int] = self._make_record() if self.pen is None else self.pen.record
+        self.counter: Any = _Counter() if self.pen is None else self.pen  # its `step` is the one that records belong to
         self.closed = False
         self.write_meta()
         self._guard = None
@@ -189,6 +194,8 @@ class BoxWriter:
         """In a forked child: let go of the file without a word. What the child still stores goes to memory of its own."""
         self.closed = True
         self._lock = threading.RLock()  # a thread of the parent may have held it at the fork
+        if self.pen is not None:
+            self.pen.abandon()
         self._drop_file()
         if self._guard is not None:
             self._guard.detach()
@@ -201,6 +208,8 @@ class BoxWriter:
         self.closed = True
         self.check_file()
         self.words.release()
+        if self.pen is not None:
+            self.pen.close()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -246,6 +255,8 @@ class BoxWriter:
 
         With module events there are two for every module call: it saves a frame, and six fields.
         """
+        if self.pen is not None:
+            return self._make_native_place_record(current_step)
         numbers, pack, pack_crc, region = self._numbers, RECORD_OF_PLACE.pack, CRC.pack, self._map
         ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
 
@@ -255,6 +266,14 @@ class BoxWriter:
             data = pack(number, t_ns, kind, pass_, 0, thread, current_step(), module, call)
             at = ring_at + number % capacity * RECORD_BYTES
             region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
+
+        return record
+
+    def _make_native_place_record(self, current_step: Callable[[], int]) -> Callable[[int, int, int, int, int], None]:
+        write = self.record
+
+        def record(kind: int, t_ns: int, word: int, call: int, thread: int) -> None:
+            write(kind, t_ns, word >> PASS_SHIFT & PASS_MASK, 0, thread, current_step(), word >> MODULE_SHIFT, call)
 
         return record
 
@@ -354,6 +373,15 @@ class BoxWriter:
                 self.words[at] = group << 40 | (source + 1) << 20 | (destination + 1)
                 self._tally_slots[who] = at
         return at
+
+
+class _Counter:
+    """Counts steps where there is no native part to do so."""
+
+    __slots__ = ("step",)
+
+    def __init__(self) -> None:
+        self.step = 0
 
 
 def _memory(size: int) -> mmap.mmap:

@@ -324,9 +324,10 @@ def unseen(function: Function) -> Function:
 def _tell_dynamo(function: Function, *, what_it_calls: str) -> Function:
     eval_frame = private("eval_frame")
     action = getattr(eval_frame, "_FrameAction", None)
-    if action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
+    code = getattr(function, "__code__", None)  # one written in C has none, and no frame either
+    if code is not None and action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
         strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, what_it_calls))
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+        eval_frame.set_code_exec_strategy(code, strategy)
     return function
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,12 +21,22 @@ from torchwhere.inspect.autograd import roots_of, walk
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.listeners import Listeners
 from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.sense.passes import Passes
 from torchwhere.sense.retired import looked_through, retire
 from torchwhere.sense.spans import Spans, spans_of
 from torchwhere.sense.tracks import BACKWARD_WORD, Track
 from torchwhere.sense.trouble import Trouble
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
+
+
+class _Begun(NamedTuple):
+    """A backward under way: on which track, where that was before, what is to be removed and to be closed in the end."""
+
+    track: Track
+    below: int
+    handles: list[Any]
+    spans: Spans | None
 
 
 class BackwardSense:
@@ -37,16 +47,18 @@ class BackwardSense:
         box: BoxWriter,
         locator: Locator,
         listeners: Listeners,
+        passes: Passes,
         *,
         on_error: OnBackwardError,
-        on_begin: Callable[[], None],
+        on_begin: Callable[[], bool],
         on_end: Callable[[], None],
     ) -> None:
         self._box = box
         self._locator = locator
         self._listeners = listeners
+        self._passes = passes
         self._on_error = on_error
-        self._on_begin = on_begin
+        self._on_begin = on_begin  # says whether it knows all there is to know, and need not be asked before the next
         self._on_end = on_end
         self.trouble = Trouble("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
@@ -75,14 +87,22 @@ class BackwardSense:
                 retire(wrapper, original)
 
     def _make_wrapper(self, original: Any) -> Any:
-        enter, leave, trouble = self._enter, self._leave, self.trouble
+        enter, leave, trouble, listeners, here = (
+            self._enter,
+            self._leave,
+            self.trouble,
+            self._listeners,
+            self._locator.threads.here,
+        )
+        begin, end, on_end = self._passes.begin_backward, self._passes.end_backward, self._on_end
 
         @_torch.stepped_over
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return original(t_outputs, *args, **kwargs)
             try:
-                track, below, handles, spans = enter(t_outputs, args, kwargs)
+                below = None if listeners.of_backward else begin(args)
+                begun = enter(t_outputs, args, kwargs) if below is None else None
             except Exception as error:
                 trouble(error)
                 return original(t_outputs, *args, **kwargs)
@@ -90,41 +110,51 @@ class BackwardSense:
                 try:
                     return original(t_outputs, *args, **kwargs)
                 finally:
-                    if spans is not None:
-                        spans.close()
+                    if begun is not None and begun.spans is not None:
+                        begun.spans.close()
             except BaseException as error:
-                self._on_error(error, track, t_outputs)
+                self._on_error(error, here(), t_outputs)
                 raise
             finally:
                 try:
-                    leave(track, below, handles)
+                    if begun is not None:
+                        leave(begun)
+                    elif below is not None and end(below):
+                        on_end()
                 except Exception as error:
                     trouble(error)
 
         return _engine_run_backward
 
     @_torch.unseen
-    def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Track, int, list[Any], Spans | None]:
+    def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
         track = self._locator.threads.here()
         track.may_issue = True
         below = track.top
         create_graph = len(args) > 2 and bool(args[2])
         handles = self._announce(outputs, track) if create_graph else []
-        looked = stack.read(stack.caller(1))
+        frame = stack.caller(1)
+        looked = stack.read(frame)
+        line = self._locator.line_id(looked.file, looked.line)
         if below != BACKWARD_WORD:
-            self._on_begin()
-        self._move(track, BACKWARD_WORD, line=self._locator.line_id(looked.file, looked.line))
-        return track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs)
+            self._passes.is_aside = False  # before: another thread may meet something new meanwhile
+            self._passes.is_aside = not self._on_begin() or self._passes.is_aside
+        self._move(track, BACKWARD_WORD, line=line)
+        if self._box.native is not None:
+            self._passes.learn_line(frame, line)
+        return _Begun(track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs))
 
     @_torch.unseen
-    def _leave(self, track: Track, below: int, handles: list[Any]) -> None:
-        for handle in handles:
+    def _leave(self, begun: _Begun) -> None:
+        for handle in begun.handles:
             handle.remove()
-        self._move(track, below, line=0)
-        if below != BACKWARD_WORD:
+        self._move(begun.track, begun.below, line=0)
+        if begun.below != BACKWARD_WORD:
             self._on_end()
 
     def _move(self, track: Track, word: int, *, line: int) -> None:
+        if self._box.pen is not None and track.move(self._box.pen, word, line):
+            return
         track.top = word
         track.log(self._sequence_nr(), word)
         words, cursor = self._box.words, track.cursor

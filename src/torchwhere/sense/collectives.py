@@ -8,14 +8,9 @@ the op on its way; an error of ours is caught before that.
 from __future__ import annotations
 
 import json
-import sys
-import time
-from _thread import get_ident
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
-from types import CodeType, FrameType
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,84 +20,16 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.ddp import Bucket
 from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
-from torchwhere.sense.trouble import Trouble
+from torchwhere.sense.kernels import Kernels, kernels
+from torchwhere.sense.reductions import REDUCED, Reductions
+from torchwhere.sense.schemas import Op, all_ops
+from torchwhere.sense.trouble import Trouble, log
 
-_QUIET_S = 0.1
-
-# The public name of an op. One that is not listed is called what it is called, less the underscores.
-PUBLIC_NAMES = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather_into_tensor",
-    "allgather_coalesced_": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all_single",
-    "recv_any_source_": "recv",
-}
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
 ENGINE_CALL = "_engine_run_backward"  # the frame, torch's or ours, out of which the autograd engine is called
 _OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")  # of an op, of the mode, of what keeps dynamo out of it
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
 _MOST_SPLITS = 1024  # and the sizes of the parts that an all_to_all is split into repeat even less
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """Where the arguments of one c10d op are, read off its schema."""
-
-    raw: str
-    name: str
-    group_at: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    reduce_op_at: int | None
-    root_at: int | None  # root_rank, src or dst
-    async_at: int | None
-    is_p2p: bool
-    is_barrier: bool
-    splits_at: tuple[int, int] | None = None  # input_split_sizes, output_split_sizes
-    of_one: Op | None = None  # what a coalesced op is called when it carries a single tensor, as functional ones do
-
-
-def read_schema(schema: Any) -> Op | None:
-    """How to read the calls of an op; None for one that is no collective (it takes no process group)."""
-    at = {argument.name: index for index, argument in enumerate(schema.arguments)}
-    if "process_group" not in at:
-        return None
-    tensors = [
-        (index, a.name) for index, a in enumerate(schema.arguments) if "Tensor" in str(a.type) and "Optional" not in str(a.type)
-    ]
-    outputs = tuple(index for index, name in tensors if name.startswith("output"))
-    raw = schema.name.removeprefix("c10d::")
-    name = PUBLIC_NAMES.get(raw, raw.strip("_"))
-    op = Op(
-        raw=raw,
-        name=name,
-        is_p2p=name in ("send", "recv"),
-        is_barrier=name in ("barrier", "monitored_barrier"),
-        group_at=at["process_group"],
-        inputs=tuple(index for index, _ in tensors if index not in outputs),
-        outputs=outputs,
-        reduce_op_at=at.get("reduce_op"),
-        root_at=next((at[name] for name in ("root_rank", "src", "dst") if name in at), None),
-        async_at=at.get("async_op"),
-        splits_at=(at["input_split_sizes"], at["output_split_sizes"]) if "input_split_sizes" in at else None,
-    )
-    if name.endswith("_coalesced"):
-        op = replace(op, of_one=replace(op, name=name.removesuffix("_coalesced")))
-    return op
-
-
-@cache
-def _ops() -> list[Op]:
-    """The collectives of this torch. Read once: going through all the schemas there are takes 10 ms."""
-    schemas = [schema for schema in _torch.private("all_schemas")() if schema.name.startswith("c10d::")]
-    return [op for schema in schemas if not schema.overload_name and (op := read_schema(schema)) is not None]
 
 
 class Call(NamedTuple):
@@ -117,67 +44,6 @@ class Call(NamedTuple):
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
 
 
-class _Kernels:
-    """A Python kernel on every op of c10d. It tells one sense of each call before it sends it on, or nobody."""
-
-    def __init__(self) -> None:
-        self.told: CollectiveSense | None = None
-        self._untold = 0  # calls of which nobody was told: it is only seen whether it changes
-        self._codes: set[CodeType] = set()
-        library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        self._library = library
-        for op in _ops():
-            library.impl(op.raw, self._make_kernel(op), "BackendSelect", with_keyset=True)
-
-    def remove(self) -> None:
-        """Not while another thread calls one: who is on the way to it finds none, an assertion of torch's. And torch frees it at
-        once, whoever is in it; so the last ones are held for a while."""
-        get_kernel = getattr(torch.library, "get_kernel", None)
-        _held.append([get_kernel(f"c10d::{op.raw}", "BackendSelect") for op in _ops()] if get_kernel is not None else [])
-        self._library._destroy()
-
-    def are_called(self) -> bool:
-        """Whether another thread calls one again and again, or is in one now; takes a moment."""
-        before = self._untold
-        time.sleep(_QUIET_S)
-        own = get_ident()
-        stacks = [frame for thread, frame in sys._current_frames().items() if thread != own]
-        return self._untold != before or any(frame.f_code in self._codes for stack in stacks for frame in _outwards(stack))
-
-    def _make_kernel(self, op: Op) -> Any:
-        overload = getattr(torch.ops.c10d, op.raw).default
-        below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
-        redispatch = overload._handle.redispatch_boxed
-
-        @_torch.stepped_over
-        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            told = self.told
-            if told is not None:
-                try:
-                    told.issue(op, args)
-                except Exception as error:
-                    told.trouble(error)
-            else:
-                self._untold += 1
-            return redispatch(keyset & below, *args, **kwargs)
-
-        self._codes.add(kernel.__code__)
-        return kernel
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-_held: deque[list[Any]] = deque(maxlen=2)  # kernels that were removed
-
-# Those that could not be removed: of a watch that ended while other threads were at work, and, in a child, of its parent's. The
-# next watch has them; torch 2.11 lets no others stand beside them.
-_left: list[_Kernels] = []
-
-
 class CollectiveSense:
     """Hands every collective to `on_call` before it is launched."""
 
@@ -189,47 +55,64 @@ class CollectiveSense:
         bucket_of: Callable[[torch.Tensor], Bucket | None],
         on_call: Callable[[Call], None],
         on_bucket: Callable[[Bucket], None],
+        turns: Any = None,
     ) -> None:
         self._box = box
         self._groups = groups
         self._bucket_of = bucket_of
         self._on_call = on_call
         self._on_bucket = on_bucket
-        self._kernels: _Kernels | None = None
+        self._turns = turns
+        self._reductions: Reductions | None = None
+        self._kernels: Kernels | None = None
         self.trouble = Trouble("collectives", self.switch_off)
 
     def install(self) -> list[str]:
         lacking = _torch.missing("collectives")
         if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
             return lacking
-        self._kernels = _left.pop() if _left else _Kernels()
+        self._reductions = self._begin_natively()
+        self._kernels = kernels(all_ops(), native=self._reductions.native if self._reductions is not None else None)
         self._kernels.told = self
         return lacking
+
+    def _begin_natively(self) -> Reductions | None:
+        """Leave all-reduces to the native part's kernel, which calls back for all but DDP's known buckets."""
+        if self._box.native is None:
+            return None
+        op = next(op for op in all_ops() if op.raw == REDUCED)
+        try:
+            reductions = Reductions(self._box, turns=self._turns)
+            reductions.install(partial(self.issue, op), self.trouble)
+        except Exception as error:
+            log.warning("torchwhere: reductions are recorded by Python's own code, the native part could not: %s", error)
+            return None
+        return reductions
 
     def switch_off(self) -> None:
         """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
         if self._kernels is not None:
             self._kernels.told = None
+        if self._reductions is not None:
+            self._reductions.switch_off()
 
     def abandon(self) -> None:
         """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
         parent may have held at the fork."""
-        self._leave()
+        if self._reductions is not None:
+            self._reductions.abandon()
+            self._reductions = None
+        if self._kernels is not None:
+            self._kernels.leave()
+            self._kernels = None
 
     def remove(self, *, are_others: bool = False) -> None:
         """Take the kernels back. If there are other threads and they go on issuing collectives, they stay, and only send calls
         on."""
         self.switch_off()
-        if are_others and self._kernels is not None and self._kernels.are_called():
-            self._leave()
-        elif self._kernels is not None:
-            self._kernels.remove()
-            self._kernels = None
-
-    def _leave(self) -> None:
-        self.switch_off()
+        self._reductions = None
         if self._kernels is not None:
-            _left.append(self._kernels)
+            self._kernels.remove(are_others=are_others)
             self._kernels = None
 
     @_torch.unseen
@@ -240,7 +123,7 @@ class CollectiveSense:
         stack. From its second time on a bucket is known and nothing is read anew: the step of a small model waits for this.
         """
         frame = stack.caller(2)
-        is_direct = op.raw == "allreduce_" and _is_from_engine(frame)
+        is_direct = op.raw == REDUCED and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
             self._on_bucket(bucket)

@@ -7,6 +7,7 @@ DDP's own bucketing function. A plan is believed only if the bucket's size is th
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable
@@ -36,19 +37,32 @@ class Bucket:
     completed_by: int = 0  # the id of the parameter whose gradient launched it last
     param: torch.Tensor | None = None  # that parameter, until its place was asked for: a model may go while we watch
     spot: Any = None  # the place of that parameter, once it was asked for
+    index: int = 0  # where it stood among the buckets of its instance when it was reduced last
+    progress: Any = None  # of that instance
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a backward is in the buckets of one DDP instance. The native part has its own, and moves it on by itself."""
+
+    task: int = -1
+    next: int = 0
+    turn: int = 0  # of all instances, the one with the highest was reduced last
+
+    def forget(self) -> None:
+        """The buckets are others from now on."""
 
 
 class Reducer:
     """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a backward is."""
 
-    def __init__(self, ddp: Any, names: NameTable) -> None:
+    def __init__(self, ddp: Any, names: NameTable, progress: Any) -> None:
+        self.progress = progress
         self._ddp = weakref.ref(ddp)
         self._names = names
         self._params = [weakref.ref(p) for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
         self._plans: list[list[Bucket]] = []  # the surest first
-        self._task = -1
-        self._next = 0
-        self._looks_left = _MOST_LOOKS
+        self.looks_left = _MOST_LOOKS
 
     def look(self) -> None:
         """Ask DDP's logger how things stand, until it knows for good.
@@ -56,14 +70,15 @@ class Reducer:
         Before a backward, never inside: the logger waits for a lock that the reducer holds while it launches a bucket.
         """
         ddp = self._ddp()
-        if ddp is None or not self._looks_left:
+        if ddp is None or not self.looks_left:
             return
-        self._looks_left -= 1
+        self.looks_left -= 1
+        self.progress.forget()
         said = ddp.logger._get_ddp_logging_data()
         rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
         if rebuilt:
             self._plans = [[self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]]
-            self._looks_left = 0
+            self.looks_left = 0
             return
         cap = int(said.ints_map["bucket_cap_bytes"])
         order = [int(i) for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
@@ -91,20 +106,23 @@ class Reducer:
 
     def bucket(self, task: int, tensor: torch.Tensor) -> Bucket | None:
         """The bucket that is being reduced in graph task `task`; None if that cannot be told."""
-        if task != self._task:
-            self._task, self._next = task, 0
-        index, numel = self._next, tensor.numel()
+        progress = self.progress
+        if task != progress.task:
+            progress.task, progress.next = task, 0
+        index, numel = progress.next, tensor.numel()
         for plan in self._plans:
             if index < len(plan) and plan[index].numel == numel:
-                self._next = index + 1
-                return plan[index]
+                progress.next = index + 1
+                bucket: Bucket = plan[index]
+                bucket.index, bucket.progress = index, progress
+                return bucket
         if tensor.is_floating_point():  # not the map of used parameters, which is no bucket
-            self._next = index + 1
+            progress.next = index + 1
         return None
 
     def expects(self, task: int, tensor: torch.Tensor) -> bool:
         """Whether a bucket of this size is the next to be reduced in a graph task."""
-        index, numel = self._next if task == self._task else 0, tensor.numel()
+        index, numel = self.progress.next if task == self.progress.task else 0, tensor.numel()
         return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
@@ -116,13 +134,14 @@ def _ignored(ddp: Any) -> set[Any]:
 class Reducers:
     """Finds the DDP instance, and with it the bucket, behind an all-reduce in backward."""
 
-    def __init__(self, names: NameTable) -> None:
+    def __init__(self, names: NameTable, native: Any = None) -> None:
         self._names = names
+        self._make_progress: Callable[[], Any] = Progress if native is None else native.Buckets
+        self.turns: Any = itertools.count(1) if native is None else native.Count(1)  # one for each reduction, of all instances
         self._of_param: dict[int, Reducer] = {}
         self._seen: dict[int, Reducer] = {}  # by the id of the DDP instance, while that is there
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
         self._replicated: list[weakref.ref[nn.Module]] = []  # by `replicate()`, which makes a DDP instance in the first forward
-        self._last: Reducer | None = None
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
@@ -137,7 +156,7 @@ class Reducers:
     def _add(self, ddp: nn.Module) -> None:
         key = id(ddp)
         if key not in self._seen:
-            reducer = self._seen[key] = Reducer(ddp, self._names)
+            reducer = self._seen[key] = Reducer(ddp, self._names, self._make_progress())
             self._alive[key] = weakref.ref(ddp, partial(self._forget, key))
             for param in ddp.parameters():
                 self._of_param[id(param)] = reducer
@@ -147,15 +166,18 @@ class Reducers:
         self._alive.pop(key, None)
         reducer = self._seen.pop(key, None)
         self._of_param = {param: other for param, other in self._of_param.items() if other is not reducer}
-        if self._last is reducer:
-            self._last = None
+        if reducer is not None:
+            reducer.progress.forget()
 
-    def look(self) -> None:
-        """A backward is about to begin."""
+    def look(self) -> bool:
+        """A backward is about to begin. Whether all is known by now: no need to look again before something new is met."""
         if self._replicated:
             self._add_replicated()
+        is_known = not self._replicated
         for reducer in list(self._seen.values()):
             reducer.look()
+            is_known = is_known and not reducer.looks_left
+        return is_known
 
     def _add_replicated(self) -> None:
         state_of, waiting = _torch.private("replicate"), []
@@ -184,7 +206,7 @@ class Reducers:
         reducer = self._of_param.get(key) if param is not None else self._at_the_end(task, tensor)
         if reducer is None:
             return None
-        self._last = reducer
+        reducer.progress.turn = next(self.turns)
         bucket = reducer.bucket(task, tensor)
         if bucket is not None and bucket.completed_by != key:
             bucket.completed_by, bucket.param, bucket.spot = key, param, None
@@ -192,5 +214,8 @@ class Reducers:
 
     def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:
         """Whose bucket is reduced once all gradients are there: a static graph's first backward reduces none before."""
-        likeliest = [self._last] if self._last is not None else []
-        return next((reducer for reducer in (*likeliest, *self._seen.values()) if reducer.expects(task, tensor)), self._last)
+        seen = list(self._seen.values())
+        last = max(seen, key=lambda reducer: int(reducer.progress.turn), default=None)
+        last = last if last is not None and last.progress.turn else None
+        likeliest = [last] if last is not None else []
+        return next((reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), last)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,7 +34,7 @@ _MOST_COUNTS = 32  # of groups, in the header of a box
 class Stream:
     """What is counted in one sequence: the collectives of a group, or the messages from one rank to another."""
 
-    next_number: int
+    numbers: Iterator[int]  # the next is that of the next collective
     tally: int | None  # index of its words in the box; None when there are more streams than room for them
 
 
@@ -72,17 +73,18 @@ class Groups:
         self._known: dict[int, Group] = {}  # by the id of the process group, while that is there
         self._alive: dict[int, Any] = {}
         self._has_new = False
+        self._count_from: Callable[[int], Iterator[int]] = itertools.count if box.native is None else box.native.Count
 
     def of(self, boxed: Any) -> Group:
         """The group of a c10d call, from the boxed process group in its arguments."""
         pg = dist.ProcessGroup.unbox(boxed)
         return self._known.get(id(pg)) or self._meet(pg)
 
-    def stream(self, group: Group, ends: tuple[int, int]) -> Stream:
-        """The sequence that messages between `ends` are counted in."""
+    def stream(self, group: Group, ends: tuple[int, int], *, first: int = 0) -> Stream:
+        """The sequence that messages between `ends` are counted in, from `first` on."""
         stream = group.streams.get(ends)
         if stream is None:
-            stream = group.streams[ends] = Stream(0, self._box.tally_at((group.entry, *ends)))
+            stream = group.streams[ends] = Stream(self._count_from(first), self._box.tally_at((group.entry, *ends)))
         return stream
 
     def refresh(self) -> None:
@@ -95,6 +97,11 @@ class Groups:
         if self._has_new:
             self._has_new = False
             self._name_dimensions()
+
+    def looked_at(self) -> tuple[Any, ...]:
+        """While these have the size they have now, `refresh` has nothing to do."""
+        world = _torch.private("process_groups")
+        return (self._known,) if world is None else (self._known, world.pg_map)
 
     def _name_dimensions(self) -> None:
         """From the meshes themselves: a dimension as wide as the world has no group of its own, and older torch describes the
@@ -119,7 +126,8 @@ class Groups:
             mesh_dim=_mesh_dim(pg.group_desc),
         )
         group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
-        self.stream(group, WHOLE_GROUP).next_number = counted = _counted_so_far(pg, group.backend)
+        counted = _counted_so_far(pg, group.backend)
+        self.stream(group, WHOLE_GROUP, first=counted)
         if counted:
             self._keep_count(group.name, counted)
         self._keep(pg, group)

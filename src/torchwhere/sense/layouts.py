@@ -36,8 +36,13 @@ class LayoutSense:
     def remove(self) -> None:
         self._is_off = True
 
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is left to do at the end of a step."""
+        return bool(self._count) or self._is_off
+
     def step_ended(self) -> None:
-        if not self._count and not self._is_off:
+        if not self.is_settled:
             self._take()
 
     def finish(self) -> None:

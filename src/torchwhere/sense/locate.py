@@ -22,7 +22,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.inspect.names import NameTable, owner
 from torchwhere.place import Certainty, Pass, Place
 from torchwhere.sense import _torch, stack
-from torchwhere.sense.tracks import FIRST_MODULE_WORD, Threads, Track, pass_of
+from torchwhere.sense.tracks import FIRST_MODULE_WORD, OPTIMIZER_WORD, Threads, Track, pass_of
 
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
@@ -76,6 +76,10 @@ class Locator:
         node = self._node()
         pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
         return Spot(pass_) if node is None else self.spot_of_node(node, track, pass_)
+
+    def spot_in_optimizer(self, track: Track) -> Spot:
+        """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
+        return self.spot(track) if track.top != OPTIMIZER_WORD or self._task_id() != -1 else _PLAIN[Pass.OPTIMIZER]
 
     def spot_of_word(self, word: int, track: Track, pass_: int) -> Spot:
         """What a word of a track's log says."""

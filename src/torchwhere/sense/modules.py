@@ -24,7 +24,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.events import Kind
 from torchwhere.inspect.names import NameTable, innermost, wrapped
 from torchwhere.place import Pass
-from torchwhere.sense import _torch, stack
+from torchwhere.sense import _torch, native_calls, stack
 from torchwhere.sense.locate import Locator
 from torchwhere.sense.retired import looked_through, retire
 from torchwhere.sense.strangers import OUTSIDE, Strangers
@@ -34,6 +34,7 @@ from torchwhere.sense.trouble import Trouble
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
+_PIPELINING = "torch.distributed.pipelining.stage"
 _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
@@ -58,13 +59,14 @@ class ModuleSense:
         self._on_first_call = on_first_call
         self._current_step = current_step
         self._events = events
-        self._bases: dict[int, int] = {}  # id of a module to its word without a call; negative for a wrapper
+        # The id of a module to its word without a call; negative for a wrapper.
+        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None
         self._root_is_given = False
         self._strangers = Strangers(locator.names)
-        self.calls: dict[int, int] = {}  # calls of each module in this step
+        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()  # of each module in this step
         self.trouble = Trouble("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -77,7 +79,8 @@ class ModuleSense:
         if model is not None:
             self.add_model(model)
         self._original = looked_through(nn.Module.__call__)
-        self._wrapper, self._call_through, self._retire = self._make_wrapper()
+        make = self._make_wrapper if self._box.native is None else self._make_native_wrapper
+        self._wrapper, self._call_through, self._retire = make()
         nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         return _torch.missing("modules")
 
@@ -237,6 +240,28 @@ class ModuleSense:
 
         return __call__, call_through, retire
 
+    def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
+        kinds = (ENTER, EXIT) if self._events else (0, 0)
+        calls = self._box.native.Calls(
+            *(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), _PIPELINING, *kinds)
+        )
+        here, entered = self._locator.threads.here, calls.entered
+
+        @_torch.unseen
+        def slowly(module: nn.Module) -> int:
+            track = here()
+            below = track.top
+            return int(entered(self._enter_slowly(module, track, below), below))
+
+        return native_calls.make_wrapper(
+            *(calls, self._original),
+            slowly=slowly,
+            on_error=self._on_error,
+            here=here,
+            trouble=self.trouble,
+            runs_directly=self._runs_directly(),
+        )
+
     # -- the first time, and the outermost call ----------------------------------------------------------------------
 
     @_torch.unseen
@@ -344,10 +369,10 @@ def _always() -> bool:
 
 def _rehearses() -> bool:
     """Whether this call only finds out shapes: under fake tensors, or in a pipeline's metadata inference."""
-    fake_mode = _torch.private("fake_mode")
-    if fake_mode is not None and fake_mode() is not None:
+    fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
+    if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:
         return True
-    if "torch.distributed.pipelining.stage" not in sys.modules:
+    if _PIPELINING not in sys.modules:
         return False
     frame = stack.caller(2)
     for _ in range(6):

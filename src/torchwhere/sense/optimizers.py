@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 from torchwhere.place import Pass
 from torchwhere.sense import _torch
 from torchwhere.sense.locate import Locator
+from torchwhere.sense.passes import Passes
 from torchwhere.sense.tracks import OPTIMIZER_WORD, Track, pass_of
 from torchwhere.sense.trouble import Trouble
 
@@ -26,17 +27,19 @@ class OptimizerSense:
     def __init__(
         self,
         locator: Locator,
+        passes: Passes,
+        steppers: set[int],
         *,
         on_move: Callable[[Track, int], None],
-        on_optimizer: Callable[[str], None],
-        on_step_end: Callable[[], None],
+        on_optimizer: Callable[[str], Any],
+        on_step_end: Callable[[Any], None],
     ) -> None:
         self._locator = locator
+        self._passes = passes
         self._on_move = on_move
         self._on_optimizer = on_optimizer
         self._on_step_end = on_step_end
-        self._stepped: set[int] = set()
-        self._ends_after_backward = False
+        self._stepped = steppers  # since the last end of a step; the native part looks at it, too
         self._handles: list[Any] = []
         self._driving = False  # inside the step of a DeepSpeed engine
         self._engine_step: Any = None
@@ -46,7 +49,7 @@ class OptimizerSense:
     def install(self) -> list[str]:
         before, after = _torch.private("step_pre_hook"), _torch.private("step_post_hook")
         if before is not None and after is not None:
-            self._handles = [before(self._before), after(self._after)]
+            self._handles = [before(self._make_before()), after(self._make_after())]
         return _torch.missing("optimizers")
 
     def remove(self) -> None:
@@ -56,29 +59,47 @@ class OptimizerSense:
         if self._engine_wrapper is not None and engine.step is self._engine_wrapper:
             engine.step = self._engine_step
 
-    @_torch.unseen
-    def _before(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if is_dynamo_compiling():
-            return
-        try:
-            track = self._locator.threads.here()
-            track.below_optimizer.append(track.top)
-            self._on_move(track, OPTIMIZER_WORD)
-        except Exception as error:
-            self.trouble(error)
+    def _make_before(self) -> Any:
+        natively, slowly, trouble = self._passes.begin_optimizer, self._begin, self.trouble
 
-    @_torch.unseen
-    def _after(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if is_dynamo_compiling():
-            return
-        try:
-            track = self._locator.threads.here()
-            self._on_optimizer(type(optimizer).__name__)
-            self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
-            if not self._driving:
-                self._count(id(optimizer), in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
-        except Exception as error:
-            self.trouble(error)
+        @_torch.unseen
+        def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            try:
+                if not natively():
+                    slowly()
+            except Exception as error:
+                trouble(error)
+
+        return before
+
+    def _make_after(self) -> Any:
+        natively, slowly, trouble = self._passes.end_optimizer, self._end, self.trouble
+
+        @_torch.unseen
+        def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            try:
+                if not natively(optimizer):
+                    slowly(optimizer)
+            except Exception as error:
+                trouble(error)
+
+        return after
+
+    def _begin(self) -> None:
+        track = self._locator.threads.here()
+        track.below_optimizer.append(track.top)
+        self._on_move(track, OPTIMIZER_WORD)
+
+    def _end(self, optimizer: Any) -> None:
+        track = self._locator.threads.here()
+        seen = self._on_optimizer(type(optimizer).__name__)
+        self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
+        if not self._driving:
+            self._count(id(optimizer), seen, in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
 
     def watch_deepspeed(self) -> None:
         """DeepSpeed is there: its engine's `step` is the optimizer pass, and ends a training step when it really stepped."""
@@ -99,8 +120,9 @@ class OptimizerSense:
     @_torch.unseen
     def _engine_begins(self, engine: Any) -> int | None:
         try:
-            self._before(None, None, None)
+            self._begin()
             self._driving = True
+            self._passes.wake()  # the steps of the optimizers inside do not count
             return int(engine.global_steps)
         except Exception as error:
             self.trouble(error)
@@ -113,24 +135,26 @@ class OptimizerSense:
             self._driving = False
             self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
             if begun is not None and engine.global_steps > begun:
-                self._on_step_end()
+                self._on_step_end(None)
         except Exception as error:
             self.trouble(error)
 
-    def _count(self, stepper: int, *, in_backward: bool) -> None:
+    def _count(self, stepper: int, seen: Any, *, in_backward: bool) -> None:
+        """`seen` is what `on_optimizer` gave: a step that ends here ends at that place."""
         if self._stepped and stepper not in self._stepped:
             self._stepped.add(stepper)
             return
-        self._stepped = {stepper}
+        self._stepped.clear()
+        self._stepped.add(stepper)
         if in_backward:  # the rest of this backward still belongs to the step
-            self._ends_after_backward = True
+            self._passes.ends_after_backward = True
         else:
-            self._on_step_end()
+            self._on_step_end(seen)
 
     def backward_ended(self) -> None:
-        if self._ends_after_backward:
-            self._ends_after_backward = False
-            self._on_step_end()
+        if self._passes.ends_after_backward:
+            self._passes.ends_after_backward = False
+            self._on_step_end(None)
 
 
 def _engine_runs() -> bool:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import json
 import threading
 from contextvars import ContextVar
+from functools import cache
 from time import monotonic_ns
 from types import CodeType, FrameType
+from typing import Any
 
 from torchwhere.blackbox.layout import CURSOR_PHASE, CURSOR_RECORD, Sort
 from torchwhere.blackbox.phase_sums import ENDED, ENDED_ELSEWHERE, MOST_PATHS, OTHERS, PhaseKey, PhaseSum
@@ -28,23 +30,22 @@ _BEGIN, _END = int(Kind.PHASE_BEGIN), int(Kind.PHASE_END)
 _MOST_LINES = 1 << 12
 
 
-class Node:
-    """A phase by its path, on the main thread or on the others: its sums, and the phases inside it."""
+_NONE: tuple[str, ...] = ()
+_OTHERS = ("ended", "entry", "inner", "lock", "name", "path", "under_way")  # what a node has besides its sums
 
-    __slots__ = (
-        "begun_ns",
-        "count",
-        "ended",
-        "entry",
-        "inner",
-        "lock",
-        "max_ns",
-        "name",
-        "path",
-        "running",
-        "total_ns",
-        "under_way",
-    )
+
+class Node:
+    """A phase by its path, on the main thread or on the others: its sums, and the phases inside it.
+
+    A class without slots of its own: the sums are in Python's slots (`PythonNode`), those of the steps in the native part's.
+    """
+
+    __slots__ = _NONE
+    begun_ns: int
+    count: int
+    max_ns: int
+    running: int
+    total_ns: int
 
     def __init__(self, path: tuple[str, ...], entry: int, lock: threading.RLock | None = None) -> None:
         self.path = path
@@ -58,6 +59,18 @@ class Node:
 
     def sum(self) -> PhaseSum:
         return PhaseSum(self.count, self.total_ns, self.max_ns, self.running, self.begun_ns)
+
+
+class PythonNode(Node):
+    """A node all of whose parts are Python's."""
+
+    __slots__ = ("begun_ns", "count", "max_ns", "running", "total_ns", *_OTHERS)
+
+
+@cache
+def _type_of_steps(native: Any) -> type[Node]:
+    """The class of the node that the native part counts steps in; None: Python's own."""
+    return PythonNode if native is None else type("NativeNode", (native.Sum, Node), {"__slots__": _OTHERS})
 
 
 class Open:
@@ -89,25 +102,24 @@ class Phases:
         self._box: BoxWriter | None = box
         self._locator: Locator | None = locator
         self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may have phases of its own
-        self._steps = self._node((), ENDED)  # the root on the main thread: the steps
-        self._elsewhere = Node((), 0)
-        self._nodes = {PhaseKey((), True): self._steps}
+        self.steps = self._node((), ENDED, _type_of_steps(box.native))  # the root on the main thread
+        self._elsewhere = PythonNode((), 0)
+        self._nodes = {PhaseKey((), True): self.steps}
         self._lines: dict[tuple[int, int], tuple[int, int]] = {}
         self._codes: list[CodeType] = []  # kept, so that their ids stay their own
         self._ended_ns: int | None = None
         self.trouble = Trouble("phases", self.close)
         self.rank = rank
-        self.step = 0
+        self._counter = box.counter
         _latest[:] = [self]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def step_begins(self, step: int) -> None:
+    def step_begins(self) -> None:
         """A step begins; the one before it, if there was one, has ended."""
-        now, node = monotonic_ns(), self._steps
+        now, node = monotonic_ns(), self.steps
         if node.running:
             self._add(node, now - node.begun_ns, node.begun_ns)
-        self.step = step
         self._open(node, now)
 
     # -- phases ------------------------------------------------------------------------------------------------------
@@ -122,7 +134,7 @@ class Phases:
             if outer is not None and outer.track is track:
                 around = outer.node
             else:  # nothing, or that of another thread (whose context this one has) or of an earlier watch
-                outer, around = None, self._steps if track.name == "MainThread" else self._elsewhere
+                outer, around = None, self.steps if track.name == "MainThread" else self._elsewhere
             node = around.inner.get(name) or self._meet(around, name, is_main=track.name == "MainThread")
             spot, (line, graph) = locator.spot(track), self._line(locator, frame)
             entry = node.entry if node.name == name else box.intern(Sort.PHASE, name)
@@ -136,8 +148,8 @@ class Phases:
             words[track.cursor + CURSOR_PHASE] = entry
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _BEGIN, now, spot.pass_, spot.flags, track.number, self.step, spot.module, spot.call, line, graph, entry, 0,
-                spot.param,
+                _BEGIN, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call, line, graph,
+                entry, 0, spot.param,
             )
             # fmt: on
         except Exception as error:
@@ -167,8 +179,8 @@ class Phases:
             words[track.cursor + CURSOR_PHASE] = _entry(_innermost.get(), track)
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _END, now, spot.pass_, spot.flags, track.number, self.step, spot.module, spot.call, phase.line, phase.graph,
-                phase.entry, 0, spot.param, took,
+                _END, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call, phase.line,
+                phase.graph, phase.entry, 0, spot.param, took,
             )
             # fmt: on
         except Exception as error:
@@ -233,12 +245,12 @@ class Phases:
                     around.inner[name] = node
             return node
 
-    def _node(self, path: tuple[str, ...], which: int) -> Node:
+    def _node(self, path: tuple[str, ...], which: int, node_type: type[Node] = PythonNode) -> Node:
         box = self._box
         if box is None:
-            return Node(path, 0)
+            return PythonNode(path, 0)
         lock = None if which == ENDED else self._lock
-        node = Node(path, box.intern(Sort.PHASE, path[-1]) if path else 0, lock)
+        node = node_type(path, box.intern(Sort.PHASE, path[-1]) if path else 0, lock)
         entry = box.intern(Sort.PHASE_PATH, json.dumps(path))
         ended, under_way = (box.tally_at((entry, slot, -1)) for slot in (which, which + 1))
         if ended is not None and under_way is not None:

@@ -163,6 +163,21 @@ def read(frame: FrameType | None) -> Stack:
     return found
 
 
+def way_out(frame: FrameType | None) -> list[FrameType] | None:
+    """The frames that `read` passes on its way, up to the one of the user's own code; None if it finds more than that line."""
+    way = []
+    while frame is not None:
+        key = id(frame.f_code)
+        facts = _facts[key] if key in _facts else _look_at(frame.f_code)
+        way.append(frame)
+        if facts is not None and facts.graph is not None:
+            return None
+        if facts is not None and facts.kind == _USER:
+            return way
+        frame = frame.f_back
+    return None
+
+
 def _is_join(code: CodeType) -> bool:
     return code.co_name == "__exit__" and code.co_filename.endswith(f"algorithms{os.sep}join.py")
 

@@ -13,6 +13,8 @@ import weakref
 from _thread import get_ident
 from array import array
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from torchwhere.blackbox.layout import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.place import Pass
@@ -23,6 +25,7 @@ LOG_MASK = LOG_LENGTH - 1
 NATIVE = "native-"  # begins the name of a thread that Python did not make: one of the autograd engine's, as a rule
 REGIONS = 1 << 12  # recomputed regions remembered, a power of two
 _NOTHING = array("Q")
+_NONE: tuple[str, ...] = ()
 FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
 
 BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
@@ -37,24 +40,25 @@ def pass_of(word: int) -> int:
 
 
 class Track:
-    """One thread's place and log. Written by its own thread only."""
+    """One thread's place and log. Written by its own thread only.
 
-    __slots__ = (
-        "__weakref__",
-        "began",
-        "below_optimizer",
-        "count",
-        "cursor",
-        "makers",
-        "marks",
-        "may_issue",
-        "name",
-        "number",
-        "regions",
-        "seqs",
-        "slot",
-        "top",
-    )
+    A class without slots of its own: what the hot paths touch is in Python's slots (`PythonTrack`) or in the native part's.
+    """
+
+    __slots__ = _NONE
+    began: int
+    below_optimizer: list[int]
+    count: int
+    cursor: int
+    makers: list[Track | None]
+    marks: array[int]
+    may_issue: bool
+    name: str
+    number: int
+    regions: array[int]
+    seqs: array[int]
+    slot: int
+    top: int
 
     def __init__(self, *, number: int, name: str, began: int = 0) -> None:
         self.began = began  # the autograd number the thread had come to when it was first seen
@@ -65,9 +69,9 @@ class Track:
         self.top = 0
         self.may_issue = False  # whether it has issued a collective, or run a backward, in which one may be issued
         self.seqs = self.marks = self.regions = _NOTHING  # a thread that runs no module needs no log
-        self.makers: list[Track | None] = []  # of each recomputed region: the track of its forward
+        self.makers = []  # of each recomputed region: the track of its forward
         self.count = 0  # transitions ever logged
-        self.below_optimizer: list[int] = []
+        self.below_optimizer = []
 
     def ready(self) -> None:
         """Allocate the log, before the first transition. It begins outside: a node may be made before any module is called."""
@@ -78,6 +82,24 @@ class Track:
             self.makers = [None] * REGIONS
             self.seqs[0] = self.began
             self.count = 1
+            self.use(self.seqs, self.marks)
+
+    def retire(self) -> None:
+        """Give the log back."""
+        self.use(None, None)
+        self.seqs = self.marks = self.regions = _NOTHING
+        self.makers = []
+        self.count = 0
+
+    def use(self, seqs: array[int] | None, marks: array[int] | None) -> None:
+        """Told of the arrays of the log: the native part writes to them, too."""
+
+    def move(self, _pen: Any, _word: int, _line: int = 0) -> bool:
+        """Go to a word outside any module; given a line, by way of the log. Whether it was done: only the native part can."""
+        return False
+
+    def is_here(self, pen: Any) -> None:
+        """Told that this is the calling thread's track, while the box of that pen is written."""
 
     def log(self, seq: int, word: int) -> None:
         self.ready()
@@ -145,6 +167,23 @@ class Track:
         return NO_CALL
 
 
+_COLD = ("__weakref__", "began", "makers", "marks", "may_issue", "name", "regions", "seqs", "slot")
+
+
+class PythonTrack(Track):
+    """A track all of whose parts are Python's."""
+
+    __slots__ = (*_COLD, "below_optimizer", "count", "cursor", "number", "top")
+
+
+@cache
+def track_type(native: Any) -> type[Track]:
+    """The class of tracks whose hot parts are the native part's; None: Python's own."""
+    if native is None:
+        return PythonTrack
+    return type("NativeTrack", (native.Tape, Track), {"__slots__": _COLD})
+
+
 class Tracks(threading.local):
     """The calling thread's track as `.track`; there once `Threads.here` was called on that thread."""
 
@@ -154,7 +193,8 @@ class Tracks(threading.local):
 class Threads:
     """All tracks of one session. A track ends with its thread."""
 
-    def __init__(self, register: Callable[[Track], None]) -> None:
+    def __init__(self, register: Callable[[Track], None], native: Any = None) -> None:
+        self._track_type = track_type(native)
         self.local = Tracks()
         self._all: weakref.WeakSet[Track] = weakref.WeakSet()
         self._joined = 0
@@ -174,7 +214,7 @@ class Threads:
 
     def _join(self) -> Track:
         with self._lock:
-            track = Track(number=min(self._joined, 255), name=self._name(), began=self._sequence_nr())
+            track = self._track_type(number=min(self._joined, 255), name=self._name(), began=self._sequence_nr())
             self._joined += 1
             taken = {other.slot for other in self._all}
             track.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
@@ -203,9 +243,7 @@ class Threads:
     def close(self) -> None:
         """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
         for track in list(self._all):
-            track.seqs = track.marks = track.regions = _NOTHING
-            track.makers = []
-            track.count = 0
+            track.retire()
 
     def logged(self) -> list[Track]:
         """The tracks of all threads that made nodes in a module."""

@@ -1,0 +1,208 @@
+// The box as C++ writes it: the record of `blackbox/layout.py`, its seal, and the map it goes to.
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <ctime>
+#include <new>
+
+namespace torchwhere {
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a box is little-endian");
+
+struct __attribute__((packed)) Record {
+  uint64_t number, t_ns;
+  uint8_t kind, pass, flags, thread;
+  uint32_t step, module, call, line, graph, what, aim, param;
+  uint64_t more;
+  uint32_t crc;
+};
+static_assert(sizeof(Record) == 64, "RECORD_BYTES");
+
+constexpr int PASS_SHIFT = 32, MODULE_SHIFT = 36;
+constexpr uint64_t PASS_MASK = 0xF, CALL_MASK = 0xFFFFFFFF;
+constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2, CURSOR_LINE = 4, CURSOR_RECORD = 5;
+constexpr int TALLY_COUNT = 1, TALLY_TIME = 2, TALLY_RECORD = 3;
+
+// zlib's CRC, a byte at a time: this table is 16 cache lines. One that takes eight bytes at a time has 128 of them, and where
+// a record is written the cache is cold.
+struct CrcTable {
+  uint32_t of[256];
+  constexpr CrcTable() : of() {
+    for (uint32_t byte = 0; byte < 256; ++byte) {
+      uint32_t rest = byte;
+      for (int bit = 0; bit < 8; ++bit) rest = rest & 1 ? rest >> 1 ^ 0xEDB88320u : rest >> 1;
+      of[byte] = rest;
+    }
+  }
+};
+inline constexpr CrcTable crc_table;
+
+inline uint32_t crc32(const void* data, size_t size) {
+  uint32_t rest = ~0u;
+  for (auto* at = static_cast<const uint8_t*>(data); size--; ++at) rest = rest >> 8 ^ crc_table.of[(rest ^ *at) & 0xFF];
+  return ~rest;
+}
+
+inline uint64_t now_ns() {  // what time.monotonic_ns() says
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+// One open box. Python's writers come with the GIL; the kernel of `reductions.h` without, and only while its gate is open.
+// Every record has a slot of its own, so writers need no lock; the number of a record is the only thing they share.
+struct Box {
+  PyObject_HEAD
+  uint64_t id;      // no two boxes of a process have the same; 0 in a forked child, where no thread's track is ours
+  uint64_t* words;  // null once closed
+  char* ring;
+  uint64_t capacity;
+  std::atomic<uint64_t> next;
+  unsigned long long step;
+  unsigned long long main_cursor;  // the main thread's: its line counts where a thread has none of its own; 0: not known
+  Py_buffer view;
+
+  uint64_t put(Record& record) {
+    record.number = next.fetch_add(1, std::memory_order_relaxed);
+    record.crc = crc32(&record, offsetof(Record, crc));
+    std::memcpy(ring + record.number % capacity * sizeof(Record), &record, sizeof(Record));
+    return record.number;
+  }
+};
+
+inline uint64_t boxes_made = 0;
+void let_go_of(Box* box);  // the kernel of `reductions.h`, should it write there, has written its last
+
+inline PyObject* box_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject* map;
+  unsigned long long ring_at, capacity;
+  if (!PyArg_ParseTuple(args, "OKK", &map, &ring_at, &capacity)) return nullptr;
+  auto* self = reinterpret_cast<Box*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->next) std::atomic<uint64_t>(0);
+  if (PyObject_GetBuffer(map, &self->view, PyBUF_WRITABLE) < 0) {
+    Py_DECREF(self);
+    return nullptr;
+  }
+  if (!capacity || ring_at + capacity * sizeof(Record) > static_cast<unsigned long long>(self->view.len)) {
+    PyErr_SetString(PyExc_ValueError, "the ring is not inside the map");
+    PyBuffer_Release(&self->view);
+    Py_DECREF(self);
+    return nullptr;
+  }
+  self->words = static_cast<uint64_t*>(self->view.buf);
+  self->ring = static_cast<char*>(self->view.buf) + ring_at;
+  self->capacity = capacity;
+  self->id = ++boxes_made;
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline PyObject* box_close(Box* self, PyObject*) {
+  if (self->words != nullptr) {
+    let_go_of(self);
+    self->words = nullptr;
+    PyBuffer_Release(&self->view);
+  }
+  self->id = 0;
+  Py_RETURN_NONE;
+}
+
+inline PyObject* box_abandon(Box* self, PyObject*) {
+  self->id = 0;
+  Py_RETURN_NONE;
+}
+
+inline void box_dealloc(Box* self) {
+  Py_XDECREF(box_close(self, nullptr));
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// Where the fields of `BoxWriter.record` are in a record, in their order, and how many bytes they have.
+struct Field {
+  uint8_t at, size;
+};
+constexpr Field fields[] = {
+    {16, 1}, {8, 8}, {17, 1}, {18, 1}, {19, 1}, {20, 4}, {24, 4},
+    {28, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}, {48, 4}, {52, 8}};
+constexpr Py_ssize_t FIELDS = sizeof(fields) / sizeof(Field);
+static_assert(offsetof(Record, step) == 20 && offsetof(Record, more) == 52, "the fields are where they were");
+
+// record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more) -> number; from the third on
+// each may be left out. A value that does not fit is an error, as it is for struct.pack.
+inline PyObject* box_record(Box* self, PyObject* const* args, Py_ssize_t given) {
+  if (given < 2 || given > FIELDS) return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);
+  Record record{};
+  for (Py_ssize_t at = 0; at < given; ++at) {
+    uint64_t value = PyLong_AsUnsignedLongLong(args[at]);
+    bool is_bad = value == ~0ull && PyErr_Occurred();
+    if (is_bad) PyErr_Clear();
+    if (is_bad || (fields[at].size < 8 && value >> 8 * fields[at].size))
+      return PyErr_Format(PyExc_ValueError, "%R does not fit into field %zd of a record", args[at], at);
+    std::memcpy(reinterpret_cast<char*>(&record) + fields[at].at, &value, fields[at].size);  // little-endian
+  }
+  if (self->words == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
+  return PyLong_FromUnsignedLongLong(self->put(record));
+}
+
+template <typename Function>
+PyCFunction method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+inline PyMethodDef box_methods[] = {
+    {"record", method(box_record), METH_FASTCALL, nullptr},
+    {"close", method(box_close), METH_NOARGS, nullptr},
+    {"abandon", method(box_abandon), METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+inline PyMemberDef box_members[] = {
+    {const_cast<char*>("step"), T_ULONGLONG, offsetof(Box, step), 0, nullptr},
+    {const_cast<char*>("main_cursor"), T_ULONGLONG, offsetof(Box, main_cursor), 0, nullptr},
+    {nullptr, 0, 0, 0, nullptr}};
+inline PyType_Slot box_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(box_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(box_dealloc)},
+    {Py_tp_methods, box_methods},
+    {Py_tp_members, box_members},
+    {0, nullptr}};
+inline PyType_Spec box_spec = {"torchwhere_native.Box", sizeof(Box), 0, Py_TPFLAGS_DEFAULT, box_slots};
+
+// Counts like itertools.count, for Python and for C++ at the same time.
+struct Count {
+  PyObject_HEAD
+  std::atomic<uint64_t> next;
+};
+
+inline PyObject* count_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  unsigned long long first = 0;
+  if (!PyArg_ParseTuple(args, "|K", &first)) return nullptr;
+  auto* self = reinterpret_cast<Count*>(type->tp_alloc(type, 0));
+  if (self != nullptr) new (&self->next) std::atomic<uint64_t>(first);
+  return reinterpret_cast<PyObject*>(self);
+}
+
+inline PyObject* count_next(Count* self) {
+  return PyLong_FromUnsignedLongLong(self->next.fetch_add(1));
+}
+
+inline void count_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+inline PyType_Slot count_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(count_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(count_dealloc)},
+    {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
+    {Py_tp_iternext, reinterpret_cast<void*>(count_next)},
+    {0, nullptr}};
+inline PyType_Spec count_spec = {"torchwhere_native.Count", sizeof(Count), 0, Py_TPFLAGS_DEFAULT, count_slots};
+
+}  // namespace torchwhere

@@ -1,0 +1,60 @@
+// The native part of torchwhere: the hot paths of `blackbox/writer.py` and of the senses once more, for those whose step waits for
+// them. Python's own code stays the reference: here is only what it has met before, and everything
+// else is handed back to it. Built by `torchwhere native` against one torch and one Python; see `docs/overhead.md`.
+#include "box.h"
+#include "modules.h"
+#include "passes.h"
+#include "reductions.h"
+#include "tape.h"
+
+namespace {
+
+PyMethodDef functions[] = {
+    {"begin", torchwhere::begin, METH_VARARGS, nullptr},
+    {"pause", torchwhere::pause, METH_NOARGS, nullptr},
+    {"abandon", torchwhere::abandon, METH_NOARGS, nullptr},
+    {"end", torchwhere::end, METH_NOARGS, nullptr},
+    {"step_aside", torchwhere::step_aside, METH_O, nullptr},
+    {"recorded", torchwhere::recorded, METH_NOARGS, nullptr},
+    {"passed", torchwhere::passed, METH_NOARGS, nullptr},
+    {"recent", torchwhere::recent, METH_NOARGS, nullptr},
+    {"check_frames", torchwhere::check_frames, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "torchwhere_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+bool add(PyObject* module, PyType_Spec* spec) {
+  PyObject* type = PyType_FromSpec(spec);
+  bool is_added = type != nullptr && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type)) == 0;
+  Py_XDECREF(type);
+  return is_added;
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_torchwhere_native() {
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  for (PyType_Spec* spec :
+       {&torchwhere::box_spec,
+        &torchwhere::count_spec,
+        &torchwhere::tape_spec,
+        &torchwhere::buckets_spec,
+        &torchwhere::words_spec,
+        &torchwhere::counts_spec,
+        &torchwhere::calls_spec,
+        &torchwhere::sum_spec,
+        &torchwhere::passes_spec}) {
+    if (!add(module, spec)) {
+      Py_DECREF(module);
+      return nullptr;
+    }
+  }
+  if (PyModule_AddStringConstant(module, "built_for", TORCHWHERE_BUILT_FOR) < 0 ||
+      PyModule_AddIntConstant(module, "LOG_LENGTH", static_cast<long>(torchwhere::LOG_MASK) + 1) < 0) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}
