@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import os, sys, time
+import itertools, os, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=int(os.environ["RANK"]), world_size=4)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-while True:
-    while dist.get_rank() == 2 and os.path.exists("hang"):
+for step in itertools.count():
+    while dist.get_rank() == 2 and step > 2 and os.path.exists("hang"):
         time.sleep(0.05)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
