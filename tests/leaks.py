@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,8 +61,13 @@ def snapshot() -> dict[str, Any]:
 
 def _kernels() -> list[str]:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")]
-    return [name for name in sorted(set(names)) if has(name, "BackendSelect")]
+    return [name for name in _collectives() if has(name, "BackendSelect")]
+
+
+@cache
+def _collectives() -> list[str]:
+    """Once: to go through all the schemas there are takes 10 ms, and every test is looked at twice."""
+    return sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")})
 
 
 def _compile_callbacks() -> tuple[int, int]:
