@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 _AT_ONCE_S = 0.5  # what takes no longer has no bar
+_OFTEN_S = 0.1  # it is drawn anew, as it is told; with no thread, which rich would not wait for
 
 
 @contextlib.contextmanager
@@ -20,17 +21,20 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True)
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     task, begin = progress.add_task(text, total=None), time.monotonic()
-
-    is_over = False
+    is_over, drawn = False, begin
 
     def tell(done: int, total: int) -> None:
+        nonlocal drawn
         if is_over:  # somebody goes on reading, and prints
             return
-        if not progress.live.is_started and done < total and time.monotonic() - begin > _AT_ONCE_S:
+        now = time.monotonic()
+        if not progress.live.is_started and done < total and now - begin > _AT_ONCE_S:
             progress.start()
-        progress.update(task, completed=done, total=total)
+        is_due = progress.live.is_started and now - drawn > _OFTEN_S
+        drawn = now if is_due else drawn
+        progress.update(task, completed=done, total=total, refresh=is_due)
 
     try:
         yield tell
