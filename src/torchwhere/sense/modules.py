@@ -11,6 +11,7 @@ called and nothing else is touched, so no guard depends on us. Its own frame is 
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -64,6 +65,7 @@ class ModuleSense:
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None
+        self._naming = threading.RLock()
         self._root_is_given = False
         self._strangers = Strangers(locator.names)
         self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()  # of each module in this step
@@ -353,12 +355,13 @@ class ModuleSense:
         """A name for a module that belongs to no model known so far."""
         if within != OUTSIDE:
             return self._strangers.inside(module, within, self._locator.text_of(within))
-        root = self._strangers.root_of(module)
-        is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
-        if is_model:
-            self._set_root(root)
-        self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
-        name = self._known_name(module)
+        with self._naming:  # of two models that two threads call first, one is the root
+            root = self._strangers.root_of(module)
+            is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
+            if is_model:
+                self._set_root(root)
+            self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
+            name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
 
 
