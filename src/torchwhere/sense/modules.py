@@ -180,7 +180,7 @@ class ModuleSense:
 
         def retire() -> None:
             nonlocal compiling
-            compiling = _always
+            compiling = native_calls.always
 
         @_torch.stepped_over
         def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
@@ -363,11 +363,6 @@ class ModuleSense:
             self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
             name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
-
-
-@_torch.unseen
-def _always() -> bool:
-    return True
 
 
 def _rehearses() -> bool:

@@ -48,7 +48,7 @@ def make_wrapper(
 
     def retire() -> None:
         nonlocal compiling
-        compiling = _always
+        compiling = always
 
     @_torch.stepped_over
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
@@ -80,5 +80,6 @@ def make_wrapper(
 
 
 @_torch.unseen
-def _always() -> bool:
+def always() -> bool:
+    """What a wrapper that is left behind takes for `is_dynamo_compiling`: it then does nothing."""
     return True

@@ -363,7 +363,8 @@ def sentences(found: Straggler) -> tuple[str, ...]:
     by = f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms." if found.unsure_s else ""
     said = f"{who} {is_are} late by {late}: that costs the job {found.share:.0%} of its time.{by}"
     if found.lacks_cpu:
-        said += f" For {found.queued:.0%} of the time it waited for a CPU: something else runs on those it may use."
+        who = "it" if len(found.ranks) == 1 else f"rank {found.rank}"
+        said += f" For {found.queued:.0%} of the time {who} waited for a CPU: something else runs on those it may use."
     if not found.after or not found.before:
         return (said,)
     one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for one,"
