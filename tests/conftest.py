@@ -6,7 +6,9 @@ import faulthandler
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +24,11 @@ if os.environ.setdefault("TORCHWHERE_NATIVE", "0") == "1":
     from torchwhere.native.build import build
 
     build()
+# What DeepSpeed compiles is kept with the environment. Torch waits for ever for the lock of a build that was killed.
+extensions = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
+for lock in extensions.glob("*/lock"):
+    if time.time() - lock.stat().st_mtime > 300:
+        lock.unlink()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import json
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -30,13 +32,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import torchwhere
+from torchwhere import trial
 from torchwhere.blackbox.phase_sums import PhaseKey, phase_sums
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.errors import TorchwhereError
+from torchwhere.native import first_run
 from torchwhere.native import load as loading
 from torchwhere.native.build import build
+from torchwhere.native.first_run import prepare
 from torchwhere.sense.modules import _PIPELINING
 from torchwhere.sense.tracks import LOG_LENGTH
 
@@ -219,6 +224,147 @@ def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         with torchwhere.watch(nn.Linear(2, 2)):
             pass
     assert list(tmp_path.iterdir()) == []
+
+
+# -- before a job ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = "from torchwhere.native.load import native; print(native() is not None)"
+BUILDS = "torchwhere: builds its native part"
+
+
+def compiler_that(folder: Path, does: str) -> str:
+    """A command that is called like a compiler; `$to` is what it has to make. Each call leaves a line in `calls`."""
+    path = folder / "cxx"
+    lines = ["#!/bin/sh", f"echo called >> {folder}/calls", 'while [ "$1" != -o ]; do shift; done; to=$2', does]
+    path.write_text("\n".join(lines) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def calls(folder: Path) -> int:
+    return len((folder / "calls").read_text().splitlines()) if (folder / "calls").exists() else 0
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache with nothing in it, for this process and those it starts."""
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        patch.setenv(loading.SWITCH, "1")
+        patch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
+        yield tmp_path
+
+
+def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:
+    """Of two ranks one builds, and says so; the other waits; both use it. What a killed build has left is cleared."""
+    script, left, fresh = home / "script.py", home / "torchwhere" / "building-left", home / "torchwhere" / "building-fresh"
+    script.write_text(SCRIPT)
+    left.mkdir(parents=True)
+    fresh.mkdir()
+    os.utime(left, (0, 0))
+    line = [sys.executable, "-m", "torchwhere", "run", "--no-monitor", "--out", str(home / "run"), str(script)]
+    env = os.environ | {"CXX": compiler_that(home, f"sleep 1; cp {library} $to"), "WORLD_SIZE": "2"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    ranks = [subprocess.Popen(line, text=True, env=env | {"RANK": str(n), "LOCAL_RANK": str(n)}, **pipes) for n in range(2)]
+    said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
+    assert [out for out, _ in said] == ["True\n", "True\n"], said
+    assert sum(err.count(BUILDS) for _, err in said) == 1
+    assert calls(home) == 1
+    assert list((home / "torchwhere").glob("building-*")) == [fresh]
+    prepare()
+    assert calls(home) == 1, "what is there is not built again"
+
+
+CRASHES = "int PyInit_torchwhere_native(void) { return *(volatile int *)0; }"
+
+
+def test_a_library_that_crashes_gets_no_name(home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """It takes its trial's process with it, and not the job. It is said, and not tried again before `torchwhere native`."""
+    monkeypatch.setenv("CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to"))
+    for _ in range(2):
+        prepare()
+    path = loading.library()
+    assert not path.exists()
+    assert loading.failure_file(path).read_text() == "the native part was built and crashes in its trial: SIGSEGV\n"
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [text.startswith(BUILDS) for text in said] == [True, False]
+    assert said[1].endswith("not try again by itself: the native part was built and crashes in its trial: SIGSEGV")
+    assert calls(home) == 1
+    assert loading.native() is None
+
+
+def test_what_failed_may_succeed_later(library: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torchwhere native` tries again, and what it builds is used from then on."""
+    prepare()
+    failure = loading.failure_file(loading.library())
+    assert failure.exists()
+    monkeypatch.setenv("CXX", compiler_that(home, f"cp {library} $to"))
+    assert build() == (loading.library(), True)
+    assert not failure.exists()
+
+
+def test_where_it_cannot_be_built_nothing_is_said(home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """No compiler, no folder, a folder that is a file, switched off: a job begins at once, and nothing is tried."""
+    for name, value in (("CXX", "no-such-compiler"), ("XDG_CACHE_HOME", "not/absolute"), (loading.SWITCH, "0")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            prepare()
+            assert loading.native() is None
+    (home / "torchwhere").write_text("")
+    prepare()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert calls(home) == 0
+
+
+def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever builds it and does not come to an end keeps no other job from beginning."""
+    monkeypatch.setattr(first_run, "_PATIENCE_S", 0.3)
+    path = loading.library()
+    path.parent.mkdir()
+    with open(path.with_name(path.name + ".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepare()
+    assert calls(home) == 0
+    monkeypatch.setenv("CXX", compiler_that(home, "exec sleep 60"))
+    prepare()
+    assert loading.failure_file(path).read_text() == "compiling the native part took longer than 0 s\n"
+
+
+Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda trained, events: (trained, events), None),
+        (lambda trained, events: (trained, events[:-1]), "records something else than Python: more, or less"),
+        (
+            lambda trained, events: (trained, [event | {"step": 7} for event in events]),
+            "records something else than Python: ({",
+        ),
+        (lambda trained, events: ([one + 1 for one in trained], events), "changes what is trained"),
+    ],
+)
+def test_its_trial(part: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any, Any], Recorded], why: str | None) -> None:
+    """A small job, watched in both ways: what differs from Python's is told."""
+    real = trial._watched
+
+    def watched(folder: Path, *, is_native: bool) -> Recorded:
+        trained, events = real(folder, is_native=is_native)
+        return spoil(trained, events) if is_native else (trained, events)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "_watched", watched)
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setattr(sys, "excepthook", sys.excepthook)  # torch installs one of its own and leaves it
+        with pytest.raises(TorchwhereError, match=re.escape(why)) if why else contextlib.nullcontext():
+            trial.try_out()
+
+
+def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["native", "--check"]) == 2
+    expected = f"there is no native part to check at {loading.library()}: `torchwhere native` builds it"
+    assert capsys.readouterr().err == f"torchwhere: {expected}\n"
 
 
 # -- its parts, against Python's -------------------------------------------------------------------------------------------

@@ -39,7 +39,9 @@ def begin(
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
     from torchwhere import start  # imports torch, or says that there is none
+    from torchwhere.native.first_run import prepare
 
+    prepare()
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
     is_first = launcher.launch().is_first_of_host

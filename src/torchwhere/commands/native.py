@@ -14,6 +14,7 @@ def add(commands: Any) -> None:
     text = "build the native part, with which watching costs less; every watch then uses it"
     sub = commands.add_parser("native", help=text, description=text)
     sub.add_argument("--anew", action="store_true", help="build it again, although it is there")
+    sub.add_argument("--check", action="store_true", help="build nothing: train a small model with the one that is there")
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
     sub.set_defaults(command=reading(_native))
 
@@ -21,11 +22,18 @@ def add(commands: Any) -> None:
 def _native(arguments: argparse.Namespace) -> int:
     try:
         from torchwhere.native.build import build
+        from torchwhere.native.load import library
+        from torchwhere.trial import try_out
     except ImportError as error:
         raise TorchwhereError(f"the native part is built against torch, which cannot be imported here: {error}") from None
-    path, is_new = build(anew=arguments.anew)
+    if arguments.check:
+        try_out()
+        path, is_new = library(), False
+    else:
+        path, is_new = build(anew=arguments.anew)
     if arguments.json:
         print_json([{"path": str(path), "is_new": is_new}])
     else:  # written as it is: there may be torch here, and nothing else
-        sys.stdout.write(f"{'built' if is_new else 'there already'}: {path}\n")
+        found = "built" if is_new else "does what Python's code does" if arguments.check else "there already"
+        sys.stdout.write(f"{found}: {path}\n")
     return 0

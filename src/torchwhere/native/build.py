@@ -1,7 +1,8 @@
 """Compiles the native part: one call of the system's C++ compiler, with the headers that torch and Python bring along.
 
-Takes about ten seconds. The finished library appears under its name all at once, so that a job that starts meanwhile finds a
-whole one or none. What is missing is said in a sentence (`TorchwhereError`).
+Takes about fifteen seconds. The finished library trains a small model in a process of its own before it gets its name; it gets
+it all at once, so that a job that starts meanwhile finds a whole one or none. What is missing is said in a sentence
+(`TorchwhereError`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 
 from torchwhere.errors import TorchwhereError
-from torchwhere.native.load import SOURCES, built_for, checksum, checksum_file, library, load
+from torchwhere.native.load import BUILDING, FOLDER, SOURCES, built_for, checksum, checksum_file, failure_file, library
 
 # Not asked of torch.utils.cpp_extension: that imports setuptools, which may not be there.
 _TORCH = Path(torch.__file__).parent
@@ -29,26 +31,34 @@ _MOST_SAID = 4  # lines of a compiler's complaint
 _TIMEOUT_S = 600
 
 
-def build(*, anew: bool = False) -> tuple[Path, bool]:
+def build(*, anew: bool = False, timeout_s: float = _TIMEOUT_S) -> tuple[Path, bool]:
     """Where the library is, and whether it was built just now."""
     path = library()
-    if path.exists() and not anew:
+    if os.path.exists(path) and not anew:
         return path, False
-    compiler = _compiler()
-    _check_headers()
+    compiler = check_tools()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
-            made = Path(folder) / path.name
-            _compile(compiler, made)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILDING) as caches:
+            made = Path(caches) / FOLDER / path.name
+            made.parent.mkdir()
+            _compile(compiler, made, timeout_s)
             checksum_file(made).write_text(checksum(made))
-            _try_out(made)
+            _try_out(caches, timeout_s)
             # The checksum first: in between there is an old library that does not fit it, which is refused, or none.
             os.replace(checksum_file(made), checksum_file(path))
             os.replace(made, path)
+        failure_file(path).unlink(missing_ok=True)
     except OSError as error:
         raise TorchwhereError(f"the native part cannot be written to {path.parent}: {error.strerror or error}") from None
     return path, True
+
+
+def check_tools() -> list[str]:
+    """The compiler. What is missing to build with is a `TorchwhereError`."""
+    compiler = _compiler()
+    _check_headers()
+    return compiler
 
 
 def _compiler() -> list[str]:
@@ -72,10 +82,10 @@ def _check_headers() -> None:
         raise TorchwhereError("this torch came without its C++ headers: the native part cannot be built for it")
 
 
-def _compile(compiler: list[str], to: Path) -> None:
+def _compile(compiler: list[str], to: Path, timeout_s: float) -> None:
     said = ""
     for standard in _STANDARDS:
-        done = subprocess.run(_command(compiler, standard, to), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = _run(_command(compiler, standard, to), "compiling the native part", timeout_s)
         if done.returncode == 0:
             return
         said = said or done.stderr
@@ -94,9 +104,19 @@ def _command(compiler: list[str], standard: str, to: Path) -> list[str]:
     ]
 
 
-def _try_out(path: Path) -> None:
-    """It must load before it gets its name."""
+def _try_out(caches: str, timeout_s: float) -> None:
+    """It must have watched a small job before it gets its name, one with no GPU and none of this job's ranks."""
+    env = os.environ | {"XDG_CACHE_HOME": caches, "CUDA_VISIBLE_DEVICES": ""}
+    done = _run([sys.executable, "-m", "torchwhere", "native", "--check"], "its trial", timeout_s, env)
+    if done.returncode < 0:
+        raise TorchwhereError(f"the native part was built and crashes in its trial: {signal.Signals(-done.returncode).name}")
+    if done.returncode:
+        said = done.stderr.strip().splitlines()
+        raise TorchwhereError(f"the native part was built and failed its trial: {said[-1] if said else 'no word why'}")
+
+
+def _run(line: list[str], what: str, timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     try:
-        load(path)
-    except Exception as error:
-        raise TorchwhereError(f"the native part was built and cannot be used: {error}") from None
+        return subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False, env=env)
+    except subprocess.TimeoutExpired:
+        raise TorchwhereError(f"{what} took longer than {timeout_s:.0f} s") from None

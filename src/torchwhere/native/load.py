@@ -19,11 +19,15 @@ from typing import Any
 
 import torch
 
+from torchwhere.errors import TorchwhereError
+
 log = logging.getLogger("torchwhere")
 
 SOURCES = Path(__file__).parent
 SWITCH = "TORCHWHERE_NATIVE"  # 0: never
 NAME = "torchwhere_native"
+FOLDER = "torchwhere"
+BUILDING = "building-"  # begins the name of a folder that a library is built in
 
 _loaded: dict[Path, Any] = {}  # a library that was refused: None
 
@@ -36,8 +40,11 @@ def native() -> Any:
     """The native part, or None where it was not built, is switched off, or is not what it should be (said once)."""
     if os.environ.get(SWITCH) == "0":
         return None
-    path = library()
-    if path not in _loaded and path.exists():
+    try:
+        path = library()
+    except TorchwhereError:
+        return None
+    if path not in _loaded and os.path.exists(path):  # not `path.exists()`, which raises in a home that is somebody else's
         try:
             _loaded[path] = load(path)
         except Exception as error:
@@ -65,8 +72,15 @@ def source_files() -> list[Path]:
 
 def library() -> Path:
     """Where the library is, or would be."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "torchwhere" / f"{NAME}-{built_for()}.so"
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if not os.path.isabs(caches):
+        raise TorchwhereError("there is no home folder to keep the native part in: name another one in XDG_CACHE_HOME")
+    return Path(caches) / FOLDER / f"{NAME}-{built_for()}.so"
+
+
+def failure_file(path: Path) -> Path:
+    """Why it could not be built, if that was tried before a job."""
+    return path.with_name(path.name + ".failed")
 
 
 def checksum_file(path: Path) -> Path:
