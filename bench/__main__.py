@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bench import data_parallel, imports, rounds, table, toolboxes
-from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, TORCHWHERE, UNWATCHED
+from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED, build_native_part
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
 
@@ -29,6 +29,7 @@ def main() -> int:
         return 2
     if arguments.device == "cpu":
         torch.set_num_threads(1)
+    build_native_part()
     wanted = [workload for workload in workloads[arguments.device] if _wanted(workload.key, arguments.only)]
     columns = [_measure(workload, alone=arguments.alone) for workload in wanted]
     if _wanted("import", arguments.only):
@@ -59,7 +60,7 @@ def _wanted(key: str, only: Sequence[str] | None) -> bool:
 
 def _measure(workload: Workload, *, alone: bool) -> Column:
     start = time.monotonic()
-    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, AGAIN) if alone else workload.contenders
+    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, AGAIN) if alone else workload.contenders
     found = column(workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names]))
     print(f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr)
     return found

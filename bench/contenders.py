@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchwhere.errors import TorchwhereError
 from torchwhere.native.load import SWITCH
 
 UNWATCHED = "unwatched"
 AGAIN = "unwatched, again"  # its figures are the noise of the run, and what a peer left behind
 TORCHWHERE = "torchwhere"
 MODULE_EVENTS = "torchwhere, module events"
-NATIVE = "torchwhere, native"
-NATIVE_EVENTS = "torchwhere, native, module events"
+PYTHON = "torchwhere, Python only"  # without the native part, which is what there is where no compiler is
+PYTHON_EVENTS = "torchwhere, Python only, module events"
 MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
 COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
@@ -53,7 +56,7 @@ class _Complaints(logging.Handler):
 
 
 @contextmanager
-def _watched(model: nn.Module | None, *, module_events: bool = False, native: bool = False) -> Iterator[None]:
+def _watched(model: nn.Module | None, *, module_events: bool = False, native: bool = True) -> Iterator[None]:
     import torchwhere
 
     complaints = _Complaints()
@@ -72,20 +75,14 @@ def _watched(model: nn.Module | None, *, module_events: bool = False, native: bo
         raise RuntimeError(complaints.said[0])
 
 
-def _module_events(model: nn.Module | None) -> AbstractContextManager[Any]:
-    return _watched(model, module_events=True)
-
-
-def _native(model: nn.Module | None, *, module_events: bool = False) -> AbstractContextManager[Any]:
-    """Built the first time, which is not timed. Where it cannot be, its cells say why."""
+def build_native_part() -> None:
+    """As `torchwhere run` does before a job. Where it cannot be, torchwhere is Python only, which is said."""
     from torchwhere.native.build import build
 
-    build()
-    return _watched(model, module_events=module_events, native=True)
-
-
-def _native_events(model: nn.Module | None) -> AbstractContextManager[Any]:
-    return _native(model, module_events=True)
+    try:
+        build()
+    except TorchwhereError as error:
+        print(f"bench: torchwhere has no native part here: {error}", file=sys.stderr)
 
 
 def _mod_tracker(_model: nn.Module | None) -> AbstractContextManager[Any]:
@@ -121,9 +118,9 @@ def _profiler(_model: nn.Module | None) -> AbstractContextManager[Any]:
 CONTENDERS = (
     Contender(UNWATCHED, lambda _model: nullcontext()),
     Contender(TORCHWHERE, _watched),
-    Contender(MODULE_EVENTS, _module_events),
-    Contender(NATIVE, _native),
-    Contender(NATIVE_EVENTS, _native_events),
+    Contender(MODULE_EVENTS, partial(_watched, module_events=True)),
+    Contender(PYTHON, partial(_watched, native=False)),
+    Contender(PYTHON_EVENTS, partial(_watched, native=False, module_events=True)),
     Contender(MOD_TRACKER, _mod_tracker),
     Contender(COMM_DEBUG, _comm_debug),
     Contender(COMM_DEBUG_ANEW, _comm_debug, anew_each_step=True),

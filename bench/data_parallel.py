@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.contenders import AGAIN, COMM_DEBUG_ANEW, MOD_TRACKER, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, TORCHWHERE, UNWATCHED
+from bench.contenders import AGAIN, COMM_DEBUG_ANEW, MOD_TRACKER, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED
 from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
@@ -81,7 +81,7 @@ CPU = (
         *("buckets", "DDP bucket, us each", _buckets),
         steps=50,
         units=BUCKETS,
-        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, NATIVE, NATIVE_EVENTS, MOD_TRACKER, COMM_DEBUG_ANEW, AGAIN),
+        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, MOD_TRACKER, COMM_DEBUG_ANEW, AGAIN),
         clock=time.thread_time,
         forks=False,  # gloo has threads
         budget_s=20,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.contenders import MOD_TRACKER, MODULE_EVENTS, NATIVE, TORCHWHERE, UNWATCHED
+from bench.contenders import MOD_TRACKER, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED
 from bench.rounds import Times
 from bench.workloads import Workload
 
@@ -117,14 +117,17 @@ class Target:
 
 TARGETS = (
     Target("modules", "at most 3 us a module call"),
+    Target("modules", "the same, Python only", PYTHON),
     Target("modules", "at most 5 us a module call with module events", MODULE_EVENTS),
+    Target("modules", "the same, Python only", PYTHON_EVENTS),
     Target("modules", "at least 25 times less than ModTracker", MOD_TRACKER, as_ratio=True),
     Target("collectives", "at most 20 us a collective"),
     Target("buckets", "at most 20 us a collective (DDP, in backward)"),
-    Target("ddp_batch1", "at most 2 % of a CPU-bound step (DDP), native part", NATIVE),
-    Target("ddp_batch1", "the same without it"),
-    Target("fsdp2_batch1", "at most 2 % of a CPU-bound step (FSDP2), native part", NATIVE),
-    Target("fsdp2_batch1", "the same without it"),
+    Target("buckets", "the same, Python only", PYTHON),
+    Target("ddp_batch1", "at most 2 % of a CPU-bound step (DDP)"),
+    Target("ddp_batch1", "the same, Python only", PYTHON),
+    Target("fsdp2_batch1", "at most 2 % of a CPU-bound step (FSDP2)"),
+    Target("fsdp2_batch1", "the same, Python only", PYTHON),
     Target("ddp_batch8", "at most 1 % of a GPU-bound step (DDP)"),
     Target("fsdp2_batch8", "at most 1 % of a GPU-bound step (FSDP2)"),
     Target("import", "at most 30 ms to import"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.contenders import AGAIN, COMM_DEBUG, MODULE_EVENTS, NATIVE, TORCHWHERE, UNWATCHED
+from bench.contenders import AGAIN, COMM_DEBUG, MODULE_EVENTS, PYTHON, TORCHWHERE, UNWATCHED
 from bench.gpt2 import GPT2, Size
 
 DEPTH = 10  # of the tree of modules
@@ -111,6 +111,6 @@ CPU = (
         *("collectives", "all_reduce, us each", _collectives),
         steps=3,
         units=COLLECTIVES,
-        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, NATIVE, COMM_DEBUG, AGAIN),
+        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, COMM_DEBUG, AGAIN),
     ),
 )

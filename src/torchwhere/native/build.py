@@ -105,8 +105,9 @@ def _command(compiler: list[str], standard: str, to: Path) -> list[str]:
 
 
 def _try_out(caches: str, timeout_s: float) -> None:
-    """It must have watched a small job before it gets its name, one with no GPU and none of this job's ranks."""
-    env = os.environ | {"XDG_CACHE_HOME": caches, "CUDA_VISIBLE_DEVICES": ""}
+    """It must have watched a small job before it gets its name, one with no GPU and torch as it is by itself."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
+    env |= {"XDG_CACHE_HOME": caches, "CUDA_VISIBLE_DEVICES": ""}
     done = _run([sys.executable, "-m", "torchwhere", "native", "--check"], "its trial", timeout_s, env)
     if done.returncode < 0:
         raise TorchwhereError(f"the native part was built and crashes in its trial: {signal.Signals(-done.returncode).name}")
