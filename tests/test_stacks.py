@@ -129,6 +129,24 @@ HELD = {
         "/usr/lib/python3.11/subprocess.py:1209 in communicate",
         f"{TRAIN}:9 in main",
     ],
+    "building a C++ extension": [
+        "/usr/lib/python3.11/subprocess.py:1209 in communicate",
+        f"{LIB}/torch/utils/cpp_extension.py:2640 in _run_ninja_build",
+        f"{LIB}/torch/utils/cpp_extension.py:1818 in load",
+        f"{TRAIN}:9 in main",
+    ],
+    "waiting for another process to build a C++ extension, or for the file `lock` that a killed one left beside it": [
+        f"{LIB}/torch/utils/file_baton.py:59 in wait",
+        f"{LIB}/torch/utils/cpp_extension.py:2400 in _jit_compile",
+        f"{LIB}/torch/utils/cpp_extension.py:1818 in load",
+        f"{LIB}/deepspeed/ops/op_builder/builder.py:580 in jit_load",
+        f"{TRAIN}:9 in main",
+    ],
+    "waiting for the lock on a file": [
+        f"{LIB}/filelock/_api.py:344 in acquire",
+        f"{LIB}/datasets/builder.py:9 in download_and_prepare",
+        f"{TRAIN}:9 in main",
+    ],
     "in new_group, which takes all ranks of the group": [
         f"{C10D}:2169 in _new_process_group_helper",
         f"{C10D}:5863 in new_group",
@@ -164,11 +182,12 @@ def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
 
 
 def test_the_files_are_there() -> None:
-    """The files of torch by which a compilation is told are those of this torch."""
+    """The files of torch by which a compilation, or a build, is told are those of this torch."""
     home = Path(torch.__file__).parent
     dynamo = ("convert_frame", "symbolic_convert", "output_graph", "eval_frame")
     inductor = ("compile_fx", "graph", "scheduler", "lowering", "codecache", "async_compile", "select_algorithm")
     files = [*(home / f"_dynamo/{name}.py" for name in dynamo), *(home / f"_inductor/{name}.py" for name in inductor)]
+    files += [home / "utils/file_baton.py", home / "utils/cpp_extension.py"]
     assert [path.name for path in files if not path.exists()] == []
 
 

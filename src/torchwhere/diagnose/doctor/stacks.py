@@ -32,8 +32,11 @@ _RUNS_COMPILED = frozenset({"run", "wrapper"})  # of those files, what calls the
 # Functions out of which C++ waits for a collective that it has issued itself, or that was issued before.
 _WAITS = frozenset({"_engine_run_backward", "wait_tensor", "trigger_wait", "wait", "synchronize"})
 _MAKES_GROUPS = frozenset({"init_process_group", "new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"})
-# What a function of Python's own library, called by the user, waits for: a part of its file, and in words.
+_BATON = "/torch/utils/file_baton.py"  # waits until a file is gone, however long its writer has been dead
+# What a function of a library, called by the user, waits for: a part of its file, and in words.
 _HOLDS = (
+    ("/torch/utils/cpp_extension.py", "building a C++ extension"),
+    ("/filelock/", "waiting for the lock on a file"),
     ("/multiprocessing/", "waiting for another process"),
     ("/concurrent/futures/", "waiting for a pool of threads or processes"),
     ("/subprocess.py", "waiting for a program it started"),
@@ -153,6 +156,8 @@ def _called(stack: tuple[str, ...]) -> str | None:
         return "importing a module"
     if any(_COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every):
         return "in compilation"
+    if any(_BATON in frame.where for frame in own):
+        return "waiting for another process to build a C++ extension, or for the file `lock` that a killed one left beside it"
     for frame in reversed(own):  # the outermost is what the user called
         for part, words in _HOLDS:
             if part in frame.where:
