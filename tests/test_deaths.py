@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,57 @@ def test_who_reacts_is_not_blamed() -> None:
     assert found.first([]) == [1]  # nobody is missing: the one that crashed
     assert found.first_of_awaited([0], [2]) == [2]
     assert found.first_of_awaited([0, 1], [2]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("end", "seen", "has_left"),
+    [
+        ("stop", ALIVE, True),
+        ("stop", GONE, False),
+        ("stop", replace(GONE, alive_ns=500_000_000), False),
+        ("stop", replace(GONE, alive_ns=2_000_000_000), True),
+        ("stop", replace(GONE, stack=("train.py:9 in main",), stack_ns=2_000_000_000), True),
+        ("exit 0", ALIVE, False),
+        (None, ALIVE, False),
+    ],
+)
+def test_who_ended_its_watch_has_not_ended(end: str | None, seen: Sighting, has_left: bool) -> None:
+    """A process that was there for more than a second after its watch goes on, or did, unseen."""
+    assert deaths(rank_of(0, end=end), rank_of(1), seen={0: seen}).has_left(0) is has_left
+
+
+LEAVING = """
+import sys, time, torch, torch.distributed as dist, torchwhere
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+with torchwhere.watch(out=f"{folder}/run"):
+    for _ in range(3):
+        dist.all_reduce(torch.ones(2))
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+print("left", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_is_no_longer_watched(tmp_path: Path) -> None:
+    """One that left its watch while the others wait is missing, alive, and not dead; the same when all are gone."""
+    line = [sys.executable, "-c", LEAVING]
+    ranks = [subprocess.Popen([*line, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    try:
+        assert ranks[1].stdout is not None
+        assert ranks[1].stdout.readline() == "left\n"
+        time.sleep(1.5)
+        while (verdict := consult(tmp_path / "run", stall_s=1.0)).kind == "healthy":
+            time.sleep(0.2)
+    finally:
+        for process in ranks:
+            with process:
+                process.kill()
+    for said in (verdict, consult(tmp_path / "run", stall_s=1.0)):
+        assert (said.kind, said.culprits) == ("missing", (1,))
+        assert "Rank 1 has not, while it was watched, issued all_reduce" in said.explanation[0]
+        assert "its watch has ended, its process has not" in str(said.ranks[1].detail)
 
 
 @pytest.mark.parametrize(("now_ns", "blamed"), [(None, []), (9_000_000_000, [2])])

@@ -180,6 +180,8 @@ def on_missing(case: Case, blamed: list[int], wait: Wait) -> tuple[str, ...]:
         came = f"{ranks_said(blamed).capitalize()} came to {_awaited_said(case, wait)}, and cannot go on there."
         return (came, *_waiting(case, wait), *_held_said(case, blamed), *_branch(case, blamed, wait))
     never = "never" if any(case.hearing.hears(rank) for rank in blamed) else "may never have"
+    if all(rank in case.hearing.testimonies and case.deaths.has_left(rank) for rank in blamed):
+        never = "has not, while it was watched," if len(blamed) == 1 else "have not, while they were watched,"
     said = [f"{ranks_said(blamed).capitalize()} {never} issued {_awaited_said(case, wait)}.", *_waiting(case, wait)]
     for rank in blamed[:4]:
         if not case.hearing.hears(rank):

@@ -125,6 +125,8 @@ class Case:
     def detail(self, rank: int) -> str | None:
         """How it ended, or what holds it."""
         testimony, state = self.hearing.testimonies[rank], self.state(rank)
+        if self.deaths.has_left(rank) and not self.have_finished:
+            return "its watch has ended, its process has not: what it does since is not recorded"
         if state is State.DEAD or (testimony.end is not None and not self.deaths.was_ended_by_hand(rank)):
             return self.deaths.how(rank)
         if state is State.STOPPED:

@@ -32,6 +32,7 @@ _OF_RANKS = re.compile(r"Exception ranks:dict_keys\(\[([\d, ]+)\]\)|^Traceback .
 _OUT_OF_MEMORY = re.compile(
     r"\bMemoryError\b|OutOfMemoryError|\bout of memory\b|can't allocate memory|cannot allocate memory", re.IGNORECASE
 )
+_LEFT = "stop"  # the reason that a watch ended for which the process goes on
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _NO_WORD = "without a word: killed by a signal, by the system for want of memory, ended by os._exit, or crashed in C"
 _UNSEEN = Sighting()
@@ -63,6 +64,14 @@ class Deaths:
     def is_dead(self, rank: int) -> bool:
         """Whether a rank has failed, was killed for want of memory, or went without a word while the others went on."""
         return self.has_failed(rank) or self._sighting(rank).out_of_memory is not None or self._is_gone_first(rank)
+
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank ended its watch, and went on: what it does since is not recorded."""
+        end, sighting = self.hearing.testimonies[rank].end, self._sighting(rank)
+        if end is None or end.fields.get("reason") != _LEFT:
+            return False
+        seen_ns = max(sighting.alive_ns or 0, sighting.stack_ns or 0)
+        return sighting.alive is True or seen_ns - end.t_ns > _SAME_DEATH_NS
 
     @property
     def were_killed_together(self) -> bool:
@@ -237,7 +246,7 @@ class Deaths:
 
 
 def ended_well(end: Event) -> bool:
-    return str(end.fields.get("reason")) in ("stop", "exit", "exit 0")
+    return str(end.fields.get("reason")) in (_LEFT, "exit", "exit 0")
 
 
 def last_exception(testimony: Testimony) -> str | None:

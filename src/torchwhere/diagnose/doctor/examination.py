@@ -144,7 +144,7 @@ class _Examination:
     def _dead(self) -> Verdict | None:
         case, deaths = self.case, self.case.deaths
         ended = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
-        dead = [rank for rank in ended if not deaths.died_of_the_end(rank)]
+        dead = [rank for rank in ended if not deaths.died_of_the_end(rank) and not deaths.has_left(rank)]
         certainty = Certainty.EXACT
         if dead:
             blamed = deaths.first_of_awaited(dead, case.ill_heard)
@@ -213,6 +213,8 @@ class _Examination:
         blamed = [rank for rank in blamed if rank not in case.hearing.testimonies or waits_in(case, rank) is None]
         if wait is None or not blamed or not case.is_stalled(wait, self.stall_s) or self._is_habit(wait):
             return None
+        if any(rank in case.hearing.testimonies and case.deaths.has_left(rank) for rank in blamed):
+            certainty = Certainty.INFERRED
         if not case.is_live or wait.unheard or (case.is_over and (case.waited_s(wait) or 0.0) < self.stall_s):
             certainty = Certainty.INFERRED
         habits = Habits(case.hearing, ranks=len(blamed))
