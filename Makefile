@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .PHONY: demo test test-all test-native check format bench docs clean
 
@@ -62,6 +63,8 @@ $(VENV)/ready: pyproject.toml
 # What the suite needs on top: the tools, and the real libraries that torchwhere is tried with.
 $(VENV)/tested: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[test,check,peers]"
+	@echo "DeepSpeed compiles a part of itself, once: about half a minute"
+	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" >/dev/null 2>&1 || true
 	touch $@
 
 # What builds the site; torch is not needed for it.

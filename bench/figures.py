@@ -94,11 +94,11 @@ def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) 
 
 
 def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | None:
-    """How the medians compare; None where torchwhere's own cost drowns in the noise."""
+    """How the medians compare, at least: where torchwhere's own cost drowns in the noise, it is taken to be the noise."""
     own = Figure(TORCHWHERE, tuple(by_torchwhere))
-    if not added or own.median is None or own.median <= own.spread:
+    if not added or own.median is None or own.median <= 0:
         return None
-    return statistics.median(added) / own.median
+    return statistics.median(added) / max(own.median, own.spread)
 
 
 @dataclass(frozen=True, slots=True)
