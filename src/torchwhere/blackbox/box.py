@@ -67,6 +67,7 @@ class Box(Shown):
     _threads: dict[str, str] | None = None
     _lost_texts: set[int] = field(default_factory=set)
     _groups: dict[str, dict[str, Any]] | None = None
+    _tally_words: list[list[int]] | None = None
 
     @property
     def rank(self) -> int:
@@ -298,12 +299,13 @@ class Box(Shown):
 
     def tally_words(self) -> list[list[int]]:
         """The tallies that are used, four words each; `phase_sums.py` knows those of phases."""
-        geometry = self.geometry
-        if geometry is None:
-            return []
-        words = _rows(self._head, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
-        found: list[list[int]] = words[words[:, 0] != 0].tolist()
-        return found
+        if self._tally_words is None:
+            geometry = self.geometry
+            if geometry is None:
+                return []
+            words = _rows(self._head, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
+            self._tally_words = words[words[:, 0] != 0].tolist()
+        return self._tally_words
 
 
 def _section(path: Path, at: int, length: int) -> bytes:

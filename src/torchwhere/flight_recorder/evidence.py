@@ -65,9 +65,9 @@ def find_dumps(boxes: Mapping[int, Labelled], folder: Path) -> dict[int, Path]:
     """The dumps of this job, by rank: where its processes write them, or beside the boxes; none that is older than the job."""
     began_ns = min((ns for box in boxes.values() if isinstance(ns := box.meta.get("started_ns"), int)), default=0)
     found: dict[int, Path] = {}
-    for path in _plain_files(folder):
-        if (match := _BESIDE.fullmatch(path.name)) is not None:
-            found[int(match[1])] = path
+    for name in _names(folder):
+        if (match := _BESIDE.fullmatch(name)) is not None and (folder / name).is_file():
+            found[int(match[1])] = folder / name
     for rank, box in boxes.items():
         prefix = _setting(box, "dump")
         if prefix is not None:
@@ -75,9 +75,9 @@ def find_dumps(boxes: Mapping[int, Labelled], folder: Path) -> dict[int, Path]:
     return {rank: path for rank, path in found.items() if rank in boxes and _written_ns(path) >= began_ns - _SAME_MOMENT_NS}
 
 
-def _plain_files(folder: Path) -> list[Path]:
+def _names(folder: Path) -> list[str]:
     try:
-        return [Path(entry.path) for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith(".")]
+        return [name for name in os.listdir(folder) if not name.startswith(".")]
     except OSError:
         return []
 

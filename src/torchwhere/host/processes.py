@@ -8,12 +8,13 @@ by its cgroup: the kernel's count of such kills went up since the process began,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,22 +50,39 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
     found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
+    notes = _Notes()
     seen = {
-        rank: _sighting(box, found.get(rank, ()), counts, now_ns) if rank in here else _unseen(box)
+        rank: _sighting(box, found.get(rank, ()), counts, notes, now_ns) if rank in here else _unseen(box, notes)
         for rank, box in boxes.items()
     }
     return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
 
 
-def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None], now_ns: int) -> Sighting:
+class _Notes:
+    """What ranks have written beside their boxes. Most have written nothing: their folder is listed once, instead of asking for
+    two files of each."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, frozenset[str]] = {}  # by folder
+
+    def of(self, box: Labelled, name_of: Callable[[Path], Path]) -> str:
+        folder, _ = os.path.split(box.path)
+        if folder not in self._names:
+            with contextlib.suppress(OSError):
+                self._names[folder] = frozenset(name for name in os.listdir(folder or ".") if not name.endswith(".box"))
+        path = name_of(box.path) if self._names.get(folder) else None
+        return _read(path) if path is not None and path.name in self._names[folder] else ""
+
+
+def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None], notes: _Notes, now_ns: int) -> Sighting:
     state = _state(box)
     alive = state not in (None, "Z", "X")
     counter = box.meta.get("oom_counter")
     if isinstance(counter, str) and counter not in counts:
         counts[counter] = oom_kills(counter)
     kills = counts.get(counter) if isinstance(counter, str) else None
-    ended, crashed_at = _last_words(box) if state in (None, "Z") else (None, ())
-    rested_at, rested_ns = _rest(box) if state in (None, "Z") and ended is None else ((), None)
+    ended, crashed_at = _last_words(box, notes) if state in (None, "Z") else (None, ())
+    rested_at, rested_ns = _rest(box, notes) if state in (None, "Z") and ended is None else ((), None)
     return Sighting(
         alive=alive,
         state=state,
@@ -122,9 +140,9 @@ def _state(box: Labelled) -> str | None:
     return stat[0] if started is None or int(stat[19]) == started else None
 
 
-def _last_words(box: Labelled) -> tuple[str | None, tuple[str, ...]]:
+def _last_words(box: Labelled, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:
     """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the stack of that thread."""
-    text = _read(fault_file(box.path))
+    text = notes.of(box, fault_file)
     crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
     if crash is None:
         return None, ()
@@ -132,17 +150,17 @@ def _last_words(box: Labelled) -> tuple[str | None, tuple[str, ...]]:
     return crash[1], _shown(_frames(current[1])) if current is not None else ()
 
 
-def _rest(box: Labelled) -> tuple[tuple[str, ...], int | None]:
+def _rest(box: Labelled, notes: _Notes) -> tuple[tuple[str, ...], int | None]:
     """Where a process stood when it last came to rest, by its own words, and when that was; nothing if it has moved since."""
-    first, _, text = _read(rest_file(box.path)).partition("\n")
+    first, _, text = notes.of(box, rest_file).partition("\n")
     moment = first.removeprefix(REST_MARK)
     is_last = moment.isdecimal() and int(moment) > box.last_ns > 0  # of a box that is gone it is not known when it last moved
     return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
 
 
-def _unseen(box: Labelled) -> Sighting:
+def _unseen(box: Labelled, notes: _Notes) -> Sighting:
     """A process of another host: all there is are its own words."""
-    rested_at, rested_ns = _rest(box)
+    rested_at, rested_ns = _rest(box, notes)
     return Sighting(stack=rested_at, stack_ns=rested_ns) if rested_at else _UNSEEN
 
 

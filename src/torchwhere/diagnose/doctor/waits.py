@@ -179,10 +179,12 @@ def is_of_all(testimony: Testimony, key: StreamKey, number: int) -> bool:
 
 def has_lost_its_newest(testimony: Testimony) -> bool:
     """Whether a rank has counted calls after the last one that can be read: its box was cut, or damaged."""
-    calls, has_wrapped = testimony.calls, testimony.label.counts.overwritten > 0
-    return any(
-        calls[key].last + 1 < count if key in calls else not has_wrapped for key, count in testimony.counts.items() if count
-    )
+    has_wrapped = testimony.label.counts.overwritten > 0
+    for key, count in testimony.counts.items():  # of all ranks, several times: no generator
+        calls = testimony.calls.get(key)
+        if count and (not has_wrapped if calls is None else calls.first + len(calls) < count):
+            return True
+    return False
 
 
 def awaited(found: dict[int, Wait]) -> list[int]:

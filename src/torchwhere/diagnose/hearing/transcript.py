@@ -136,12 +136,13 @@ class Clerk:
         found = self._sorter.sort(records["more"], classes, keys)
         counts = known.counts(box, groups)
         said, base = _said(box, found)
+        own_label = label(box)
         statement = Statement(
-            label=label(box),
+            label=own_label,
             parts=_parts(found, counts, at, _single(keys, own_pairs)),
             last=found.last,
             records=int(records["number"][-1]) + 1 if len(records) else 0,
-            unnamed=_unnamed(box) if box.lacks_counts else None,
+            unnamed=_unnamed(box) if own_label.lacks_counts else None,
             pairs_at=len(pairs),
             **base,
             **_besides(box),
@@ -196,7 +197,8 @@ def _besides(box: Box) -> dict[str, Any]:
     cursors = box.cursors()
     main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
     cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
-    steps_per_s, last_step = _pace(box) if kinds[Kind.STEP_BEGIN] else (None, None)
+    begins = np.flatnonzero(box.records["kind"] == int(Kind.STEP_BEGIN)) if kinds[Kind.STEP_BEGIN] else None
+    steps_per_s, last_step = _pace(box, begins) if begins is not None else (None, None)
     return {
         "end": _last_of(box, Kind.END)[-1] if kinds[Kind.END] else None,
         "exceptions": _last_of(box, Kind.EXCEPTION) if kinds[Kind.EXCEPTION] else (),
@@ -207,7 +209,7 @@ def _besides(box: Box) -> dict[str, Any]:
         "last_line": _last_line(box),
         "steps_per_s": steps_per_s,
         "last_step": last_step,
-        "steppers": _steppers(box) if kinds[Kind.STEP_BEGIN] else (),
+        "steppers": _steppers(box, begins) if begins is not None else (),
     }
 
 
@@ -256,14 +258,13 @@ def _last_line(box: Box) -> str | None:
     return box.name(int(known[-1])) if len(known) else None
 
 
-def _steppers(box: Box) -> tuple[str, ...]:
-    threads = box.records["thread"][box.records["kind"] == int(Kind.STEP_BEGIN)]
-    return tuple(sorted(str(box.thread(int(number))) for number in np.unique(threads)))
+def _steppers(box: Box, begins: npt.NDArray[np.int64]) -> tuple[str, ...]:
+    threads = set(box.records["thread"][begins].tolist())
+    return tuple(sorted(str(box.thread(number)) for number in threads))
 
 
-def _pace(box: Box) -> tuple[float | None, int]:
+def _pace(box: Box, begins: npt.NDArray[np.int64]) -> tuple[float | None, int]:
     """Steps a second, lately, and the last step."""
-    records = box.records
-    begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))[-_STEPS:]
+    records, begins = box.records, begins[-_STEPS:]
     lasted = int(records["t_ns"][begins[-1]]) - int(records["t_ns"][begins[0]])
     return (len(begins) - 1) * 1e9 / lasted if len(begins) > 1 and lasted > 0 else None, int(records["step"][begins[-1]])

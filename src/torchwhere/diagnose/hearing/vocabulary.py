@@ -78,9 +78,10 @@ class Vocabulary:
         return found
 
     def _group(self, text: str) -> Group | None:
-        if text not in self._parsed:
-            self._parsed[text] = group_of(text)
-        return self._parsed[text]
+        try:
+            return self._parsed[text]
+        except KeyError:
+            return self._parsed.setdefault(text, group_of(text))
 
     def _number_of_group(self, text: str) -> int:
         """By its text: the hash of a text is kept with it, that of a group of thousands is not."""
