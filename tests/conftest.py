@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -48,6 +49,17 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     left = leaks.differences(before, leaks.snapshot())
     assert not left or request.node.get_closest_marker("checks_itself"), f"left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The native part, as `torchwhere native` builds it, in a cache of its own."""
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
+    line = [sys.executable, "-m", "torchwhere", "native"]
+    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("built: ")
+    return Path(done.stdout.removeprefix("built: ").strip())
 
 
 @pytest.fixture(scope="session")

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import surroundings
 import torchwhere
 from torchwhere.monitor.monitor import Monitor
+from torchwhere.native.load import SWITCH, native
 
 WORLD = 4
 FAULTY_STEP = 3
@@ -90,6 +91,7 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
     torch.manual_seed(0)
+    assert (native() is not None) == (os.environ.get(SWITCH) == "1")
     with torchwhere.watch(out=f"{folder}/run"):
         FAULTS[name][0](victim)
 

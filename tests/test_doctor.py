@@ -25,6 +25,7 @@ from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.errors import TorchwhereError
 from torchwhere.host import py_spy
+from torchwhere.native.load import SWITCH
 from torchwhere.recollection import DOCTOR, MONITOR
 
 AT_ONCE = 4
@@ -37,15 +38,16 @@ VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
 class Nursery:
     """A process that has imported everything and forks a job's ranks: torch is imported once for all jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, library: Path | None = None) -> None:
         self.lock = threading.Lock()
+        native = {"XDG_CACHE_HOME": str(library.parent.parent), SWITCH: "1"} if library is not None else {}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import faulty_jobs; faulty_jobs.serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parent,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | native,
         )
 
     def start(self, name: str, victim: int, folder: Path) -> list[int]:
@@ -159,9 +161,9 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Future[Outcome]]:
-    """All jobs, a few at a time: most of their time they do nothing but hang."""
-    nursery, folder = Nursery(), tmp_path_factory.mktemp("jobs")
+def outcomes(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Future[Outcome]]:
+    """All jobs, a few at a time: most of their time they do nothing but hang. Watched as `torchwhere run` would, natively."""
+    nursery, folder = Nursery(library), tmp_path_factory.mktemp("jobs")
     jobs = [(name, victim) for name in FAULTS for victim in VICTIMS]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         done = {job: pool.submit(examine, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs}

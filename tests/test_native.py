@@ -1,6 +1,6 @@
 """The native part: built for real into a cache of its own, and compared with the Python code that it stands in for.
 
-`library` builds it once for all tests of this file. `watched(job, native=...)` gives what the same job records in either way.
+`library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job records in either way.
 """
 
 from __future__ import annotations
@@ -46,24 +46,6 @@ from torchwhere.sense.modules import _PIPELINING
 from torchwhere.sense.tracks import LOG_LENGTH
 
 PATIENCE_S = 120
-
-
-@pytest.fixture(scope="module", autouse=True)
-def building(tmp_path_factory: pytest.TempPathFactory) -> Iterator[subprocess.Popen[str]]:
-    """`torchwhere native`, in a process of its own. It takes a while: the first tests do without the library."""
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    line = [sys.executable, "-m", "torchwhere", "native"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
-def library(building: subprocess.Popen[str]) -> Path:
-    """The library, built into a cache of its own."""
-    out, err = building.communicate(timeout=PATIENCE_S)
-    assert building.returncode == 0, err
-    assert out.startswith("built: ")
-    return Path(out.removeprefix("built: ").strip())
 
 
 @pytest.fixture
