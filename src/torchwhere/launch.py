@@ -41,10 +41,10 @@ def begin(
     from torchwhere import start  # imports torch, or says that there is none
     from torchwhere.native.first_run import prepare
 
-    prepare()
+    is_first = launcher.launch().is_first_of_host
+    prepare(is_first_of_host=is_first)
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
-    is_first = launcher.launch().is_first_of_host
     if monitor is not None and is_first and Path(out).is_dir():  # else there is nothing to watch, and that was said
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
