@@ -51,15 +51,27 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not left or request.node.get_closest_marker("checks_itself"), f"left behind: {left}"
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The native part, as `torchwhere native` builds it, in a cache of its own."""
+@pytest.fixture(scope="session", autouse=True)
+def building(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[subprocess.Popen[str] | None]:
+    """`torchwhere native`, if a test needs what it builds. It takes a while: it is begun before the first test."""
+    if not any("library" in getattr(item, "fixturenames", ()) for item in request.session.items):
+        yield None
+        return
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     line = [sys.executable, "-m", "torchwhere", "native"]
-    done = subprocess.run(line, capture_output=True, text=True, env=env, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("built: ")
-    return Path(done.stdout.removeprefix("built: ").strip())
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        yield process
+
+
+@pytest.fixture(scope="session")
+def library(building: subprocess.Popen[str]) -> Path:
+    """The native part, in a cache of its own."""
+    out, err = building.communicate(timeout=300)
+    assert building.returncode == 0, err
+    assert out.startswith("built: ")
+    return Path(out.removeprefix("built: ").strip())
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -429,49 +430,64 @@ JOB = """
 """
 
 
-@pytest.mark.parametrize(
-    ("ending", "code", "reason"),
-    [
-        ("", 0, "exit"),
-        ("sys.exit(3)", 3, "exit"),
-        ("raise ValueError('last words')", 1, "exception: ValueError: last words"),
-    ],
-)
-def test_interpreter_shutdown(tmp_path: Path, ending: str, code: int, reason: str) -> None:
+ENDINGS = {
+    "": (0, "exit"),
+    "sys.exit(3)": (3, "exit"),
+    "raise ValueError('last words')": (1, "exception: ValueError: last words"),
+}
+TROUBLES = {
+    "read-only": "pass",
+    "truncated": "import os; os.truncate(sys.argv[1] + '/rank0.box', 0)",
+    "deleted": "import shutil; shutil.rmtree(sys.argv[1])",
+    "not a folder": "pass",
+}
+Ended = tuple[Path, subprocess.Popen[str]]
+
+
+def _ending(how: str) -> str:
+    return textwrap.dedent(JOB) + f"\ntorchwhere.start(model, out=sys.argv[1])\ntrain()\n{how}\n"
+
+
+def _troubled(during: str) -> str:
+    watched = "with torchwhere.watch(model, out=sys.argv[1], module_events=True):"
+    return textwrap.dedent(JOB) + f"\n{watched}\n    train()\n    {during}\n    train(50)\nprint('done')\n"
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
+    """A process for each ending and each trouble, with its folder. All are begun at once: most of it is to import torch."""
+    programs = {how: _ending(how) for how in ENDINGS} | {trouble: _troubled(during) for trouble, during in TROUBLES.items()}
+    started: dict[str, Ended] = {}
+    for name, program in programs.items():
+        folder = Path("/proc/torchwhere-run") if name == "read-only" else tmp_path_factory.mktemp("ended") / "run"
+        if name == "not a folder":
+            folder.write_text("a file")
+        line = [sys.executable, "-c", program, str(folder)]
+        started[name] = folder, subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    yield started
+    for _, job in started.values():
+        with job:
+            job.kill()
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
     """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason is in the box."""
-    program = textwrap.dedent(JOB) + f"\ntorchwhere.start(model, out=sys.argv[1])\ntrain()\n{ending}\n"
-    done = run_python(program, tmp_path)
-    assert done.returncode == code, done.stderr
-    *_, end = torchwhere.read_run(tmp_path).events()
+    (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == code, err
+    *_, end = torchwhere.read_run(folder).events()
     assert (end.kind, end.fields["reason"]) == ("end", reason)
 
 
-@pytest.mark.parametrize("trouble", ["read-only", "truncated", "deleted", "not a folder"])
-def test_trouble_with_the_folder(tmp_path: Path, trouble: str) -> None:
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_trouble_with_the_folder(ended: dict[str, Ended], trouble: str) -> None:
     """Whatever happens to the folder, the job goes on with one warning."""
-    folder = tmp_path / "run"
-    if trouble == "not a folder":
-        folder.write_text("a file")
-    if trouble == "read-only":
-        folder = Path("/proc/torchwhere-run")
-    during = {
-        "truncated": "import os; os.truncate(sys.argv[1] + '/rank0.box', 0)",
-        "deleted": "import shutil; shutil.rmtree(sys.argv[1])",
-    }.get(trouble, "")
-    program = (
-        textwrap.dedent(JOB)
-        + f"""
-with torchwhere.watch(model, out=sys.argv[1], module_events=True):
-    train()
-    {during or "pass"}
-    train(50)
-print("done")
-"""
-    )
-    done = run_python(program, folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
-    assert done.stderr.count("torchwhere:") == 1, done.stderr
+    _, job = ended[trouble]
+    out, err = job.communicate(timeout=120)
+    assert job.returncode == 0, err
+    assert out == "done\n"
+    assert err.count("torchwhere:") == 1, err
 
 
 def test_place_as_text_and_json() -> None:
