@@ -1,6 +1,6 @@
 """Builds the native part before a job begins, the first time on a machine: what `torchwhere run` does by itself.
 
-Before a job and never beside one: a compiler takes a core and a gigabyte of memory, for which a running job has other uses. One
+Before a job and never beside one: a compiler takes a core and 0.9 GB of memory, for which a running job has other uses. One
 process builds, on a host and on all hosts that share a cache; the others wait for it. What failed is written down and not tried
 again by itself. Nothing that goes wrong here reaches the job: it then runs without the native part.
 """
