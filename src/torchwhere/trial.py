@@ -43,8 +43,18 @@ def try_out() -> None:
     if _has_gloo() and not part.recorded():
         raise TorchwhereError("the native part does not see DDP's reductions")
     if by_python != by_native:
-        first = next((pair for pair in zip(by_python, by_native, strict=False) if pair[0] != pair[1]), None)
-        raise TorchwhereError(f"the native part records something else than Python: {first or 'more, or less'}")
+        raise TorchwhereError(f"the native part records something else than Python: {_first_difference(by_python, by_native)}")
+
+
+def _first_difference(by_python: list[dict[str, Any]], by_native: list[dict[str, Any]]) -> str:
+    """What differs in the first event that does, and which that is."""
+    for expected, found in zip(by_python, by_native, strict=False):
+        if expected != found:
+            differs = {
+                key: (expected.get(key), found.get(key)) for key in expected | found if expected.get(key) != found.get(key)
+            }
+            return f"({differs}, {expected['kind']})"
+    return "more, or less"
 
 
 def _watched(folder: Path, *, is_native: bool) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:

@@ -113,7 +113,8 @@ def _try_out(caches: str, timeout_s: float) -> None:
         raise TorchwhereError(f"the native part was built and crashes in its trial: {signal.Signals(-done.returncode).name}")
     if done.returncode:
         said = done.stderr.strip().splitlines()
-        raise TorchwhereError(f"the native part was built and failed its trial: {said[-1] if said else 'no word why'}")
+        why = said[-1].removeprefix("torchwhere: ") if said else "no word why"
+        raise TorchwhereError(f"the native part was built and failed its trial: {why}")
 
 
 def _run(line: list[str], what: str, timeout_s: float, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
