@@ -65,7 +65,9 @@ def _build_alone(path: Path, *, is_first_of_host: bool) -> None:
             build(timeout_s=_PATIENCE_S)
         except TorchwhereError as error:
             failure_file(path).write_text(f"{error}\n")
-            log.warning("torchwhere: goes on without, and does not try again by itself: %s", error)
+            log.warning(
+                "torchwhere: goes on without. `torchwhere native` tries again, a run does not try again by itself: %s", error
+            )
 
 
 def _wait(path: Path, lock: int, *, is_first_of_host: bool) -> None:
