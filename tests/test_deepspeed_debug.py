@@ -18,6 +18,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchwhere
@@ -147,6 +149,15 @@ def test_ddp_leaves_no_prefix(one_rank: None) -> None:
     assert debug.debug_module2name_class(wrapped) == "name= DistributedDataParallel"
     debug.debug_extract_module_and_param_names(wrapped)
     assert {debug.debug_param2name(param) for param in model.parameters()} == {name for name, _ in model.named_parameters()}
+
+
+def test_a_freed_parameter_is_not_printed(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """FSDP2 frees the whole parameters after a forward: the text says so, and the process does not crash."""
+    model, mesh = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU()), init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    debug.print_backward_tensors(model(torch.ones(2, 4)).sum())
+    assert "shape: torch.Size([4, 4]), data: freed, grad: None" in capsys.readouterr().out
 
 
 def test_bad_input() -> None:

@@ -63,7 +63,7 @@ def test_names_do_not_keep_a_model_alive() -> None:
     del model
     gc.collect()
     assert table.modules == {}
-    assert table.params == {}
+    assert len(table.params) == 0
 
 
 def test_a_module_that_contains_itself_and_many_aliases() -> None:
@@ -374,7 +374,7 @@ def _fsdp2_and_tp() -> dict[str, Any]:
     return {
         "before": before,
         "in forward": in_forward[0],
-        "old": names[old],
+        "old": names.get(old),
         "new": names[model.layers[0].up.weight],
         "described": torchwhere.describe(model.head.weight),
         "table": str(names),
@@ -393,7 +393,8 @@ def test_fsdp2_and_tensor_parallel(two_ranks: Pool) -> None:
         assert sorted(parallel["placements"]) == ["Shard(0)", "Shard(1)"]
         assert answer["before"]["head.weight"]["unit"] == ""
         assert answer["in forward"] == (["layers.0.up.weight"], plain)
-        assert answer["old"] == answer["new"] == ["layers.0.up.weight"]
+        assert answer["new"] == ["layers.0.up.weight"]
+        assert answer["old"] == []  # it is in no model any more
         assert answer["described"] == (
             "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] of it here, Shard(0) on dp=2, requires grad"
         )

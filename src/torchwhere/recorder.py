@@ -334,7 +334,7 @@ class Recorder:
         return known
 
     def _aim_of_params(self, params: list[torch.Tensor]) -> int:
-        names = [found[0] for param in params if (found := self.locator.names.params.get(id(param)))]
+        names = [found[0] for param in params if (found := self.locator.names.params.of(param))]
         return self.box.intern(Sort.AIM, json.dumps(names)) if names else 0
 
     # -- exceptions --------------------------------------------------------------------------------------------------

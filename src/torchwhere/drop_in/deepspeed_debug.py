@@ -9,6 +9,8 @@ ranks before `init_process_group`. The native forms say more: `torchwhere.names`
 from __future__ import annotations
 
 import io
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,39 +32,59 @@ fh: io.FileIO | None = None  # the file that `log_rank_file` wrote to last
 
 
 class WeakIdNameMap:
-    """Modules or parameters to their names, without keeping them alive."""
+    """Modules or parameters to their names, without keeping them alive.
 
-    def __init__(self, table: NameTable | None = None, names: dict[int, list[str]] | None = None) -> None:
+    A name that you set here yourself puts a weak reference on the thing, as the original does. The names that
+    `debug_extract_module_and_param_names` finds put none on a parameter.
+    """
+
+    def __init__(self, table: NameTable | None = None, *, of_modules: bool = False) -> None:
         self._table = NameTable() if table is None else table
-        self._names = self._table.params if names is None else names
+        self._of_modules = of_modules
+        self._given: dict[int, tuple[weakref.ref[Any], str]] = {}  # by hand, by the id of the thing
 
     def __setitem__(self, thing: object, name: str) -> None:
-        self._names.pop(id(thing), None)
-        self._table.remember(self._names, thing, name)
+        self._given[id(thing)] = weakref.ref(thing, partial(self._discard, id(thing))), name
+
+    def _discard(self, key: int, dead: weakref.ref[Any]) -> None:
+        if key in self._given and self._given[key][0] is dead:
+            del self._given[key]
 
     def __getitem__(self, thing: object) -> str:
-        return self._names[id(thing)][0]
+        if id(thing) in self._given:
+            return self._given[id(thing)][1]
+        found = self._found(thing)
+        if not found:
+            raise KeyError(thing)
+        return found[0]
 
     def __contains__(self, thing: object) -> bool:
-        return id(thing) in self._names
+        return id(thing) in self._given or bool(self._found(thing))
 
     def __len__(self) -> int:
-        return len(self._names)
+        own = sum(1 for ref, _ in list(self._given.values()) if not self._found(ref()))
+        return own + len(self._table.modules if self._of_modules else self._table.params)
+
+    def _found(self, thing: object) -> list[str]:
+        return self._table.modules.get(id(thing), []) if self._of_modules else self._table.params.of(thing)
 
     def clear(self) -> None:
-        self._names.clear()
+        self._given.clear()
+        (self._table.modules if self._of_modules else self._table.params).clear()
         self._table.look_no_further()
 
 
 _table = NameTable()
 _names: naming.Names | None = None  # of the model that was given last
-module_names = WeakIdNameMap(_table, _table.modules)
-param_names = WeakIdNameMap(_table, _table.params)
+module_names = WeakIdNameMap(_table, of_modules=True)
+param_names = WeakIdNameMap(_table)
 
 
 def debug_clear_module_and_param_names() -> None:
     """Forget all names."""
     global _names
+    module_names.clear()
+    param_names.clear()
     _table.clear()
     _names = None
 
@@ -205,7 +227,23 @@ def print_backward_tensors(tensor: torch.Tensor) -> None:
             leaf = node.variable
             names = [debug_param2name(leaf)] if leaf in param_names else names_of(leaf)
             called = f", name: {names[0]}" if names else ""
-            text = f"Tensor - id: {id(leaf)}, shape: {leaf.shape}, data: {leaf}, grad: {leaf.grad}{called}"
+            data = "freed" if _is_freed(leaf) else leaf
+            text = f"Tensor - id: {id(leaf)}, shape: {leaf.shape}, data: {data}, grad: {leaf.grad}{called}"
             _print(f"{node}\n{text}")
         else:
             _print(f"Backward tensors in {node}{made_in(node)}")
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is gone, as of a whole parameter that FSDP2 has resharded: printing it would crash."""
+    if tensor.device.type == "meta" or not _has_storage(tensor):
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().size() == 0
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # some subclasses and layouts have none
+        return False
+    return True

@@ -74,9 +74,10 @@ def _known_names(thing: nn.Module | torch.Tensor, tables: list[NameTable]) -> li
     for known in naming.known():
         if found := known.known_names(thing):
             return found
-    things = (thing, innermost(thing)) if isinstance(thing, nn.Module) else (thing,)
-    ids = [(id(one), table) for table in tables for one in things]
-    return next((names for key, table in ids if (names := table.modules.get(key) or table.params.get(key))), [])
+    if isinstance(thing, torch.Tensor):
+        return next((names for table in tables if (names := table.params.of(thing))), [])
+    tried = [(id(one), table) for table in tables for one in (thing, innermost(thing))]
+    return next((names for key, table in tried if (names := table.modules.get(key) or [])), [])
 
 
 def _may_have_name(thing: nn.Module | torch.Tensor) -> bool:

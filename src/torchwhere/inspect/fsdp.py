@@ -6,13 +6,13 @@ gathered parameters. Whatever is read here is there in torch 2.11 and 2.13.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from torchwhere.inspect.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.inspect.meshes import Meshes, placement_texts
 from torchwhere.inspect.names import wrapped
 from torchwhere.sharding import FLAT, Facts
@@ -42,24 +42,6 @@ def dtypes_text(found: dict[str, Any]) -> Facts:
 
 
 # -- FSDP2 -----------------------------------------------------------------------------------------------------------------
-
-
-def state2(module: nn.Module) -> Any:
-    """The state that `fully_shard` or `replicate` left with a module, or None."""
-    if "torch.distributed.fsdp" not in sys.modules:
-        return None
-    from torch.distributed._composable_state import _get_module_state
-    from torch.distributed.fsdp import FSDPModule
-
-    return _get_module_state(module) if isinstance(module, FSDPModule) else None
-
-
-def groups2(state: Any) -> list[Any]:
-    """The parameter groups of a state: one in torch 2.11, one for each mesh since."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-    return list(groups)
 
 
 def is_replicating(state: Any) -> bool:
@@ -131,11 +113,6 @@ def _padding2(managed: Any) -> int:
 
 
 # -- FSDP1 -----------------------------------------------------------------------------------------------------------------
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    home = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return home is not None and isinstance(module, home.FullyShardedDataParallel)
 
 
 def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slot, Held]:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from torchwhere.collector import nothing_collected
+from torchwhere.inspect.fsdp_states import managed, unit_classes
+from torchwhere.inspect.tensors import Slot, TensorNames
 
 # The class (by name, so that nothing is imported for this) and the attribute that holds the wrapped module.
 _WRAPPERS = {
@@ -30,6 +33,7 @@ _WRAPPERS = {
 }
 WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # what wrappers leave in the names torch itself gives
 _MOST_ALIASES = 8  # a module shared more often than this is not walked into again: names stay linear in modules
+_MOST_UNKNOWN = 4096  # tensors of no known model that are remembered
 
 
 def _wrapped_as(cls: type) -> str | None:
@@ -78,26 +82,34 @@ def walk(root: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 class _Ref(weakref.ref[object]):
-    """A weak reference that knows what it stands for. Made in C: a closure for each took twice the time."""
+    """A weak reference to a module, with the ids of the tensors that the module had at the last walk.
 
-    __slots__ = ("key",)
+    A subclass, and no closure for each module: that took twice the time.
+    """
+
+    __slots__ = ("key", "tensors")
     key: int
+    tensors: list[int]
 
 
 @dataclass(slots=True, eq=False)
 class NameTable:
-    """The names of everything below the roots it was given, from an object's id. Buffers only where `buffers` is a dict."""
+    """The names of everything below the roots it was given. Buffers only where `buffers` is given.
+
+    Modules are found by id, and a weak reference tells when one is gone. Tensors get no reference (see `tensors.py`).
+    """
 
     modules: dict[int, list[str]] = field(default_factory=dict)
-    params: dict[int, list[str]] = field(default_factory=dict)
-    buffers: dict[int, list[str]] | None = None
+    params: TensorNames = field(default_factory=lambda: TensorNames("_parameters"))
+    buffers: TensorNames | None = None
     _alive: dict[int, _Ref] = field(default_factory=dict)
     _roots: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
     _strangers: set[int] = field(default_factory=set)
+    _unknown: dict[int, int] = field(default_factory=dict)  # by the id of a tensor: how often it was asked for in vain
     _on_death: Callable[[weakref.ref[object]], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._on_death = self._forget  # one for all: a bound method for each of 300,000 things takes time and memory
+        self._on_death = self._forget  # one for all: a bound method for each of 300,000 modules takes time and memory
 
     def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
         self._roots.append((prefix, weakref.ref(root)))
@@ -108,71 +120,122 @@ class NameTable:
         self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not root]
         for _, module in walk(root):
             self.modules.pop(id(module), None)
-            for thing in (*module._parameters.values(), *module._buffers.values()):
-                for table in (self.params, self.buffers or {}):
-                    table.pop(id(thing), None)
+            for table, held in self._tables(module):
+                for tensor in held.values():
+                    table.drop(tensor)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The roots that are alive, each with the prefix of its names."""
         return [(prefix, root) for prefix, ref in self._roots if (root := ref()) is not None]
 
+    # -- walking -----------------------------------------------------------------------------------------------------
+
     def _scan(self, root: nn.Module, prefix: str) -> None:
-        remember, modules, params, buffers = self.remember, self.modules, self.params, self.buffers
+        remember, note, classes, units = self._remember, self._note, unit_classes(), []
+        has_buffers = self.buffers is not None
         with nothing_collected():
             for name, module in walk(root, prefix=prefix):
-                remember(modules, module, name)
-                if module._parameters:
-                    start = f"{name}." if name else ""
-                    for key, param in module._parameters.items():
-                        if param is not None:
-                            remember(params, param, start + key)
-                if buffers is not None and module._buffers:
-                    start = f"{name}." if name else ""
-                    for key, buffer in module._buffers.items():
-                        if buffer is not None:
-                            remember(buffers, buffer, start + key)
+                ref = remember(module, name)
+                if module._parameters or (has_buffers and module._buffers) or ref.tensors:
+                    note(module, ref, f"{name}." if name else "")
+                if classes and isinstance(module, classes):
+                    units.append(module)
+            for unit in units:
+                self._note_managed(unit)
 
-    def remember(self, table: dict[int, list[str]], thing: object, name: str) -> None:
-        key = id(thing)
-        names = table.get(key)
+    def _tables(self, module: nn.Module) -> list[tuple[TensorNames, Any]]:
+        found: list[tuple[TensorNames, Any]] = [(self.params, module._parameters)]
+        if self.buffers is not None:
+            found.append((self.buffers, module._buffers))
+        return found
+
+    def _remember(self, module: nn.Module, name: str) -> _Ref:
+        key = id(module)
+        names = self.modules.get(key)
         if names is None:
-            table[key] = [name]
-            # An id is only good while its object lives: a new object may get the same one.
-            ref = self._alive[key] = _Ref(thing, self._on_death)
-            ref.key = key
-        elif name not in names:
+            self.modules[key] = [name]
+            return self._alive.get(key) or self._refer(module)
+        if name not in names:
             names.append(name)
+        return self._alive[key]
+
+    def _refer(self, module: nn.Module) -> _Ref:
+        """An id is only good while its module lives: a new one may get the same."""
+        ref = self._alive[id(module)] = _Ref(module, self._on_death)
+        ref.key, ref.tensors = id(module), []
+        return ref
+
+    def _note(self, module: nn.Module, ref: _Ref, start: str) -> None:
+        """Take in the tensors that a module has now."""
+        now: list[int] = []
+        for table, held in self._tables(module):
+            for key, tensor in held.items():
+                if tensor is not None:
+                    table.add(tensor, start + key, (ref, key))
+                    now.append(id(tensor))
+        if ref.tensors and ref.tensors != now:
+            before = set(ref.tensors).difference(now)
+            now += [key for key in before if self.params.is_managed(key)]
+            self._leave(ref, before.difference(now))
+        ref.tensors = now
+
+    def _note_managed(self, unit: nn.Module) -> None:
+        """FSDP has tensors that are in a module at some times only: take in those that are in none now."""
+        for param, owners in managed(unit):
+            known = [(self._alive.get(id(module)), key, self.modules.get(id(module), ())) for module, key in owners]
+            named: list[tuple[str, Slot]] = [
+                (f"{name}.{key}" if name else key, (ref, key)) for ref, key, names in known if ref is not None for name in names
+            ]
+            ids = self.params.add_managed(param, named) if named else []
+            for ref, _, _ in known:
+                if ref is not None:
+                    ref.tensors += [key for key in ids if key not in ref.tensors]
+
+    def _leave(self, ref: _Ref, tensors: Iterable[int]) -> None:
+        for key in tensors:
+            self.params.leave(key, ref)
+            if self.buffers is not None:
+                self.buffers.leave(key, ref)
 
     def _forget(self, dead: weakref.ref[object]) -> None:
         key = dead.key  # type: ignore[attr-defined]
         if self._alive.get(key) is dead:
-            del self._alive[key]
+            ref = self._alive.pop(key)
             self.modules.pop(key, None)
-            self.params.pop(key, None)
             self._strangers.discard(key)
-            if self.buffers is not None:
-                self.buffers.pop(key, None)
+            self._leave(ref, ref.tensors)
+
+    # -- asking ------------------------------------------------------------------------------------------------------
 
     def module_names(self, module: nn.Module) -> list[str]:
         """All names of a module. One that is not known may have been added since: look again, once."""
         names = self.modules.get(id(module))
-        return names if names is not None else self._look_again(self.modules, module)
+        if names is None and id(module) not in self._strangers:
+            self.refresh()
+            names = self.modules.get(id(module))
+            if names is None:
+                self._strangers.add(id(module))
+                self._alive.get(id(module)) or self._refer(module)
+        return names or []
 
     def param_names(self, param: torch.Tensor) -> list[str]:
-        """All names of a parameter."""
-        names = self.params.get(id(param))
-        return names if names is not None else self._look_again(self.params, param)
+        """All names of a parameter. One that is not known may have been added since: look again, now and then."""
+        return self.params.of(param) or self._look_again(param)
 
-    def _look_again(self, table: dict[int, list[str]], thing: object) -> list[str]:
-        if id(thing) in self._strangers:
+    def _look_again(self, tensor: torch.Tensor) -> list[str]:
+        """Walk the models for a tensor when it is asked for the 1st, 8th, 64th ... time.
+
+        Nothing may refer to the tensor, so nothing tells that it is gone and that another one has its id. That one is found
+        by the next walk, whatever causes it.
+        """
+        asked = self._unknown[id(tensor)] = self._unknown.get(id(tensor), 0) + 1
+        if asked.bit_count() > 1 or asked.bit_length() % 3 != 1:
             return []
         self.refresh()
-        if id(thing) not in table:
-            self._strangers.add(id(thing))
-            if id(thing) not in self._alive:
-                ref = self._alive[id(thing)] = _Ref(thing, self._on_death)
-                ref.key = id(thing)
-        return table.get(id(thing), [])
+        found = self.params.of(tensor)
+        if found or len(self._unknown) > _MOST_UNKNOWN:
+            self._unknown.clear()
+        return found
 
     def refresh(self) -> None:
         """Take in what has been added or replaced below the roots."""
@@ -188,8 +251,9 @@ class NameTable:
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self.modules, self.params, self._alive, self._roots, self._strangers, self.buffers or {}):
-            table.clear()
+        for table in (self.modules, self.params, self._alive, self._roots, self._strangers, self._unknown, self.buffers):
+            if table is not None:
+                table.clear()
 
 
 def owner(param: str) -> str:

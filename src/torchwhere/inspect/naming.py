@@ -18,6 +18,7 @@ from torch import nn
 from torchwhere.inspect.fsdp import Slot, class_name
 from torchwhere.inspect.names import WRAPPER_PARTS, NameTable, innermost, topmost, walk, wrapped
 from torchwhere.inspect.parameters import BUFFER, FLAT_KEY, PARAMETER, ParameterFacts, Part, facts, fsdp_parts, is_flat
+from torchwhere.inspect.tensors import TensorNames
 from torchwhere.place import shown
 from torchwhere.results import Tabular
 
@@ -72,7 +73,7 @@ class Names(Tabular):
         self._root = weakref.ref(root)
         self._outer = weakref.ref(model)
         self._class = class_name(root)
-        self._table = NameTable(buffers={}) if table is None else table
+        self._table = NameTable(buffers=TensorNames("_buffers")) if table is None else table
         self._table.add_root(root)
 
     @property
@@ -116,8 +117,10 @@ class Names(Tabular):
             if inner is None:
                 return []
             thing = inner
-        tables = (self._table.modules, self._table.params, self._table.buffers or {})
-        return next((table[id(thing)] for table in tables if id(thing) in table), [])
+        if isinstance(thing, nn.Module):
+            return self._table.modules[id(thing)]
+        found = self._table.params.of(thing)
+        return found or (self._table.buffers.of(thing) if self._table.buffers is not None else [])
 
     def _names_now(self, thing: Thing) -> list[str]:
         self._table.refresh()
@@ -241,7 +244,7 @@ class Names(Tabular):
         return facts(
             tensor,
             [name, *(other for other in all_names if other != name)],
-            kind=BUFFER if self._table.buffers and id(tensor) in self._table.buffers else PARAMETER,
+            kind=BUFFER if self._table.buffers is not None and tensor in self._table.buffers else PARAMETER,
             part=part,
             flat_name=_below(part.unit, FLAT_KEY) if part is not None and is_part else None,
         )

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.inspect.fsdp import Held, Slot, facts1, groups2, held1, held2, is_fsdp1, state2
+from torchwhere.inspect.fsdp import Held, Slot, facts1, held1, held2
+from torchwhere.inspect.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.inspect.meshes import Meshes, placement_texts
 from torchwhere.inspect.names import WRAPPER_PARTS
 from torchwhere.sharding import Mesh

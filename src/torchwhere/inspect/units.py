@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.inspect.fsdp import Held, dtypes_text, facts1, facts2, groups2, held1, held2, held_dtensor, is_fsdp1, state2
+from torchwhere.inspect.fsdp import Held, dtypes_text, facts1, facts2, held1, held2, held_dtensor
 from torchwhere.inspect.fsdp import is_replicating as replicates
+from torchwhere.inspect.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.inspect.meshes import Meshes, placement_texts
 from torchwhere.sharding import FLAT, Unit
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from torchwhere.inspect.fsdp import groups2, state2
+from torchwhere.inspect.fsdp_states import groups2, state2
 from torchwhere.inspect.names import NameTable, walk
 from torchwhere.inspect.parameters import FLAT_KEY
 

@@ -28,9 +28,10 @@ struct Launch {
   int64_t numel = 0;
 };
 
-// A bucket that Python knows. References are weak and kept only so that no other object can come to have the same address.
+// A bucket that Python knows. The reference to the group is weak and kept only so that no other object can have the same address.
+// The parameter has no reference, not even a weak one: `torch.utils.swap_tensors` refuses a tensor that has one. DDP's reducer
+// holds it, and Python forgets the buckets of a DDP instance when that is gone.
 struct Learned {
-  c10::weak_intrusive_ptr<c10::TensorImpl> param;
   c10::weak_intrusive_ptr<c10::intrusive_ptr_target> group;
   c10::TensorImpl* param_at;
   c10::intrusive_ptr_target* group_at;
@@ -359,7 +360,6 @@ inline PyObject* buckets_learn(Buckets* self, PyObject* args) {
   record.param = param;
   Py_INCREF(numbers);
   std::optional<Learned> gone{Learned{
-      c10::weak_intrusive_ptr<c10::TensorImpl>(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(asked.param)),
       c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(
           c10::intrusive_ptr<c10::intrusive_ptr_target>::reclaim_copy(asked.group)),
       asked.param,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchwhere.inspect.names import NameTable
+from torchwhere.inspect.tensors import Slot
 from torchwhere.sense import _torch
 
 _DEFAULT_CAP_BYTES = 25 << 20
@@ -60,7 +61,7 @@ class Reducer:
         self.progress = progress
         self._ddp = weakref.ref(ddp)
         self._names = names
-        self._params = [weakref.ref(p) for p in ddp.parameters() if p.requires_grad and p not in _ignored(ddp)]
+        self._params = list(_reduced(ddp))
         self._plans: list[list[Bucket]] = []  # the surest first
         self.looks_left = _MOST_LOOKS
 
@@ -90,8 +91,12 @@ class Reducer:
         params = self._tensors(indices)
         return Bucket([(self._names.param_names(p) or ["?"])[0] for p in params], sum(p.numel() for p in params))
 
-    def _tensors(self, indices: list[int]) -> list[torch.Tensor]:
-        return [param for i in indices if (param := self._params[i]()) is not None]
+    def params(self) -> list[torch.Tensor]:
+        return self._tensors(range(len(self._params)))
+
+    def _tensors(self, indices: Iterable[int]) -> list[torch.Tensor]:
+        found = ((module, key) for ref, key in map(self._params.__getitem__, indices) if (module := ref()) is not None)
+        return [param for module, key in found if (param := module._parameters.get(key)) is not None]
 
     def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[Bucket]:
         """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
@@ -126,9 +131,17 @@ class Reducer:
         return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
-def _ignored(ddp: Any) -> set[Any]:
+def _reduced(ddp: Any) -> Iterator[Slot]:
+    """The parameters that DDP reduces, in its order, each by a module that has it: `swap_tensors` refuses a tensor that has a
+    weak reference."""
     names = getattr(ddp, "parameters_to_ignore", ())
-    return {param for name, param in ddp.module.named_parameters() if name in names}
+    seen = {id(param) for name, param in ddp.module.named_parameters() if name in names}
+    for module in ddp.modules():
+        ref = weakref.ref(module)
+        for key, param in module._parameters.items():
+            if param is not None and param.requires_grad and id(param) not in seen:
+                seen.add(id(param))
+                yield ref, key
 
 
 class Reducers:
@@ -158,11 +171,11 @@ class Reducers:
         if key not in self._seen:
             reducer = self._seen[key] = Reducer(ddp, self._names, self._make_progress())
             self._alive[key] = weakref.ref(ddp, partial(self._forget, key))
-            for param in ddp.parameters():
+            for param in reducer.params():
                 self._of_param[id(param)] = reducer
 
     def _forget(self, key: int, _dead: object) -> None:
-        """The id of a parameter is only good while it lives."""
+        """The ids of its parameters were good as long as it lived: its reducer holds them."""
         self._alive.pop(key, None)
         reducer = self._seen.pop(key, None)
         self._of_param = {param: other for param, other in self._of_param.items() if other is not reducer}

@@ -100,7 +100,7 @@ class ExceptionSense:
     def _spot_of_value(self, value: Any, track: Track) -> Spot | None:
         if isinstance(value, torch.autograd.graph.Node):
             return self._locator.spot_of_node(value, track)
-        if isinstance(value, nn.Parameter) and (names := self._locator.names.params.get(id(value))):
+        if isinstance(value, nn.Parameter) and (names := self._locator.names.params.of(value)):
             return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
         module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
         if module is not None and (names := self._locator.names.module_names(module)):
