@@ -11,7 +11,6 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +32,7 @@ _WRAPPERS = {
 }
 WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # what wrappers leave in the names torch itself gives
 _MOST_ALIASES = 8  # a module shared more often than this is not walked into again: names stay linear in modules
+_FEW_ROOTS = 64
 _MOST_UNKNOWN = 4096  # tensors of no known model that are remembered
 
 
@@ -104,6 +104,7 @@ class NameTable:
     buffers: TensorNames | None = None
     _alive: dict[int, _Ref] = field(default_factory=dict)
     _roots: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
+    _most_roots: int = _FEW_ROOTS  # as soon as there are so many, those that are gone are taken out
     _strangers: set[int] = field(default_factory=set)
     _unknown: dict[int, int] = field(default_factory=dict)  # by the id of a tensor: how often it was asked for in vain
     _on_death: Callable[[weakref.ref[object]], None] = field(init=False)
@@ -112,6 +113,9 @@ class NameTable:
         self._on_death = self._forget  # one for all: a bound method for each of 300,000 modules takes time and memory
 
     def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
+        if len(self._roots) >= self._most_roots:
+            self._roots = [(known, ref) for known, ref in self._roots if ref() is not None]
+            self._most_roots = 2 * len(self._roots) + _FEW_ROOTS
         self._roots.append((prefix, weakref.ref(root)))
         self._scan(root, prefix)
 
@@ -120,9 +124,10 @@ class NameTable:
         self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not root]
         for _, module in walk(root):
             self.modules.pop(id(module), None)
-            for table, held in self._tables(module):
-                for tensor in held.values():
-                    table.drop(tensor)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                self.params.drop(tensor)
+                if self.buffers is not None:
+                    self.buffers.drop(tensor)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The roots that are alive, each with the prefix of its names."""
@@ -143,12 +148,6 @@ class NameTable:
             for unit in units:
                 self._note_managed(unit)
 
-    def _tables(self, module: nn.Module) -> list[tuple[TensorNames, Any]]:
-        found: list[tuple[TensorNames, Any]] = [(self.params, module._parameters)]
-        if self.buffers is not None:
-            found.append((self.buffers, module._buffers))
-        return found
-
     def _remember(self, module: nn.Module, name: str) -> _Ref:
         key = id(module)
         names = self.modules.get(key)
@@ -168,11 +167,15 @@ class NameTable:
     def _note(self, module: nn.Module, ref: _Ref, start: str) -> None:
         """Take in the tensors that a module has now."""
         now: list[int] = []
-        for table, held in self._tables(module):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    table.add(tensor, start + key, (ref, key))
-                    now.append(id(tensor))
+        for key, tensor in module._parameters.items():
+            if tensor is not None:
+                self.params.add(tensor, start + key, (ref, key))
+                now.append(id(tensor))
+        if self.buffers is not None:
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    self.buffers.add(buffer, start + key, (ref, key))
+                    now.append(id(buffer))
         if ref.tensors and ref.tensors != now:
             before = set(ref.tensors).difference(now)
             now += [key for key in before if self.params.is_managed(key)]

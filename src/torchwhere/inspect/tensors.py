@@ -25,15 +25,10 @@ class _Entry:
 
     __slots__ = ("managed", "names", "slots")
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.slots: list[Slot] = []
+    def __init__(self, names: list[str], slots: list[Slot]) -> None:
+        self.names = names
+        self.slots = slots
         self.managed: Managed | None = None
-
-    def add(self, name: str, slot: Slot) -> None:
-        if name not in self.names:
-            self.names.append(name)
-            self.slots.append(slot)
 
     def keep(self, places: Iterable[int]) -> None:
         kept = list(places)
@@ -61,9 +56,12 @@ class TensorNames:
         entry = self._of.get(id(tensor))
         if entry is None:
             return _NONE
-        for slot in entry.slots:
-            if self._at(slot) is not tensor:
-                return self._checked(entry, tensor)
+        try:
+            for ref, key in entry.slots:
+                if getattr(ref(), self._held_in).get(key) is not tensor:
+                    return self._checked(entry, tensor)
+        except AttributeError:  # the module is gone, or is a ScriptModule, where this is no dictionary
+            return self._checked(entry, tensor)
         return entry.names
 
     def _checked(self, entry: _Entry, tensor: Any) -> list[str]:
@@ -89,8 +87,10 @@ class TensorNames:
         """Note that a tensor is in this place, under this name. It must be there now."""
         entry = self._of.get(id(tensor))
         if entry is None or not self.of(tensor):  # unknown, or the id of one that is gone
-            entry = self._of[id(tensor)] = _Entry()
-        entry.add(name, slot)
+            self._of[id(tensor)] = _Entry([name], [slot])
+        elif name not in entry.names:
+            entry.names.append(name)
+            entry.slots.append(slot)
 
     def add_managed(self, managed: Managed, named: list[tuple[str, Slot]]) -> list[int]:
         """Note all tensors that stand for one parameter, also those that are in no module now. Gives their ids."""
@@ -98,9 +98,7 @@ class TensorNames:
         for tensor in managed.tensors():
             if tensor is not None:
                 if not self.of(tensor):
-                    entry = self._of[id(tensor)] = _Entry()
-                    for name, slot in named:
-                        entry.add(name, slot)
+                    self._of[id(tensor)] = _Entry(*map(list, zip(*dict(named).items(), strict=True)))
                 self._of[id(tensor)].managed = managed
                 ids.append(id(tensor))
         return ids

@@ -10,7 +10,6 @@ called and nothing else is touched, so no guard depends on us. Its own frame is 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ from torchwhere.inspect.names import NameTable, innermost, wrapped
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, native_calls, stack
 from torchwhere.sense.locate import Locator
+from torchwhere.sense.rehearsal import PIPELINING, rehearses
 from torchwhere.sense.retired import looked_through, retire
 from torchwhere.sense.strangers import OUTSIDE, Strangers
 from torchwhere.sense.tracks import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, REHEARSAL_BITS, Track, pass_of
@@ -34,8 +34,6 @@ from torchwhere.sense.trouble import Trouble
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
-_SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
-_PIPELINING = "torch.distributed.pipelining.stage"
 _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
 
 OnError = Callable[[BaseException, Track], None]
@@ -245,7 +243,7 @@ class ModuleSense:
     def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
         kinds = (ENTER, EXIT) if self._events else (0, 0)
         calls = self._box.native.Calls(
-            *(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), _PIPELINING, *kinds)
+            *(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), PIPELINING, *kinds)
         )
         here, entered = self._locator.threads.here, calls.entered
 
@@ -282,7 +280,7 @@ class ModuleSense:
                 return base | below & INHERITED
         elif self._in_backward(below):
             return base | RECOMPUTE_BIT | self._new_region(track)
-        elif _rehearses():
+        elif rehearses():
             return base | REHEARSAL_BITS | NO_CALL
         call = self.calls.get(base, 0)
         if not is_wrapper:  # a wrapper's call is that of the module inside it
@@ -314,7 +312,8 @@ class ModuleSense:
 
     def _name(self, module: nn.Module, below: int) -> int:
         within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
-        name = None if self._strangers.is_one(module, within) else self._known_name(module)
+        looks_again = within != OUTSIDE and not self._strangers.is_one(module, within)
+        name = self._known_name(module, looks_again=looks_again)
         if name is None and _is_graph(module):
             return _TRANSPARENT
         if name is None:
@@ -323,11 +322,14 @@ class ModuleSense:
         word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
         return -word if wrapped(module) is not None else word
 
-    def _known_name(self, module: nn.Module) -> str | None:
-        """The name of a module of a known model, or of what it wraps."""
+    def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
+        """The name of a module of a known model, or of what it wraps.
+
+        With `looks_again`, also of one that came to a known model since: that takes a walk over all known models.
+        """
         inner: nn.Module | None = module
         while inner is not None:
-            names = self._locator.names.module_names(inner)
+            names = self._locator.names.module_names(inner) if looks_again else self._locator.names.modules.get(id(inner))
             if names:
                 return names[0]
             inner = wrapped(inner)
@@ -351,35 +353,35 @@ class ModuleSense:
         self._locator.names.drop_root(found)
         return True
 
+    def _take_in_parts(self, root: nn.Module) -> None:
+        """In the first step: a part that was called before its model was seen is named after that model from now on."""
+        parts = {id(known): known for prefix, known in self._locator.names.roots() if prefix}
+        if not parts or self._current_step():
+            return
+        for module in list(root.modules()):
+            if id(module) in parts:
+                for part in module.modules():
+                    self._forget(id(part))
+                self._locator.names.drop_root(module)
+
     def _foreign_name(self, module: nn.Module, within: int) -> str:
         """A name for a module that belongs to no model known so far."""
         if within != OUTSIDE:
             return self._strangers.inside(module, within, self._locator.text_of(within))
         with self._naming:  # of two models that two threads call first, one is the root
-            root = self._strangers.root_of(module)
+            root = self._strangers.root_of(module, stack.caller(3))
+            if id(root) in self._locator.names.modules:  # the module came to a known model since that was looked at
+                self._locator.names.refresh()
+            name = self._known_name(module)
+            if name is not None:
+                return name
+            self._take_in_parts(root)
             is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
             if is_model:
                 self._set_root(root)
             self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
             name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
-
-
-def _rehearses() -> bool:
-    """Whether this call only finds out shapes: under fake tensors, or in a pipeline's metadata inference."""
-    fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
-    if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:
-        return True
-    if _PIPELINING not in sys.modules:
-        return False
-    frame = stack.caller(2)
-    for _ in range(6):
-        if frame is None:
-            return False
-        if frame.f_code.co_name in _SHAPE_INFERENCE:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_graph(module: nn.Module) -> bool:
