@@ -67,7 +67,8 @@ def _kernels() -> list[str]:
 @cache
 def _collectives() -> list[str]:
     """Once: to go through all the schemas there are takes 10 ms, and every test is looked at twice."""
-    return sorted({schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")})
+    schemas = torch._C._jit_get_all_schemas()
+    return sorted({schema.name for schema in schemas if schema.name.startswith(("c10d::", "_c10d_functional::", "_dtensor::"))})
 
 
 def _compile_callbacks() -> tuple[int, int]:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
+import leaks
 import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
@@ -708,3 +710,58 @@ def test_nothing_is_left_behind(fake_world: None) -> None:
     assert not has("_c10d_functional::all_reduce", "BackendSelect")
     assert not has("_dtensor::shard_dim_alltoall", "BackendSelect")
     assert torchwhere.where().certainty == "unknown"
+
+
+def test_modes_begin_and_end_while_threads_issue_collectives(fake_world: None) -> None:
+    """While other threads issue collectives, modes and watches begin and end and no call fails; the next mode that ends
+    without such threads removes the kernels."""
+    name, native = dist.group.WORLD.group_name, torch.ops._c10d_functional
+    failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
+
+    def issue() -> None:
+        x, wide = torch.ones(2), torch.empty(4)
+        try:
+            while not is_over.is_set():
+                native.wait_tensor(native.all_reduce(x, "sum", name))
+                dist.all_reduce(x)
+                native.wait_tensor(native.all_gather_into_tensor(x, WORLD, name))
+                dist.all_gather_into_tensor(wide, x)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=issue) for _ in range(2)]
+    [thread.start() for thread in threads]
+    for _ in range(5):
+        with CommDebugMode(noise_level=0):
+            time.sleep(0.01)
+        with torchwhere.watch():
+            for _ in range(3):
+                with CommDebugMode(noise_level=0):
+                    time.sleep(0.01)
+    left = leaks.snapshot()["kernels"]
+    is_over.set()
+    [thread.join() for thread in threads]
+    assert failed == []
+    assert {"c10d::allreduce_", "_c10d_functional::all_reduce"} <= set(left) - set(none)
+    with CommDebugMode():
+        pass
+    assert leaks.snapshot()["kernels"] == none
+
+
+def test_a_fork_inside_a_mode(fake_world: None) -> None:
+    """A child that is forked inside a mode leaves that mode and begins one of its own, and no kernel stays."""
+    none = leaks.snapshot()["kernels"]
+    mode = CommDebugMode()
+    with mode:
+        funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+        child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with CommDebugMode() as own:
+                funcol.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+            is_clean = leaks.snapshot()["kernels"] == none
+            status = 0 if own.get_total_counts() == mode.get_total_counts() == 1 and is_clean else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

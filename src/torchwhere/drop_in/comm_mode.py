@@ -132,7 +132,10 @@ class CommDebugMode:
         self.comm_module_operation_counts  # noqa: B018 - names are known now, and not for long
         self.advanced_module_tracker.end()
         self._session = None
-        live.leave(session)
+        try:
+            live.leave(session)
+        finally:
+            functional.remove_unused()  # after the watch: both wait for other threads to be quiet, and now it is one wait
 
     def _forget(self) -> None:
         self.comm_counts.clear()

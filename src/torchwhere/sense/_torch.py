@@ -254,6 +254,9 @@ NAMES = {
 
 AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"  # only compared: the module of what runs AOTAutograd's graphs
 
+# Only compared: a thread with a frame of one of these modules on its stack may be about to call a collective.
+COLLECTIVE_CALLERS = ("torch.distributed.", "torch._ops", "torch.autograd.graph")
+
 
 def resolve(path: str, *, lazy: bool = False) -> Any:
     """The object at a dotted path, or None. Lazy: only from the module before the last dot, and only if it is loaded.

@@ -20,7 +20,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.sense import _torch, stack
 from torchwhere.sense.ddp import Bucket
 from torchwhere.sense.groups import WHOLE_GROUP, Group, Groups, Stream
-from torchwhere.sense.kernels import Kernels, kernels
+from torchwhere.sense.kernels import Kernels, below_backend_select
 from torchwhere.sense.reductions import REDUCED, Reductions
 from torchwhere.sense.schemas import Op, all_ops
 from torchwhere.sense.trouble import Trouble, log
@@ -64,7 +64,7 @@ class CollectiveSense:
         self._on_bucket = on_bucket
         self._turns = turns
         self._reductions: Reductions | None = None
-        self._kernels: Kernels | None = None
+        self._kernels: CollectiveKernels | None = None
         self.trouble = Trouble("collectives", self.switch_off)
 
     def install(self) -> list[str]:
@@ -72,8 +72,8 @@ class CollectiveSense:
         if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
             return lacking
         self._reductions = self._begin_natively()
-        self._kernels = kernels(all_ops(), native=self._reductions.native if self._reductions is not None else None)
-        self._kernels.told = self
+        self._kernels = _kernels(native=self._reductions.native if self._reductions is not None else None)
+        self._kernels.report_to(self)
         return lacking
 
     def _begin_natively(self) -> Reductions | None:
@@ -184,6 +184,54 @@ class CollectiveSense:
             if len(group.signatures) < _MOST_SIGNATURES:
                 group.signatures[key] = known
         return known
+
+
+class CollectiveKernels(Kernels):
+    """A Python kernel on every op, but on the one that the native part has taken, if it has."""
+
+    told: CollectiveSense | None
+
+    def __init__(self, *, native: Any) -> None:
+        super().__init__()
+        self.native = native
+        for op in all_ops():
+            if native is None or op.raw != REDUCED:
+                self._register(f"c10d::{op.raw}", partial(self._make_kernel, op))
+            else:
+                self._names.append(f"c10d::{op.raw}")
+
+    def _make_kernel(self, op: Op, redispatch: Callable[..., Any]) -> Any:
+        below = below_backend_select()
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            told = self.told
+            if told is not None:
+                try:
+                    told.issue(op, args)
+                except Exception as error:
+                    told.trouble(error)
+            else:
+                self._untold += 1
+            return redispatch(keyset & below, *args, **kwargs)
+
+        return kernel
+
+    def _calls(self) -> tuple[int, int]:
+        return self._untold, self.native.passed() if self.native is not None else 0
+
+    def _end(self) -> None:
+        super()._end()
+        if self.native is not None:
+            self.native.end()
+
+
+def _kernels(*, native: Any) -> CollectiveKernels:
+    """The kernels that were left, or new ones."""
+    left = CollectiveKernels.take_left()
+    if left is not None and left.native is not native:
+        left.remove()
+        left = None
+    return left if left is not None else CollectiveKernels(native=native)
 
 
 def _is_from_engine(frame: FrameType | None) -> bool:

@@ -1,20 +1,24 @@
 """Functional collectives by their own names: a Python kernel on the `BackendSelect` key of each of them.
 
 A functional collective (`_c10d_functional::all_reduce`, what DTensor and compiled graphs issue) ends in a `c10d::` op, which
-`collectives.py` records. Who wants to know that it was a functional one, and count it once, listens here. The kernels are there
-while somebody listens; two of them on one op do not work, so they are those of the process, not of a listener.
+`collectives.py` records. A listener here learns that it was a functional one, and can count it once. The kernels are there
+while there is a listener. All listeners share them, because two kernels on one key of an op do not work.
 """
 
 from __future__ import annotations
 
+import os
 import threading
+from _thread import get_ident
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchwhere.sense import _torch
 from torchwhere.sense.compilation import being_compiled
+from torchwhere.sense.kernels import Kernels, are_alive, below_backend_select
 from torchwhere.sense.trouble import Trouble
 
 # By namespace: the ops that issue a collective. Messages (isend, irecv) and waiting are none.
@@ -36,7 +40,8 @@ class _Depth(threading.local):
 _inside = _Depth()
 _lock = threading.RLock()
 _listeners: tuple[OnFunctional, ...] = ()
-_libraries: list[Any] = []
+_kernels: FunctionalKernels | None = None
+_minds_forks = False
 
 
 def is_inside() -> bool:
@@ -45,49 +50,66 @@ def is_inside() -> bool:
 
 
 def listen(listener: OnFunctional) -> None:
-    global _listeners
+    """Call `listener` for each functional collective, before it runs, until `stop_listening`."""
+    global _listeners, _kernels
     with _lock:
-        if not _listeners:
-            _install()
+        _mind_forks()
         _listeners = (*_listeners, listener)
+        if _kernels is None and all(_torch.private(key) is not None for key in ("dispatch_key", "keyset_after")):
+            _kernels = FunctionalKernels.take_left() or FunctionalKernels()
+        if _kernels is not None:
+            _kernels.report_to(_tell)
 
 
 def stop_listening(listener: OnFunctional) -> None:
+    """End `listen`. After the last listener the kernels only send calls on; `remove_unused` removes them."""
     global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other != listener)
-        if not _listeners:
-            while _libraries:
-                _libraries.pop()._destroy()
+        if not _listeners and _kernels is not None:
+            _kernels.silence()
 
 
-def _install() -> None:
-    if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after")):
-        return
-    for namespace, names in OPS.items():
-        library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-        _libraries.append(library)
-        for name in names:
-            packet = getattr(getattr(torch.ops, namespace), name, None)
-            if packet is not None:  # newer than this torch
-                library.impl(name, _make_kernel(f"{namespace}::{name}", packet.default), "BackendSelect", with_keyset=True)
+def remove_unused() -> None:
+    """Remove the kernels if there is no listener; leave them for the next one if another thread calls them."""
+    global _kernels
+    with _lock:
+        if not _listeners and _kernels is not None:
+            _kernels.remove(are_others=are_alive(_kernels.callers))
+            _kernels = None
 
 
-def _make_kernel(name: str, overload: Any) -> Any:
-    below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
-    redispatch = overload._handle.redispatch_boxed
+class FunctionalKernels(Kernels):
+    """A Python kernel on every functional collective that this torch has."""
 
-    @_torch.stepped_over
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        _inside.depth += 1
-        try:
-            if _inside.depth == 1:
-                _tell(name)
-            return redispatch(keyset & below, *args, **kwargs)
-        finally:
-            _inside.depth -= 1
+    told: OnFunctional | None
 
-    return kernel
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: set[int] = set()  # the threads that have called one
+        for namespace, names in OPS.items():
+            for name in names:
+                if hasattr(getattr(torch.ops, namespace), name):  # not newer than this torch
+                    self._register(f"{namespace}::{name}", partial(self._make_kernel, f"{namespace}::{name}"))
+
+    def _make_kernel(self, name: str, redispatch: Callable[..., Any]) -> Any:
+        below = below_backend_select()
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            told = self.told
+            self.callers.add(get_ident())
+            if told is None:
+                self._untold += 1
+                return redispatch(keyset & below, *args, **kwargs)
+            _inside.depth += 1
+            try:
+                if _inside.depth == 1:
+                    told(name)
+                return redispatch(keyset & below, *args, **kwargs)
+            finally:
+                _inside.depth -= 1
+
+        return kernel
 
 
 @_torch.unseen
@@ -101,9 +123,26 @@ def _tell(name: str) -> None:
         _trouble(error)
 
 
-def _silence() -> None:
+def _forget_listeners() -> None:
     global _listeners
     _listeners = ()
 
 
-_trouble = Trouble("functional collectives", _silence)
+_trouble = Trouble("functional collectives", _forget_listeners)
+
+
+def _mind_forks() -> None:
+    """Register `_forked` once: Python has no way to unregister it."""
+    global _minds_forks
+    if not _minds_forks:
+        _minds_forks = True
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    """In a child: another thread of the parent may have held the lock. The listeners are the parent's."""
+    global _lock, _listeners, _kernels
+    _lock, _listeners = threading.RLock(), ()
+    if _kernels is not None:
+        _kernels.leave()
+        _kernels = None
