@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import warnings
+import weakref
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._tools.mod_tracker import ModTracker as OriginalModTracker
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 from torch.utils.module_tracker import ModuleTracker as OriginalModuleTracker
 
@@ -759,7 +762,7 @@ def test_an_exception_of_a_hook_propagates() -> None:
 
 
 def test_compiled_as_ever(fresh_dynamo: None) -> None:
-    """Under a tracker with hooks a model is compiled as without one; the compiled model itself is told of."""
+    """Under a tracker with hooks a model is compiled as without one; no hook is called for it."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -780,8 +783,102 @@ def test_compiled_as_ever(fresh_dynamo: None) -> None:
         tracked, grad = run()
     assert tracked == plain
     assert torch.equal(grad, expected)
-    assert told[:2] == [("pre_fw", "Model", True, False), ("post_fw", "Model", True, False)]
-    assert {name for _, name, _, _ in told} == {"Model"}
+    assert told == []
+
+
+class Breaking(nn.Module):
+    """Breaks a compiled graph, so that its part is called in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.part(x)
+
+
+@pytest.mark.parametrize("child", [lambda: nn.Linear(8, 8), Breaking])
+def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
+    """No hook is called for a compiled part or what it calls; its model and the other parts have theirs, as in the original."""
+    told = {}
+    for kind in (ModTracker, OriginalModTracker):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), child(), nn.Linear(8, 8))
+        model[1] = torch.compile(model[1], backend="aot_eager")
+        tracker = kind()
+        told[kind] = hooked(tracker)
+        with tracker:
+            for _ in range(2):
+                model(batch().requires_grad_()).sum().backward()
+    assert {name for _, name, _, _ in told[ModTracker]} == {"Sequential", "Sequential.0", "Sequential.2"}
+    assert len(told[ModTracker]) == 2 * 4 * 3
+    forward = [[each for each in told[kind] if not each[3]] for kind in told]
+    assert forward[0] == forward[1]
+    assert sorted(told[ModTracker]) == sorted(told[OriginalModTracker])
+
+
+def test_the_name_of_any_module() -> None:
+    """`_get_mod_name`, which torch's tools call, names a module that was never called by its class, and its parts too."""
+    for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
+        tracker, model = kind(), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU()))
+        assert [tracker._get_mod_name(m) for m in (model, model[0], model[1][0])] == [
+            "Sequential",
+            "Sequential.0",
+            "Sequential.1.0",
+        ]
+        with tracker:
+            model(batch())
+            other = nn.Bilinear(1, 1, 1)
+            assert [tracker._get_mod_name(m) for m in (model[1], other)] == ["Sequential.1", "Bilinear"]
+        assert tracker._get_mod_name(model[1]) == "Sequential.1"
+
+
+class Subclass:
+    """What torch's CommDebugMode makes of ModTracker: hooks of its own that call the private methods of the tracker."""
+
+    def _before(self, mod: nn.Module, args: Any) -> None:
+        name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
+        self._get_append_fn(w_mod, name, False)()
+        tensors = [arg for arg in args if arg.requires_grad]
+        if tensors and not self.is_bw:
+            register_multi_grad_hook(tensors, self._get_pop_fn(w_mod, name, True))
+
+    def __enter__(self) -> None:
+        self._fw_pre_handle = register_module_forward_pre_hook(self._before)
+        self._fw_post_handle = register_module_forward_hook(self._fw_post_hook)
+
+
+def test_a_subclass_with_hooks_of_its_own() -> None:
+    """It has the parents that it entered, and its user hooks, as with the original; nothing of it is left afterwards."""
+    seen, told = {}, {}
+    for kind in (ModTracker, OriginalModTracker):
+        notes = Notes(type("Own", (Subclass, kind), {}))
+        told[kind] = hooked(notes.tracker)
+        model = nn.Sequential(Probe(notes), nn.Sequential(Probe(notes)))
+        with notes.tracker:
+            for _ in range(2):
+                model(batch().requires_grad_()).sum().backward()
+                assert notes.tracker.parents == {"Global"}
+        model(batch().requires_grad_())
+        seen[kind] = notes.seen
+    assert seen[ModTracker] == seen[OriginalModTracker]
+    assert told[ModTracker] == told[OriginalModTracker]
+    assert seen[ModTracker][:2] == [("Sequential", "Sequential.0"), ("Sequential", "Sequential.1", "Sequential.1.0")]
+    assert seen[ModTracker][-2:] == [(), ()]
+
+
+def test_a_backward_that_raises_in_a_subclass() -> None:
+    """The names that a subclass was in when a backward raised are gone after the next backward."""
+    notes, broken = Notes(type("Own", (Subclass, ModTracker), {})), [True]
+    model = nn.Sequential(Probe(notes), Broken(broken), Probe(notes))
+    with notes.tracker:
+        with pytest.raises(RuntimeError, match="as planned"):
+            model(batch().requires_grad_()).sum().backward()
+        broken.clear()
+        model(batch().requires_grad_()).sum().backward()
+        assert notes.tracker.parents == {"Global"}
 
 
 def test_bad_input() -> None:

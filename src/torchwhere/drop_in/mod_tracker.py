@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchwhere import process
 from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, compile_safe_hooks
-from torchwhere.inspect.names import NameTable
+from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
+from torchwhere.inspect.names import NameTable, walk
 from torchwhere.sense import _torch
 from torchwhere.sense.listeners import Entry, ModuleCall
 from torchwhere.session import Session
@@ -36,13 +37,15 @@ _MOST_BACKWARDS = 16  # under way at once, one inside another; more are left ove
 _NAMED_BY_CLASS = re.compile(r"<([^<>#]*)(?:#\d+)?>")  # how the engine names what is not part of the model
 
 
-class ModuleTracker:
+class ModuleTracker(TrackerHooks):
     """Says which modules are running, in forward or in backward: `parents`, by name, always with "Global"; and `is_bw`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._depth = 0
         self._session: Session | None = None
         self._names = NameTable()
+        self._asked: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # by `_get_mod_name`
         self._root_class = ""
         self._shown: dict[frozenset[str], frozenset[str]] = {}  # from the engine's names to those shown
         self._in_hook = threading.local()  # `.names`: of the call that a user's backward hook is about
@@ -51,13 +54,33 @@ class ModuleTracker:
     def parents(self) -> set[str]:
         """The names of the modules that the calling thread is in, and "Global"."""
         names: frozenset[str] | None = getattr(self._in_hook, "names", None)
-        return {_GLOBAL} | (self._running() if names is None else names)
+        return {_GLOBAL, *self._entered} | (self._running() if names is None else names)
 
     @property
     def is_bw(self) -> bool:
         """Whether the calling thread is in a backward."""
-        task_id = _torch.private("graph_task_id")
-        return task_id is not None and task_id() != -1
+        return running_backward() != -1
+
+    def get_known_fqn(self, mod: nn.Module) -> str | None:
+        """The name of a module that was called, or belongs to a model that was; None for any other."""
+        if not isinstance(mod, nn.Module):
+            raise TypeError(f"get_known_fqn(mod): expected a torch.nn.Module, got {type(mod).__name__}")
+        if self._session is not None:
+            name = self._session.modules.name_of(mod)
+        else:
+            name = next(iter(self._names.modules.get(id(mod), ())), None)
+        return self._asked.get(mod) if name is None else self._fqn(name)
+
+    def _get_mod_name(self, mod: nn.Module) -> str:
+        """The name of any module. One that is not known yet is the root of a model: its class names it.
+
+        torch's DebugMode and CommDebugMode call this.
+        """
+        name = self.get_known_fqn(mod)
+        if name is None:
+            name = type(mod).__name__
+            self._asked.update((part, fqn) for fqn, part in walk(mod, prefix=name))
+        return name
 
     @_torch.unseen
     def _running(self) -> frozenset[str]:
@@ -90,6 +113,9 @@ class ModuleTracker:
         return self
 
     def __exit__(self, *_error: object) -> None:
+        self._remove_handles()
+        if self._depth == 0:  # a subclass that was never entered here: it registered hooks itself
+            return
         self._depth -= 1
         if self._depth == 0 and self._session is not None:
             self._names, self._session = self._session.modules.names, None
@@ -137,16 +163,6 @@ class ModTracker(ModuleTracker):
         self._count = 0
         self._late: dict[int, list[_Call]] = {}  # of each backward: calls whose post_bw_hook comes at its end
         self._on_leaves: list[Any] = []  # hooks on tensors that outlive their graph
-
-    def get_known_fqn(self, mod: nn.Module) -> str | None:
-        """The name of a module that was called, or belongs to a model that was; None for any other."""
-        if not isinstance(mod, nn.Module):
-            raise TypeError(f"get_known_fqn(mod): expected a torch.nn.Module, got {type(mod).__name__}")
-        if self._session is not None:
-            name = self._session.modules.name_of(mod)
-        else:
-            name = next(iter(self._names.modules.get(id(mod), ())), None)
-        return None if name is None else self._fqn(name)
 
     def register_user_hooks(
         self,
@@ -232,12 +248,12 @@ class ModTracker(ModuleTracker):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def entered(self, entry: Entry) -> None:
-        if entry.call is not None:
+        if entry.call is not None and not _is_compiled():
             self._tell("pre_fw_hook", entry.own, entry.args)
             self._opened().append(self._hook_inputs(entry) if self._goes_backward(entry) else None)
 
     def left(self, entry: Entry, output: Any) -> None:
-        if entry.call is not None:
+        if entry.call is not None and not _is_compiled():
             opened = self._opened()
             call = opened.pop() if opened else None
             self._tell("post_fw_hook", entry.own, entry.args, output)
@@ -279,7 +295,7 @@ class ModTracker(ModuleTracker):
 
     def _reached(self, call: _Call, grad: torch.Tensor) -> None:
         """The gradient of an output is there: of the first one, if there are several."""
-        task = _task()
+        task = running_backward()
         if call.task != task:
             self._begin(call, task)
             with self._about(call):
@@ -287,7 +303,7 @@ class ModTracker(ModuleTracker):
 
     def _passed(self, call: _Call, index: int, grad: torch.Tensor) -> None:
         """The gradient of an input is there."""
-        task = _task()
+        task = running_backward()
         if call.task != task:
             if call.has_outputs:  # not reached in this backward: the tensor outlived the graph of the call
                 return
@@ -326,6 +342,9 @@ class ModTracker(ModuleTracker):
         finally:
             self._in_hook.names = before
 
+    def _user_hook(self, name: str) -> Callable[..., Any] | None:
+        return self._hooks.get(name)
+
     def _tell(self, name: str, *args: Any) -> None:
         hook = self._hooks.get(name)
         if hook is not None and self.is_active:
@@ -338,9 +357,10 @@ class ModTracker(ModuleTracker):
         """Part of being a listener; not wanted."""
 
 
-def _task() -> int:
-    task_id = _torch.private("graph_task_id")
-    return int(task_id()) if task_id is not None else -1
+def _is_compiled() -> bool:
+    """Whether this runs in a module that `torch.compile(module)` made. As in the original, its hooks are not called then."""
+    in_compiled = _torch.private("in_compiled_module")
+    return in_compiled is not None and bool(in_compiled())
 
 
 def _will_run(node: Any) -> bool:

@@ -189,6 +189,13 @@ NAMES = {
         "ModTracker.compile_safe_hooks breaks graphs",
         lazy=True,
     ),
+    "in_compiled_module": Private(
+        "torch._dynamo.eval_frame._is_in_optimized_module",
+        "backward",
+        "true inside a module that torch.compile(module) returned: ModTracker calls no user hook there",
+        "ModTracker calls the user's hooks for compiled modules too",
+        lazy=True,
+    ),
     "compiled_autograd": Private(
         "torch._dynamo.compiled_autograd.compiled_autograd_enabled",
         "backward",

@@ -1,0 +1,93 @@
+"""Private methods of torch's ModTracker that a subclass calls from module hooks of its own.
+
+torch's CommDebugMode is built on such a subclass: it registers the hooks itself and enters and leaves names with these
+methods. Where `drop_in.mod_tracker` takes the place of torch's module, that class must work as before. The tracker's own
+answers come from the engine and use none of this.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from torchwhere.sense import _torch
+
+_Hook = Callable[..., None]
+
+
+def running_backward() -> int:
+    """Return the id of the backward that runs on this thread, or -1."""
+    task_id = _torch.private("graph_task_id")
+    return int(task_id()) if task_id is not None else -1
+
+
+class TrackerHooks:
+    """The names that a subclass is in (`_entered`), and the methods that change them."""
+
+    def __init__(self) -> None:
+        self._entered: Counter[str] = Counter()
+        self._task = -1  # the backward that clears `_entered` when it ends
+        self._fw_pre_handle: Any = None  # a subclass sets these two; `_remove_handles` removes them
+        self._fw_post_handle: Any = None
+
+    def _get_mod_name(self, mod: nn.Module) -> str:
+        raise NotImplementedError
+
+    def _user_hook(self, name: str) -> Callable[..., Any] | None:
+        raise NotImplementedError
+
+    def _get_append_fn(self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool) -> _Hook:
+        """Return a hook that enters `name`."""
+
+        def append(*gradients: Any) -> None:
+            if is_bw:
+                self._clear_after_backward()
+            self._entered[name] += 1
+            hook = self._user_hook("pre_bw_hook") if is_bw else None
+            if hook is not None:
+                hook(w_mod(), gradients)
+
+        return append
+
+    def _get_pop_fn(self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool) -> _Hook:
+        """Return a hook that leaves `name`. Leaving a name twice does nothing: in backward, calls need not nest."""
+
+        def pop(*gradients: Any) -> None:
+            hook = self._user_hook("post_bw_hook") if is_bw else None
+            if hook is not None:
+                hook(w_mod(), gradients)
+            self._entered[name] -= 1
+            if self._entered[name] <= 0:
+                del self._entered[name]
+
+        return pop
+
+    def _fw_post_hook(self, mod: nn.Module, args: Any, output: Any) -> None:
+        """Leave a module in forward, and have its backward enter it again."""
+        name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
+        hook = self._user_hook("post_fw_hook")
+        if hook is not None:
+            hook(mod, args, output)
+        self._get_pop_fn(w_mod, name, False)()
+        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if tensors and running_backward() == -1:
+            register_multi_grad_hook(tensors, self._get_append_fn(w_mod, name, True), mode="any")
+
+    def _clear_after_backward(self) -> None:
+        task, queue = running_backward(), _torch.private("queue_callback")
+        if task != self._task and queue is not None:
+            self._task = task
+            queue(self._entered.clear)
+
+    def _remove_handles(self) -> None:
+        for handle in (self._fw_pre_handle, self._fw_post_handle):
+            if handle is not None:
+                handle.remove()
+        self._fw_pre_handle = self._fw_post_handle = None
