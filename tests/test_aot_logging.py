@@ -244,6 +244,25 @@ def test_sequence_numbers_are_set_while_a_node_runs() -> None:
     assert seen[0]["grad_fn_seq_nr"] == [number] or seen[0]["grad_fn_seq_nr"] == number
 
 
+def test_callback_set_is_true_while_a_backward_will_restore_the_trace() -> None:
+    """`callback_set` is true from the first hook of a backward to its end, also after a backward that raised."""
+    for module in (original, ours):
+        y = torch.ones(2, requires_grad=True).sin()
+        z, seen = y.exp(), []
+        module.setup_stacktrace_preservation_hooks_from_tensors(z)
+        y.register_hook(lambda _grad, module=module, seen=seen: seen.append(module.callback_set))
+        assert module.callback_set is False
+        z.sum().backward()
+        assert (seen, module.callback_set) == ([True], False)
+    broken = torch.ones(2, requires_grad=True).sin()
+    broken.register_hook(lambda _grad: 1 / 0)
+    last = broken.exp()
+    ours.setup_stacktrace_preservation_hooks_from_tensors(last)
+    with pytest.raises(ZeroDivisionError):
+        last.sum().backward()
+    assert ours.callback_set is False
+
+
 def test_each_node_gets_its_hooks_once() -> None:
     """Twenty residual layers have one pair of hooks for each node, not one for each path."""
     x = torch.ones(2, requires_grad=True)

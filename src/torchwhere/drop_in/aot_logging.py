@@ -19,6 +19,22 @@ from torchwhere.inspect.autograd import nodes_of, roots_of
 from torchwhere.sense import _torch, lines
 from torchwhere.sense.aot import Naming
 
+__all__ = [
+    "callback_set",  # noqa: F822 - `__getattr__` gives it
+    "describe_input",
+    "format_guard_bug_msg",
+    "get_aot_compilation_context",
+    "get_aot_graph_name",
+    "get_graph_being_compiled",
+    "graph_being_compiled",  # noqa: F822 - `__getattr__` gives it
+    "model_name",  # noqa: F822 - `__getattr__` gives it
+    "nth_graph",  # noqa: F822 - `__getattr__` gives it
+    "set_model_name",
+    "setup_stacktrace_preservation_hooks",
+    "setup_stacktrace_preservation_hooks_from_tensors",
+    "track_graph_compiling",
+]
+
 _naming = Naming()
 
 _Stack = list[str]
@@ -28,9 +44,11 @@ _KEPT_BY_TORCH = {"graph_being_compiled": "graphs", "model_name": "model", "nth_
 
 
 def __getattr__(name: str) -> Any:
-    """The original's variables, as they are now."""
+    """Return the current value of a variable of the original module."""
     if name in _KEPT_BY_TORCH:
         return getattr(_naming, _KEPT_BY_TORCH[name])
+    if name == "callback_set":  # True while the running backward will restore the stack trace at its end
+        return _running_task() in _restoring
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -112,8 +130,7 @@ _restoring: set[int] = set()  # runs of the engine that will put back the stack 
 
 def _restore_afterwards() -> None:
     """Once for each run of the engine: one that raises never gets to its callbacks, and must not be in the way of the next."""
-    task_id, queue = _torch.private("graph_task_id"), _torch.private("queue_callback")
-    task = task_id() if task_id is not None else -1
+    task, queue = _running_task(), _torch.private("queue_callback")
     if task in _restoring or queue is None:
         return
     found = fx_traceback.format_stack()
@@ -124,6 +141,12 @@ def _restore_afterwards() -> None:
 
     _restoring.add(task)
     queue(put_back)
+
+
+def _running_task() -> int:
+    """Return the id of the backward that runs on this thread, or -1."""
+    task_id = _torch.private("graph_task_id")
+    return int(task_id()) if task_id is not None else -1
 
 
 # -- texts -----------------------------------------------------------------------------------------------------------------

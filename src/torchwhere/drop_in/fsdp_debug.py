@@ -26,7 +26,7 @@ from torchwhere.identity import rank_and_world
 from torchwhere.inspect.fsdp import sharded_tree
 from torchwhere.marks import phase
 
-__all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns"]
+__all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns", "logger"]
 
 logger = logging.getLogger("torch.distributed.fsdp._debug_utils")  # the original's: who listens there goes on doing so
 _lock = threading.RLock()
