@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
-.PHONY: demo test test-all test-native check format bench docs clean
+.PHONY: demo test test-all test-native check format bench upstream docs clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -53,6 +53,11 @@ docs: $(VENV)/documented
 bench: $(VENV)/ready
 	$(BIN)/python -m bench $(ARGS)
 
+# PyTorch's own tests, from a checkout of the release that is installed: plain, watched, on the drop-ins. Lists what differs.
+upstream: $(VENV)/upstream
+	@test -n "$(PYTORCH)" || { echo "make upstream PYTORCH=/path/to/pytorch [ARGS=...]: PYTORCH is not set" >&2; exit 2; }
+	$(BIN)/python -m upstream $(PYTORCH) $(ARGS)
+
 # What a user of the library has: torch (their own build; here the one the suite was checked with) and torchwhere.
 $(VENV)/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -65,6 +70,11 @@ $(VENV)/tested: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[test,check,peers]"
 	@echo "DeepSpeed compiles a part of itself, once: about half a minute"
 	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" >/dev/null 2>&1 || true
+	touch $@
+
+# What PyTorch's tests import.
+$(VENV)/upstream: $(VENV)/tested
+	$(BIN)/python -m pip install -q -e ".[upstream]"
 	touch $@
 
 # What builds the site; torch is not needed for it.

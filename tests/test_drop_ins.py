@@ -9,18 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from upstream.startup import SWAPPED
 
 import used_names
 
 # The original modules, and the drop-in for each.
-DROP_INS = {
-    "torch._functorch._aot_autograd.logging_utils": "aot_logging",
-    "torch.distributed._tools.mod_tracker": "mod_tracker",
-    "torch.utils.module_tracker": "mod_tracker",
-    "torch.distributed.fsdp._debug_utils": "fsdp_debug",
-    "torch.distributed.tensor.debug._comm_mode": "comm_mode",
-    "deepspeed.utils.debug": "deepspeed_debug",
-}
+DROP_INS = {**SWAPPED, "deepspeed.utils.debug": "torchwhere.drop_in.deepspeed_debug"}
 EACH = pytest.mark.parametrize(
     "original",
     [pytest.param(name, marks=[pytest.mark.checks_itself] * name.startswith("deepspeed")) for name in DROP_INS],
@@ -38,7 +32,7 @@ def installed(original: str) -> str:
 @EACH
 def test_every_name_is_there(original: str) -> None:
     """Public names of the original, and names that an installed package imports from it, exist in the drop-in."""
-    drop_in = importlib.import_module(f"torchwhere.drop_in.{DROP_INS[installed(original)]}")
+    drop_in = importlib.import_module(DROP_INS[installed(original)])
     wanted = used_names.defined(original)
     assert wanted
     for package in PACKAGES:
@@ -50,7 +44,7 @@ def test_every_name_is_there(original: str) -> None:
 def test_a_star_import_brings_every_public_name(original: str) -> None:
     """`from drop_in import *` brings what `from original import *` brings, but for what the original imports itself."""
     brought: dict[str, object] = {}
-    exec(f"from torchwhere.drop_in.{DROP_INS[installed(original)]} import *", brought)
+    exec(f"from {DROP_INS[installed(original)]} import *", brought)
     assert used_names.defined(original) - set(brought) == set()
 
 
@@ -58,7 +52,7 @@ def test_a_star_import_brings_every_public_name(original: str) -> None:
 def test_every_member_is_there(original: str) -> None:
     """Classes have the public members of the original's, and the private ones that an installed package uses."""
     module = importlib.import_module(installed(original))
-    drop_in = importlib.import_module(f"torchwhere.drop_in.{DROP_INS[original]}")
+    drop_in = importlib.import_module(DROP_INS[original])
     used = set().union(*(used_names.members_used(package, original) for package in PACKAGES))
     missing = set()
     for name in used_names.defined(original):
@@ -143,11 +137,11 @@ print("all of it ran")
 """
 
 
-@pytest.mark.parametrize("original", [name for name in DROP_INS if name.startswith("torch.")])
+@pytest.mark.parametrize("original", SWAPPED)
 def test_torch_runs_on_the_drop_in(original: str) -> None:
     """With a drop-in in place of its original, AOTAutograd, FSDP, DTensor and torch's other tools import and run."""
     done = subprocess.run(
-        [sys.executable, "-c", SWAPPED, original, f"torchwhere.drop_in.{DROP_INS[original]}"],
+        [sys.executable, "-c", SWAPPED, original, DROP_INS[original]],
         capture_output=True,
         text=True,
         timeout=120,

@@ -1,0 +1,128 @@
+"""`python -m upstream CHECKOUT [FILE ...]`: PyTorch's tests plain, watched and on the drop-ins, and what differs.
+
+Exit code 0 if nothing differs, 1 if a case does, 2 if there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from upstream import differences
+from upstream.cases import PASSED, SKIPPED
+from upstream.differences import Difference
+from upstream.files import DEFAULT, TestFile
+from upstream.processes import MODES, PLAIN, Checkout, FileRun
+
+
+@dataclass(frozen=True, slots=True)
+class FileResult:
+    """What was found for one test file."""
+
+    path: str
+    runs: dict[str, FileRun]
+    steady: list[Difference]
+    flaky: list[Difference]
+
+    def row(self) -> str:
+        plain = [outcome.result for outcome in self.runs[PLAIN].outcomes.values()]
+        counts = f"{len(plain):6} {plain.count(PASSED):7} {plain.count(SKIPPED):8}"
+        times = " ".join(f"{_time(run):>8}" for run in self.runs.values())
+        return f"{counts} {len(self.steady):8} {len(self.flaky):6} {times}  {self.path}"
+
+    def to_dict(self) -> dict[str, object]:
+        return {
+            "file": self.path,
+            "runs": {mode: _run_dict(run) for mode, run in self.runs.items()},
+            "differences": [asdict(one) for one in self.steady],
+            "flaky": [asdict(one) for one in self.flaky],
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    checkout = Checkout(options.checkout, limit_s=options.limit)
+    wanted = [TestFile(path, options.keyword) for path in options.files] or list(DEFAULT)
+    missing = [file.path for file in wanted if not checkout.has(file.path)]
+    for path in missing:
+        print(f"not in this checkout: {path}")
+    present = [file for file in wanted if file.path not in missing]
+    if not present:
+        print(f"upstream: no test file to run below {checkout.tests}", file=sys.stderr)
+        return 2
+    modes = [PLAIN, *options.modes]
+    print(f"{'cases':>6} {'passed':>7} {'skipped':>8} {'differs':>8} {'flaky':>6} " + " ".join(f"{mode:>8}" for mode in modes))
+    results = []
+    for result in _results(checkout, present, modes, options.repeat):
+        results.append(result)
+        print(result.row(), flush=True)
+        _write(options.json, results, missing)  # after each file: a run takes hours and may be stopped
+    _print_differences(results)
+    print(f"\nwritten to {options.json}")
+    return 1 if any(result.steady for result in results) else 0
+
+
+def _results(checkout: Checkout, files: Sequence[TestFile], modes: Sequence[str], repeat: int) -> Iterator[FileResult]:
+    for file in files:
+
+        def rerun(mode: str, cases: Sequence[str], path: str = file.path) -> FileRun:
+            return checkout.run(path, mode, only=cases)
+
+        runs = {mode: checkout.run(file.path, mode, keyword=file.keyword) for mode in modes}
+        steady: list[Difference] = []
+        flaky: list[Difference] = []
+        for mode in modes[1:]:
+            found = differences.confirmed(runs, mode, rerun=rerun, repeat=repeat)
+            steady += found[0]
+            flaky += found[1]
+        yield FileResult(file.path, runs, steady, flaky)
+
+
+def _print_differences(results: Sequence[FileResult]) -> None:
+    for title, found in (
+        ("differ", [one for result in results for one in result.steady]),
+        ("are flaky: they differ in some runs only", [one for result in results for one in result.flaky]),
+    ):
+        print(f"\n{len(found)} cases {title}")
+        for difference in found:
+            print(f"  {difference}")
+
+
+def _time(run: FileRun) -> str:
+    return "limit" if run.timed_out else f"{run.seconds:.0f} s"
+
+
+def _run_dict(run: FileRun) -> dict[str, object]:
+    how = {"seconds": round(run.seconds, 1), "timed_out": run.timed_out, "exit_code": run.exit_code}
+    tail = {} if run.outcomes else {"tail": run.tail}  # without a report, the end of the output is all there is
+    return {**how, **tail, "cases": {case: outcome.result for case, outcome in run.outcomes.items()}}
+
+
+def _write(path: Path, results: Sequence[FileResult], missing: Sequence[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = {"missing": list(missing), "files": [result.to_dict() for result in results]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m upstream", description=__doc__)
+    parser.add_argument("checkout", type=Path, help="a checkout of PyTorch, of the release that is installed")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="below test/ (default: those of upstream/files.py)")
+    parser.add_argument("--keyword", "-k", default="", help="pytest's -k, for the files given")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="besides the plain run (default: both)"
+    )
+    parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for one run of a file (default: 900)")
+    parser.add_argument("--repeat", type=int, default=2, metavar="N", help="re-runs of a differing case (default: 2)")
+    parser.add_argument(
+        "--json", type=Path, default=Path("run/upstream.json"), metavar="PATH", help="default: run/upstream.json"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

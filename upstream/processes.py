@@ -1,0 +1,103 @@
+"""Runs a test file of a PyTorch checkout with pytest, in a process group of its own, in one of three modes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from upstream import cases, startup
+from upstream.cases import Outcome
+
+PLAIN = "plain"
+MODES = (PLAIN, startup.WATCHED, startup.DROP_INS)
+# Without PyTorch's conftest.py, which is for its CI, and without pytest's log handlers, which tests of torch's logging count.
+_PYTEST = ("-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "no:logging")
+_GRACE_S = 20  # from SIGINT, on which pytest writes its report, to SIGKILL
+
+
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """One run of a test file: the outcome of each case, and how the process ended."""
+
+    outcomes: dict[str, Outcome] = field(repr=False)
+    seconds: float
+    timed_out: bool
+    exit_code: int
+    tail: str = field(repr=False)  # of what it printed
+
+
+class Checkout:
+    """The tests of a PyTorch checkout, given by the path of the checkout or of its `test` folder."""
+
+    def __init__(self, path: Path, *, limit_s: float) -> None:
+        self.tests = path / "test" if (path / "test").is_dir() else path
+        self._limit_s = limit_s
+
+    def has(self, file: str) -> bool:
+        return (self.tests / file).is_file()
+
+    def run(self, file: str, mode: str, *, only: Sequence[str] = (), keyword: str = "") -> FileRun:
+        """Run a file, or `only` some of its cases, until it ends or has used up its time."""
+        with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
+            report, output = Path(folder, "report.xml"), Path(folder, "output.txt")
+            command = [sys.executable, "-m", "pytest", *_PYTEST, f"--junitxml={report}", f"--rootdir={self.tests}"]
+            command += only or [file]
+            command += ["-k", keyword] if keyword else []
+            with output.open("wb") as out:
+                begin = time.monotonic()
+                process = subprocess.Popen(
+                    command,
+                    cwd=self.tests,
+                    env=environment(mode, Path(folder)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                timed_out = _wait(process, self._limit_s)
+            tail = output.read_text(errors="replace")[-4000:]
+            seconds = time.monotonic() - begin
+            return FileRun(cases.read(report, file), seconds, timed_out, process.returncode, tail)
+
+
+def environment(mode: str, folder: Path) -> dict[str, str]:
+    """Return the environment of a run. Its folder holds our `sitecustomize.py`, which spawned processes find too."""
+    variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    variables.pop("PYTEST_ADDOPTS", None)
+    if mode != PLAIN:
+        shutil.copy(startup.__file__, folder / "sitecustomize.py")
+        inherited = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
+        variables |= {startup.VARIABLE: mode, "PYTHONPATH": os.pathsep.join([str(folder), *inherited])}
+    return variables
+
+
+def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
+    """Wait for a process and end what it leaves behind. Returns True if its time ran out."""
+    timed_out = False
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        timed_out = True
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    finally:
+        _kill_group(process.pid)
+    return timed_out
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
