@@ -84,10 +84,10 @@ def _results(checkout: Checkout, files: Sequence[TestFile], modes: Sequence[str]
 
 def _print_differences(results: Sequence[FileResult]) -> None:
     for title, found in (
-        ("differ", [one for result in results for one in result.steady]),
-        ("are flaky: they differ in some runs only", [one for result in results for one in result.flaky]),
+        ("cases that differ", [one for result in results for one in result.steady]),
+        ("flaky cases, which differ in some runs only", [one for result in results for one in result.flaky]),
     ):
-        print(f"\n{len(found)} cases {title}")
+        print(f"\n{title}: {len(found)}")
         for difference in found:
             print(f"  {difference}")
 
