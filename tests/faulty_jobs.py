@@ -416,6 +416,27 @@ def leaves_early(victim: int) -> None:
         dist.all_reduce(torch.ones(4), group=mesh["dp"].get_group())
 
 
+@fault("deadlock")
+def leaves_loop_early(victim: int) -> None:
+    """A rank of a tensor-parallel pair takes one step fewer and waits in the last barrier, with the other pair."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for _ in range(STEPS - (dist.get_rank() == victim)):
+        dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
+        torchwhere.step()
+    dist.barrier()
+
+
+@fault("deadlock")
+def leaves_mesh_loop_early(victim: int) -> None:
+    """The same with reductions over both dimensions of the mesh: a neighbour and its neighbour wait too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for _ in range(STEPS - (dist.get_rank() == victim)):
+        for name in ("tp", "dp"):
+            dist.all_reduce(torch.ones(4), group=mesh[name].get_group())
+        torchwhere.step()
+    dist.barrier()
+
+
 @fault("missing", culprits=lambda victim: everyone(victim) - {victim})
 def barrier_on_one(victim: int) -> None:
     """A barrier that only one rank reaches: all others are missing from it."""

@@ -30,7 +30,11 @@ def on_deadlock(case: Case, found: list[Wait], blamed: Blame) -> tuple[str, ...]
         said += [f"{ranks_said(same).capitalize()} did the same."] if same else []
         return (*said, "The others do as they always did.") if blamed.is_sure else tuple(said)
     if 0 < len(blamed.culprits) < len(found):
-        why = "most others went on without it" if blamed.have_stayed else "fewer ranks wait there than elsewhere"
+        why = "fewer ranks wait there than elsewhere"
+        if blamed.have_stayed:
+            why = "most others went on without it"
+        elif blamed.is_outvoted:
+            why = "most ranks that had issued the same calls before went another way"
         said.append(f"Likely: {ranks_said(blamed.culprits)}, as {why}. That does not prove it.")
     else:
         said.append("One of them left a call out, issued one too many, or took them in another order: which one does not show.")

@@ -4,7 +4,7 @@ Takes a circle of waits, gives the ranks to blame and how sure that is. Where ra
 a call of it out, or X issued one too many: each is asked whether it departed from its own habit (`habits.py`) in just that,
 since the two last agreed. What most members of a stream do for the first time together is no departure. Ranks that do as they
 always did cannot wait for each other in a circle, so somebody in it departed; where the boxes do not show who, that is said,
-and nobody is named for sure.
+and nobody is named for sure. Where ranks with the same program contradict one of the circle (`majority.py`), it is that one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.doctor.habits import Departure, Habits
+from torchwhere.diagnose.doctor.majority import Majority
+from torchwhere.diagnose.doctor.roles import roles_of
 from torchwhere.diagnose.doctor.waits import Wait, members
 from torchwhere.diagnose.hearing.terms import StreamKey
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
@@ -37,6 +39,7 @@ class Blame:
     is_sure: bool = False
     has_wrong_peer: bool = False  # each of them turned to another rank than it was to
     have_stayed: bool = False  # they did not come along where most of a group went
+    is_outvoted: bool = False  # most ranks with the same calls before went another way
 
     @property
     def certainty(self) -> Certainty:
@@ -56,21 +59,26 @@ def blame(hearing: Hearing, found: list[Wait], waits: Mapping[int, Wait], *, unr
     habits = Habits(hearing, ranks=len(found))
     links = zip(found, [*found[1:], *found[:1]], strict=True)
     signs = [sign for wait, other in links for sign in _signs(hearing, habits, wait, other.rank)]
-    found_own = {sign.departure for sign in signs if not _is_shared(hearing, habits, sign)}
-    own = sorted(found_own, key=lambda departure: (departure.rank, departure.record))
-    culprits = {departure.rank for departure in own}
+    outvoted = frozenset(Majority(hearing, ranks=[wait.rank for wait in found]).outvoted(found))
+    has_majority = 0 < len(outvoted) < len(found)
+    if has_majority:
+        departed = {sign.departure for sign in signs if sign.departure.rank in outvoted}
+    else:
+        departed = {sign.departure for sign in signs if not _is_shared(hearing, habits, sign)}
+    own = sorted(departed, key=lambda departure: (departure.rank, departure.record))
+    culprits = outvoted if has_majority else frozenset(departure.rank for departure in own)
     if 0 < len(culprits) < len(found):
         others = {rank for rank in culprits for rank in _companions(habits, own, waits[rank], waits)}
-        is_to_another = all(_is_to_another(hearing.testimonies[each.rank], each) for each in own)
-        is_sure = _is_sure(habits, found, own, is_to_another=is_to_another)
-        return Blame(tuple(sorted(culprits | others)), tuple(own), is_sure, is_to_another)
+        is_to_another = bool(own) and all(_is_to_another(hearing.testimonies[each.rank], each) for each in own)
+        is_sure = {each.rank for each in own} == culprits and _is_sure(habits, found, own, is_to_another=is_to_another)
+        return Blame(tuple(sorted(culprits | others)), tuple(own), is_sure, is_to_another, is_outvoted=has_majority)
     if any(wait.rank in unread for wait in found):
         return Blame()
-    stayed = {rank for sign in signs for rank in _stayed(hearing, sign.departure, found)}
+    stayed = {rank for sign in signs for rank in _stayed(hearing, habits, sign, found)}
     if 0 < len(stayed) < len(found):
         return Blame(tuple(sorted(stayed)), have_stayed=True)
     strays = _out_of_line(hearing, found)
-    return Blame(strays, has_wrong_peer=True) if strays else Blame(_fewest(found, waits))
+    return Blame(strays, has_wrong_peer=True) if strays else Blame(_fewest(hearing, found, waits))
 
 
 def has_left_out(hearing: Hearing, habits: Habits, rank: int, wait: Wait) -> bool:
@@ -103,11 +111,19 @@ def _signs(hearing: Hearing, habits: Habits, wait: Wait, other: int) -> Iterator
 def _is_shared(hearing: Hearing, habits: Habits, sign: _Sign) -> bool:
     """Whether most of the others went on to the same thing too, or left the same out: then it is the program that does."""
     key, number = sign.departure.issued
-    went_on = _most(habits, _others(hearing, key, sign.departure.rank), lambda each: each.issued == (key, number))
+    went_on = _most(habits, _alike(hearing, sign.departure), lambda each: each.issued == (key, number))
     if went_on or sign.left_out is None:
         return went_on
     due = {call for call in sign.departure.due if call[0] == sign.left_out}
     return _most(habits, _others(hearing, sign.left_out, sign.departure.rank), lambda each: not due.isdisjoint(each.due))
+
+
+def _alike(hearing: Hearing, departure: Departure) -> list[int]:
+    """Ranks that could have gone on as a rank did: members of the stream it went to, with the role that it left. A rank
+    without that role goes on in any case, which says nothing."""
+    roles, others = roles_of(hearing), _others(hearing, departure.issued[0], departure.rank)
+    left = roles.of(departure.rank, departure.like[0])
+    return [rank for rank in others if left.direction or roles.takes_part(rank, left)]
 
 
 def _most(habits: Habits, ranks: list[int], did: Callable[[Departure], bool]) -> bool:
@@ -158,16 +174,18 @@ def _others(hearing: Hearing, key: StreamKey, rank: int) -> list[int]:
 # -- where habits do not tell ----------------------------------------------------------------------------------------------
 
 
-def _fewest(found: list[Wait], waits: Mapping[int, Wait]) -> tuple[int, ...]:
-    """Where a circle is over collectives of groups, those in the one of them that the fewest are in. A message has one rank on
-    each side, which says nothing: of a circle of two it is one of both, and of a larger one nobody is named."""
+def _fewest(hearing: Hearing, found: list[Wait], waits: Mapping[int, Wait]) -> tuple[int, ...]:
+    """Where a circle is over collectives of groups, those in the one of them that the fewest are in. Only ranks that take part
+    in all of them count: another rank has no choice. A message has one rank on each side, which says nothing: of a circle of
+    two it is one of both, and of a larger one nobody is named."""
     by_call: dict[tuple[StreamKey, int], list[int]] = {(wait.key, wait.number): [] for wait in found}
+    in_all = frozenset.intersection(*(frozenset(members(hearing, key)) for key, _ in by_call))
     for rank, wait in waits.items():
-        if (wait.key, wait.number) in by_call:
+        if (wait.key, wait.number) in by_call and rank in in_all:
             by_call[wait.key, wait.number].append(rank)
     sizes = sorted(by_call.values(), key=len)
     is_of_groups = all(key.source == key.destination for key, _ in by_call)
-    if is_of_groups and len(sizes[0]) < len(sizes[-1]):
+    if is_of_groups and 0 < len(sizes[0]) < len(sizes[-1]):
         return tuple(sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks))
     return tuple(sorted(wait.rank for wait in found)) if len(found) == 2 else ()
 
@@ -182,9 +200,11 @@ def _is_sure(habits: Habits, found: list[Wait], own: list[Departure], *, is_to_a
     )
 
 
-def _stayed(hearing: Hearing, departure: Departure, found: list[Wait]) -> list[int]:
+def _stayed(hearing: Hearing, habits: Habits, sign: _Sign, found: list[Wait]) -> list[int]:
     """Of a circle, the members of a group that did not come along where most of it went."""
-    key, number = departure.issued
+    if not _is_shared(hearing, habits, sign):
+        return []
+    key, number = sign.departure.issued
     taking_part = frozenset(members(hearing, key))
     ranks = [wait.rank for wait in found if wait.rank in taking_part]
     return [rank for rank in ranks if hearing.testimonies[rank].counts.get(key, 0) <= number]

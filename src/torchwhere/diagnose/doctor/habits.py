@@ -132,7 +132,7 @@ def surprises(tokens: list[int]) -> tuple[list[Surprise], set[int]]:
 # -- of a rank -------------------------------------------------------------------------------------------------------------
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """The calls of a rank in order."""
 
     keys: list[StreamKey]
@@ -143,7 +143,7 @@ class _Sequence(NamedTuple):
 
 
 def _habit(said: Testimony, most: int) -> Habit:
-    calls = _sequence(said, most)
+    calls = sequence(said, most)
     found, expected = surprises([ord(letter) for letter in calls.text])
     return Habit(
         departures=tuple(
@@ -153,7 +153,7 @@ def _habit(said: Testimony, most: int) -> Habit:
     )
 
 
-def _departure(rank: int, calls: _Sequence, found: Surprise) -> Departure | None:
+def _departure(rank: int, calls: Sequence, found: Surprise) -> Departure | None:
     text, at = calls.text, found.at
     begin = at - found.context
     rounds = {letter: text.count(letter, begin, at) for letter in map(chr, found.due)}
@@ -175,18 +175,18 @@ def _departure(rank: int, calls: _Sequence, found: Surprise) -> Departure | None
     )
 
 
-def _next(calls: _Sequence, like: int, at: int) -> Call:
+def _next(calls: Sequence, like: int, at: int) -> Call:
     """The next call of the stream of an earlier one, as of a position."""
     stream = calls.streams[like]
     newest = max(i for i in range(like, at) if calls.streams[i] == stream)
     return calls.keys[stream], calls.numbers[newest] + 1
 
 
-def _sequence(said: Testimony, most: int) -> _Sequence:
+def sequence(said: Testimony, most: int) -> Sequence:
     """The newest calls of a rank, of the thread that issued the last one: how threads take turns is chance."""
     keys = list(said.calls)
     if not keys:
-        return _Sequence([], [], [], [], "")
+        return Sequence([], [], [], [], "")
     last = max(said.calls.values(), key=lambda calls: calls.record(calls.last))
     mine = last.of(last.last)[1]
     columns = [_column(index, calls, mine) for index, calls in enumerate(said.calls.values())]
@@ -194,7 +194,7 @@ def _sequence(said: Testimony, most: int) -> _Sequence:
     order = np.argsort(records, kind="stable")[-most:]
     tokens = np.unique(meanings[order] * len(keys) + streams[order], return_inverse=True)[1].tolist()
     text = "".join(map(chr, tokens))
-    return _Sequence(keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text)
+    return Sequence(keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text)
 
 
 def _column(index: int, calls: Calls, mine: Spot) -> tuple[npt.NDArray[np.int64], ...]:

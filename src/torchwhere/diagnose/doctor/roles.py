@@ -1,0 +1,64 @@
+"""What a stream is for its rank: the tensor-parallel pairs of a mesh are different groups with the same role.
+
+Takes the groups of a job, gives a `Role` for a rank and a stream. Groups of a mesh are known by their dimension. Others are
+told apart by their size and by the order in which torch made them, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from torchwhere.diagnose.hearing.terms import StreamKey
+from torchwhere.diagnose.hearing.testimony import Hearing
+
+
+class Role(NamedTuple):
+    """Equal for streams that do the same for their ranks."""
+
+    group: str | int  # its mesh dimension, or its place among the groups of this size that the rank is in
+    size: int
+    offset: int = 0  # of a message, how far the peer is from the rank within the group
+    direction: str = ""
+    stage: int = -1  # of a message, the place of the rank within the group: stages of a pipeline differ
+
+
+class Roles:
+    """The roles of all streams of a job."""
+
+    def __init__(self, hearing: Hearing) -> None:
+        self._hearing = hearing
+        self._of_groups: defaultdict[int, dict[str, Role]] = defaultdict(dict)  # of each rank
+        for group in sorted(hearing.language.groups, key=lambda group: (len(group.name), group.name)):
+            for rank in group.ranks:
+                mine, size = self._of_groups[rank], len(group.ranks)
+                mine[group.name] = Role(group.mesh_dim or sum(role.size == size for role in mine.values()), size)
+
+    def of(self, rank: int, key: StreamKey) -> Role:
+        group = self._hearing.group(key)
+        role = self._of_groups[rank].get(group.name, Role(-1, len(group.ranks)))
+        if key.source == key.destination:
+            return role
+        peer, direction = (key.destination, "send") if key.source == rank else (key.source, "recv")
+        if rank not in group.ranks or peer not in group.ranks:
+            return role._replace(direction=direction, stage=rank)
+        stage = group.ranks.index(rank)
+        offset = (group.ranks.index(peer) - stage) % role.size
+        return role._replace(offset=offset, direction=direction, stage=stage)
+
+    def takes_part(self, rank: int, role: Role) -> bool:
+        """Whether a rank is in a group with this role."""
+        return role in self._of_groups[rank].values()
+
+    def of_messages(self, rank: int) -> frozenset[Role]:
+        """The roles in which a rank has sent or received messages."""
+        keys = self._hearing.testimonies[rank].counts
+        return frozenset(self.of(rank, key) for key in keys if key.source != key.destination)
+
+
+def roles_of(hearing: Hearing) -> Roles:
+    """The roles of a job, found once."""
+    if "roles" not in hearing.kept:
+        hearing.kept["roles"] = Roles(hearing)
+    found: Roles = hearing.kept["roles"]
+    return found
