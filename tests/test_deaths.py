@@ -27,15 +27,21 @@ GONE, ALIVE = Sighting(alive=False), Sighting(alive=True, alive_ns=9_000_000_000
 
 
 def rank_of(
-    rank: int, *, end: str | None = None, exception: str | None = None, in_collective: bool = False
+    rank: int,
+    *,
+    end: str | None = None,
+    exception: str | None = None,
+    in_collective: bool = False,
+    at_ns: int = 0,
+    beat_ns: int = 0,
 ) -> testimonies.Testimony:
-    """A rank with ten records, of which an exception or its end is the last one."""
+    """A rank with ten records, of which an exception or its end is the last one; when that was, and its last heartbeat."""
     place = Place(rank=rank, step=0, pass_="outside")
     said = Statement(
-        Label(Path(f"rank{rank}.box"), rank, ("", 0), True, 0, False, 0),
+        Label(Path(f"rank{rank}.box"), rank, ("", 0), True, at_ns, False, 0, beat_ns=beat_ns),
         records=10,
-        end=Event("end", 9, 0, place, {"reason": end}) if end is not None else None,
-        exceptions=(Event("exception", 9, 0, place, {"text": exception}),) if exception is not None else (),
+        end=Event("end", 9, at_ns, place, {"reason": end}) if end is not None else None,
+        exceptions=(Event("exception", 9, at_ns, place, {"text": exception}),) if exception is not None else (),
         in_collective_since_ns=1 if in_collective else None,
     )
     hearing = Hearing()
@@ -257,6 +263,107 @@ def test_counted_before_it_is_gone() -> None:
         for each in (dying, other)
     )
     assert (dying.out_of_memory, other.out_of_memory) == ("killed by the system", None)
+
+
+# -- SIGTERM ---------------------------------------------------------------------------------------------------------------
+
+
+def ended_with(*codes: int | None, gone_ns: int = 5) -> dict[int, Sighting]:
+    """Ranks that are gone, with the exit codes that a monitor saw."""
+    return {rank: Sighting(alive=False, exit_code=code, gone_ns=gone_ns) for rank, code in enumerate(codes)}
+
+
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ((-15, -15, -9, -15), [2]),  # the launcher ended the others
+        ((-15, None, -9, -15), [2]),
+        ((-15, -15, 3, -15), [2]),  # os._exit(3)
+        ((-9, -9, -9, -9), []),  # all at once
+        ((-15, -15, -15, -15), []),
+        ((None, None, -9, None), []),
+        ((None, None, None, None), []),
+    ],
+)
+def test_rank_that_sigterm_did_not_end(codes: tuple[int | None, ...], first: list[int]) -> None:
+    """Where SIGTERM ended the others, the rank that ended otherwise went first; where the codes do not show it, no rank did."""
+    found = deaths(*map(rank_of, range(4)), seen=ended_with(*codes))
+    assert found.went_first() == first
+    assert [rank for rank in range(4) if found.is_dead(rank)] == first
+    assert found.were_killed_together is not bool(first)
+    assert found.ended_unfinished
+
+
+def test_rank_that_was_killed_after_sigterm() -> None:
+    """A rank that does not obey SIGTERM is killed later: it did not go first."""
+    seen = ended_with(-15, -15, -15, -15) | {2: Sighting(alive=False, exit_code=-9, gone_ns=9)}
+    assert deaths(*map(rank_of, range(4)), seen=seen).went_first() == []
+
+
+def test_ranks_that_the_launcher_has_ended_so_far() -> None:
+    """While the launcher ends the ranks one after another, only the one that went by itself is dead."""
+    gone = ended_with(-15, -15, -9, -15)
+    found = deaths(*map(rank_of, range(4)), seen={0: gone[0], 1: ALIVE, 2: gone[2], 3: ALIVE}, now_ns=9_000_000_000)
+    assert [found.is_dead(rank) for rank in range(4)] == [False, False, True, False]
+    assert found.went_first() == [2]
+    assert not found.ended_unfinished
+
+
+@pytest.mark.parametrize(
+    "reason", ["exit 143", "exit -15", "exception: SystemExit: 143", "exception: SIGTERMException", "exception: got signal: 15"]
+)
+@pytest.mark.parametrize(("beat_ns", "first"), [(90, [2]), (130, [])])
+def test_ranks_that_catch_sigterm(reason: str, beat_ns: int, first: list[int]) -> None:
+    """Ranks that say that SIGTERM ended them did not fail. A rank without an exit record went first, unless its heart beat on:
+    then it could not obey, and was killed later."""
+    others = [rank_of(rank, end=reason, at_ns=100 + rank) for rank in (0, 1, 3)]
+    found = deaths(*others, rank_of(2, at_ns=80, beat_ns=beat_ns))
+    found.by_hand = interrupted(found.hearing, waited_s=5)
+    assert set(found.by_hand) == {0, 1, 3}
+    assert (found.failed(), found.went_first()) == ([], first)
+    assert found.ended_unfinished
+
+
+def test_another_exit_code_is_a_failure() -> None:
+    """An exit code or an exception that does not name SIGTERM is the rank's own."""
+    found = deaths(rank_of(0, end="exit 1"), rank_of(1, end="exception: ValueError: signal 150"), rank_of(2, end="exit 143"))
+    found.by_hand = interrupted(found.hearing, waited_s=5)
+    assert (found.failed(), found.terminated(), found.first([])) == ([0, 1, 2], [2], [0, 1])
+
+
+def test_job_that_finished_is_not_killed() -> None:
+    """A job whose ranks finished, or left with exit code 0, or were interrupted with Ctrl-C, was not killed."""
+    finished = [rank_of(rank, end="exit 0") for rank in range(2)]
+    assert not deaths(*finished, rank_of(2), seen={2: Sighting(alive=False, exit_code=0)}).ended_unfinished
+    assert not deaths(*finished, seen=ended_with(-15, -15)).ended_unfinished  # while they ended
+    by_hand = deaths(
+        rank_of(0, end=BY_HAND), rank_of(1, end=BY_HAND), rank_of(2), seen={2: Sighting(alive=False, exit_code=-15)}
+    )
+    by_hand.by_hand = interrupted(by_hand.hearing, waited_s=5)
+    assert not by_hand.ended_unfinished
+
+
+def test_several_may_have_hung_up() -> None:
+    """Where a rank says that a peer hung up, and several left no exit record, none of them is certain, but the one that gave no
+    sign of life after that."""
+    ranks = rank_of(0, end=f"exception: {HUNG_UP}", exception=HUNG_UP, at_ns=100), rank_of(1, at_ns=90), rank_of(2, at_ns=80)
+    assert [deaths(*ranks).is_doubtful(rank) for rank in (1, 2)] == [True, True]
+    later = deaths(*ranks[:2], rank_of(2, at_ns=80, beat_ns=140))
+    assert [later.is_doubtful(rank) for rank in (1, 2)] == [False, True]
+    assert not deaths(ranks[0], ranks[1]).is_doubtful(1)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (-9, "killed by SIGKILL"),
+        (-250, "killed by signal 250"),
+        (3, "exit code 3, without an exit record: os._exit(), or an exit from C"),
+    ],
+)
+def test_exit_code_is_said(code: int, said: str) -> None:
+    """The verdict says which signal ended a rank, or with what code it left."""
+    assert deaths(rank_of(0), seen=ended_with(code)).how(0) == said
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class _Notes:
 
 
 def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None], notes: _Notes, now_ns: int) -> Sighting:
-    state = _state(box)
+    state, exit_code = _stat(box)
     alive = state not in (None, "Z", "X")
     counter = box.meta.get("oom_counter")
     if isinstance(counter, str) and counter not in counts:
@@ -93,6 +93,7 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
         stack_ns=now_ns if stack else rested_ns,
         oom_kills=kills,
         out_of_memory=None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills),
+        exit_code=exit_code,
     )
 
 
@@ -129,15 +130,23 @@ def is_running(pid: int) -> bool:
 
 def _state(box: Labelled) -> str | None:
     """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is another's now."""
+    return _stat(box)[0]
+
+
+def _stat(box: Labelled) -> tuple[str | None, int | None]:
+    """The same, and the exit code of a process that has ended and that its parent has not yet asked for it."""
     pid = box.meta.get("pid")
     if not isinstance(pid, int):
-        return None
+        return None, None
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
+        return None, None
     started = box.meta.get("pid_started")
-    return stat[0] if started is None or int(stat[19]) == started else None
+    if started is not None and int(stat[19]) != started:
+        return None, None
+    # The kernel says 0 to a user who may not know the exit code.
+    return stat[0], (os.waitstatus_to_exitcode(int(stat[49])) or None) if stat[0] == "Z" else None
 
 
 def _last_words(box: Labelled, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:

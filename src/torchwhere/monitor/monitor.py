@@ -85,6 +85,7 @@ class Monitor:
                 began = time.monotonic()
                 died = self._look()
                 vigil.keep(self._pids())
+                self._note(vigil.exit_codes())
                 stalled = self._feel()
                 took = time.monotonic() - began
                 if self._pulses and self._diary.is_due(max(moved_at for _, moved_at in self._pulses.values())):
@@ -132,6 +133,13 @@ class Monitor:
         if died or time.monotonic() - self._kept_at > KEEP_S:
             self._keep()
         return bool(died)
+
+    def _note(self, exit_codes: dict[int, int]) -> None:
+        """Add how processes ended that are gone: which signal ended a rank says whether the launcher did."""
+        for rank, seen in self._sightings.items():
+            pid = self._labels[rank].meta.get("pid")
+            if pid in exit_codes:
+                self._sightings[rank] = replace(seen, exit_code=exit_codes[pid])
 
     def _take(self, run: Run | None) -> None:
         """A run that was just read. A process whose box is gone is still there to be looked at."""
@@ -329,10 +337,12 @@ def _who(box: Labelled) -> tuple[Any, ...]:
 
 
 def _is_news(verdict: Verdict) -> bool:
-    """Whether anybody needs to be told: not that a rank failed for whom nobody waits, which it has said itself."""
+    """Whether anybody needs to be told: not that a rank failed for whom nobody waits, if it has said that itself."""
     if verdict.kind in _CALM or verdict.certainty is Certainty.UNKNOWN:
         return False
-    return not (verdict.kind is VerdictKind.DEAD and verdict.collective is None and "gathering" not in verdict.facts)
+    if verdict.kind is not VerdictKind.DEAD or verdict.collective is not None:
+        return True
+    return "gathering" in verdict.facts or bool(verdict.facts.get("exit_codes"))
 
 
 def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:

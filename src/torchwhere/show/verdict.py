@@ -27,7 +27,9 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         head.append(f"no progress for {verdict.stalled_s:.0f} s")
     if verdict.certainty == "inferred":
         head.append(f"({verdict.certainty})")
-    title = _TITLES[verdict.kind] if verdict.certainty != "unknown" else "NOT KNOWN"
+    title = _TITLES[verdict.kind]
+    if verdict.certainty == "unknown":
+        title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
     lines = [f"{title}  {', '.join(head)}", *verdict.explanation]
     common = verdict.last_common
     if common is not None and verdict.kind is not VerdictKind.MISMATCH:

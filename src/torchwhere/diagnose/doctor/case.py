@@ -24,7 +24,6 @@ _AGAIN = 1.5  # times as long as a pause at the same place has lasted before
 _HEART_STOPPED_NS = 3_000_000_000
 _UNSEEN_S = 2.0  # a job may have stood for so much longer than its monitor or its hearts have told
 _TIME_TO_TELL_S = 3.0  # a rank that stands still has left its stack by then, and what it sees of others
-_INTERRUPTED = ("Then it was interrupted, with Ctrl-C.",)
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
@@ -381,7 +380,7 @@ class Case:
             missing_data=tuple(self.missing_data()),
             certainty=certainty,
             stalled_s=stalled_s,
-            explanation=explanation + (_INTERRUPTED if self.deaths.by_hand and kind is not VerdictKind.HEALTHY else ()),
+            explanation=explanation + self.deaths.outside_said(kind),
             facts=facts or {},
         )
 

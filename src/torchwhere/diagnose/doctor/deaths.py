@@ -4,15 +4,20 @@ Takes what ranks said last and what was seen of their processes. A rank that say
 while it stood in a collective, reacts to another one. Where nobody failed by himself, the one to blame is a rank that left
 nothing to read, or one that went without a word; where several may have, nobody is blamed. Several that go without a word,
 unless somebody saw one of them go first, were killed together: that is the end of a job, and not what was wrong with it.
+A launcher that finds one rank dead ends the others with SIGTERM: a rank that ended otherwise, and not later, went first.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from torchwhere.diagnose.doctor.interruption import was_terminated
 from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
 from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 from torchwhere.events import Event
@@ -36,6 +41,14 @@ _LEFT = "stop"  # the reason that a watch ended for which the process goes on
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _NO_WORD = "without a word: killed by a signal, by the system for want of memory, ended by os._exit, or crashed in C"
 _UNSEEN = Sighting()
+_NEVER = 1 << 63
+
+
+class _Sigterm(NamedTuple):
+    """When SIGTERM first ended a rank: by the exit records of ranks, and by the exit codes that a monitor saw."""
+
+    recorded_ns: int
+    seen_ns: int
 
 
 @dataclass(slots=True)
@@ -51,6 +64,8 @@ class Deaths:
     _is_over: bool | None = None
     _looked: int | None = None
     _first_by_hand: int | None = None
+    _first_sigterm: _Sigterm | None = None
+    _has_cause: bool | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
@@ -88,8 +103,86 @@ class Deaths:
                 and len(silent) > 1
                 and all(self.hearing.testimonies[rank].end is None and self.was_hung_up_on(rank) for rank in failed)
                 and not any(self._was_seen_gone(rank) or self.sightings[rank].out_of_memory for rank in silent)
+                and not any(map(self._went_before_sigterm, silent))
             )
         return self._together
+
+    # -- without an exit record --------------------------------------------------------------------------------------
+
+    def killed(self) -> list[int]:
+        """Ranks whose process is gone and that left no exit record."""
+        return [rank for rank in self.hearing.testimonies if self._was_killed(rank)]
+
+    def terminated(self) -> list[int]:
+        """Ranks that SIGTERM ended, by their exit record or their exit code."""
+        said = self.hearing.testimonies.items()
+        return [rank for rank, each in said if was_terminated(each) or (each.end is None and self._got_sigterm(rank))]
+
+    def went_first(self) -> list[int]:
+        """Of ranks without an exit record, those that were seen to go before the others, or that went before SIGTERM ended the
+        others."""
+        gone = [rank for rank in self.killed() if self._is_gone_first(rank)]
+        return [rank for rank in gone if self._was_seen_gone(rank) or self._went_before_sigterm(rank)]
+
+    @property
+    def ended_unfinished(self) -> bool:
+        """Whether no process is left, and ranks left no exit record, or SIGTERM ended them. Not so with Ctrl-C."""
+        is_over = not any(sighting.alive for sighting in self.sightings.values())
+        return is_over and not self._was_interrupted and bool(self.terminated() or self.killed())
+
+    def outside_said(self, kind: VerdictKind) -> tuple[str, ...]:
+        """That a job was ended from outside after what the verdict says."""
+        if not self.by_hand or kind is VerdictKind.HEALTHY:
+            return ()
+        if self._was_interrupted:
+            return ("Then it was interrupted, with Ctrl-C.",)
+        return ("Then SIGTERM ended it.",) if kind is not VerdictKind.DEAD else ()
+
+    def was_seen_to_go(self, rank: int) -> bool:
+        """Whether somebody saw that a rank was gone, or how it ended: not only its box says so."""
+        sighting = self._sighting(rank)
+        return self._was_seen_gone(rank) or sighting.exit_code is not None or sighting.out_of_memory is not None
+
+    @property
+    def _was_interrupted(self) -> bool:
+        """With Ctrl-C."""
+        return not all(was_terminated(self.hearing.testimonies[rank]) for rank in self.by_hand)
+
+    def _was_killed(self, rank: int) -> bool:
+        sighting = self._sighting(rank)
+        is_silent = sighting.alive is False and self._has_said_nothing(rank) and sighting.exit_code != 0
+        return is_silent and not self.has_failed(rank) and not self.was_ended_by_hand(rank)
+
+    def _got_sigterm(self, rank: int) -> bool:
+        return self._sighting(rank).exit_code == -signal.SIGTERM
+
+    def _went_before_sigterm(self, rank: int) -> bool:
+        """Whether a rank without an exit record ended otherwise than by SIGTERM, and not after others were ended by it. A rank
+        that cannot obey SIGTERM is killed later, and its heart beats until then."""
+        sighting, label = self._sighting(rank), self.hearing.testimonies[rank].label
+        if self._got_sigterm(rank) or self._was_interrupted:
+            return False
+        first = self._sigterm()
+        is_by_code = sighting.exit_code is not None and (sighting.gone_ns or 0) <= first.seen_ns < _NEVER
+        return is_by_code or 0 < max(label.last_ns, label.beat_ns) <= first.recorded_ns < _NEVER
+
+    def _was_ended_by_launcher(self, rank: int) -> bool:
+        """Whether SIGTERM ended a rank after another one had gone by itself."""
+        if not self._got_sigterm(rank):
+            return False
+        if self._has_cause is None:
+            self._has_cause = any(not self._got_sigterm(other) for other in self.killed()) or bool(self.failed())
+        return self._has_cause
+
+    def _sigterm(self) -> _Sigterm:
+        if self._first_sigterm is None:
+            said = self.hearing.testimonies.values()
+            recorded = [each.end.t_ns for each in said if each.end is not None and was_terminated(each)]
+            seen = [self._sighting(rank).gone_ns or 0 for rank in self.hearing.testimonies if self._got_sigterm(rank)]
+            self._first_sigterm = _Sigterm(min(recorded, default=_NEVER), min(seen, default=_NEVER))
+        return self._first_sigterm
+
+    # -- causes ------------------------------------------------------------------------------------------------------
 
     def was_ended_by_hand(self, rank: int) -> bool:
         """Whether a rank was interrupted with the others, or noticed that these were."""
@@ -105,6 +198,17 @@ class Deaths:
         """Whether ranks failed, and nobody has looked at the processes since: how many were there then is not known."""
         failed = self.failed()
         return bool(failed) and self._looked_ns() <= min(self._failed_ns(failed), default=0)
+
+    def is_only_candidate(self, rank: int) -> bool:
+        """Whether all other ranks without an exit record were alive after a rank had failed: they did not go before."""
+        return not self._not_outliving([other for other in self.killed() if other != rank])
+
+    def is_doubtful(self, rank: int) -> bool:
+        """Whether a rank is taken for dead only because others were hung up on, and that may have been another rank."""
+        is_known = (
+            self._was_seen_gone(rank) or self._went_before_sigterm(rank) or self._sighting(rank).out_of_memory is not None
+        )
+        return self._was_killed(rank) and not is_known and not self.is_only_candidate(rank)
 
     def _looked_ns(self) -> int:
         """When somebody who looks again and again last saw one of them alive."""
@@ -131,7 +235,8 @@ class Deaths:
         return (last_exception(testimony) or "") if self._sighting(rank).alive is not True else ""
 
     def _is_victim(self, rank: int) -> bool:
-        return self.was_hung_up_on(rank) or self.gave_up(rank) or self._failed_of_others(rank)
+        said = self.hearing.testimonies[rank]
+        return self.was_hung_up_on(rank) or self.gave_up(rank) or self._failed_of_others(rank) or was_terminated(said)
 
     def _failed_of_others(self, rank: int) -> bool:
         """Whether what a rank raised was raised by others first: it says of which ranks it is, and is none of them."""
@@ -174,8 +279,18 @@ class Deaths:
         elif (unfinished := self._unfinished(rank)) is not None:
             said = f"exception: {unfinished}"
         else:
-            return sighting.out_of_memory or sighting.ended or _NO_WORD
+            return sighting.out_of_memory or sighting.ended or self._exit_said(rank) or _NO_WORD
         return f"out of memory: {said}" if _OUT_OF_MEMORY.search(said.partition("\n")[0]) else said
+
+    def _exit_said(self, rank: int) -> str | None:
+        """How a process ended, by the exit code that a monitor saw."""
+        code = self._sighting(rank).exit_code
+        if code is None:
+            return None
+        if code >= 0:
+            return f"exit code {code}, without an exit record: os._exit(), or an exit from C"
+        names = {int(number): number.name for number in signal.Signals}
+        return f"killed by {names.get(-code, f'signal {-code}')}"
 
     def _sighting(self, rank: int) -> Sighting:
         return self.sightings.get(rank, _UNSEEN)
@@ -197,14 +312,19 @@ class Deaths:
         """
         if self._sighting(rank).alive is not False or self.hearing.testimonies[rank].end is not None:
             return False
-        if self._was_seen_gone(rank):
+        if self._was_ended_by_launcher(rank):
+            return False
+        if self._was_seen_gone(rank) or self._went_before_sigterm(rank):
             return True
         if self.were_killed_together:
             return False
         if self._somebody_hung_up is None:
-            failed = {rank: self.was_hung_up_on(rank) for rank in self.failed()}
+            failed = {rank: self._is_reaction(rank) for rank in self.failed()}
             self._somebody_hung_up = bool(failed) and all(failed.values())
         return self._somebody_hung_up
+
+    def _is_reaction(self, rank: int) -> bool:
+        return self.was_hung_up_on(rank) or was_terminated(self.hearing.testimonies[rank])
 
     def _has_said_nothing(self, rank: int) -> bool:
         """Whether a box that can be read to its end has no last word; of any other one that is not known."""
@@ -226,10 +346,15 @@ class Deaths:
         return is_earlier or (sighting.alive_ns is not None and self._looked_ns() - sighting.alive_ns > _SAME_DEATH_NS)
 
     def _not_outliving(self, ranks: list[int]) -> list[int]:
-        """Of ranks of which nothing is known, those that were not seen alive after somebody had failed."""
-        failed_ns = self._failed_ns(self.failed())
-        seen_ns = {rank: self._sighting(rank).alive_ns for rank in ranks}
-        return [rank for rank, alive_ns in seen_ns.items() if alive_ns is None or alive_ns <= min(failed_ns, default=alive_ns)]
+        """Of some ranks, those that gave no sign of life after a rank had failed."""
+        failed_ns = min(self._failed_ns(self.failed()), default=_NEVER)
+        return [rank for rank in ranks if self._alive_ns(rank) <= failed_ns]
+
+    def _alive_ns(self, rank: int) -> int:
+        """When a rank last gave a sign of life: to a monitor, or by its records and heartbeats; 0 if it never did."""
+        said = self.hearing.testimonies.get(rank)
+        signs = (said.label.last_ns, said.label.beat_ns) if said is not None else ()
+        return max(self._sighting(rank).alive_ns or 0, *signs, 0)
 
     def _failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, those that could still say so."""

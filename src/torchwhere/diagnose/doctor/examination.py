@@ -144,7 +144,8 @@ class _Examination:
     def _dead(self) -> Verdict | None:
         case, deaths = self.case, self.case.deaths
         ended = [rank for rank in awaited(case.waits) if case.state(rank) in (State.DEAD, State.FINISHED)]
-        dead = [rank for rank in ended if not deaths.died_of_the_end(rank) and not deaths.has_left(rank)]
+        gone = [rank for rank in ended if not deaths.died_of_the_end(rank) and not deaths.has_left(rank)]
+        dead = [rank for rank in gone if not deaths.is_doubtful(rank)]
         certainty = Certainty.EXACT
         if dead:
             blamed = deaths.first_of_awaited(dead, case.ill_heard)
@@ -172,11 +173,14 @@ class _Examination:
 
     def _likely_dead(self) -> list[int]:
         """Where all are gone, and nobody has looked since a rank said that a peer hung up on it: the one that the others wait
-        for, if they had hardly begun to. Had they waited long before, what they waited for was missing before it was gone."""
+        for, if they had hardly begun to, and if all others were alive after that. Had they waited long before, what they waited
+        for was missing before it was gone. A rank that waited itself may have died just as well."""
         case, deaths = self.case, self.case.deaths
         blamed = awaited(case.waits) if deaths.were_killed_together and deaths.failed_unseen else []
         wait = self._wait_for(blamed)
         if wait is None or len(blamed) > 1 or deaths.has_failed(blamed[0]) or self._is_habit(wait):
+            return []
+        if not deaths.is_only_candidate(blamed[0]):
             return []
         return blamed if case.recorded_s(wait) < case.patience_s(wait.rank, self.stall_s, wait.key) else []
 
@@ -292,6 +296,8 @@ class _Examination:
 
     def _progressing(self) -> Verdict:
         case = self.case
+        if first := case.deaths.went_first():
+            return self._went_first(first)
         late = pace.straggler(case.hearing)
         if late is not None:
             return case.verdict(
@@ -307,28 +313,59 @@ class _Examination:
             return case.verdict(VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=said)
         if case.is_over and case.unheard and not case.have_finished and not case.was_moving(self.stall_s):
             return self._unheard_to_the_end(found)
+        quiet_s = case.quiet_s(self.stall_s)
+        explanation = nobody.on_healthy(case, found) if quiet_s is None else nobody.on_quiet(case, quiet_s, found)
+        return self._nothing_wrong(self._certainty(quiet_s), explanation, found)
+
+    def _went_first(self, ranks: list[int]) -> Verdict:
+        """Ranks are gone without an exit record, before the others, and nothing else is wrong."""
+        case, deaths = self.case, self.case.deaths
+        codes = {rank: code for rank in ranks if (code := case.sighting(rank).exit_code) is not None}
+        is_seen = all(map(deaths.was_seen_to_go, ranks))
+        return case.verdict(
+            VerdictKind.DEAD,
+            culprits=tuple(ranks),
+            certainty=Certainty.EXACT if is_seen and not case.ill_heard else Certainty.INFERRED,
+            explanation=(*advice.on_dead(case, ranks, None), *nobody.on_ended(case, besides=ranks)),
+            facts={"exit_codes": codes} if codes else {},
+        )
+
+    def _certainty(self, quiet_s: float | None) -> Certainty:
+        """How sure it is that a job in which nothing is wrong was well: not to its end, where that was not seen."""
+        case = self.case
         makes_groups = any(waits_in(case, rank) for rank in case.hearing.testimonies)
         is_open = not case.have_finished and (case.all_in_one() or bool(case.waits) or makes_groups)  # as the job ended
-        quiet_s = case.quiet_s(self.stall_s)
+        if case.is_unknown_end or (case.is_over and quiet_s is not None):
+            return Certainty.UNKNOWN
         is_unsure = quiet_s is not None or (case.is_over and (case.unheard or is_open))
-        is_unknown = case.is_unknown_end or (case.is_over and quiet_s is not None)
-        certainty = Certainty.UNKNOWN if is_unknown else Certainty.INFERRED if is_unsure else Certainty.EXACT
-        explanation = nobody.on_healthy(case, found) if quiet_s is None else nobody.on_quiet(case, quiet_s, found)
-        return case.verdict(VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict())
+        return Certainty.INFERRED if is_unsure else Certainty.EXACT
+
+    def _nothing_wrong(self, certainty: Certainty, explanation: tuple[str, ...], found: pace.Pace, **where: Any) -> Verdict:
+        """Nothing is wrong in the boxes. A job that was killed, or ended with SIGTERM, was not healthy all the same."""
+        case = self.case
+        if not case.deaths.ended_unfinished:
+            return case.verdict(
+                VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict(), **where
+            )
+        return case.verdict(
+            VerdictKind.DEAD,
+            certainty=Certainty.UNKNOWN,
+            explanation=(*nobody.on_ended(case), *explanation, *nobody.on_first(case)),
+            facts=found.to_dict() | {"may_have_gone_first": nobody.may_have_gone_first(case)},
+            **where,
+        )
 
     def _unheard_to_the_end(self, found: pace.Pace) -> Verdict:
         """The job is over, nothing is wrong in the boxes, and one is missing: nobody is to blame, and all may not be well."""
         case = self.case
         key, number, witness = case.last_of_all()
         went_on = case.went_on_after(key, number) if key is not None else []
+        where: dict[str, Any] = {"key": key, "number": number, "witness": witness}
+        explanation = nobody.on_unheard(case, witness, key, number, went_on, found)
+        if went_on:
+            return self._nothing_wrong(Certainty.INFERRED, explanation, found, **where)
         return case.verdict(
-            VerdictKind.HEALTHY if went_on else VerdictKind.MISSING,
-            key=key,
-            number=number,
-            witness=witness,
-            certainty=Certainty.INFERRED if went_on else Certainty.UNKNOWN,
-            explanation=nobody.on_unheard(case, witness, key, number, went_on, found),
-            facts=found.to_dict(),
+            VerdictKind.MISSING, certainty=Certainty.UNKNOWN, explanation=explanation, facts=found.to_dict(), **where
         )
 
     def _wait_for(self, blamed: list[int]) -> Wait | None:

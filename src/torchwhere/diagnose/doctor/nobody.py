@@ -45,12 +45,44 @@ def on_healthy(case: Case, found: Pace) -> tuple[str, ...]:
         return (said, "Whether it was passing through, or hung there all together, the boxes do not say.")
     if not case.is_over or not case.sightings or any(sighting.alive is None for sighting in case.sightings.values()):
         return (f"Progressing. {found}",)
-    why = "it was interrupted, with Ctrl-C" if case.deaths.by_hand else "no process is left, and none has said why"
-    said = f"Was progressing when it ended: {why}. {found}"
+    said = f"Was progressing when it was interrupted, with Ctrl-C. {found}"
+    if case.deaths.ended_unfinished:
+        said = f"Until then it was progressing. {found}"
+    elif not case.deaths.by_hand:
+        said = f"Was progressing when it ended. {found}"
     if not case.all_in_one():
         return said, *_had_begun_to_wait(case)
     call = next(iter(case.hearing.testimonies.values())).last_collective
     return (said, f"At the end all ranks were in {what_said(call)}. A job that hung there, all together, would look the same.")
+
+
+def on_ended(case: Case, *, besides: list[int] | None = None) -> tuple[str, ...]:
+    """How the ranks of a job ended that did not finish, all or all other ones."""
+    alike: dict[str, list[int]] = {}
+    for rank in sorted({*case.deaths.killed(), *case.deaths.terminated(), *case.deaths.failed()} - set(besides or ())):
+        alike.setdefault(case.deaths.how(rank), []).append(rank)
+    lines = [f"  {ranks_said(ranks)}: {first_line(how)}" for how, ranks in list(alike.items())[:4]]
+    if besides is not None:
+        return ("The others ended too:", *lines) if lines and case.is_over else ()
+    are_gone = all(case.sighting(rank).alive is False for rank in case.hearing.testimonies)
+    head = "No process is left" if are_gone else "No process is known to be left"
+    return (f"{head}, and the job had not finished. Which rank went first is not known.", *lines)
+
+
+def may_have_gone_first(case: Case) -> list[int]:
+    """Ranks that others had begun to wait for when all were killed, if they are fewer than half."""
+    killed = frozenset(case.deaths.killed())
+    blamed = [rank for rank in awaited(case.waits) if rank in killed]
+    return blamed if 2 * len(blamed) < len(case.hearing.testimonies) else []
+
+
+def on_first(case: Case) -> tuple[str, ...]:
+    """Which ranks may have gone first where all were killed: those that the others had begun to wait for."""
+    ranks = may_have_gone_first(case)
+    if not ranks:
+        return ()
+    others = ranks_said(sorted(wait.rank for wait in waiting_for(case.waits, ranks)))
+    return (f"{ranks_said(ranks).capitalize()} may have gone first: {others} waited for it. All may have been killed at once.",)
 
 
 def on_quiet(case: Case, quiet_s: float, found: Pace) -> tuple[str, ...]:

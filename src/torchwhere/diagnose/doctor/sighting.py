@@ -26,6 +26,7 @@ class Sighting:
     oom_kills: int | None = None  # in its cgroup so far, when it was last seen alive
     holds_gil: bool | None = None  # its main thread, where that is known
     out_of_memory: str | None = None  # that it was killed for want of memory, in words, where that is known
+    exit_code: int | None = None  # as Python says it: -9 for SIGKILL; None where nobody saw it
 
     @property
     def is_stopped(self) -> bool:
@@ -51,6 +52,7 @@ class Sighting:
             holds_gil=self.holds_gil if self.holds_gil is not None else before.holds_gil,
             oom_kills=before.oom_kills if is_settled or self.oom_kills is None else self.oom_kills,
             out_of_memory=before.out_of_memory if is_settled or not grew else self.out_of_memory or before.out_of_memory,
+            exit_code=before.exit_code if self.exit_code is None else self.exit_code,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class Sighting:
     def from_dict(cls, value: dict[str, Any]) -> Sighting:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
-        oom_kills, out_of_memory = (value.get(name) for name in ("oom_kills", "out_of_memory"))
+        oom_kills, out_of_memory, exit_code = (value.get(name) for name in ("oom_kills", "out_of_memory", "exit_code"))
         moments = {name: value.get(name) for name in ("alive_ns", "gone_ns", "stack_ns")}
         return cls(
             alive=alive if isinstance(alive, bool) else None,
@@ -71,4 +73,5 @@ class Sighting:
             holds_gil=holds_gil if isinstance(holds_gil := value.get("holds_gil"), bool) else None,
             oom_kills=oom_kills if isinstance(oom_kills, int) else None,
             out_of_memory=out_of_memory if isinstance(out_of_memory, str) else None,
+            exit_code=exit_code if isinstance(exit_code, int) else None,
         )
