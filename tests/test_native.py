@@ -42,7 +42,7 @@ from torchwhere.native import first_run
 from torchwhere.native import load as loading
 from torchwhere.native.build import build
 from torchwhere.native.first_run import prepare
-from torchwhere.sense.modules import _PIPELINING
+from torchwhere.sense.rehearsal import PIPELINING
 from torchwhere.sense.tracks import LOG_LENGTH
 
 PATIENCE_S = 120
@@ -741,7 +741,7 @@ STEP = {  # what of ours in Python a step takes that is like the one before
 
 def test_a_step_needs_no_more_python(part: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that is like the one before, all of ours that is Python are the hooks themselves."""
-    monkeypatch.delitem(sys.modules, _PIPELINING, raising=False)  # in its presence a call from outside may be a rehearsal
+    monkeypatch.delitem(sys.modules, PIPELINING, raising=False)  # in its presence a call from outside may be a rehearsal
     model, home = stacked(), str(Path(torchwhere.__file__).parent)
     optimizer, found = sgd(model), []
 
