@@ -46,11 +46,12 @@ def sources(package: str) -> tuple[Source, ...]:
 @functools.cache
 def trees(package: str, original: str) -> tuple[tuple[Source, ast.Module], ...]:
     """Return the files of a package that may import a module, parsed. Parsing all of torch takes half a minute."""
-    last = re.escape(original.rpartition(".")[2]).encode()
+    last = original.rpartition(".")[2].encode()
     mentions = re.compile(
         rb"(?m)^\s*(?:from|import)\b.*\b" + last + rb"\b|import\s*\([^)]*\b" + last + rb"\b|" + re.escape(original).encode()
     )
-    found = (source for source in sources(package) if source.module != original and mentions.search(source.text))
+    likely = (source for source in sources(package) if last in source.text and source.module != original)
+    found = (source for source in likely if mentions.search(source.text))
     return tuple((source, ast.parse(source.text)) for source in found)
 
 
