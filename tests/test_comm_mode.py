@@ -191,6 +191,68 @@ def test_fake_tensors(fake_world: None) -> None:
         assert mode.comm_module_operation_counts == {}
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("level", [0, 3])
+def test_local_tensors_count_as_in_the_original(fake_world: None, level: int) -> None:
+    """Under LocalTensorMode, which answers collectives by itself, each counts once, for its module, as in the original."""
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.tensor.debug import CommDebugMode as Original
+
+    group = dist.group.WORLD
+    modes: list[Any] = [Original(), CommDebugMode(noise_level=level)]  # type: ignore[no-untyped-call]
+    for mode in modes:
+        with LocalTensorMode(WORLD):
+            x, wide = torch.ones(2, 4), torch.empty(4, 4)
+            weight = torch.ones(4, 8, requires_grad=True)
+            mesh = init_device_mesh("cpu", (WORLD,))
+            with mode:
+                dist.all_reduce(x)
+                dist.all_gather_into_tensor(wide, x)
+                funcol.all_reduce(x, "sum", group).wait()
+                functional.all_reduce(x, "sum", "", [0, 1], WORLD)  # the mode runs it once for each rank
+                torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group.group_name)
+                tensor_parallel(Block())(batch()).sum().backward()
+                whole = distribute_tensor(weight, mesh, [Shard(0)])
+                whole.redistribute(mesh, [Replicate()]).to_local().sum().backward()
+                dist.barrier()
+    original, ours = modes
+    assert ours.get_comm_counts() == original.get_comm_counts()
+    assert ours.get_comm_counts()[functional.all_reduce] == 3
+    assert forward_counts(ours, functional.all_reduce) == forward_counts(original, functional.all_reduce)
+    if level:
+        names = [[str(op["name"]) for op in _operations(mode)] for mode in modes]
+        assert [name for name in names[1] if "c10d" in name] == [name for name in names[0] if "c10d" in name]
+
+
+def _operations(mode: Any) -> list[dict[str, Any]]:
+    return [op for listed in mode.comm_module_operation_counts.values() for op in listed["operations_list"]]
+
+
+def test_a_failed_collective_under_local_tensors(fake_world: None) -> None:
+    """A collective that LocalTensorMode refuses does not count, and the next one does."""
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    with LocalTensorMode(WORLD):
+        x = torch.ones(2, 4)
+        with CommDebugMode() as mode:
+            with pytest.raises(NotImplementedError):
+                dist.reduce(x, 0)
+            dist.all_reduce(x)
+    assert mode.get_comm_counts() == {c10d.allreduce_: 1}
+
+
+def test_c10d_operations_are_listed(fake_world: None) -> None:
+    """The list of operations has the collectives of c10d, as in the original."""
+    from torch.distributed.tensor.debug import CommDebugMode as Original
+
+    modes: list[Any] = [Original(), CommDebugMode()]  # type: ignore[no-untyped-call]
+    for mode in modes:
+        with mode:
+            dist.all_reduce(torch.ones(2))
+    assert [str(op["name"]) for op in _operations(modes[1])] == [str(op["name"]) for op in _operations(modes[0])]
+    assert "c10d.allreduce_.default" in [str(op["name"]) for op in _operations(modes[1])]
+
+
 def test_nested_modes_count_each_for_itself(fake_world: None) -> None:
     """A mode inside another counts its own part, the outer one all."""
     with CommDebugMode() as outer:
@@ -712,6 +774,7 @@ def test_nothing_is_left_behind(fake_world: None) -> None:
     assert torchwhere.where().certainty == "unknown"
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_modes_begin_and_end_while_threads_issue_collectives(fake_world: None) -> None:
     """While other threads issue collectives, modes and watches begin and end and no call fails; the next mode that ends
     without such threads removes the kernels."""

@@ -14,8 +14,10 @@ import itertools
 import json
 import os
 import re
+import threading
 from _thread import get_ident
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -30,6 +32,7 @@ from torchwhere.drop_in.comm_tables import trivial_ops as trivial_ops
 from torchwhere.inspect.names import owner
 from torchwhere.place import Pass
 from torchwhere.sense import _torch, functional
+from torchwhere.sense.compilation import being_compiled
 from torchwhere.sense.ops import OpSense, Sharded
 from torchwhere.sense.tracks import NATIVE, pass_of
 from torchwhere.session import Session
@@ -40,6 +43,14 @@ funcol_native = torch.ops._c10d_functional
 funcol_py = torch.ops.c10d_functional
 funcol_autograd = torch.ops._c10d_functional_autograd
 c10d_ops = torch.ops.c10d
+
+
+def _functional_packet(namespace: str, op: str) -> Any:
+    """The op under which a functional collective is counted. Compiled graphs call it in place, or into a given tensor."""
+    if namespace == "_dtensor":
+        return getattr(torch.ops._dtensor, op)
+    return getattr(funcol_py, op.removesuffix("_out").removesuffix("_"))
+
 
 _FUNCTIONAL = (
     *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce_coalesced"),
@@ -55,6 +66,13 @@ NATIVE_TO_PY_MAPPING = {getattr(funcol_native, name): getattr(funcol_py, name) f
 }
 c10d_collective_ops = {getattr(c10d_ops, name) for name in _C10D}
 _PACKETS = {name: getattr(c10d_ops, name) for name in _C10D}
+# By the name of an op: the op under which a call of it counts.
+_COUNTED_AS = (
+    {f"c10d::{name}": packet for name, packet in _PACKETS.items()}
+    | {f"c10d_functional::{name}": getattr(funcol_py, name) for name in _FUNCTIONAL}
+    | {f"{namespace}::{op}": _functional_packet(namespace, op) for namespace, ops in functional.OPS.items() for op in ops}
+    | {"_c10d_functional_autograd::all_to_all_single": funcol_py.all_to_all_single}
+)
 
 NOISE_LEVELS = {
     0: "the collectives of each module",
@@ -65,6 +83,28 @@ NOISE_LEVELS = {
 _MODULE, _AIM = 7, 12  # within an unpacked record
 _ANSI = re.compile(r"\x1B\[[0-?]*[ -/]*[@-~]")
 _IN_BACKWARD = (Pass.BACKWARD, Pass.RECOMPUTE)
+
+
+class _Seen(threading.local):
+    """The collective that the dispatch mode sees on this thread, if it is in one.
+
+    Below it a kernel reports the same collective, but not if a dispatch mode or a tensor subclass answers it above the
+    `BackendSelect` key, as `LocalTensorMode` does. The latter may also run it once for each rank that it simulates. So a
+    collective that is seen counts once, with the first report, or, if there was none, when it is done.
+    """
+
+    def __init__(self, on_unreported: Callable[[Any], None]) -> None:
+        self._on_unreported = on_unreported
+        self.packet: Any = None
+        self.is_reported = False
+
+    def begin(self, func: Any) -> None:
+        self.packet, self.is_reported = _COUNTED_AS.get(func.name()), False
+
+    def end(self, *, is_done: bool) -> None:
+        packet, self.packet = self.packet, None
+        if packet is not None and is_done and not self.is_reported and being_compiled() is None:
+            self._on_unreported(packet)
 
 
 class CommDebugMode:
@@ -90,6 +130,7 @@ class CommDebugMode:
         self._session: Session | None = None
         self._ops: OpSense | None = None
         self._thread = 0
+        self._seen = _Seen(self._unreported)
         self._names: dict[int, tuple[int, str]] = {}
         self._charged: dict[tuple[int, int], str] = {}
         self._operations: tuple[int, comm_tables.Operations] = (0, {})
@@ -105,7 +146,7 @@ class CommDebugMode:
         session = self._session = live.join(None)
         try:
             self._thread = get_ident()
-            self._ops = OpSense(session.recorder.locator) if self._noise_level else None
+            self._ops = self._make_ops(session)
             self.advanced_module_tracker.begin(session, self._ops)
             live.listen(session, self._tap)
             functional.listen(self._functional)
@@ -116,6 +157,13 @@ class CommDebugMode:
             self._leave(session)
             raise
         return self
+
+    def _make_ops(self, session: Session) -> OpSense | None:
+        """The dispatch mode. At level 0 it is needed only inside another mode, which may answer collectives."""
+        modes = _torch.private("dispatch_modes")
+        if not self._noise_level and (modes is None or modes() == 0):
+            return None
+        return OpSense(session.recorder.locator, lists=self._noise_level > 0, on_collective=self._seen)
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
@@ -153,14 +201,29 @@ class CommDebugMode:
         packet, session = _PACKETS.get(call.op.raw), self._session
         if packet is not None and session is not None and not functional.is_inside() and self._is_own():
             record = RECORD.unpack_from(session.recorder.box.copy_of(number))
-            self._count(packet, record[_MODULE], record[_AIM])
+            self._report(packet, record[_MODULE], record[_AIM])
 
     @_torch.unseen
     def _functional(self, name: str) -> None:
         session = self._session
         if session is not None and self._is_own():
             locator = session.recorder.locator
-            self._count(_functional_packet(name), locator.spot(locator.threads.here()).module, 0)
+            self._report(_COUNTED_AS[name], locator.spot(locator.threads.here()).module, 0)
+
+    def _unreported(self, packet: Any) -> None:
+        session = self._session
+        if session is not None:
+            locator = session.recorder.locator
+            self._count(packet, locator.spot(locator.threads.here()).module, 0)
+
+    def _report(self, packet: Any, module: int, aim: int) -> None:
+        """Count what a kernel reports; of a collective that the dispatch mode sees, only the first report."""
+        seen = self._seen
+        if seen.packet is not None:
+            if seen.is_reported:
+                return
+            packet, seen.is_reported = seen.packet, True
+        self._count(packet, module, aim)
 
     def _is_own(self) -> bool:
         """Whether this thread's collectives count: ours, or one of the autograd engine's, which Python did not make."""
@@ -285,14 +348,6 @@ def _check_noise_level(noise_level: object) -> None:
     if noise_level not in NOISE_LEVELS:
         levels = ", ".join(f"{level} ({what})" for level, what in NOISE_LEVELS.items())
         raise ValueError(f"noise_level={noise_level!r}: there are {levels}")
-
-
-def _functional_packet(name: str) -> Any:
-    """The op under which a functional collective is counted. Compiled graphs call it in place, or into a given tensor."""
-    namespace, _, op = name.partition("::")
-    if namespace == "_dtensor":
-        return getattr(torch.ops._dtensor, op)
-    return getattr(funcol_py, op.removesuffix("_out").removesuffix("_"))
 
 
 def _operation(op: Any, word: int, sharded: Sharded | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ were. One flat list, because a tuple for each op would wake the cycle collector.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,8 @@ from torchwhere.sense.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.sense.tracks import BACKWARD_WORD, FIRST_MODULE_WORD, Track
 from torchwhere.sense.trouble import Trouble, log
 
-_OP = type(torch.ops.aten.add.Tensor)
+_OP = type(torch.ops.aten.add.Tensor)  # ops that take a process group have a class below it
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")  # namespaces of ops
 
 
 class Sharded(NamedTuple):
@@ -32,14 +33,26 @@ class Sharded(NamedTuple):
     mesh: Any
 
 
+class OnCollective(Protocol):
+    """Gets every op of a namespace of collectives, on the thread that runs it."""
+
+    def begin(self, func: Any) -> None:
+        """The op is about to run."""
+
+    def end(self, *, is_done: bool) -> None:
+        """The op has returned; if not `is_done`, it has raised an exception."""
+
+
 class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the ops of the threads that are in it."""
+    """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives to `on_collective`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, locator: Locator) -> None:
+    def __init__(self, locator: Locator, *, lists: bool = True, on_collective: OnCollective | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
+        self._lists = lists
+        self._on_collective = on_collective
         self.is_paused = False  # while somebody looks at tensors for their own sake
         self._locator = locator
         self._local, self._here = locator.threads.local, locator.threads.here
@@ -66,17 +79,41 @@ class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @_torch.unseen
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_sharded = DTensor in types and type(func) is _OP
+        is_sharded = DTensor in types and isinstance(func, _OP)
         if is_sharded:  # let it run and come back as what it does on the local tensors
             self._list(func, args, is_sharded=True)
             return NotImplemented
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        is_seen, is_done = self._begin_collective(func), False
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            is_done = True
+        finally:
+            if is_seen:
+                self._end_collective(is_done=is_done)
         self._list(func, args, is_sharded=False)
         return result
 
+    def _begin_collective(self, func: Any) -> bool:
+        try:
+            if self._on_collective is None or not isinstance(func, _OP) or func.namespace not in COLLECTIVES:
+                return False
+            self._on_collective.begin(func)
+        except Exception as error:
+            self._trouble(error)
+            return False
+        return True
+
+    def _end_collective(self, *, is_done: bool) -> None:
+        try:
+            if self._on_collective is not None:
+                self._on_collective.end(is_done=is_done)
+        except Exception as error:
+            self._trouble(error)
+
     def _list(self, func: Any, args: Any, *, is_sharded: bool) -> None:
         try:
-            if type(func) is not _OP or self.is_paused:  # a higher-order operator is none of the program's ops
+            # A higher-order operator is none of the program's ops.
+            if not isinstance(func, _OP) or self.is_paused or not self._lists:
                 return
             if is_sharded:
                 self.ops.extend((func, self._word(), _sharded(args)))
