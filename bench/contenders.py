@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.load import SWITCH
 
 UNWATCHED = "unwatched"

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import torchwhere
-from torchwhere.inspect.autograd import walk
+from torchwhere.model.graph_walk import walk
 
 NODES = 1_000_000
 ROUNDS = 3

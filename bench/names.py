@@ -48,7 +48,7 @@ def _contenders(model: nn.Module) -> dict[str, Callable[[], object]]:
 
     from torchwhere import names
     from torchwhere.drop_in import deepspeed_debug
-    from torchwhere.inspect.names import NameTable
+    from torchwhere.model.module_names import NameTable
 
     return {
         "torchwhere.names(model)": lambda: names(model),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-_VERSION = (Path(__file__).parent.parent / "src" / "torchwhere" / "version.py").read_text()
+_VERSION = (Path(__file__).parent.parent / "src" / "torchwhere" / "core" / "version.py").read_text()
 
 project = "torchwhere"
 release = re.findall(r'^__version__ = "(.+)"$', _VERSION, re.MULTILINE)[0]

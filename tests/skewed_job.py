@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchwhere.blackbox.layout import FLAG_ASYNC, Sort
+from torchwhere.blackbox.file_format import FLAG_ASYNC, Sort
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
 
 WALL_NS = 1_800_000_000_000_000_000
 BOOT_NS = 10**13  # what a monotonic clock shows when the job begins

@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from synthetic_job import FAULTS, LAYERS, Act, Job, Play, group_of, step_of_stage
-from torchwhere.blackbox import layout
-from torchwhere.blackbox.layout import FLAG_ASYNC, Geometry, Sort, pack_entry, pack_header, pack_text
+from torchwhere.blackbox import file_format
+from torchwhere.blackbox.file_format import FLAG_ASYNC, Geometry, Sort, pack_entry, pack_header, pack_text
 from torchwhere.blackbox.ring import RECORD_DTYPE
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
 
 CALL_NS = 1_000_000  # from one event to the next
 LATE_NS = 30_000_000  # of the straggler, every step
@@ -149,7 +149,7 @@ class Reel:
                 )
                 late.append(step + (index > first or (index == first and rank == job.victim)))
         self.records = np.array(rows, RECORD_DTYPE)
-        self.records["crc"] = [zlib.crc32(row.tobytes()[: layout.RECORD_CRC_AT]) for row in self.records]
+        self.records["crc"] = [zlib.crc32(row.tobytes()[: file_format.RECORD_CRC_AT]) for row in self.records]
         index = np.arange(len(rows), dtype=np.uint64)
         self.times = START_NS + index * CALL_NS + (np.array(late, np.uint64) * LATE_NS if job.fault == "straggler" else 0)
         self.acts = [act for acts in job.steps_of(rank) for act in acts if act.kind is not None]
@@ -163,8 +163,8 @@ def _counted_as(what: str) -> str:
 @cache
 def _time_tables() -> list[npt.NDArray[np.uint32]]:
     """What each byte of the time adds to a record's CRC, which is linear over GF(2)."""
-    zero = zlib.crc32(bytes(layout.RECORD_CRC_AT))
-    tail = [bytes(layout.RECORD_CRC_AT - _T_AT - position - 1) for position in range(8)]
+    zero = zlib.crc32(bytes(file_format.RECORD_CRC_AT))
+    tail = [bytes(file_format.RECORD_CRC_AT - _T_AT - position - 1) for position in range(8)]
     return [
         np.array([zlib.crc32(bytes(_T_AT + p) + bytes([v]) + tail[p]) ^ zero for v in range(256)], np.uint32) for p in range(8)
     ]
@@ -187,7 +187,7 @@ class Maker:
             records, text = _ended(records)
         head = bytearray(geometry.texts_at)
         meta = json.dumps(_meta(job, rank)).encode()
-        head[: geometry.cursors_at] = pack_header(geometry, meta) * layout.HEADER_COPIES
+        head[: geometry.cursors_at] = pack_header(geometry, meta) * file_format.HEADER_COPIES
         _put_cursor(head, geometry, names, reel.acts[count - 1], records[-1])
         _put_tallies(head, geometry, job, rank, names, reel.acts[:count], records["t_ns"])
         ring = np.frombuffer(head, RECORD_DTYPE, geometry.capacity, geometry.ring_at)
@@ -219,7 +219,7 @@ def _ended(records: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], bytes]:
     last = records[-1:].copy()
     last["number"] += 1
     last["kind"], last["what"], last["aim"], last["more"], last["flags"] = Kind.END, 0, 0, 0, 0
-    last["crc"] = zlib.crc32(last.tobytes()[: layout.RECORD_CRC_AT])
+    last["crc"] = zlib.crc32(last.tobytes()[: file_format.RECORD_CRC_AT])
     return np.concatenate([records, last]), pack_text(0, json.dumps({"reason": "exit 1"}).encode())
 
 
@@ -241,9 +241,13 @@ def _meta(job: Job, rank: int) -> dict[str, Any]:
 def _put_cursor(head: bytearray, geometry: Geometry, names: Names, act: Act, last: Any) -> None:
     module, line, _, _ = names.row(act)
     words = np.frombuffer(head, "<u8", 8, geometry.cursors_at)
-    words[layout.CURSOR_PLACE] = module << layout.MODULE_SHIFT | int(act.pass_) << layout.PASS_SHIFT
-    words[layout.CURSOR_TIME], words[layout.CURSOR_STEP], words[layout.CURSOR_THREAD] = last["t_ns"], last["step"], 1
-    words[layout.CURSOR_LINE], words[layout.CURSOR_RECORD] = line, last["number"]
+    words[file_format.CURSOR_PLACE] = module << file_format.MODULE_SHIFT | int(act.pass_) << file_format.PASS_SHIFT
+    words[file_format.CURSOR_TIME], words[file_format.CURSOR_STEP], words[file_format.CURSOR_THREAD] = (
+        last["t_ns"],
+        last["step"],
+        1,
+    )
+    words[file_format.CURSOR_LINE], words[file_format.CURSOR_RECORD] = line, last["number"]
 
 
 def _put_tallies(
@@ -251,7 +255,7 @@ def _put_tallies(
 ) -> None:
     counts = Counter([_counted_as(act.what) for act in acts if act.kind is Kind.COLLECTIVE])
     last = {_counted_as(act.what): index for index, act in enumerate(acts) if act.kind is Kind.COLLECTIVE}
-    words = np.frombuffer(head, "<u8", 4 * layout.TALLIES, geometry.tallies_at).reshape(-1, 4)
+    words = np.frombuffer(head, "<u8", 4 * file_format.TALLIES, geometry.tallies_at).reshape(-1, 4)
     for slot, (what, count) in enumerate(counts.items()):
         stream = job.stream(rank, what)
         group = names.groups["pp" if stream.source >= 0 else group_of(what)]

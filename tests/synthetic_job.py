@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from torchwhere.events import Kind
-from torchwhere.place import Pass
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 
 FAULTS = ("none", "missing", "dead", "shape", "swapped", "deadlock", "straggler")
 TP = 8

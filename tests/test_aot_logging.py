@@ -23,8 +23,8 @@ from torch.fx import traceback as fx_traceback
 
 import torchwhere
 from torchwhere.drop_in import aot_logging as ours
-from torchwhere.inspect.autograd import nodes_of
-from torchwhere.sense import lines
+from torchwhere.hooks import line_log
+from torchwhere.model.graph_walk import nodes_of
 
 BOTH = pytest.mark.parametrize("module", [original, ours], ids=["original", "drop-in"])
 
@@ -216,7 +216,7 @@ def test_traces_are_the_originals() -> None:
 
 def test_recorded_lines_are_traces_too() -> None:
     """Without anomaly mode, the lines that were recorded stand in for the trace."""
-    lines.forget()
+    line_log.forget()
     with torchwhere.forward_lines():
         y = torch.ones(2, requires_grad=True).sin()
     ours.setup_stacktrace_preservation_hooks([y.grad_fn, None])
@@ -225,7 +225,7 @@ def test_recorded_lines_are_traces_too() -> None:
     y.grad_fn.register_prehook(lambda _grads: found.extend(fx_traceback.format_stack()))
     with fx_traceback.preserve_node_meta():
         y.sum().backward()
-    lines.forget()
+    line_log.forget()
     line = test_recorded_lines_are_traces_too.__code__.co_firstlineno + 4
     assert found == [f'  File "{__file__}", line {line}, in test_recorded_lines_are_traces_too\n']
 

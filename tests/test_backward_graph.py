@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
-from torchwhere.inspect.autograd import nodes_of, roots_of, walk
-from torchwhere.inspect.saved import is_freed
-from torchwhere.place import Certainty
+from torchwhere.core.place import Certainty
+from torchwhere.model.graph_walk import nodes_of, roots_of, walk
+from torchwhere.model.saved_tensors import is_freed
 
 
 class Residual(nn.Module):
@@ -523,7 +523,7 @@ def test_one_node_in_one_line() -> None:
 
 def test_folding_of_a_million_rows_is_exact() -> None:
     """Folds cover each row exactly once, whatever repeats in them: unfolded they are the rows again."""
-    from torchwhere.show.folds import Fold, fold
+    from torchwhere.render.folds import Fold, fold
 
     def unfolded(items: list[int | Fold]) -> list[int]:
         found = []

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from rank_pool import Pool
 from torchwhere import Certainty, TorchwhereError
-from torchwhere.blackbox import layout
+from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import NO_CALL, NO_STEP, Sort
+from torchwhere.blackbox.file_format import NO_CALL, NO_STEP, Sort
 from torchwhere.blackbox.phase_sums import phase_sums
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 
@@ -142,8 +142,8 @@ def test_a_lost_name_is_not_outside(box: BoxWriter) -> None:
     """A module whose name is not in the table is unknown; only module 0 is outside any module."""
     box.record(MODULE_ENTER, 1, module=77)
     box.record(MODULE_ENTER, 1, module=0)
-    box.words[box.cursor_at(0)] = 77 << layout.MODULE_SHIFT
-    box.words[box.cursor_at(0) + layout.CURSOR_TIME] = 1
+    box.words[box.cursor_at(0)] = 77 << file_format.MODULE_SHIFT
+    box.words[box.cursor_at(0) + file_format.CURSOR_TIME] = 1
     found = read_box(box.path or "")
     assert [event.place.certainty for event in found.events()] == [Certainty.UNKNOWN, Certainty.EXACT]
     assert found.cursors()[0].place.certainty == Certainty.UNKNOWN
@@ -154,7 +154,7 @@ def test_places_come_back(box: BoxWriter) -> None:
     ids = {sort: box.intern(sort, f"the {sort.name}") for sort in (Sort.MODULE, Sort.LINE, Sort.GRAPH, Sort.PARAM)}
     box.intern(Sort.THREAD, "7\tpin memory")
     known = (ids[Sort.MODULE], 2, ids[Sort.LINE], ids[Sort.GRAPH], 0, 0, ids[Sort.PARAM])
-    box.record(MODULE_ENTER, 1, 2, layout.FLAG_INFERRED, 7, 3, *known)
+    box.record(MODULE_ENTER, 1, 2, file_format.FLAG_INFERRED, 7, 3, *known)
     box.record(MODULE_ENTER, 1, 0, 0, 8, NO_STEP, ids[Sort.MODULE], NO_CALL)
     first, second = (event.place.to_dict() for event in read_box(box.path or "").events())
     place = {"rank": 0, "step": 3, "pass": "backward", "module": "the MODULE", "call": 2, "line": "the LINE"}
@@ -196,7 +196,7 @@ def test_cursors_say_what_each_thread_does(box: BoxWriter) -> None:
     box.intern(Sort.THREAD, "2\tslot two")
     box.intern(Sort.THREAD, "30\ttook slot five")
     for slot, thread, pass_ in ((2, 0, 1), (5, 31, 9)):
-        place = module << layout.MODULE_SHIFT | pass_ << layout.PASS_SHIFT | 6
+        place = module << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT | 6
         at = box.cursor_at(slot)
         for word, value in enumerate((place, 1234, 8, thread, line, 99, phase)):
             box.words[at + word] = value
@@ -210,9 +210,9 @@ def test_cursors_say_what_each_thread_does(box: BoxWriter) -> None:
 def test_threads_beyond_the_last_cursor_share_it(box: BoxWriter) -> None:
     """The 17th thread and all after it write to the last cursor, inside the section."""
     slots = [box.cursor_at(slot) for slot in range(40)]
-    assert len(set(slots)) == layout.CURSORS
+    assert len(set(slots)) == file_format.CURSORS
     assert slots[15:] == [slots[15]] * 25
-    assert (slots[15] << 3) + layout.CURSOR_BYTES == box.geometry.tallies_at
+    assert (slots[15] << 3) + file_format.CURSOR_BYTES == box.geometry.tallies_at
 
 
 def test_tallies_of_more_streams_than_slots(box: BoxWriter) -> None:
@@ -220,11 +220,11 @@ def test_tallies_of_more_streams_than_slots(box: BoxWriter) -> None:
     streams = [(3, source, destination) for source in range(-1, 25) for destination in range(-1, 24)]
     given = [box.tally_at(stream) for stream in streams]
     assert given == [box.tally_at(stream) for stream in streams]
-    assert given[layout.TALLIES :] == [None] * (len(streams) - layout.TALLIES)
-    for count, at in enumerate(given[: layout.TALLIES]):
+    assert given[file_format.TALLIES :] == [None] * (len(streams) - file_format.TALLIES)
+    for count, at in enumerate(given[: file_format.TALLIES]):
         assert at is not None
-        box.words[at + layout.TALLY_COUNT] = count
-    assert read_box(box.path or "").tallies() == {stream: count for count, stream in enumerate(streams[: layout.TALLIES])}
+        box.words[at + file_format.TALLY_COUNT] = count
+    assert read_box(box.path or "").tallies() == {stream: count for count, stream in enumerate(streams[: file_format.TALLIES])}
 
 
 def test_streams_that_no_word_can_hold_have_no_tally(box: BoxWriter) -> None:
@@ -328,7 +328,9 @@ def test_names_are_in_the_file_before_anybody_uses_them(box: BoxWriter) -> None:
                 for _ in range(random.randrange(20_000)):
                     pass
             box.intern(Sort.LINE, name)
-            assert os.path.getsize(box.path or "") >= box.geometry.table_at + (number + 1) * (layout.ENTRY.size + len(name))
+            assert os.path.getsize(box.path or "") >= box.geometry.table_at + (number + 1) * (
+                file_format.ENTRY.size + len(name)
+            )
 
     in_threads(4, work)
 

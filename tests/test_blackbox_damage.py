@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchwhere.blackbox import layout
+from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import Geometry, Sort, pack_entry, pack_header
+from torchwhere.blackbox.file_format import Geometry, Sort, pack_entry, pack_header
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.events import TEXT_FIELD, Kind
+from torchwhere.core.events import TEXT_FIELD, Kind
 
 CAPACITY = 40
 META = {"rank": 2, "world_size": 4, "clock_offset_ns": 1000, "run_id": "run", "restart": 1, "argv": ["train.py"] * 300}
@@ -65,7 +65,7 @@ def sample() -> Sample:
                 box.words[cursor + word] = (number << 32) + number * word + 1
             tally = box.tally_at((number % 110 + 1, number % 5 - 1, -1))
             assert tally is not None
-            box.words[tally + layout.TALLY_COUNT] = number
+            box.words[tally + file_format.TALLY_COUNT] = number
         box.close()
         return Sample(path.read_bytes(), box.geometry, records, names, texts)
 
@@ -108,7 +108,7 @@ def assert_nothing_invented(box: Box, written: Sample) -> None:
 
 def sections() -> list[tuple[int, int]]:
     g = sample().geometry
-    starts = [0, layout.HEADER_BYTES, g.cursors_at, g.tallies_at, g.ring_at, g.texts_at, g.texts_at + 3000, g.table_at]
+    starts = [0, file_format.HEADER_BYTES, g.cursors_at, g.tallies_at, g.ring_at, g.texts_at, g.texts_at + 3000, g.table_at]
     ends = [*starts[1:6], g.texts_at + 3000, g.table_at, len(sample().data)]
     return list(zip(starts, ends, strict=True))
 
@@ -128,7 +128,7 @@ def test_sample_is_whole() -> None:
     assert (box.meta, box.names, box.problems) == (META, written.names, [])
     assert (box.counts.good, box.counts.overwritten, box.counts.torn, box.counts.torn_entries) == (CAPACITY, 60, 0, 0)
     assert [box.text(position) for position in written.texts] == list(written.texts.values())
-    assert len(box.cursors()) == layout.CURSORS
+    assert len(box.cursors()) == file_format.CURSORS
     assert len(box.tallies()) == 100
     assert len(box.groups()) == 11
 
@@ -142,9 +142,9 @@ def test_cut_anywhere(end: int) -> None:
     assert_nothing_invented(box, written)
     if end < written.geometry.table_at:
         assert box.problems
-    if end >= layout.HEADER_BYTES:
+    if end >= file_format.HEADER_BYTES:
         assert box.rank == 2
-        whole = max(0, min(end, written.geometry.texts_at) - written.geometry.ring_at) // layout.RECORD_BYTES
+        whole = max(0, min(end, written.geometry.texts_at) - written.geometry.ring_at) // file_format.RECORD_BYTES
         assert box.counts.good == whole
 
 
@@ -158,10 +158,10 @@ def test_flip_any_bytes(flips: list[tuple[int, int]]) -> None:
         data[at] ^= value
     box = parse_box(bytes(data))
     assert_nothing_invented(box, written)
-    in_header = {at // layout.HEADER_BYTES for at, _ in flips if at < layout.HEADER_BYTES * layout.HEADER_COPIES}
-    if len(in_header) < layout.HEADER_COPIES:
+    in_header = {at // file_format.HEADER_BYTES for at, _ in flips if at < file_format.HEADER_BYTES * file_format.HEADER_COPIES}
+    if len(in_header) < file_format.HEADER_COPIES:
         ring = range(written.geometry.ring_at, written.geometry.texts_at)
-        hit = {(at - ring.start) // layout.RECORD_BYTES for at, _ in flips if at in ring and data[at] != written.data[at]}
+        hit = {(at - ring.start) // file_format.RECORD_BYTES for at, _ in flips if at in ring and data[at] != written.data[at]}
         assert box.counts.good == CAPACITY - len(hit)
         assert box.counts.torn == len(hit)
 
@@ -185,7 +185,7 @@ def test_splice_parts_of_itself(source: int, to: int, length: int, insert: bool)
 
 def test_record_in_a_wrong_slot() -> None:
     """A whole record in a slot that is not its own is torn: it is never shown twice."""
-    written, size = sample(), layout.RECORD_BYTES
+    written, size = sample(), file_format.RECORD_BYTES
     ring_at = written.geometry.ring_at
     data = bytearray(written.data)
     data[ring_at + 3 * size : ring_at + 4 * size] = data[ring_at : ring_at + size]
@@ -198,7 +198,7 @@ def test_record_in_a_wrong_slot() -> None:
 @given(data=st.binary(max_size=6000), is_marked=st.booleans())
 def test_foreign_bytes(data: bytes, is_marked: bool) -> None:
     """A file that is no black box gives an empty box that says so, even if it begins like one."""
-    box = parse_box(layout.MAGIC + data if is_marked else data)
+    box = parse_box(file_format.MAGIC + data if is_marked else data)
     assert look_at_everything(box) == []
     assert box.problems == ["no readable header: not a black box, or damaged"]
     assert box.rank == -1
@@ -212,12 +212,12 @@ def test_empty_file(tmp_path: Path) -> None:
     assert look_at_everything(box) == []
 
 
-@pytest.mark.parametrize("copy", range(layout.HEADER_COPIES))
+@pytest.mark.parametrize("copy", range(file_format.HEADER_COPIES))
 def test_one_header_is_enough(copy: int) -> None:
     """With either copy of the header destroyed, the other serves."""
     written = sample()
     data = bytearray(written.data)
-    data[copy * layout.HEADER_BYTES : (copy + 1) * layout.HEADER_BYTES] = bytes(layout.HEADER_BYTES)
+    data[copy * file_format.HEADER_BYTES : (copy + 1) * file_format.HEADER_BYTES] = bytes(file_format.HEADER_BYTES)
     box = parse_box(bytes(data))
     assert_nothing_invented(box, written)
     assert (box.meta, box.counts.good, box.problems) == (META, CAPACITY, [])
@@ -226,15 +226,15 @@ def test_one_header_is_enough(copy: int) -> None:
 def test_newer_version() -> None:
     """A box of another version is not read but says which version it is."""
     data = bytearray(sample().data)
-    for copy in range(layout.HEADER_COPIES):
-        at = copy * layout.HEADER_BYTES
-        struct.pack_into("<I", data, at + 8, layout.VERSION + 1)
-        end = at + layout.HEADER_BYTES - 4
+    for copy in range(file_format.HEADER_COPIES):
+        at = copy * file_format.HEADER_BYTES
+        struct.pack_into("<I", data, at + 8, file_format.VERSION + 1)
+        end = at + file_format.HEADER_BYTES - 4
         struct.pack_into("<I", data, end, zlib.crc32(data[at:end]))
     box = parse_box(bytes(data))
     assert look_at_everything(box) == []
     assert box.problems == [
-        f"written in format {layout.VERSION + 1}, this torchwhere reads {layout.VERSION}: use the other version"
+        f"written in format {file_format.VERSION + 1}, this torchwhere reads {file_format.VERSION}: use the other version"
     ]
 
 
@@ -258,13 +258,13 @@ def test_strange_json() -> None:
     geometry = Geometry(capacity=len(Kind), text_bytes=1 << 18)
     ring = bytearray()
     for number, kind in enumerate(Kind):
-        record = layout.RECORD.pack(number, 1, kind, 1, 0, 0, 0, 3, 0, 4, 9, 6 if number % 2 else 5, 7, 8, 0)
-        ring += record + layout.CRC.pack(zlib.crc32(record))
+        record = file_format.RECORD.pack(number, 1, kind, 1, 0, 0, 0, 3, 0, 4, 9, 6 if number % 2 else 5, 7, 8, 0)
+        ring += record + file_format.CRC.pack(zlib.crc32(record))
     for text in map(str.encode, STRANGE):
         entries = b"".join(pack_entry(sort + 1, sort, text) for sort in range(12))
-        meta = text if len(text) <= layout.META_BYTES else b"{}"
+        meta = text if len(text) <= file_format.META_BYTES else b"{}"
         middle = bytes(geometry.ring_at - geometry.cursors_at)
-        texts = layout.pack_text(0, text).ljust(geometry.text_bytes, b"\0")
+        texts = file_format.pack_text(0, text).ljust(geometry.text_bytes, b"\0")
         box = parse_box(pack_header(geometry, meta) * 2 + middle + ring + texts + entries)
         assert len(look_at_everything(box)) == len(Kind)
         assert box.counts.torn_entries == 0

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
 
 PATIENCE_S = 60
 CAPACITY = 64

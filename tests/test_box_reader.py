@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import RECORD, RECORD_BYTES, RECORD_CRC_AT, pack_entry
+from torchwhere.blackbox.file_format import RECORD, RECORD_BYTES, RECORD_CRC_AT, pack_entry
 from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import Ring, parse_ring
-from torchwhere.blackbox.table import TableReader
-from torchwhere.errors import TorchwhereError
-from torchwhere.events import Kind
+from torchwhere.blackbox.string_table import TableReader
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Kind
 
 
 @pytest.fixture(scope="module")
@@ -202,7 +202,7 @@ def test_no_such_box(tmp_path: Path) -> None:
 
 def test_a_pulse_changes_with_a_record(boxes: list[Path], tmp_path: Path) -> None:
     """The pulse is that of the file as long as nothing is written to it."""
-    from torchwhere.blackbox.label import label, pulse_of
+    from torchwhere.blackbox.summary import label, pulse_of
 
     path = tmp_path / "rank0.box"
     path.write_bytes(boxes[0].read_bytes())

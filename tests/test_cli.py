@@ -28,12 +28,12 @@ from rich.console import Console
 from rich.text import Text
 
 import torchwhere
-from torchwhere.blackbox import layout
+from torchwhere.blackbox import file_format
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
+from torchwhere.core.events import KIND_LABELS
 from torchwhere.diagnose.comms.tree import comms
-from torchwhere.events import KIND_LABELS
-from torchwhere.show.text import comms_lines
+from torchwhere.render.text import comms_lines
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -452,9 +452,9 @@ def test_empty_folder(tmp_path: Path) -> None:
 def with_version(box: Path, version: int) -> None:
     """Rewrite both headers of a box as those of another version of the format."""
     data = bytearray(box.read_bytes())
-    for start in (copy * layout.HEADER_BYTES for copy in range(layout.HEADER_COPIES)):
-        struct.pack_into("<I", data, start + len(layout.MAGIC), version)
-        end = start + layout.HEADER_BYTES - 4
+    for start in (copy * file_format.HEADER_BYTES for copy in range(file_format.HEADER_COPIES)):
+        struct.pack_into("<I", data, start + len(file_format.MAGIC), version)
+        end = start + file_format.HEADER_BYTES - 4
         struct.pack_into("<I", data, end, zlib.crc32(data[start:end]))
     box.write_bytes(data)
 
@@ -462,7 +462,7 @@ def with_version(box: Path, version: int) -> None:
 def test_folder_of_another_version(copy: Path) -> None:
     """Boxes of another version of the format are refused by that version's number; one among readable ones is only said."""
     with_version(copy / "rank1.box", 99)
-    problem = f"written in format 99, this torchwhere reads {layout.VERSION}: use the other version"
+    problem = f"written in format 99, this torchwhere reads {file_format.VERSION}: use the other version"
     done = call("groups", copy)
     assert (done.returncode, "default_pg" in done.stdout) == (0, True)
     assert done.stderr == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
@@ -603,7 +603,7 @@ def test_wrong_calls() -> None:
     for name in ("", None, 3):
         with pytest.raises(ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"):
             torchwhere.phase(name)  # type: ignore[arg-type]
-    for number in (-1, 1.5, "2", layout.NO_STEP):
+    for number in (-1, 1.5, "2", file_format.NO_STEP):
         expected = f"step({number!r}): expected a step number of 0 or more, below 4294967295, or nothing for the next one"
         expected = re.escape(expected)
         with pytest.raises(ValueError, match=f"^{expected}$"):

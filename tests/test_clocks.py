@@ -13,9 +13,9 @@ import pytest
 from skewed_job import WALL_NS, Act, Player, Skew, call, mark, recv, send, work
 from torchwhere.blackbox.reader import read_box
 from torchwhere.cli import main
-from torchwhere.diagnose.clocks import Clocks, Evidence, aligned
-from torchwhere.diagnose.timeline.arrivals import arrivals
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.clocks.arrivals import arrivals
+from torchwhere.diagnose.clocks.clocks import Clocks, Evidence, aligned
 
 MS = 1_000_000
 OFFSETS = (0, 5_000 * MS, -5_000 * MS, 1_234_567_891)

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 from torchwhere.diagnose.comms.outline import Branch, outline
 from torchwhere.diagnose.comms.sums import RunningSums, sums
 from torchwhere.diagnose.comms.tree import Comms, comms
-from torchwhere.events import Kind
-from torchwhere.place import Pass
-from torchwhere.show import text
+from torchwhere.render import text
 
 GOLDEN = Path(__file__).parent / "golden"
 WORLD = {"name": "0", "desc": "default_pg", "mesh_dim": None, "backend": "gloo", "ranks": [0, 1]}

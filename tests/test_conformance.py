@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchwhere
 from models import Model, batch
-from torchwhere.place import Place
+from torchwhere.core.place import Place
 
 
 class Probe(nn.Module):
@@ -316,7 +316,7 @@ def test_c11_tied_modules_and_wrappers() -> None:
     """Wrapper prefixes are removed, from compile and checkpoint wrappers too; every alias of a tied module is known."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    from torchwhere.inspect.names import NameTable
+    from torchwhere.model.module_names import NameTable
 
     model = Model()
     model.tied = model.head

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.consultation import consult
+from torchwhere.pipeline.verdict import consult
 
 
 def _after_messages(folder: str) -> list[int]:

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from torchwhere.blackbox.label import Label
-from torchwhere.consultation import consult
-from torchwhere.diagnose.doctor.deaths import Deaths
+from torchwhere.blackbox.summary import Label
+from torchwhere.core.events import Event
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls import rank_calls as testimonies
+from torchwhere.diagnose.calls.encode import Statement
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.doctor.exits import Deaths
 from torchwhere.diagnose.doctor.interruption import interrupted
-from torchwhere.diagnose.doctor.sighting import Sighting
-from torchwhere.diagnose.hearing import testimony as testimonies
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.diagnose.hearing.transcript import Statement
-from torchwhere.events import Event
-from torchwhere.place import Place
+from torchwhere.pipeline.verdict import consult
+from torchwhere.processes.status import Sighting
 
 HUNG_UP = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:50363"
 GONE, ALIVE = Sighting(alive=False), Sighting(alive=True, alive_ns=9_000_000_000)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
-from torchwhere import ranks
+from torchwhere.api import printing
 from torchwhere.drop_in import deepspeed_debug as debug
 
 pytestmark = pytest.mark.checks_itself  # importing DeepSpeed leaves things of its own
@@ -50,7 +50,7 @@ def original() -> Any:
 def forgotten() -> Iterator[None]:
     yield
     debug.debug_clear_module_and_param_names()
-    ranks.close_logs()
+    printing.close_logs()
 
 
 # -- as the original -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torchwhere
 from models import Model, batch
 from rank_pool import Pool
 from torchwhere import describe
-from torchwhere.inspect import watched
+from torchwhere.model import watched
 
 
 def test_modules_and_tensors_of_no_known_model() -> None:

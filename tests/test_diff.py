@@ -29,17 +29,17 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere import TorchwhereError, cli
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_named
 from torchwhere.diagnose.diff.comparison import Diff, diff, find_logs
+from torchwhere.diagnose.diff.log_lines import Stripper, patterns, skeleton, stripped
 from torchwhere.diagnose.diff.logs import ranks_of, rejoined
-from torchwhere.diagnose.diff.strip import Stripper, patterns, skeleton, stripped
-from torchwhere.events import Kind
-from torchwhere.place import Pass
-from torchwhere.show.diff import diff_lines
-from torchwhere.show.text import as_text
+from torchwhere.render.diff import diff_lines
+from torchwhere.render.text import as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 

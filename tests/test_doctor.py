@@ -21,12 +21,12 @@ import pytest
 
 from faulty_jobs import FAULTS, STALL_S, WORLD, Expected, around_name, marked
 from surroundings import NotHereError
-from torchwhere.consultation import consult
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.errors import TorchwhereError
-from torchwhere.host import py_spy
 from torchwhere.native.load import SWITCH
-from torchwhere.recollection import DOCTOR, MONITOR
+from torchwhere.pipeline.verdict import consult
+from torchwhere.processes import py_spy
+from torchwhere.snapshots.read import DOCTOR, MONITOR
 
 AT_ONCE = 4
 STEPS_ENOUGH = 40

@@ -16,13 +16,13 @@ import pytest
 
 from synthetic_boxes import RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
-from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.run import Roster
-from torchwhere.clerks import hear_folder
-from torchwhere.consultation import consult, judge
+from torchwhere.blackbox.summary import Label
+from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.rank_calls import Hearing
 from torchwhere.diagnose.doctor.verdict import State, Verdict
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.show.verdict import verdict_json
+from torchwhere.pipeline.verdict import consult, judge
+from torchwhere.render.verdict import verdict_json
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_half_the_ranks_wait_for_the_other_half(tmp_path: Path) -> None:
 def test_every_record_is_decoded_once(made: Made) -> None:
     """The clerk decodes each record of each box once, and the hearing keeps ten bytes or so of a collective."""
     from torchwhere.blackbox.reader import BoxReader
-    from torchwhere.diagnose.hearing.transcript import Clerk
+    from torchwhere.diagnose.calls.encode import Clerk
 
     paths = sorted(made("none").glob("*.box"))
     reader, clerk = BoxReader(), Clerk()

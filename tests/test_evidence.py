@@ -17,12 +17,12 @@ import pytest
 
 from surroundings import NotHereError, enter_memory_limit, memory_limit
 from test_flight_recorder import Recorder, four
-from torchwhere.blackbox.label import Label
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.blackbox.summary import Label
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
-from torchwhere.host import cgroup, py_spy
-from torchwhere.host.processes import look
+from torchwhere.processes import cgroup, py_spy
+from torchwhere.processes.look import look
+from torchwhere.processes.status import Sighting
 
 HOST = socket.gethostname()
 

@@ -28,11 +28,11 @@ import torchwhere
 from synthetic_boxes import LATE_NS, make
 from synthetic_job import Job
 from torchwhere import cli
+from torchwhere.api.export import export
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, TEXT
-from torchwhere.errors import TorchwhereError
-from torchwhere.events import KIND_LABELS, Event, json_text
-from torchwhere.exporting import export
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import KIND_LABELS, Event, json_text
 
 PAGE = (Path(__file__).parent.parent / "docs" / "export.md").read_text()
 LONE = "\ud800"  # half a character: JSON may hold it, UTF-8 may not
@@ -142,7 +142,7 @@ def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
 def test_batches(jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A box of more events than a batch is written in several row groups, and is the same to a reader."""
     export(jobs / "swapped", out=tmp_path / "one.parquet", ranks=[1])
-    monkeypatch.setattr("torchwhere.parquet.BATCH", 100)
+    monkeypatch.setattr("torchwhere.api.parquet.BATCH", 100)
     export(jobs / "swapped", out=tmp_path / "many.parquet", ranks=[1])
     assert pq.ParquetFile(tmp_path / "many.parquet" / "rank=1" / "part-0.parquet").num_row_groups > 3
     assert rows(tmp_path / "one.parquet", 1) == rows(tmp_path / "many.parquet", 1)

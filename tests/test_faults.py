@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchwhere.sense.faults import Faults
+from torchwhere.hooks.fault_stack import Faults
 
 
 def test_a_child_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from torchwhere.consultation import consult
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.host.vigil import Vigil
+from torchwhere.pipeline.verdict import consult
+from torchwhere.processes.exit_waiter import Vigil
 
 WORLD = 4
 WHERE = ("before a collective", "in a collective", "outside any collective", "first step", "SIGTERM is caught")

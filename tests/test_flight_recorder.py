@@ -27,14 +27,14 @@ from faulty_jobs import FAULTS, WORLD
 from rank_pool import Pool
 from test_doctor import Nursery, kill, wait_for_verdict
 from torchwhere.cli import main
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.errors import TorchwhereError
-from torchwhere.flight_recorder import reading
-from torchwhere.flight_recorder.consultation import consult_dumps
+from torchwhere.flight_recorder import load
 from torchwhere.flight_recorder.dump import user_line
 from torchwhere.flight_recorder.dumps import read_dumps
-from torchwhere.flight_recorder.writing import write_dumps
-from torchwhere.show.verdict import verdict_text
+from torchwhere.flight_recorder.verdict import consult_dumps
+from torchwhere.flight_recorder.write import write_dumps
+from torchwhere.render.verdict import verdict_text
 
 VICTIM = 2
 DEFAULT = ("0", "default_pg")
@@ -198,7 +198,7 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "nccl_trace_rank_7").write_bytes(b"\x80\x02cos\nsystem\n.")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2})
     if program is not None:
-        monkeypatch.setattr(reading, "_PROGRAM", program)
+        monkeypatch.setattr(load, "_PROGRAM", program)
     told: list[tuple[int, int]] = []
     run = read_dumps(tmp_path, on_progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)

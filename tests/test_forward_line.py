@@ -14,17 +14,17 @@ import torch
 from torch import nn
 
 import torchwhere
-from torchwhere.inspect.autograd import nodes_of
-from torchwhere.place import Certainty
-from torchwhere.sense import lines
+from torchwhere.core.place import Certainty
+from torchwhere.hooks import line_log
+from torchwhere.model.graph_walk import nodes_of
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
     """Lines that one test recorded are not there for the next."""
-    lines.forget()
+    line_log.forget()
     yield
-    lines.forget()
+    line_log.forget()
 
 
 def line_of(function: Any, offset: int) -> str:
@@ -153,7 +153,7 @@ def test_other_threads_are_left_alone() -> None:
 
 def test_many_lines_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long recording forgets its oldest lines, and still gives none that is wrong."""
-    monkeypatch.setattr(lines, "_MOST", 100)
+    monkeypatch.setattr(line_log, "_MOST", 100)
     x = torch.ones(2, requires_grad=True)
     made = []
     with torchwhere.forward_lines():

@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.consultation import consult
-from torchwhere.diagnose.doctor.examination import examine
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.errors import TorchwhereError
-from torchwhere.events import Kind
+from torchwhere.pipeline.verdict import consult
+from torchwhere.processes.status import Sighting
 
 S = 1_000_000_000
 NOW_S = 100

@@ -18,7 +18,7 @@ from torch import nn
 
 import torchwhere
 from models import Model, batch
-from torchwhere.inspect.bytecode import GRAPH_NAME, Expression, graph_inputs, graph_name
+from torchwhere.model.bytecode import GRAPH_NAME, Expression, graph_inputs, graph_name
 
 
 @pytest.fixture(autouse=True)

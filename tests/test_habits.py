@@ -10,11 +10,11 @@ import pytest
 
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.examination import examine
-from torchwhere.diagnose.doctor.habits import Habits, Surprise, _Past, surprises
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.doctor.call_patterns import Habits, Surprise, _Past, surprises
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.place import Certainty
 
 ROUNDS, BROKEN = 15, 7
 

@@ -21,14 +21,14 @@ import torchwhere
 from rank_pool import Pool
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
-from torchwhere.blackbox.layout import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
+from torchwhere.blackbox.file_format import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import REST_MARK, BoxWriter
-from torchwhere.consultation import consult
-from torchwhere.heart import BEAT_S, Heart
-from torchwhere.host.processes import look
-from torchwhere.monitor.witness import Witness
+from torchwhere.pipeline.verdict import consult
+from torchwhere.processes.look import look
+from torchwhere.recorder.heartbeat import BEAT_S, Heart
+from torchwhere.snapshots.on_stall import Witness
 
 HEART = "torchwhere"
 
@@ -97,7 +97,7 @@ def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> N
 
 def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it looks around it may import: a child is made before or after that, not in the middle."""
-    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     began, done = threading.Event(), list[bool]()
 
@@ -118,7 +118,7 @@ def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of its own is said once, and after a few it beats no more."""
-    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.01)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats: list[int] = []
 
@@ -141,7 +141,7 @@ def test_it_beats_on_where_there_is_no_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the beat needs no room."""
-    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.005)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.005)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     rests: list[int] = []
 
@@ -164,7 +164,7 @@ def test_it_beats_on_where_there_is_no_room(
 
 def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its last breath; but a folder that does not answer holds nobody back for long."""
-    monkeypatch.setattr("torchwhere.heart._LAST_LOOK_S", 0.2)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
         heart = Heart(box, on_rest=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
@@ -179,7 +179,7 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something has moved."""
-    monkeypatch.setattr("torchwhere.heart.BEAT_S", 0.002)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.002)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats, rests = 0, list[int]()
     beat = box.beat
@@ -393,7 +393,7 @@ def test_another_container_is_not_looked_into(tmp_path: Path, monkeypatch: pytes
     with torchwhere.watch(out=tmp_path):
         (box,) = read_run(tmp_path).labels.values()
         assert look({0: box})[0].alive is True
-        monkeypatch.setattr("torchwhere.host.processes.pid_namespace", lambda: -1)
+        monkeypatch.setattr("torchwhere.processes.look.pid_namespace", lambda: -1)
         assert look({0: box})[0].alive is None
 
 

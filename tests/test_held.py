@@ -8,10 +8,10 @@ import pytest
 
 from skewed_job import Act, Player, Skew, call, mark, recv, send
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.examination import examine
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import State, Verdict
-from torchwhere.events import Kind
+from torchwhere.processes.status import Sighting
 
 WORLD = (0, 1, 2, 3)
 STEP = [mark(Kind.STEP_BEGIN), call(WORLD)]

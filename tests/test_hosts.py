@@ -22,17 +22,17 @@ from synthetic_job import Job
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
-from torchwhere.consultation import consult, judge
-from torchwhere.diagnose.doctor.sighting import Sighting
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.keeping import write_whole
-from torchwhere.monitor.assignment import role
-from torchwhere.monitor.correspondence import Office, Post
-from torchwhere.monitor.deputy import Deputy
+from torchwhere.monitor.broadcast import Word, run_key
+from torchwhere.monitor.discovery import Rendezvous
+from torchwhere.monitor.follower import Deputy
 from torchwhere.monitor.lead import Lead
-from torchwhere.monitor.rendezvous import Rendezvous
-from torchwhere.monitor.role import WORD_FILE, Alone
-from torchwhere.monitor.word import Word, run_key
+from torchwhere.monitor.role_choice import role
+from torchwhere.monitor.roles import WORD_FILE, Alone
+from torchwhere.monitor.transport import Office, Post
+from torchwhere.pipeline.verdict import consult, judge
+from torchwhere.processes.status import Sighting
+from torchwhere.snapshots.write import write_whole
 
 SCRIPT = """
 import os, signal, sys, time
@@ -573,7 +573,7 @@ def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run = read_run(job / "b")
     deputy = Deputy(job / "b", rendezvous=None)
     assert (deputy.tend(run), deputy.speaks) == (False, False)
-    monkeypatch.setattr("torchwhere.monitor.deputy.SILENCE_S", 0.0)
+    monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 0.0)
     assert deputy.speaks
     assert deputy.gather(run).run.caveats()[-1] == (
         "nothing from the monitor of host 0: this one tells what it knows by itself"
@@ -594,7 +594,7 @@ time.sleep(60)
 
 def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lead that is killed says nothing: the deputy speaks after a while. One that takes its place is joined and told all."""
-    monkeypatch.setattr("torchwhere.monitor.deputy.SILENCE_S", 2.0)
+    monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 2.0)
     port, run = free_port(), read_run(job / "b")
     first = subprocess.Popen([sys.executable, "-c", OFFICE, "first", str(port)])
     deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", port))

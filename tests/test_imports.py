@@ -99,10 +99,10 @@ PRIVATE = re.compile(r"torch\._(C|dynamo|functorch|inductor|guards|ops)\b")
 HOME_OF_PRIVATE_NAMES = SOURCE / "sense" / "_torch.py"
 # Names of classes and modules as plain text, compared and never resolved: nothing is imported or touched through them.
 ONLY_COMPARED = {
-    ("inspect/names.py", "torch._dynamo.eval_frame.OptimizedModule"),
-    ("sense/exceptions.py", "torch._dynamo.exc"),
-    ("session.py", "torch._dynamo"),
-    ("session.py", "torch._dynamo.callback"),
+    ("model/module_names.py", "torch._dynamo.eval_frame.OptimizedModule"),
+    ("hooks/exceptions.py", "torch._dynamo.exc"),
+    ("recorder/session.py", "torch._dynamo"),
+    ("recorder/session.py", "torch._dynamo.callback"),
 }
 
 
@@ -152,15 +152,15 @@ def test_command_help_needs_no_torch() -> None:
 
 def test_reading_loads_no_torch() -> None:
     """What reads and shows a run loads neither torch nor anything of the watching side."""
-    modules = "torchwhere.blackbox.run, torchwhere.diagnose.comms.tree, torchwhere.show.text"
+    modules = "torchwhere.blackbox.run, torchwhere.diagnose.comms.tree, torchwhere.render.text"
     loaded = set(python(f"import sys, {modules}; print(*sys.modules)").split())
     assert not loaded & {
         "torch",
-        "torchwhere.sense",
-        "torchwhere.session",
-        "torchwhere.process",
-        "torchwhere.recorder",
-        "torchwhere.inspect",
+        "torchwhere.hooks",
+        "torchwhere.recorder.session",
+        "torchwhere.api.watch",
+        "torchwhere.recorder.recorder",
+        "torchwhere.model",
     }
 
 
@@ -218,7 +218,7 @@ def test_what_reads_knows_no_torch() -> None:
 
 
 def test_private_names_of_torch_live_in_one_file() -> None:
-    """Private names of torch stand in `sense/_torch.py` alone: not in code elsewhere, and not in texts elsewhere."""
+    """Private names of torch stand in `hooks/_torch.py` alone: not in code elsewhere, and not in texts elsewhere."""
     found = set()
     for path in FILES:
         if path != HOME_OF_PRIVATE_NAMES:

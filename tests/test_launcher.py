@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchwhere.host.launcher import Launch, launch
+from torchwhere.processes.launcher import Launch, launch
 
 TORCHRUN = {
     "RANK": "5",

@@ -22,17 +22,17 @@ from torch import nn
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
-from torchwhere.blackbox import layouts as packing
-from torchwhere.blackbox.layout import ENTRY_MOST_BYTES, Sort
-from torchwhere.blackbox.layouts import layouts_in, pack
+from torchwhere.blackbox import stored_layouts as packing
+from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, Sort
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.run import read_run
+from torchwhere.blackbox.stored_layouts import layouts_in, pack
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.cli import main
+from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.diagnose.layout.layouts import Layouts, compare, layouts
-from torchwhere.sense import layouts as sense
-from torchwhere.sharding import Branch, Layout, Mesh, Node, Param, Unit
-from torchwhere.show.layout import layouts_lines
+from torchwhere.hooks import layouts as sense
+from torchwhere.render.layout import layouts_lines
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -19,17 +19,17 @@ from hypothesis import strategies as st
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.label import Label
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import Roster
-from torchwhere.diagnose.doctor.examination import examine
-from torchwhere.diagnose.doctor.sighting import Sighting
-from torchwhere.diagnose.hearing.letter import HEAD, SEAL, Letter, runs, transcribe, write_letter
-from torchwhere.diagnose.hearing.opening import Refusal, open_letter
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.diagnose.hearing.testimony import Testimony as Said  # pytest takes what is called Test
-from torchwhere.events import Event
-from torchwhere.place import Place
+from torchwhere.blackbox.summary import Label
+from torchwhere.core.events import Event
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import Testimony as Said  # pytest takes what is called Test
+from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.processes.status import Sighting
+from torchwhere.snapshots.decode import Refusal, open_letter
+from torchwhere.snapshots.encode import HEAD, SEAL, Letter, runs, transcribe, write_letter
 
 RANKS = range(8, 16)
 

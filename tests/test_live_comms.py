@@ -16,12 +16,12 @@ from torch import nn
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
-from torchwhere import process
+from torchwhere.api import watch
 from torchwhere.blackbox.run import read_run
 from torchwhere.diagnose.comms.expect import OPS
 from torchwhere.diagnose.comms.tree import Comms
 from torchwhere.diagnose.comms.tree import comms as offline
-from torchwhere.show import text
+from torchwhere.render import text
 
 
 class Chatty(nn.Module):
@@ -180,7 +180,7 @@ def test_blocks_on_several_threads(one_rank: None) -> None:
     for thread in threads:
         thread.join()
     assert found == [4] * 4
-    assert process.current() is None
+    assert watch.current() is None
 
 
 def test_joins_a_watch(chatty: Chatty, tmp_path: Path) -> None:
@@ -191,14 +191,14 @@ def test_joins_a_watch(chatty: Chatty, tmp_path: Path) -> None:
         with torchwhere.comms() as c:
             for _ in range(20):  # more than the ring holds
                 chatty(batch())
-        assert process.current() is not None
+        assert watch.current() is not None
     assert c.counts == {"all_reduce": 60}
     assert offline(read_run(tmp_path)).root.total().count < 60
     with torchwhere.comms() as c:
         dist.barrier()
         torchwhere.stop()
         torchwhere.start()
-    assert process.current() is not None
+    assert watch.current() is not None
     torchwhere.stop()
     assert c.counts == {"barrier": 1}
 
@@ -364,7 +364,7 @@ def test_words_that_mean_nothing(counted: torchwhere.comms) -> None:
 
 def test_all_collectives_of_torch_are_known() -> None:
     """The op names that may be expected are those of the installed torch."""
-    from torchwhere.sense.schemas import all_ops
+    from torchwhere.hooks.schemas import all_ops
 
     names = {op.name for op in all_ops()} | {op.of_one.name for op in all_ops() if op.of_one is not None}
     assert names == set(OPS)
@@ -468,7 +468,7 @@ def test_long_lists_are_cut() -> None:
     """A failure in a program with hundreds of places shows the first, and how many more there are."""
     from torchwhere.diagnose.comms.expect import Names, judge
     from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, Tally
-    from torchwhere.show.expectation import failure
+    from torchwhere.render.expectation import failure
 
     found = Comms(ranks={0})
     for number in range(100):

@@ -8,14 +8,14 @@ import pytest
 
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.examination import examine
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.roles import roles_of
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import waits
-from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.place import Certainty
 
 WORLD = 8
 PAIRS = [(first, first + 1) for first in range(0, WORLD, 2)]

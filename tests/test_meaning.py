@@ -17,10 +17,10 @@ import torchwhere
 from rank_pool import Pool
 from skewed_job import BOOT_NS, WALL_NS, Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.examination import examine
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.events import Kind
 
 STEPS, ODD_STEP = 9, 6
 WORLD = (0, 1, 2, 3)

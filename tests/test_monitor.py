@@ -15,9 +15,9 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
-from torchwhere.consultation import consult, judge, kept_sightings
-from torchwhere.host.vigil import Vigil
 from torchwhere.monitor.monitor import Monitor
+from torchwhere.pipeline.verdict import consult, judge, kept_sightings
+from torchwhere.processes.exit_waiter import Vigil
 
 SCRIPT = """
 import sys, time

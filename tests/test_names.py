@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
-from torchwhere.inspect.names import NameTable, topmost, walk
-from torchwhere.inspect.naming import UnknownNameError, known
+from torchwhere.api.names import UnknownNameError, known
+from torchwhere.model.module_names import NameTable, topmost, walk
 
 
 def test_names_are_those_of_the_state_dict() -> None:

@@ -32,18 +32,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import torchwhere
-from torchwhere import trial
 from torchwhere.blackbox.phase_sums import PhaseKey, phase_sums
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
-from torchwhere.errors import TorchwhereError
-from torchwhere.native import first_run
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.hooks.shape_inference import PIPELINING
+from torchwhere.hooks.threads import LOG_LENGTH
+from torchwhere.native import first_run, self_test
 from torchwhere.native import load as loading
 from torchwhere.native.build import build
 from torchwhere.native.first_run import prepare
-from torchwhere.sense.rehearsal import PIPELINING
-from torchwhere.sense.tracks import LOG_LENGTH
 
 PATIENCE_S = 120
 
@@ -330,18 +329,18 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
 )
 def test_its_trial(part: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any, Any], Recorded], why: str | None) -> None:
     """A small job, watched in both ways: what differs from Python's is told."""
-    real = trial._watched
+    real = self_test._watched
 
     def watched(folder: Path, *, is_native: bool) -> Recorded:
         trained, events = real(folder, is_native=is_native)
         return spoil(trained, events) if is_native else (trained, events)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trial, "_watched", watched)
+        patch.setattr(self_test, "_watched", watched)
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setattr(sys, "excepthook", sys.excepthook)  # torch installs one of its own and leaves it
         with pytest.raises(TorchwhereError, match=re.escape(why)) if why else contextlib.nullcontext():
-            trial.try_out()
+            self_test.try_out()
 
 
 def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,9 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere import cli
 from torchwhere.blackbox.columns import COLUMNS
-from torchwhere.reporting import report_on
-from torchwhere.show import html as page
-from torchwhere.show.text import Column
+from torchwhere.pipeline.report import report_on
+from torchwhere.render import html as page
+from torchwhere.render.text import Column
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e\n" + "x" * 10_000
 HEBREW = "\u05e9\u05dc\u05d5\u05dd"  # runs from right to left

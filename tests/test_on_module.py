@@ -24,7 +24,8 @@ import torchwhere
 from models import Model, batch
 from rank_pool import Pool
 from test_identity import KINDS, _tensors
-from torchwhere import ModuleCall, on_module, process
+from torchwhere import ModuleCall, on_module
+from torchwhere.api import watch
 
 KEYS = ("enter", "exit", "backward_enter", "backward_exit")
 SIGNS = dict(zip(KEYS, "><{}", strict=True))
@@ -386,7 +387,7 @@ def test_exceptions_of_a_callback() -> None:
 
 def test_an_error_of_ours_goes_nowhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It is said once; the training is not affected; after a few the callbacks are no longer called."""
-    from torchwhere.sense.listeners import Listeners
+    from torchwhere.hooks.listeners import Listeners
 
     def broken(*_args: Any) -> None:
         raise AttributeError("a bug")
@@ -415,7 +416,7 @@ def test_bad_input() -> None:
         on_module(backward_exit="print")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         on_module(print)  # type: ignore[misc]
-    assert process.current() is None
+    assert watch.current() is None
 
 
 # -- coming and going ---------------------------------------------------------------------------------------------------
@@ -451,7 +452,7 @@ def test_handle_block_and_decorator() -> None:
     model(batch())
     assert len(found.calls) == 3
     assert (run.__name__, run.__doc__) == ("run", "Documented.")
-    assert process.current() is None
+    assert watch.current() is None
 
 
 def test_any_number_nested_in_order() -> None:
@@ -486,7 +487,7 @@ def test_removed_and_added_inside_a_callback() -> None:
     handles.pop().remove()
     assert str(found) == ">/ >0"
     assert str(late) == ">1 <1 {1 }1"
-    assert process.current() is None
+    assert watch.current() is None
     found.calls.clear()
 
     def only_one(module: Any, call: ModuleCall) -> None:
@@ -518,7 +519,7 @@ def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert [record.getMessage() for record in caplog.records] == []
     for name in ("a", "b"):
         assert [event.kind for event in torchwhere.read_run(tmp_path / name).events()][-1] == "end"
-    assert process.current() is None
+    assert watch.current() is None
 
 
 def test_a_hundred_rounds_leave_nothing() -> None:
@@ -531,7 +532,7 @@ def test_a_hundred_rounds_leave_nothing() -> None:
                 loss = model(batch()).sum()
                 loss.backward()
                 node = loss.grad_fn.next_functions[0][0]
-        session = process.current()
+        session = watch.current()
         assert session is not None
         assert (session.listeners._all, session.listeners.backwards, len(session.listeners._owners)) == ((), {}, 0)
     assert heard == list(range(100))

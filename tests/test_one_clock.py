@@ -8,11 +8,11 @@ import pytest
 
 from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
-from torchwhere.consultation import judge
-from torchwhere.diagnose.doctor.pace import straggler
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.events import Kind
+from torchwhere.pipeline.verdict import judge
 
 STEPS, USUAL_NS, SLOW_NS = 60, 10_000_000, 15_000_000
 

@@ -10,9 +10,9 @@ import pytest
 
 from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.pace import Straggler, pace, sentences, straggler
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.doctor.stragglers import Straggler, pace, sentences, straggler
 
 WORLD = (0, 1, 2, 3)
 STEPS, SLOW_NS, USUAL_NS = 200, 15_000_000, 10_000_000

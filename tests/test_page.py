@@ -19,8 +19,8 @@ from browser import Browser, Opened, browser
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.cli import main
-from torchwhere.reporting import report_json, report_on
-from torchwhere.show.page.page import SECTIONS, page_html, page_json
+from torchwhere.pipeline.report import report_json, report_on
+from torchwhere.render.page.page import SECTIONS, page_html, page_json
 
 VICTIM = 33
 MANY = 10_000

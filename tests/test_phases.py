@@ -22,12 +22,12 @@ import torch
 import torchwhere
 from rank_pool import Pool
 from torchwhere import TorchwhereError, cli
+from torchwhere.api.phases import Phases as Table
+from torchwhere.api.watch import current
 from torchwhere.blackbox.phase_sums import MOST_PATHS, OTHERS, PhaseKey, PhaseSum
 from torchwhere.diagnose.phases import Phases, table
-from torchwhere.process import current
-from torchwhere.sense import phases as sense
-from torchwhere.show.phases import phases_lines
-from torchwhere.timing import Phases as Table
+from torchwhere.hooks import phases as sense
+from torchwhere.render.phases import phases_lines
 
 GOLDEN = Path(__file__).parent / "golden"
 MS = 1_000_000

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from torchwhere.show import progress
-from torchwhere.show.progress import progress_bar
+from torchwhere.render import progress
+from torchwhere.render.progress import progress_bar
 
 
 class Terminal(io.StringIO):

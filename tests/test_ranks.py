@@ -24,8 +24,9 @@ import torch.distributed as dist
 import torchwhere
 from models import Model, batch
 from rank_pool import Pool
-from torchwhere import place_logging, ranks, whole_lines
-from torchwhere.ranks import get_rank, print_rank, rank_log
+from torchwhere.api import printing, rank_logging
+from torchwhere.api.printing import get_rank, print_rank, rank_log
+from torchwhere.core import locked_write
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")}
 
@@ -33,7 +34,7 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 @pytest.fixture(autouse=True)
 def files_closed() -> Iterator[None]:
     yield
-    ranks.close_logs()
+    printing.close_logs()
 
 
 @pytest.fixture
@@ -144,14 +145,14 @@ def test_without_locks_it_still_prints(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Without fcntl, without a temporary folder, and on a file system without locks: printed all the same."""
-    monkeypatch.setattr(whole_lines, "fcntl", None)
+    monkeypatch.setattr(locked_write, "fcntl", None)
     print_rank("no fcntl")
     monkeypatch.undo()
-    monkeypatch.setattr(whole_lines, "_lock", whole_lines._HostLock())
-    monkeypatch.setattr(whole_lines, "lock_path", lambda: str(tmp_path / "gone" / "lock"))
+    monkeypatch.setattr(locked_write, "_lock", locked_write._HostLock())
+    monkeypatch.setattr(locked_write, "lock_path", lambda: str(tmp_path / "gone" / "lock"))
     print_rank("no folder")
-    monkeypatch.setattr(whole_lines, "_lock", whole_lines._HostLock())
-    monkeypatch.setattr(whole_lines, "lock_path", lambda: "/proc/self/mem")
+    monkeypatch.setattr(locked_write, "_lock", locked_write._HostLock())
+    monkeypatch.setattr(locked_write, "lock_path", lambda: "/proc/self/mem")
     print_rank("no locks")
     assert capfd.readouterr().out == "[0] no fcntl\n[0] no folder\n[0] no locks\n"
 
@@ -168,19 +169,19 @@ with whole_lines._lock.held(int(sys.argv[1])):
 def test_a_dead_or_stopped_process_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """While another process holds the lock nothing is printed; one that was stopped is not waited for for ever, and a dead one
     not at all."""
-    monkeypatch.setattr(whole_lines, "_lock", whole_lines._HostLock())
+    monkeypatch.setattr(locked_write, "_lock", locked_write._HostLock())
     reading, writing = os.pipe()
     command = [sys.executable, "-c", HOLDER, str(writing)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[writing]) as holder, open(writing, "w") as file:
         assert holder.stdout is not None
         holder.stdout.readline()
-        monkeypatch.setattr(whole_lines._lock, "_patience_s", 0.3)
+        monkeypatch.setattr(locked_write._lock, "_patience_s", 0.3)
         start = time.monotonic()
         print_rank("waited", file=file)
         assert time.monotonic() - start >= 0.3
         holder.kill()
         holder.wait()
-        monkeypatch.setattr(whole_lines._lock, "_patience_s", 60.0)
+        monkeypatch.setattr(locked_write._lock, "_patience_s", 60.0)
         print_rank("at once", file=file)
     with open(reading) as pipe:
         assert pipe.read() == "[0] waited\n[0] at once\n"
@@ -357,7 +358,7 @@ def test_each_rank_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rank_log("own", 2, folder=tmp_path / "logs", sep=": ")
     assert (tmp_path / "logs" / "log_rank_1.txt").read_text() == "own 1\nown: 2\n"
     assert (tmp_path / "logs" / "log_rank_4.txt").read_text() == "another's\n"
-    ranks.close_logs()
+    printing.close_logs()
     rank_log("later", folder=tmp_path / "logs")
     assert (tmp_path / "logs" / "log_rank_1.txt").read_text() == "own 1\nown: 2\nlater\n"
 
@@ -413,8 +414,8 @@ import gc, torchwhere.ranks
 def test_files_are_closed(tmp_path: Path) -> None:
     """`close_logs`, which runs at exit, closes them."""
     rank_log("x", folder=tmp_path, rank=0)
-    (file,) = ranks._logs._files.values()
-    ranks.close_logs()
+    (file,) = printing._logs._files.values()
+    printing.close_logs()
     assert file.closed
     del file
     gc.collect()
@@ -526,9 +527,9 @@ def test_logging_inside_a_watch_never_recurses_nor_hangs(
             raise RuntimeError("no place")
 
         with monkeypatch.context() as patched:
-            patched.setattr(place_logging, "place_of", logs_itself)
+            patched.setattr(rank_logging, "place_of", logs_itself)
             logger.error("outer")
-        from torchwhere.process import current
+        from torchwhere.api.watch import current
 
         with current()._box._lock:  # type: ignore[union-attr]
             thread = threading.Thread(target=own.warning, args=("while it is locked",))

@@ -12,15 +12,15 @@ import pytest
 
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
-from torchwhere.blackbox.layout import pack_header
+from torchwhere.blackbox.file_format import pack_header
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.clerks import hear_folder
-from torchwhere.consultation import consult
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.keeping import OFTEN_S, SILENCE_S, Diary
+from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.monitor.monitor import Monitor
-from torchwhere.recollection import is_of, kept_sightings, labels_of, with_recollections
+from torchwhere.pipeline.verdict import consult
+from torchwhere.snapshots.read import is_of, kept_sightings, labels_of, with_recollections
+from torchwhere.snapshots.write import OFTEN_S, SILENCE_S, Diary
 
 RANKS, VICTIM = 16, 12
 LATE_NS = 1 << 61  # after everything that a box tells

@@ -25,20 +25,21 @@ from synthetic_boxes import LATE_NS, RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere import TorchwhereError
 from torchwhere.blackbox.box import PASS_LABELS
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.clerks import hear_folder
-from torchwhere.consultation import judge
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.diagnose.report import collectives, modules, moments, ranks, steps, words
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
+from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.clocks import host_clocks
+from torchwhere.diagnose.report import collectives, modules, ranks, steps, texts
 from torchwhere.diagnose.report.digest import Digest, step_times
 from torchwhere.diagnose.report.log import log
 from torchwhere.diagnose.report.report import Report, make_report
 from torchwhere.diagnose.report.spans import module_times
-from torchwhere.events import Kind
-from torchwhere.place import Pass
-from torchwhere.reporting import report_json, report_on
+from torchwhere.pipeline.report import report_json, report_on
+from torchwhere.pipeline.verdict import judge
 
 GOLDEN = Path(__file__).parent / "golden" / "report-shape.json"
 STEPS = 6
@@ -402,8 +403,8 @@ def test_hostile_names(tmp_path: Path) -> None:
     shown = [row["name"] for row in found["modules"]["rows"]]
     assert set(names[:4]) <= set(shown)
     assert "a" * 300 + "…" in shown
-    assert [row["cells"][1] for row in found["log"]["rows"]] == [["note", words.cut(name)] for name in names]
-    assert max(map(len, texts_in(found | {"verdict": None}))) <= words.MOST_CHARACTERS + 1
+    assert [row["cells"][1] for row in found["log"]["rows"]] == [["note", texts.cut(name)] for name in names]
+    assert max(map(len, texts_in(found | {"verdict": None}))) <= texts.MOST_CHARACTERS + 1
 
 
 class BoxWriterOf:
@@ -590,7 +591,7 @@ def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of more hosts than are aligned the wall clocks are compared, and that is said."""
-    monkeypatch.setattr(moments, "MOST_HOSTS", 7)
+    monkeypatch.setattr(host_clocks, "MOST_HOSTS", 7)
     make(Job(64, steps=2, records=256), tmp_path)
     world = next(group for group in report_json(report_on(tmp_path))["collectives"] if group["group"] == "default")
     assert world["window"].endswith("the wall clocks of 8 hosts: what differs between these clocks is in the skew")

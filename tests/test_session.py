@@ -23,8 +23,8 @@ from torch import nn
 import leaks
 import torchwhere
 from models import Model, batch
-from torchwhere import process
-from torchwhere.blackbox.layouts import layouts_in
+from torchwhere.api import watch as process
+from torchwhere.blackbox.stored_layouts import layouts_in
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -282,13 +282,13 @@ def _plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int
 
 
 SENSES = {
-    "modules": ("torchwhere.sense.modules.ModuleSense", "_enter_slowly"),
-    "backward": ("torchwhere.sense.backward.BackwardSense", "_move"),
-    "optimizers": ("torchwhere.recorder.Recorder", "optimizer_stepped"),
-    "exceptions": ("torchwhere.recorder.Recorder", "exception"),
-    "collectives": ("torchwhere.sense.groups.Groups", "of"),
-    "compilation": ("torchwhere.recorder.Recorder", "compile_begins"),
-    "notes and phases": ("torchwhere.recorder.Recorder", "note"),
+    "modules": ("torchwhere.hooks.modules.ModuleSense", "_enter_slowly"),
+    "backward": ("torchwhere.hooks.backward.BackwardSense", "_move"),
+    "optimizers": ("torchwhere.recorder.recorder.Recorder", "optimizer_stepped"),
+    "exceptions": ("torchwhere.recorder.recorder.Recorder", "exception"),
+    "collectives": ("torchwhere.hooks.groups.Groups", "of"),
+    "compilation": ("torchwhere.recorder.recorder.Recorder", "compile_begins"),
+    "notes and phases": ("torchwhere.recorder.recorder.Recorder", "note"),
 }
 
 

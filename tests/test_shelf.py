@@ -10,8 +10,8 @@ import pytest
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox import run as runs
+from torchwhere.blackbox.lazy_boxes import Shelf
 from torchwhere.blackbox.run import Run, read_run
-from torchwhere.blackbox.shelf import Shelf
 from torchwhere.diagnose.comms.tree import comms
 from torchwhere.diagnose.groups import groups
 from torchwhere.diagnose.phases import phases

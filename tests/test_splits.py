@@ -12,14 +12,14 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
-from torchwhere.diagnose.doctor.examination import examine
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.doctor.rules import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.events import Kind
-from torchwhere.place import Certainty
 
 FITTING = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]  # rows from each to each
 

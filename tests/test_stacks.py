@@ -10,11 +10,11 @@ import torch
 
 from skewed_job import Player, Skew, call
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.core.events import Event
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.events import Event
-from torchwhere.place import Place
+from torchwhere.processes.status import Sighting
 
 LIB = "/venv/lib/python3.11/site-packages"
 C10D = f"{LIB}/torch/distributed/distributed_c10d.py"

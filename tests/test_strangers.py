@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torchwhere
-from torchwhere.sense import enclosing
+from torchwhere.hooks import enclosing
 
 
 def names_of(make: Callable[[], nn.Module], *, times: int, keep: bool) -> list[str | None]:

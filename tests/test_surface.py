@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchwhere
-from torchwhere.events import KIND_LABELS
+from torchwhere.core.events import KIND_LABELS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -30,7 +30,7 @@ from rank_pool import Pool
 from torchwhere.drop_in import aot_logging, deepspeed_debug, fsdp_debug
 from torchwhere.drop_in.comm_mode import CommDebugMode
 from torchwhere.drop_in.mod_tracker import ModTracker, ModuleTracker
-from torchwhere.inspect.names import NameTable
+from torchwhere.model.module_names import NameTable
 
 # -- models whose parameters `.to()` swaps -----------------------------------------------------------------------------------
 

@@ -19,24 +19,24 @@ from rich.cells import cell_len
 
 from synthetic_boxes import make
 from synthetic_job import Job
-from torchwhere.blackbox import layout
-from torchwhere.blackbox.glance import Glance
-from torchwhere.blackbox.glance_names import Names
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox import file_format
+from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.live_box import Glance
+from torchwhere.blackbox.live_names import Names
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 from torchwhere.diagnose.live.ranks import LiveRanks, RankNow
 from torchwhere.diagnose.live.run import RunNow
-from torchwhere.events import Kind
-from torchwhere.place import Pass
-from torchwhere.show.text import as_text
-from torchwhere.show.top import body_height, impression, plain_lines, screen_lines
-from torchwhere.show.top_detail import detail_lines
-from torchwhere.show.top_rows import Letters, age, speed, widths
-from torchwhere.show.top_view import View
-from torchwhere.top.ward import Ward
+from torchwhere.processes.status import Sighting
+from torchwhere.render.text import as_text
+from torchwhere.render.top import body_height, impression, plain_lines, screen_lines
+from torchwhere.render.top_detail import detail_lines
+from torchwhere.render.top_rows import Letters, age, speed, widths
+from torchwhere.render.top_view import View
+from torchwhere.top.poller import Ward
 
 S = 1_000_000_000
 START_NS = 1_700_000_000 * S
@@ -54,20 +54,20 @@ class Writer:
         self.tally = self.box.tally_at((self.group, -1, -1))
         self.cursor = self.box.cursor_at(0)
         self.count = 0
-        self.box.words[self.cursor + layout.CURSOR_THREAD] = 1
+        self.box.words[self.cursor + file_format.CURSOR_THREAD] = 1
 
     def _at(self, at_s: float) -> int:
         t_ns = int(at_s * S) + 1
-        self.box.words[self.cursor + layout.CURSOR_TIME] = t_ns
+        self.box.words[self.cursor + file_format.CURSOR_TIME] = t_ns
         return t_ns
 
     def enter(self, module: str, at_s: float, pass_: Pass = Pass.FORWARD) -> None:
         entry = self.box.intern(Sort.MODULE, module)
-        self.box.words[self.cursor] = entry << layout.MODULE_SHIFT | pass_ << layout.PASS_SHIFT
+        self.box.words[self.cursor] = entry << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT
         self._at(at_s)
 
     def step(self, number: int, at_s: float) -> None:
-        self.box.words[self.cursor + layout.CURSOR_STEP] = number
+        self.box.words[self.cursor + file_format.CURSOR_STEP] = number
         self._at(at_s)
 
     def issue(self, op: str, at_s: float, line: str = "train.py:7") -> None:
@@ -76,13 +76,17 @@ class Writer:
         t_ns, line_id = self._at(at_s), self.box.intern(Sort.LINE, line)
         number = self.box.record(Kind.COLLECTIVE, t_ns, line=line_id, what=what, more=self.count)
         self.count += 1
-        for word, value in ((layout.TALLY_COUNT, self.count), (layout.TALLY_TIME, t_ns), (layout.TALLY_RECORD, number)):
+        for word, value in (
+            (file_format.TALLY_COUNT, self.count),
+            (file_format.TALLY_TIME, t_ns),
+            (file_format.TALLY_RECORD, number),
+        ):
             self.box.words[self.tally + word] = value
-        self.box.words[self.cursor + layout.CURSOR_RECORD] = number
+        self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
     def end(self, reason: str, at_s: float) -> None:
         number = self.box.record(Kind.END, self._at(at_s), more=self.box.text(json.dumps({"reason": reason})))
-        self.box.words[self.cursor + layout.CURSOR_RECORD] = number
+        self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
 
 @pytest.fixture
@@ -149,7 +153,7 @@ def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> Non
     assert (glance.place().module, glance.issued()) == ("encoder", None)
     writer.issue("broadcast", 2, line="later.py:3")
     streams = [writer.box.tally_at((writer.group, 0, peer)) for peer in range(100)]
-    writer.box.words[(streams[-1] or 0) + layout.TALLY_COUNT] = 7
+    writer.box.words[(streams[-1] or 0) + file_format.TALLY_COUNT] = 7
     assert glance.look()
     assert glance.place().line == "later.py:3"
     assert len(glance.counts()) == 101

@@ -28,11 +28,11 @@ from rank_pool import Pool
 from skewed_job import Act, Player, Skew, call, mark, work
 from synthetic_boxes import make
 from synthetic_job import Job
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.cli import main
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
 from trace_format import checked, ns
 
 MS = 1_000_000
@@ -527,7 +527,7 @@ def test_what_was_there_stays(synthetic: Path, tmp_path: Path, monkeypatch: pyte
     """A trace that cannot be written to its end leaves the one that was there."""
     out = tmp_path / "t.json"
     out.write_text("the one before")
-    import torchwhere.show.trace as show
+    import torchwhere.render.trace as show
 
     def fails(*_: object, **__: object) -> None:
         raise KeyboardInterrupt

@@ -13,20 +13,20 @@ import pytest
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.label import label
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.summary import label
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls.encode import Clerk
+from torchwhere.diagnose.calls.keys import Signatures
+from torchwhere.diagnose.calls.order import narrow
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import Testimony as Said  # pytest takes what is called Test
+from torchwhere.diagnose.calls.rank_calls import heard as hear_run
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
-from torchwhere.diagnose.hearing.sorting import narrow
-from torchwhere.diagnose.hearing.terms import Signatures
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.diagnose.hearing.testimony import Testimony as Said  # pytest takes what is called Test
-from torchwhere.diagnose.hearing.testimony import heard as hear_run
-from torchwhere.diagnose.hearing.transcript import Clerk
-from torchwhere.events import Kind
-from torchwhere.place import Place
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hostile_dumps import CROOKED, EXECUTES, GREEDY, HOSTILE, P
-from torchwhere.flight_recorder.consultation import consult_dumps
 from torchwhere.flight_recorder.dump import parse_dump
 from torchwhere.flight_recorder.unpickle import Caps, CutShortError, RefusedError, loads
+from torchwhere.flight_recorder.verdict import consult_dumps
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
 PLAIN = st.recursive(ATOMS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torchwhere
 from models import Model, batch
 from torchwhere.drop_in.comm_mode import CommDebugMode
-from torchwhere.sense import _torch
+from torchwhere.hooks import _torch
 
 
 def _import_lazy() -> None:

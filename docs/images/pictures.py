@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 from browser import Browser, browser  # noqa: E402
 from synthetic_boxes import make  # noqa: E402
 from synthetic_job import Job  # noqa: E402
-from torchwhere.reporting import report_json, report_on  # noqa: E402
-from torchwhere.show.page.page import page_html  # noqa: E402
+from torchwhere.pipeline.report import report_json, report_on  # noqa: E402
+from torchwhere.render.page.page import page_html  # noqa: E402
 
 LARGEST_BYTES = 250_000
 PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "dark"}

@@ -11,28 +11,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.errors import TorchwhereError
-from torchwhere.place import Certainty, Place
-from torchwhere.version import __version__
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.place import Certainty, Place
+from torchwhere.core.version import __version__
 
 if TYPE_CHECKING:
-    from torchwhere.autograd import backward_graph, forward_line, forward_lines
-    from torchwhere.callbacks import ModuleCall, on_module
-    from torchwhere.compiled import graphs
+    from torchwhere.api.annotate import note, phase, step, where
+    from torchwhere.api.autograd import backward_graph, forward_line, forward_lines
+    from torchwhere.api.comms import comms
+    from torchwhere.api.describe import describe
+    from torchwhere.api.export import export
+    from torchwhere.api.graphs import graphs
+    from torchwhere.api.modules import ModuleCall, on_module
+    from torchwhere.api.names import names
+    from torchwhere.api.phases import phases
+    from torchwhere.api.printing import print_rank, rank_log
+    from torchwhere.api.rank_logging import PlaceFilter, RankHandler
+    from torchwhere.api.run import Run, doctor, read_run
+    from torchwhere.api.watch import start, stop, watch
+    from torchwhere.core.events import Event
+    from torchwhere.core.model_layout import Layout
     from torchwhere.diagnose.doctor.verdict import Verdict
-    from torchwhere.events import Event
-    from torchwhere.exporting import export
-    from torchwhere.inspect.describe import describe
-    from torchwhere.inspect.naming import names
-    from torchwhere.inspect.sharding import layout
-    from torchwhere.live import comms
-    from torchwhere.marks import note, phase, step, where
-    from torchwhere.place_logging import PlaceFilter, RankHandler
-    from torchwhere.process import start, stop, watch
-    from torchwhere.ranks import print_rank, rank_log
-    from torchwhere.recordings import Run, doctor, read_run
-    from torchwhere.sharding import Layout
-    from torchwhere.timing import phases
+    from torchwhere.model.read_layout import layout
 
 __all__ = [
     "Certainty",
@@ -71,35 +71,35 @@ __all__ = [
 ]
 
 _HOME = {
-    "Event": "torchwhere.events",
-    "Layout": "torchwhere.sharding",
-    "ModuleCall": "torchwhere.callbacks",
-    "PlaceFilter": "torchwhere.place_logging",
-    "RankHandler": "torchwhere.place_logging",
-    "Run": "torchwhere.recordings",
+    "Event": "torchwhere.core.events",
+    "Layout": "torchwhere.core.model_layout",
+    "ModuleCall": "torchwhere.api.modules",
+    "PlaceFilter": "torchwhere.api.rank_logging",
+    "RankHandler": "torchwhere.api.rank_logging",
+    "Run": "torchwhere.api.run",
     "Verdict": "torchwhere.diagnose.doctor.verdict",
-    "backward_graph": "torchwhere.autograd",
-    "comms": "torchwhere.live",
-    "describe": "torchwhere.inspect.describe",
-    "doctor": "torchwhere.recordings",
-    "export": "torchwhere.exporting",
-    "forward_line": "torchwhere.autograd",
-    "forward_lines": "torchwhere.autograd",
-    "graphs": "torchwhere.compiled",
-    "layout": "torchwhere.inspect.sharding",
-    "names": "torchwhere.inspect.naming",
-    "note": "torchwhere.marks",
-    "on_module": "torchwhere.callbacks",
-    "phase": "torchwhere.marks",
-    "phases": "torchwhere.timing",
-    "print_rank": "torchwhere.ranks",
-    "rank_log": "torchwhere.ranks",
-    "read_run": "torchwhere.recordings",
-    "start": "torchwhere.process",
-    "step": "torchwhere.marks",
-    "stop": "torchwhere.process",
-    "watch": "torchwhere.process",
-    "where": "torchwhere.marks",
+    "backward_graph": "torchwhere.api.autograd",
+    "comms": "torchwhere.api.comms",
+    "describe": "torchwhere.api.describe",
+    "doctor": "torchwhere.api.run",
+    "export": "torchwhere.api.export",
+    "forward_line": "torchwhere.api.autograd",
+    "forward_lines": "torchwhere.api.autograd",
+    "graphs": "torchwhere.api.graphs",
+    "layout": "torchwhere.model.read_layout",
+    "names": "torchwhere.api.names",
+    "note": "torchwhere.api.annotate",
+    "on_module": "torchwhere.api.modules",
+    "phase": "torchwhere.api.annotate",
+    "phases": "torchwhere.api.phases",
+    "print_rank": "torchwhere.api.printing",
+    "rank_log": "torchwhere.api.printing",
+    "read_run": "torchwhere.api.run",
+    "start": "torchwhere.api.watch",
+    "step": "torchwhere.api.annotate",
+    "stop": "torchwhere.api.watch",
+    "watch": "torchwhere.api.watch",
+    "where": "torchwhere.api.annotate",
 }
 
 

@@ -27,7 +27,7 @@ from torchwhere.commands import (
     top,
     trace,
 )
-from torchwhere.version import __version__
+from torchwhere.core.version import __version__
 
 _READING = (events, comms, groups, layout, phases, diff, doctor, monitor, top, flight_recorder, export, report, trace)
 COMMANDS = (run, *_READING, native)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox import layout
-from torchwhere.blackbox.layout import HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, Geometry, Sort
+from torchwhere.blackbox import file_format
+from torchwhere.blackbox.file_format import HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, Geometry, Sort
 from torchwhere.blackbox.ring import RECORD_DTYPE
-from torchwhere.events import TEXT_FIELD, Event, Kind
-from torchwhere.place import Certainty, Pass, Place
-from torchwhere.results import Shown
+from torchwhere.core.events import TEXT_FIELD, Event, Kind
+from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.core.results import Shown
 
 PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
@@ -94,7 +94,7 @@ class Box(Shown):
     @property
     def beat_ns(self) -> int:
         """Wall clock of the last moment at which its process was there, by its own heart; 0 if it has none."""
-        at = layout.CURSOR_HEART * 8 + (self.geometry.cursors_at if self.geometry else 0)
+        at = file_format.CURSOR_HEART * 8 + (self.geometry.cursors_at if self.geometry else 0)
         beat = int.from_bytes(self._head[at : at + 8], "little") if self.geometry and self.geometry.cursors else 0
         return self.wall_ns(beat) if beat else 0
 
@@ -104,11 +104,13 @@ class Box(Shown):
         geometry, beat_ns = self.geometry, self.beat_ns
         if geometry is None or not beat_ns:
             return []
-        cursors = self._head[geometry.cursors_at + layout.CURSOR_BYTES : geometry.tallies_at]
-        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")[layout.CURSOR_HEART :: layout.CURSOR_BYTES // 8]
+        cursors = self._head[geometry.cursors_at + file_format.CURSOR_BYTES : geometry.tallies_at]
+        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")[
+            file_format.CURSOR_HEART :: file_format.CURSOR_BYTES // 8
+        ]
         beat_ms = (beat_ns - self.wall_ns(0)) // 10**6
         known = [
-            ((beat_ms - (word >> layout.QUEUED_SHIFT)) & layout.QUEUED_MASK, word & layout.QUEUED_MASK)
+            ((beat_ms - (word >> file_format.QUEUED_SHIFT)) & file_format.QUEUED_MASK, word & file_format.QUEUED_MASK)
             for word in words
             if word
         ]
@@ -159,9 +161,9 @@ class Box(Shown):
         if self._texts is None:
             self._texts = _section(self.path, self.geometry.texts_at, self.geometry.text_bytes)
         data, at = self._texts, start % self.geometry.text_bytes
-        body = at + layout.TEXT.size
+        body = at + file_format.TEXT.size
         if body <= len(data):
-            position, length, crc = layout.TEXT.unpack_from(data, at)
+            position, length, crc = file_format.TEXT.unpack_from(data, at)
             end = body + length
             if position == start and end <= len(data) and _sealed(data[at : body - 4], data[body:end]) == crc:
                 return data[body : body + length].decode("utf-8", "replace")
@@ -213,9 +215,9 @@ class Box(Shown):
     def _certainty(self, row: Any, module: str | None) -> Certainty:
         flags = int(row["flags"])
         is_lost = row["module"] and module is None  # the name is not in the table: not the same as outside any module
-        if flags & layout.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
+        if flags & file_format.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
             return Certainty.UNKNOWN
-        return Certainty.INFERRED if flags & layout.FLAG_INFERRED else Certainty.EXACT
+        return Certainty.INFERRED if flags & file_format.FLAG_INFERRED else Certainty.EXACT
 
     def thread(self, number: int) -> str | None:
         if self._threads is None:
@@ -255,7 +257,7 @@ class Box(Shown):
         fields["group_ranks"] = members if len(members) <= _MOST_RANKS_SHOWN else None
         fields["number"] = int(row["more"])
         fields["for"] = self.value(int(row["aim"])) if row["aim"] else None
-        fields["async"] = bool(row["flags"] & layout.FLAG_ASYNC)
+        fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
         return fields
 
     def cursors(self) -> list[Cursor]:
@@ -263,30 +265,30 @@ class Box(Shown):
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(self._head, geometry.cursors_at, geometry.tallies_at, layout.CURSOR_BYTES).view("<u8")
-        used = np.flatnonzero(words[:, layout.CURSOR_TIME]).tolist()
+        words = _rows(self._head, geometry.cursors_at, geometry.tallies_at, file_format.CURSOR_BYTES).view("<u8")
+        used = np.flatnonzero(words[:, file_format.CURSOR_TIME]).tolist()
         return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
     def _cursor(self, slot: int, row: Any) -> Cursor:
-        word, call = int(row[layout.CURSOR_PLACE]), int(row[layout.CURSOR_PLACE]) & layout.CALL_MASK
-        module, pass_ = self.name(word >> layout.MODULE_SHIFT), word >> layout.PASS_SHIFT & layout.PASS_MASK
-        is_lost = pass_ not in PASS_LABELS or (word >> layout.MODULE_SHIFT and module is None)
+        word, call = int(row[file_format.CURSOR_PLACE]), int(row[file_format.CURSOR_PLACE]) & file_format.CALL_MASK
+        module, pass_ = self.name(word >> file_format.MODULE_SHIFT), word >> file_format.PASS_SHIFT & file_format.PASS_MASK
+        is_lost = pass_ not in PASS_LABELS or (word >> file_format.MODULE_SHIFT and module is None)
         place = Place(
             rank=self.rank,
-            step=int(row[layout.CURSOR_STEP]),
+            step=int(row[file_format.CURSOR_STEP]),
             pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
             # A recomputed call is not resolved in the cursor: what stands there is not a call number.
             call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
-            line=self.name(int(row[layout.CURSOR_LINE])),
-            thread=self.thread(int(row[layout.CURSOR_THREAD] or slot + 1) - 1),
+            line=self.name(int(row[file_format.CURSOR_LINE])),
+            thread=self.thread(int(row[file_format.CURSOR_THREAD] or slot + 1) - 1),
             certainty=Certainty.UNKNOWN if is_lost else Certainty.EXACT,
         )
         return Cursor(
             place=place,
-            t_ns=self.wall_ns(int(row[layout.CURSOR_TIME])),
-            phase=self.name(int(row[layout.CURSOR_PHASE])),
-            last_record=int(row[layout.CURSOR_RECORD]),
+            t_ns=self.wall_ns(int(row[file_format.CURSOR_TIME])),
+            phase=self.name(int(row[file_format.CURSOR_PHASE])),
+            last_record=int(row[file_format.CURSOR_RECORD]),
         )
 
     def tallies(self) -> dict[tuple[int, int, int], int]:
@@ -303,7 +305,7 @@ class Box(Shown):
             geometry = self.geometry
             if geometry is None:
                 return []
-            words = _rows(self._head, geometry.tallies_at, geometry.ring_at, layout.TALLY_BYTES).view("<u8")
+            words = _rows(self._head, geometry.tallies_at, geometry.ring_at, file_format.TALLY_BYTES).view("<u8")
             self._tally_words = words[words[:, 0] != 0].tolist()
         return self._tally_words
 

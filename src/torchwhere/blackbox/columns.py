@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox import layout
+from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import PASS_LABELS, Box
-from torchwhere.events import TEXT_FIELD, Event, Kind, json_text
-from torchwhere.place import Certainty
+from torchwhere.core.events import TEXT_FIELD, Event, Kind, json_text
+from torchwhere.core.place import Certainty
 
 TEXT, NUMBER, FLAG = "text", "number", "flag"
 COLUMNS = {
@@ -186,7 +186,7 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     yield "record", _some(records["number"], everywhere)
     kinds, which = _distinct(records["kind"])
     yield "kind", _texts([Kind(kind).label for kind in kinds], which)
-    yield "step", _some(records["step"], records["step"] != layout.NO_STEP)
+    yield "step", _some(records["step"], records["step"] != file_format.NO_STEP)
     passes, which = _distinct(records["pass"])
     yield "pass", _texts([PASS_LABELS.get(one, "outside") for one in passes], which)
     for name in ("line", "graph", "param"):
@@ -195,7 +195,7 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     ids, which = _distinct(records["module"])
     module = _texts([box.name(one) for one in ids], which)
     yield "module", module
-    yield "call", _some(records["call"], (module.codes >= 0) & (records["call"] != layout.NO_CALL))
+    yield "call", _some(records["call"], (module.codes >= 0) & (records["call"] != file_format.NO_CALL))
     yield "certainty", _certainty(records, is_lost=(module.codes < 0) & (records["module"] != 0))
     threads, which = _distinct(records["thread"])
     yield "thread", _texts([box.thread(one) for one in threads], which)
@@ -204,8 +204,8 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
 
 def _certainty(records: npt.NDArray[Any], *, is_lost: npt.NDArray[np.bool_]) -> Texts:
     flags = records["flags"]
-    unknown = (flags & layout.FLAG_UNKNOWN != 0) | is_lost | ~np.isin(records["pass"], list(PASS_LABELS))
-    codes = np.where(unknown, 2, np.where(flags & layout.FLAG_INFERRED != 0, 1, 0)).astype(np.int32)
+    unknown = (flags & file_format.FLAG_UNKNOWN != 0) | is_lost | ~np.isin(records["pass"], list(PASS_LABELS))
+    codes = np.where(unknown, 2, np.where(flags & file_format.FLAG_INFERRED != 0, 1, 0)).astype(np.int32)
     return Texts(codes, [str(one) for one in (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN)])
 
 
@@ -236,7 +236,7 @@ def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     yield "number", _some(records["more"], is_call)
     aims, which = _distinct(records["aim"], among)
     yield "for", _texts([box.value(one) if one else None for one in aims], which)
-    yield "async", Numbers(is_call & (records["flags"] & layout.FLAG_ASYNC != 0), ~is_call)
+    yield "async", Numbers(is_call & (records["flags"] & file_format.FLAG_ASYNC != 0), ~is_call)
 
 
 # -- the other kinds -------------------------------------------------------------------------------------------------------

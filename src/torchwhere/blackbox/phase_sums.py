@@ -1,7 +1,7 @@
 """The sums over phases that a box keeps: how often each phase ran, how long in all, how long at most, and what still runs.
 
 They stand in the tallies, two slots a phase, so they are exact however often the ring has gone round, and readable at any time.
-`phase_sums` reads them from a box; `sense/phases.py` writes them. A phase is known by its *path*: the names of the phases
+`phase_sums` reads them from a box; `hooks/phases.py` writes them. A phase is known by its *path*: the names of the phases
 around it, outermost first, and its own. The empty path is the step itself.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import Sort
+from torchwhere.blackbox.file_format import Sort
 
 # What a slot holds: the "source" of its `who`. Its thread is the main one, or any other.
 ENDED, RUNNING, ENDED_ELSEWHERE, RUNNING_ELSEWHERE = range(4)

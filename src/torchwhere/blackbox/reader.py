@@ -12,12 +12,12 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox import layout
+from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box, Counts, loaded
-from torchwhere.blackbox.layout import HEADER, HEADER_BYTES, HEADER_COPIES, Geometry, Sort
+from torchwhere.blackbox.file_format import HEADER, HEADER_BYTES, HEADER_COPIES, Geometry, Sort
 from torchwhere.blackbox.ring import parse_ring
-from torchwhere.blackbox.table import TableReader
-from torchwhere.errors import TorchwhereError
+from torchwhere.blackbox.string_table import TableReader
+from torchwhere.core.errors import TorchwhereError
 
 
 def read_box(path: str | Path) -> Box:
@@ -98,13 +98,15 @@ def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
 def _parse_header(box: Box, data: bytes, size: int) -> None:
     for copy in range(HEADER_COPIES):
         block = data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
-        if block[:8] != layout.MAGIC or len(block) < HEADER_BYTES:
+        if block[:8] != file_format.MAGIC or len(block) < HEADER_BYTES:
             continue
         _, version, _, cursors, tallies, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(block[: HEADER.size])
         if zlib.crc32(block[:-4]) != int.from_bytes(block[-4:], "little"):
             continue
-        if version != layout.VERSION:
-            box.problems.append(f"written in format {version}, this torchwhere reads {layout.VERSION}: use the other version")
+        if version != file_format.VERSION:
+            box.problems.append(
+                f"written in format {version}, this torchwhere reads {file_format.VERSION}: use the other version"
+            )
             return
         box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, tallies=tallies, text_bytes=max(text_bytes, 1))
         meta = loaded(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))

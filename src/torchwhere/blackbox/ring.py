@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox import layout
-from torchwhere.blackbox.layout import RECORD_BYTES
-from torchwhere.events import Kind
+from torchwhere.blackbox import file_format
+from torchwhere.blackbox.file_format import RECORD_BYTES
+from torchwhere.core.events import Kind
 
 RECORD_DTYPE = np.dtype(
     [("number", "<u8"), ("t_ns", "<u8"), ("kind", "u1"), ("pass", "u1"), ("flags", "u1"), ("thread", "u1")]
@@ -130,14 +130,14 @@ def _whole(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
 @cache
 def _crc_of_sealed(count: int) -> int:
     """The CRC of so many sealed records in a row, whatever they hold."""
-    data = bytes(layout.RECORD_CRC_AT)
-    return zlib.crc32((data + layout.CRC.pack(zlib.crc32(data))) * count)
+    data = bytes(file_format.RECORD_CRC_AT)
+    return zlib.crc32((data + file_format.CRC.pack(zlib.crc32(data))) * count)
 
 
 @cache
 def _crc_tables() -> tuple[npt.NDArray[np.uint32], int]:
     """The CRC of a record is the xor of one table value per byte."""
-    length = layout.RECORD_CRC_AT
+    length = file_format.RECORD_CRC_AT
     zero = zlib.crc32(bytes(length))
     tables = np.empty((length, 256), np.uint32)
     for position in range(length):
@@ -151,6 +151,6 @@ def _crcs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
     """The CRC of every record, all at once."""
     tables, zero = _crc_tables()
     found = np.full(len(columns), zero, np.uint32)
-    for position in range(layout.RECORD_CRC_AT):
+    for position in range(file_format.RECORD_CRC_AT):
         found ^= tables[position][columns[:, position]]
     return found

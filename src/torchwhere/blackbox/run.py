@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.label import Label, Labelled, label
+from torchwhere.blackbox.lazy_boxes import Shelf
 from torchwhere.blackbox.reader import BoxReader, read_box
-from torchwhere.blackbox.shelf import Shelf
-from torchwhere.errors import TorchwhereError
-from torchwhere.events import Event
-from torchwhere.results import Shown
+from torchwhere.blackbox.summary import Label, Labelled, label
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.events import Event
+from torchwhere.core.results import Shown
 
 _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
 _FEW = 256  # boxes that are kept in memory together

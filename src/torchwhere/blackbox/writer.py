@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from torchwhere.blackbox import guard
-from torchwhere.blackbox.claim import claim
-from torchwhere.blackbox.layout import (
+from torchwhere.blackbox import sigbus_guard
+from torchwhere.blackbox.file_format import (
     CRC,
     CURSOR_BYTES,
     CURSOR_HEART,
@@ -51,6 +50,7 @@ from torchwhere.blackbox.layout import (
     pack_text,
     without_heart,
 )
+from torchwhere.blackbox.lock import claim
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
@@ -107,7 +107,7 @@ class BoxWriter:
         self.write_meta()
         self._guard = None
         if path is not None:
-            self._guard = guard.stand_by(self._map, is_short=self._is_short, on_lost=self._lose_truncated)
+            self._guard = sigbus_guard.stand_by(self._map, is_short=self._is_short, on_lost=self._lose_truncated)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 

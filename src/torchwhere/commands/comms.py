@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
+from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading
 
 
 def add(commands: Any) -> None:
@@ -23,7 +23,7 @@ def _comms(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([found.to_dict()])
     else:
-        from torchwhere.show import text
+        from torchwhere.render import text
 
         text.print_lines(partial(text.comms_lines, found))
     return 0

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading
+from torchwhere.core.errors import TorchwhereError
 
 _THEY_DIFFER = 1
 
@@ -38,8 +38,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([found.to_dict()])
     else:
-        from torchwhere.show import text
-        from torchwhere.show.diff import diff_lines
+        from torchwhere.render import text
+        from torchwhere.render.diff import diff_lines
 
         text.print_lines(partial(diff_lines, found))
     return 0 if found.is_equal else _THEY_DIFFER

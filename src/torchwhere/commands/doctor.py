@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.reading import print_json, reading
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import print_json, reading
+from torchwhere.core.errors import TorchwhereError
 
 SICK = 1
 
@@ -33,10 +33,10 @@ def add(commands: Any) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from torchwhere.consultation import consult
-    from torchwhere.flight_recorder.consultation import consult_dumps, with_dumps
-    from torchwhere.show.progress import progress_bar
-    from torchwhere.show.verdict import verdict_json, verdict_text
+    from torchwhere.flight_recorder.verdict import consult_dumps, with_dumps
+    from torchwhere.pipeline.verdict import consult
+    from torchwhere.render.progress import progress_bar
+    from torchwhere.render.verdict import verdict_json, verdict_text
 
     if arguments.folder is None and arguments.flight_recorder is None:
         raise TorchwhereError("give a run's folder, or a folder of dumps with --flight-recorder")

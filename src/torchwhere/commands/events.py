@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading, say
-from torchwhere.events import KIND_LABELS
+from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading, say
+from torchwhere.core.events import KIND_LABELS
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import Run
-    from torchwhere.events import Event
+    from torchwhere.core.events import Event
 
 
 def add(commands: Any) -> None:
@@ -43,7 +43,7 @@ def _events(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(event.to_dict() for event in events)
     else:
-        from torchwhere.show import text
+        from torchwhere.render import text
 
         text.print_lines(partial(text.events_lines, events, started_ns=_started_ns(run)))
     return 0

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.reading import print_json, ranks_asked, reading
-from torchwhere.events import KIND_LABELS
+from torchwhere.commands.arguments import print_json, ranks_asked, reading
+from torchwhere.core.events import KIND_LABELS
 
 
 def add(commands: Any) -> None:
@@ -29,9 +29,9 @@ def add(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from torchwhere.exporting import export
-    from torchwhere.show.progress import progress_bar
-    from torchwhere.show.text import plain
+    from torchwhere.api.export import export
+    from torchwhere.render.progress import progress_bar
+    from torchwhere.render.text import plain
 
     with progress_bar("exporting") as on_progress:
         written = export(

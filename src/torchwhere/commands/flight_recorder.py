@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.commands.reading import print_json, reading, say
-from torchwhere.destination import destination_folder, refusing
+from torchwhere.commands.arguments import print_json, reading, say
+from torchwhere.core.atomic_file import destination_folder, refusing
 
 
 def add(commands: Any) -> None:
@@ -23,9 +23,9 @@ def add(commands: Any) -> None:
 
 def _flight_recorder(arguments: argparse.Namespace) -> int:
     from torchwhere.blackbox.run import read_run
-    from torchwhere.flight_recorder.writing import check_empty, write_dumps
-    from torchwhere.show.progress import progress_bar
-    from torchwhere.show.text import plain
+    from torchwhere.flight_recorder.write import check_empty, write_dumps
+    from torchwhere.render.progress import progress_bar
+    from torchwhere.render.text import plain
 
     out = Path(arguments.out)
     check_empty(out)

@@ -6,8 +6,8 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading
+from torchwhere.core.errors import TorchwhereError
 
 
 def add(commands: Any) -> None:
@@ -29,8 +29,8 @@ def _layout(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([found.to_dict()])
     else:
-        from torchwhere.show import text
-        from torchwhere.show.layout import layouts_lines
+        from torchwhere.render import text
+        from torchwhere.render.layout import layouts_lines
 
         text.print_lines(partial(layouts_lines, found))
     return 0

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.reading import print_json, reading
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import print_json, reading
+from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict
-    from torchwhere.monitor.role import Alone
+    from torchwhere.monitor.roles import Alone
 
 
 def add(commands: Any) -> None:
@@ -69,10 +69,10 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
-    from torchwhere.monitor.assignment import role
-    from torchwhere.monitor.deputy import Deputy
+    from torchwhere.monitor.follower import Deputy
     from torchwhere.monitor.lead import Lead
-    from torchwhere.monitor.role import Alone
+    from torchwhere.monitor.role_choice import role
+    from torchwhere.monitor.roles import Alone
 
     if arguments.serve is not None:
         return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
@@ -83,7 +83,7 @@ def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
 
 def _print_json(verdict: Verdict) -> None:
     """At once, for whoever reads along. That nobody does any more is no reason to watch no longer: verdicts are kept, too."""
-    from torchwhere.show.verdict import verdict_json
+    from torchwhere.render.verdict import verdict_json
 
     with contextlib.suppress(BrokenPipeError):
         print_json([verdict_json(verdict)])

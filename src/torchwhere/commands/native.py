@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.reading import print_json, reading
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import print_json, reading
+from torchwhere.core.errors import TorchwhereError
 
 
 def add(commands: Any) -> None:
@@ -23,7 +23,7 @@ def _native(arguments: argparse.Namespace) -> int:
     try:
         from torchwhere.native.build import build
         from torchwhere.native.load import library
-        from torchwhere.trial import try_out
+        from torchwhere.native.self_test import try_out
     except ImportError as error:
         raise TorchwhereError(f"the native part is built against torch, which cannot be imported here: {error}") from None
     if arguments.check:

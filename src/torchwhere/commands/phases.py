@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import add_folder, ask, print_json, ranks_asked, reading
+from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading
 
 
 def add(commands: Any) -> None:
@@ -23,8 +23,8 @@ def _phases(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([found.to_dict()])
     else:
-        from torchwhere.show import text
-        from torchwhere.show.phases import phases_lines
+        from torchwhere.render import text
+        from torchwhere.render.phases import phases_lines
 
         text.print_lines(partial(phases_lines, found))
     return 0

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.reading import print_json, reading
-from torchwhere.destination import destination
+from torchwhere.commands.arguments import print_json, reading
+from torchwhere.core.atomic_file import destination
 
 _PAGE = "report.html"
 
@@ -22,7 +22,7 @@ def add(commands: Any) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from torchwhere.show.text import amount, plain
+    from torchwhere.render.text import amount, plain
 
     out = arguments.out or _PAGE
     if arguments.json and arguments.out is None:
@@ -38,9 +38,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _content(arguments: argparse.Namespace) -> str:
-    from torchwhere.reporting import report_json, report_on
-    from torchwhere.show.page.page import page_html, page_json
-    from torchwhere.show.progress import progress_bar
+    from torchwhere.pipeline.report import report_json, report_on
+    from torchwhere.render.page.page import page_html, page_json
+    from torchwhere.render.progress import progress_bar
 
     with progress_bar("reading boxes") as on_progress:
         found = report_json(report_on(arguments.folder, on_progress=on_progress))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from torchwhere.commands.arguments import BAD_INPUT, say
 from torchwhere.commands.monitor import add_options
-from torchwhere.commands.reading import BAD_INPUT, say
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 
 _DEFAULT_RECORDS = 1 << 16
 
@@ -41,7 +41,7 @@ def _ring_size(text: str) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from torchwhere import launch
+    from torchwhere.commands import launch
 
     try:
         execute = launch.begin(

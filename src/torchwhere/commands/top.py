@@ -8,7 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
-from torchwhere.commands.reading import print_json, reading, say
+from torchwhere.commands.arguments import print_json, reading, say
 
 
 def add(commands: Any) -> None:
@@ -51,11 +51,11 @@ def _count(text: str) -> int:
 
 
 def _top(arguments: argparse.Namespace) -> int:
-    from torchwhere.show.screen import can_paint
+    from torchwhere.render.screen import can_paint
 
     try:
         if can_paint() and not arguments.json and arguments.count is None:
-            from torchwhere.top.live_screen import watch_screen
+            from torchwhere.top.app import watch_screen
 
             watch_screen(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval or 0.5)
         else:
@@ -66,9 +66,9 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _print(arguments: argparse.Namespace) -> None:
-    from torchwhere.show.text import print_lines
-    from torchwhere.show.top import plain_lines
-    from torchwhere.top.live_screen import looks
+    from torchwhere.render.text import print_lines
+    from torchwhere.render.top import plain_lines
+    from torchwhere.top.app import looks
 
     found = looks(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval, count=arguments.count)
     said, gap = None, ""

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from torchwhere.commands.reading import add_folder, print_json, ranks_asked, reading, say
-from torchwhere.destination import destination, destination_folder
-from torchwhere.errors import TorchwhereError
+from torchwhere.commands.arguments import add_folder, print_json, ranks_asked, reading, say
+from torchwhere.core.atomic_file import destination, destination_folder
+from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
-    from torchwhere.diagnose.clocks import Clock, Clocks
-    from torchwhere.diagnose.timeline.survey import Survey
-    from torchwhere.show.trace import Tally
+    from torchwhere.diagnose.clocks.clocks import Clock, Clocks
+    from torchwhere.diagnose.timeline.load import Survey
+    from torchwhere.render.trace import Tally
 
 _MOST_STEP = 0xFFFFFFFE
 _LEVEL = 3  # of compression: a sixth larger than the best, in a fifth of the time
@@ -80,9 +80,9 @@ def _trace(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
     """The run, looked through once, with what is to be said of it; a bar on a terminal as long as it is gone through."""
-    from torchwhere.collector import nothing_collected
-    from torchwhere.diagnose.timeline.survey import survey
-    from torchwhere.show.progress import progress_bar
+    from torchwhere.core.gc_pause import nothing_collected
+    from torchwhere.diagnose.timeline.load import survey
+    from torchwhere.render.progress import progress_bar
 
     with nothing_collected(), progress_bar("reading boxes") as on_progress:
         found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
@@ -106,7 +106,7 @@ def _is_folder(out: str) -> bool:
 
 def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
     """One file with all ranks."""
-    from torchwhere.show import trace
+    from torchwhere.render import trace
 
     is_first = True
     for box, each in found.timelines():
@@ -121,7 +121,7 @@ def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
 
 def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
     """A file for each rank."""
-    from torchwhere.show import trace
+    from torchwhere.render import trace
 
     tally, names, size = trace.Tally(), set(), 0
     with destination_folder(folder) as part, _surveyed(arguments) as found:
@@ -146,7 +146,7 @@ def _say_others(folder: Path, ours: set[str]) -> None:
 
 def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
     """One file with all ranks; its size."""
-    from torchwhere.show.trace import Tally
+    from torchwhere.render.trace import Tally
 
     tally = Tally()
     if out == "-":
@@ -200,6 +200,6 @@ def _said(clock: Clock) -> str:
 
 
 def _print_lines(lines: Iterable[str]) -> None:
-    from torchwhere.show.text import plain
+    from torchwhere.render.text import plain
 
     sys.stdout.writelines(f"{plain(line)}\n" for line in lines)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.run import Run
-from torchwhere.results import Shown, Tabular
+from torchwhere.core.results import Shown, Tabular
 
 
 @dataclass(frozen=True, slots=True, repr=False)

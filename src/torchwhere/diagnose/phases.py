@@ -14,7 +14,7 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
 from torchwhere.blackbox.run import Run
-from torchwhere.results import Shown, Tabular
+from torchwhere.core.results import Shown, Tabular
 
 STEPS = PhaseKey((), True)
 

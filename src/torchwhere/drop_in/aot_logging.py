@@ -15,9 +15,9 @@ import torch
 from torch.autograd.graph import Node
 from torch.fx import traceback as fx_traceback
 
-from torchwhere.inspect.autograd import nodes_of, roots_of
-from torchwhere.sense import _torch, lines
-from torchwhere.sense.aot import Naming
+from torchwhere.drop_in.aot_state import Naming
+from torchwhere.hooks import _torch, line_log
+from torchwhere.model.graph_walk import nodes_of, roots_of
 
 __all__ = [
     "callback_set",  # noqa: F822 - `__getattr__` gives it
@@ -95,7 +95,7 @@ def setup_stacktrace_preservation_hooks_from_tensors(outputs: Any) -> None:
 def _stack_of(node: Any) -> _Stack:
     """What anomaly mode has noted; else the line that was recorded, as one frame."""
     noted: _Stack = node.metadata.get("traceback_", [])
-    written, _ = (None, False) if noted else lines.find(node._sequence_nr())
+    written, _ = (None, False) if noted else line_log.find(node._sequence_nr())
     return [f'  File "{written.file}", line {written.line}, in {written.function}\n'] if written is not None else noted
 
 

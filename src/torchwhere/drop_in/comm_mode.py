@@ -24,18 +24,18 @@ import torch
 import torch.distributed._functional_collectives  # defines the c10d_functional ops
 import torch.distributed.tensor  # defines the ops of _dtensor
 
-from torchwhere import live
-from torchwhere.blackbox.layout import MODULE_SHIFT, RECORD
-from torchwhere.drop_in import comm_tables
+from torchwhere.api import comms
+from torchwhere.blackbox.file_format import MODULE_SHIFT, RECORD
+from torchwhere.core.place import Pass
+from torchwhere.drop_in import comm_tables, functional_kernels
 from torchwhere.drop_in.comm_modules import GLOBAL, CommModeModuleTracker
 from torchwhere.drop_in.comm_tables import trivial_ops as trivial_ops
-from torchwhere.inspect.names import owner
-from torchwhere.place import Pass
-from torchwhere.sense import _torch, functional
-from torchwhere.sense.compilation import being_compiled
-from torchwhere.sense.ops import OpSense, Sharded
-from torchwhere.sense.tracks import NATIVE, pass_of
-from torchwhere.session import Session
+from torchwhere.drop_in.op_log import OpSense, Sharded
+from torchwhere.hooks import _torch
+from torchwhere.hooks.compilation import being_compiled
+from torchwhere.hooks.threads import NATIVE, pass_of
+from torchwhere.model.module_names import owner
+from torchwhere.recorder.session import Session
 
 __all__ = ["CommDebugMode"]
 
@@ -70,7 +70,11 @@ _PACKETS = {name: getattr(c10d_ops, name) for name in _C10D}
 _COUNTED_AS = (
     {f"c10d::{name}": packet for name, packet in _PACKETS.items()}
     | {f"c10d_functional::{name}": getattr(funcol_py, name) for name in _FUNCTIONAL}
-    | {f"{namespace}::{op}": _functional_packet(namespace, op) for namespace, ops in functional.OPS.items() for op in ops}
+    | {
+        f"{namespace}::{op}": _functional_packet(namespace, op)
+        for namespace, ops in functional_kernels.OPS.items()
+        for op in ops
+    }
     | {"_c10d_functional_autograd::all_to_all_single": funcol_py.all_to_all_single}
 )
 
@@ -143,13 +147,13 @@ class CommDebugMode:
         self._depth += 1
         if self._depth > 1:
             return self
-        session = self._session = live.join(None)
+        session = self._session = comms.join(None)
         try:
             self._thread = get_ident()
             self._ops = self._make_ops(session)
             self.advanced_module_tracker.begin(session, self._ops)
-            live.listen(session, self._tap)
-            functional.listen(self._functional)
+            comms.listen(session, self._tap)
+            functional_kernels.listen(self._functional)
             if self._ops is not None:
                 self._ops.__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -175,15 +179,15 @@ class CommDebugMode:
         self._leave(session)
 
     def _leave(self, session: Session) -> None:
-        functional.stop_listening(self._functional)
-        live.stop_listening(session, self._tap)
+        functional_kernels.stop_listening(self._functional)
+        comms.stop_listening(session, self._tap)
         self.comm_module_operation_counts  # noqa: B018 - names are known now, and not for long
         self.advanced_module_tracker.end()
         self._session = None
         try:
-            live.leave(session)
+            comms.leave(session)
         finally:
-            functional.remove_unused()  # after the watch: both wait for other threads to be quiet, and now it is one wait
+            functional_kernels.remove_unused()  # after the watch: both wait for other threads to be quiet, and now it is one wait
 
     def _forget(self) -> None:
         self.comm_counts.clear()
@@ -199,7 +203,7 @@ class CommDebugMode:
     @_torch.unseen
     def _tap(self, number: int, call: Any) -> None:
         packet, session = _PACKETS.get(call.op.raw), self._session
-        if packet is not None and session is not None and not functional.is_inside() and self._is_own():
+        if packet is not None and session is not None and not functional_kernels.is_inside() and self._is_own():
             record = RECORD.unpack_from(session.recorder.box.copy_of(number))
             self._report(packet, record[_MODULE], record[_AIM])
 

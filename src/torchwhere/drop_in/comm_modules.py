@@ -13,13 +13,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchwhere.blackbox.layout import MODULE_SHIFT
-from torchwhere.place import Pass
-from torchwhere.sense import _torch
-from torchwhere.sense.listeners import Entry, ModuleCall
-from torchwhere.sense.ops import OpSense
-from torchwhere.sense.tracks import LOG_MASK, Track, pass_of
-from torchwhere.session import Session
+from torchwhere.blackbox.file_format import MODULE_SHIFT
+from torchwhere.core.place import Pass
+from torchwhere.drop_in.op_log import OpSense
+from torchwhere.hooks import _torch
+from torchwhere.hooks.listeners import Entry, ModuleCall
+from torchwhere.hooks.threads import LOG_MASK, Track, pass_of
+from torchwhere.recorder.session import Session
 
 GLOBAL = "Global"
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchwhere.sense import _torch
+from torchwhere.hooks import _torch
 
 Tensors = tuple[Any, ...]  # of tensors; in backward None where there is no gradient
 Hook = Callable[[str, Tensors], object]

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere import ranks as dist  # `dist.get_rank()`, as in the original, but before there is a process group too
-from torchwhere.inspect import naming, parameters
-from torchwhere.inspect.autograd import is_leaf, walk
-from torchwhere.inspect.describe import made_in, names_of
-from torchwhere.inspect.names import NameTable, innermost
+from torchwhere.api import names as naming
+from torchwhere.api import printing as dist  # `dist.get_rank()`, as in the original, but before there is a process group too
+from torchwhere.api.describe import made_in, names_of
+from torchwhere.model import parameters
+from torchwhere.model.graph_walk import is_leaf, walk
+from torchwhere.model.module_names import NameTable, innermost
 
 UNKNOWN, NONE = "unknown", "none"
 

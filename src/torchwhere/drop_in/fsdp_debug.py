@@ -22,9 +22,9 @@ from enum import Enum
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.identity import rank_and_world
-from torchwhere.inspect.fsdp import sharded_tree
-from torchwhere.marks import phase
+from torchwhere.api.annotate import phase
+from torchwhere.model.fsdp import sharded_tree
+from torchwhere.recorder.identity import rank_and_world
 
 __all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns", "logger"]
 

@@ -21,13 +21,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
-from torchwhere import process
+from torchwhere.api import watch
 from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, compile_safe_hooks
 from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
-from torchwhere.inspect.names import NameTable, walk
-from torchwhere.sense import _torch
-from torchwhere.sense.listeners import Entry, ModuleCall
-from torchwhere.session import Session
+from torchwhere.hooks import _torch
+from torchwhere.hooks.listeners import Entry, ModuleCall
+from torchwhere.model.module_names import NameTable, walk
+from torchwhere.recorder.session import Session
 
 __all__ = ["ModTracker", "ModuleTracker"]
 
@@ -107,9 +107,9 @@ class ModuleTracker(TrackerHooks):
         return f"{self._root_class}.{name}" if name else self._root_class
 
     def __enter__(self) -> Self:
-        process.start()
+        watch.start()
         self._depth += 1
-        self._session = process.current()
+        self._session = watch.current()
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -120,7 +120,7 @@ class ModuleTracker(TrackerHooks):
         if self._depth == 0 and self._session is not None:
             self._names, self._session = self._session.modules.names, None
             self._shown = {}
-        process.stop()
+        watch.stop()
 
 
 class _Call:
@@ -243,7 +243,7 @@ class ModTracker(ModuleTracker):
         if is_wanted != self.is_active:
             self.is_active = is_wanted
             self._calls = threading.local()  # what was entered before is left unheard
-            (process.listen if is_wanted else process.unlisten)(self)
+            (watch.listen if is_wanted else watch.unlisten)(self)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 

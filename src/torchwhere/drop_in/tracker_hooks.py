@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
-from torchwhere.sense import _torch
+from torchwhere.hooks import _torch
 
 _Hook = Callable[..., None]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.layout import TALLY_RANKS
+from torchwhere.blackbox.file_format import TALLY_RANKS
+from torchwhere.flight_recorder.schema import PUBLIC_DTYPES, PUBLIC_OPS
 from torchwhere.flight_recorder.unpickle import CAPS, Caps, CutShortError, RefusedError, loads
-from torchwhere.flight_recorder.vocabulary import PUBLIC_DTYPES, PUBLIC_OPS
 
 _OLDEST, _NEWEST = (2, 4), (2, 10)
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")

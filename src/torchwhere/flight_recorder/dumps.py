@@ -19,11 +19,11 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import TALLY_RANKS, Sort
+from torchwhere.blackbox.file_format import TALLY_RANKS, Sort
 from torchwhere.blackbox.run import Run
-from torchwhere.errors import TorchwhereError
-from torchwhere.flight_recorder.boxes import DumpBox
-from torchwhere.flight_recorder.reading import Progress, read_all
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.flight_recorder.load import Progress, read_all
+from torchwhere.flight_recorder.to_boxes import DumpBox
 from torchwhere.flight_recorder.unpickle import CAPS, Caps
 
 _FILE = re.compile(r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL)

@@ -21,13 +21,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.doctor.advice import ranks_said
+from torchwhere.blackbox.summary import Labelled
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.errors import TorchwhereError
-from torchwhere.flight_recorder.consultation import completion
+from torchwhere.diagnose.doctor.wait_text import ranks_said
 from torchwhere.flight_recorder.dumps import Dumps, read_files
+from torchwhere.flight_recorder.verdict import completion
 
 _STALLED = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 _ASKED_FOR = (*_STALLED, VerdictKind.MISMATCH)

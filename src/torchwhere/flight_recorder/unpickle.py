@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,27 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import Labelled
 from torchwhere.blackbox.run import Run, port_of
-from torchwhere.consultation import kept_sightings
-from torchwhere.diagnose.hearing.letter import CALLS, Letter
-from torchwhere.diagnose.hearing.opening import Refusal, open_letter
-from torchwhere.diagnose.hearing.testimony import heard
-from torchwhere.keeping import write_whole
-from torchwhere.monitor.correspondence import TICK_S, Office, Received, ready_for
-from torchwhere.monitor.rendezvous import Rendezvous
-from torchwhere.monitor.role import (
-    GRACE_S,
-    LINGER_S,
-    MOST_LINGER_S,
-    WORD_FILE,
-    Alone,
-    Assembly,
-    Gathering,
-    Kept,
-    Span,
-)
-from torchwhere.monitor.word import Word, run_key
+from torchwhere.blackbox.summary import Labelled
+from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.monitor.broadcast import Word, run_key
+from torchwhere.monitor.discovery import Rendezvous
+from torchwhere.monitor.roles import GRACE_S, LINGER_S, MOST_LINGER_S, WORD_FILE, Alone, Assembly, Gathering, Kept, Span
+from torchwhere.monitor.transport import TICK_S, Office, Received, ready_for
+from torchwhere.pipeline.verdict import kept_sightings
+from torchwhere.snapshots.decode import Refusal, open_letter
+from torchwhere.snapshots.encode import CALLS, Letter
+from torchwhere.snapshots.write import write_whole
 
 ANSWER_S = 3.0  # for letters
 STACKS_S = 4.0  # for letters with stacks

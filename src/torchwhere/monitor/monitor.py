@@ -3,7 +3,7 @@
 It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are stopped, or are dead. Often it
 takes a pulse (cursors and counts, a few KB a rank); it reads whole boxes when the pulse stops, when a process is gone, and now
 and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes and what their ranks did
-last (`keeping.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
+last (`snapshots/write.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.label import Labelled
-from torchwhere.blackbox.pulse import Pulse, take_pulse
+from torchwhere.blackbox.progress import Pulse, take_pulse
 from torchwhere.blackbox.run import Run, read_run
-from torchwhere.consultation import judge, kept_sightings
-from torchwhere.diagnose.doctor.deaths import ended_well
-from torchwhere.diagnose.doctor.examination import STALL_S
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.blackbox.summary import Labelled
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.doctor.exits import ended_well
+from torchwhere.diagnose.doctor.rules import STALL_S
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.errors import TorchwhereError
-from torchwhere.host.processes import is_running, look
-from torchwhere.host.vigil import Vigil
-from torchwhere.keeping import MOST_RANKS, Diary, as_kept, write_whole
-from torchwhere.monitor.role import Alone, with_hosts
-from torchwhere.place import Certainty
-from torchwhere.recollection import MONITOR
-from torchwhere.show.verdict import verdict_json, verdict_text
+from torchwhere.monitor.roles import Alone, with_hosts
+from torchwhere.pipeline.verdict import judge, kept_sightings
+from torchwhere.processes.exit_waiter import Vigil
+from torchwhere.processes.look import is_running, look
+from torchwhere.processes.status import Sighting
+from torchwhere.render.verdict import verdict_json, verdict_text
+from torchwhere.snapshots.read import MONITOR
+from torchwhere.snapshots.write import MOST_RANKS, Diary, as_kept, write_whole
 
 PULSE_S = 0.25
 KEEP_S = 1.0

@@ -1,4 +1,4 @@
-// The box as C++ writes it: the record of `blackbox/layout.py`, its seal, and the map it goes to.
+// The box as C++ writes it: the record of `blackbox/file_format.py`, its seal, and the map it goes to.
 #pragma once
 
 #include <Python.h>

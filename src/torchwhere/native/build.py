@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.load import BUILDING, FOLDER, SOURCES, built_for, checksum, checksum_file, failure_file, library
 
 # Not asked of torch.utils.cpp_extension: that imports setuptools, which may not be there.

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.build import build, check_tools
 from torchwhere.native.load import BUILDING, SWITCH, failure_file, library, log
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 
 log = logging.getLogger("torchwhere")
 

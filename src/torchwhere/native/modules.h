@@ -1,4 +1,4 @@
-// Which module runs, without Python's share of it: the hot path of `sense/modules.py`. All of it holds the GIL.
+// Which module runs, without Python's share of it: the hot path of `hooks/modules.py`. All of it holds the GIL.
 #pragma once
 
 #include <vector>
@@ -80,7 +80,7 @@ class Table {
   std::vector<size_t> holes_;
 };
 
-// A dict of ints, as far as `sense/modules.py` uses one: for Python and for C++ at the same time.
+// A dict of ints, as far as `hooks/modules.py` uses one: for Python and for C++ at the same time.
 struct Words {
   PyObject_HEAD
   Table of;

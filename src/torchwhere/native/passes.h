@@ -1,5 +1,5 @@
-// Backwards, optimizer steps and training steps: how they begin and end, where nothing about that is new. What `sense/backward.py`,
-// `sense/optimizers.py` and `Recorder.set_step` do then, without Python's share. All of it holds the GIL.
+// Backwards, optimizer steps and training steps: how they begin and end, where nothing about that is new. What `hooks/backward.py`,
+// `hooks/optimizers.py` and `Recorder.set_step` do then, without Python's share. All of it holds the GIL.
 //
 // Each function first finds out whether this is for it, and says so; only then it writes. What is not is done by Python, wholly.
 #pragma once

@@ -1,4 +1,4 @@
-// Where a thread is, as C++ sees it: the part of `sense/tracks.py`'s Track that the hot paths need.
+// Where a thread is, as C++ sees it: the part of `hooks/threads.py`'s Track that the hot paths need.
 #pragma once
 
 #include <ATen/SequenceNumber.h>

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchwhere.core.place import ROOT
 from torchwhere.diagnose.comms.tree import PASSES, Comms, is_within
-from torchwhere.place import ROOT
 
 # The public names of all collectives, less what a newer torch may add. A test holds it against torch itself.
 OPS = (

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.layout import NO_STEP, RECORD
-from torchwhere.events import Kind
+from torchwhere.blackbox.file_format import NO_STEP, RECORD
+from torchwhere.core.events import Kind
 
 ALIKE = ("pass", "module", "what", "aim", "line")
 _PASS, _STEP, _MODULE, _LINE, _WHAT, _AIM = 3, 6, 7, 9, 11, 12  # within an unpacked record

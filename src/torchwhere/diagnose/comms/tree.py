@@ -15,9 +15,9 @@ import numpy as np
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Run
+from torchwhere.core.place import Pass
+from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.comms.sums import Sums, sums
-from torchwhere.place import Pass
-from torchwhere.results import Shown, Tabular
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step
 _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}

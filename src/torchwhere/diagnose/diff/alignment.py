@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchwhere.core.events import Kind
 from torchwhere.diagnose.diff.cohorts import Cohorts
 from torchwhere.diagnose.diff.traces import Numbers, Stream, Trace
-from torchwhere.events import Kind
 
 Position = tuple[int, int]  # the step, and how many events of the step come before
 _NOTHING = 0  # in the place of an event

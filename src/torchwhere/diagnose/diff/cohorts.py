@@ -11,9 +11,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.diagnose.rank_runs import ranks_text
-from torchwhere.events import Event
-from torchwhere.results import Shown
+from torchwhere.core.events import Event
+from torchwhere.core.rank_text import ranks_text
+from torchwhere.core.results import Shown
 
 _MOST_RUNS = 8  # of ranks in one text
 MOST_PARTINGS = 20  # told of; those after them are counted

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.run import Run
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.results import Shown
 from torchwhere.diagnose.diff.cohorts import Comparison
 from torchwhere.diagnose.diff.events import compare_events
+from torchwhere.diagnose.diff.log_lines import Stripper, patterns
 from torchwhere.diagnose.diff.logs import Log, compare_logs, ranks_of
-from torchwhere.diagnose.diff.strip import Stripper, patterns
-from torchwhere.errors import TorchwhereError
-from torchwhere.results import Shown
 
 LOG_NAMES = "log_rank_*.txt"  # as torchwhere.rank_log and DeepSpeed's log_rank_file write them
 _LOG_ENDINGS = (".txt", ".log", ".out", ".err")

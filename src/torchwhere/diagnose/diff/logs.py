@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named
-from torchwhere.diagnose.diff.strip import Stripper, skeleton
-from torchwhere.errors import TorchwhereError
+from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
 _CONTEXT = 3  # lines before
 _AFTER = 2

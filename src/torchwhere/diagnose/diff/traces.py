@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import NO_CALL, NO_STEP
-from torchwhere.diagnose.diff.strip import Stripper, skeleton
-from torchwhere.diagnose.hearing.terms import P2P, must_agree
-from torchwhere.events import TEXT_FIELD, Event, Kind
-from torchwhere.place import Pass
+from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
+from torchwhere.core.events import TEXT_FIELD, Event, Kind
+from torchwhere.core.place import Pass
+from torchwhere.diagnose.calls.keys import P2P, must_agree
+from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
 Numbers = npt.NDArray[np.int64]
 Patterns = tuple[re.Pattern[str], ...]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
+from torchwhere.core.errors import FAILED
+from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
-from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
-from torchwhere.errors import FAILED
 
 _INTERRUPT = "KeyboardInterrupt"
 _TERMINATED = re.compile(

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torchwhere.diagnose.doctor.habits import sequence
+from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.doctor.call_patterns import sequence
 from torchwhere.diagnose.doctor.roles import Role, Roles, roles_of
 from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest
-from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
 
 _VOTERS = 64  # ranks, spread over the job
 _CALLS = 1024  # of each rank, the newest

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.diagnose.calls import job_calls as issued
+from torchwhere.diagnose.calls.job_calls import Calls
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import Hearing
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest, members
-from torchwhere.diagnose.hearing import calls as issued
-from torchwhere.diagnose.hearing.calls import Calls
-from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing
 
 _NEARBY = 64  # numbers around one in which a swapped call is looked for
 _TIMES = 3  # that all agreed, where no steps are counted

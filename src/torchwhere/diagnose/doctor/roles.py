@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import Hearing
 
 
 class Role(NamedTuple):

@@ -11,9 +11,9 @@ import itertools
 import re
 from typing import NamedTuple
 
-from torchwhere.diagnose.doctor.sighting import Sighting
-from torchwhere.diagnose.hearing.testimony import Testimony
-from torchwhere.events import Event
+from torchwhere.core.events import Event
+from torchwhere.diagnose.calls.rank_calls import Testimony
+from torchwhere.processes.status import Sighting
 
 _NOT_THE_USERS = re.compile(
     r"/(site|dist)-packages/|/lib/python|<frozen|<eval_with_key>|torchinductor_|/src/torchwhere/(?!src/|examples/|tests/|bench/)"

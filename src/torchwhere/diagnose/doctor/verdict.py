@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from torchwhere.diagnose.doctor.folding import folded
-from torchwhere.place import Certainty, Place
-from torchwhere.results import Shown, Tabular
+from torchwhere.core.place import Certainty, Place
+from torchwhere.core.results import Shown, Tabular
+from torchwhere.diagnose.doctor.compact_json import folded
 
 
 class VerdictKind(StrEnum):

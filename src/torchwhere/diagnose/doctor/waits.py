@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
-from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing, Testimony
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
 
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
 _RECENT = 16  # records back, in which a message may still be waited for

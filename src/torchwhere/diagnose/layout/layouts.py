@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.blackbox.layouts import layouts_in
 from torchwhere.blackbox.run import Run
-from torchwhere.diagnose.layout.parting import Canon, Difference, differences
-from torchwhere.diagnose.layout.shards import Cuts, Meetings, ranks_words
-from torchwhere.results import Shown, Tabular
-from torchwhere.sharding import Layout
+from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.core.model_layout import Layout
+from torchwhere.core.results import Shown, Tabular
+from torchwhere.diagnose.layout.divergence import Canon, Difference, differences
+from torchwhere.diagnose.layout.shard_check import Cuts, Meetings, ranks_words
 
 _MOST_DIFFERENCES = 20  # of a cohort; the first is what matters, the others mostly follow from it
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torchwhere.blackbox.glance import Glance, Issued
-from torchwhere.diagnose.doctor.deaths import ended_well
-from torchwhere.diagnose.doctor.sighting import Sighting
+from torchwhere.blackbox.live_box import Glance, Issued
+from torchwhere.core.events import Event
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls.keys import Group
+from torchwhere.diagnose.doctor.exits import ended_well
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.hearing.terms import Group
 from torchwhere.diagnose.live.waiting import who_waits
-from torchwhere.events import Event
-from torchwhere.place import Place
+from torchwhere.processes.status import Sighting
 
 STALL_S = 1.5  # shown at the next look: within two seconds
 _STEPS = 5  # a rank may stand still for as long as so many of its steps take

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchwhere.blackbox.glance import Glance, Issued
+from torchwhere.blackbox.live_box import Glance, Issued
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.layout import NO_STEP
-from torchwhere.diagnose.doctor.advice import call_said
+from torchwhere.blackbox.file_format import NO_STEP
+from torchwhere.core.place import shown
+from torchwhere.diagnose.calls.job_calls import Calls, forms
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.diagnose.doctor.wait_text import call_said
 from torchwhere.diagnose.doctor.waits import members
-from torchwhere.diagnose.hearing.calls import Calls, forms
-from torchwhere.diagnose.hearing.terms import StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.diagnose.report.moments import Moments
-from torchwhere.diagnose.report.words import cut, milliseconds
-from torchwhere.place import shown
+from torchwhere.diagnose.report.texts import cut, milliseconds
 
 MOST_GROUPS = 24
 MOST_NUMBERS = 200

@@ -12,10 +12,10 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import Roster
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
-from torchwhere.diagnose.report.moments import Moments
-from torchwhere.diagnose.report.words import cut, event_text, milliseconds, place_text
-from torchwhere.errors import TorchwhereError
+from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
 
 MOST_RANKS = 64
 _MOST_CULPRITS = 32

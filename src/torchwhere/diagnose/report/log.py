@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.layout import NO_STEP
+from torchwhere.blackbox.file_format import NO_STEP
+from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.diff import logs
-from torchwhere.diagnose.diff.strip import Stripper, skeleton
-from torchwhere.diagnose.report.words import cut, event_text
-from torchwhere.errors import TorchwhereError
+from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
+from torchwhere.diagnose.report.texts import cut, event_text
 
 MOST_RANKS = 8
 _KINDS = {"note", "exception", "end"}

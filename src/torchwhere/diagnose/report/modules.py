@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import PASS_LABELS
+from torchwhere.core.place import shown
+from torchwhere.diagnose.calls.job_calls import Counted
+from torchwhere.diagnose.calls.rank_calls import Hearing
 from torchwhere.diagnose.comms.outline import Branch, outline
 from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, Tally, descend, is_number
-from torchwhere.diagnose.hearing.calls import Counted
-from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.report.digest import Summary
-from torchwhere.diagnose.report.words import cut, milliseconds
-from torchwhere.place import shown
+from torchwhere.diagnose.report.texts import cut, milliseconds
 
 OUTSIDE = "(outside modules)"
 NO_TIMES = "No time per module was recorded. To have it, record with: torchwhere run --module-events"

@@ -14,7 +14,7 @@ import numpy as np
 from torchwhere.diagnose.phases import PhaseRow, Phases, table
 from torchwhere.diagnose.report.digest import Summary
 from torchwhere.diagnose.report.steps import buckets, rounded, worst
-from torchwhere.diagnose.report.words import cut, milliseconds
+from torchwhere.diagnose.report.texts import cut, milliseconds
 
 _MOST_PHASES = 64
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchwhere.blackbox.run import Roster
+from torchwhere.diagnose.calls.keys import Group, StreamKey
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.hearing.terms import Group, StreamKey
-from torchwhere.diagnose.hearing.testimony import Hearing
-from torchwhere.diagnose.report.moments import Moments
-from torchwhere.diagnose.report.words import call_text, cut, milliseconds, place_text
+from torchwhere.diagnose.report.texts import call_text, cut, milliseconds, place_text
 
 UNKNOWN = "unknown"
 NOWHERE = "not known"

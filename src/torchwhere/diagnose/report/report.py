@@ -15,23 +15,23 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import Roster
+from torchwhere.core.place import printable
+from torchwhere.core.results import Shown
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.clocks.host_clocks import moments
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.report.collectives import Streams, streams
 from torchwhere.diagnose.report.details import Detail, chosen_ranks, details, read_boxes
 from torchwhere.diagnose.report.digest import Digest, Summary
-from torchwhere.diagnose.report.graphs import GraphRow, graphs
-from torchwhere.diagnose.report.layout import LayoutTexts, layout_texts
+from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
+from torchwhere.diagnose.report.layouts import LayoutTexts, layout_texts
 from torchwhere.diagnose.report.log import MOST_RANKS, Log, log, log_files
 from torchwhere.diagnose.report.modules import Modules, modules
-from torchwhere.diagnose.report.moments import moments
 from torchwhere.diagnose.report.phase_heat import PhaseHeat, phase_heat
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
 from torchwhere.diagnose.report.steps import Steps, steps
-from torchwhere.diagnose.report.words import cut
-from torchwhere.place import printable
-from torchwhere.results import Shown
+from torchwhere.diagnose.report.texts import cut
 
 VERSION = 1
 _MOST_LAYOUTS = 256

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.events import Kind
-from torchwhere.place import Pass
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
 
 Numbers = npt.NDArray[np.int64]
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.doctor.pace import straggler
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.hearing.testimony import Hearing
 from torchwhere.diagnose.report.digest import MOST_STEPS, Summary
-from torchwhere.diagnose.report.words import milliseconds, ranks_said
+from torchwhere.diagnose.report.texts import milliseconds, ranks_said
 
 MOST_ROWS = 256
 _MOST_STRAGGLERS = 32

@@ -19,10 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.diagnose.clocks import Clocks
-from torchwhere.diagnose.timeline.arrivals import NEVER, Arrivals, Stream, Times, arrivals, has_moved, next_times_ns, times_ns
-from torchwhere.diagnose.timeline.meetings import Meeting, Meetings
-from torchwhere.events import Kind
+from torchwhere.core.events import Kind
+from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, Stream, Times, arrivals, has_moved, next_times_ns, times_ns
+from torchwhere.diagnose.clocks.clocks import Clocks
+from torchwhere.diagnose.clocks.meetings import Meeting, Meetings
 
 Bools = npt.NDArray[np.bool_]
 

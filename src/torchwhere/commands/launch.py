@@ -1,0 +1,154 @@
+"""Runs a user's script under watch, as Python itself would run it: same arguments, same exceptions, same exit code.
+
+`begin` finds the script, starts the watch and gives back a function that runs it. What goes wrong before the script's first
+line is a `TorchwhereError`; from there on everything raised is the script's own and passes through unchanged, with a note
+that says the place.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+from torchwhere.core.errors import TorchwhereError, failure
+from torchwhere.processes import launcher
+
+
+def begin(
+    script: str,
+    arguments: Sequence[str],
+    *,
+    out: str,
+    is_module: bool,
+    module_events: bool,
+    records: int,
+    monitor: Sequence[str] | None = None,
+) -> Callable[[], None]:
+    """Start watching for `script` (a path, or a module's name with `is_module`); the function given back runs it.
+
+    `monitor` are the options of the monitor, which the first rank of each host starts; None for none.
+    """
+    _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
+    _check(script, is_module=is_module)
+    from torchwhere import start  # imports torch, or says that there is none
+    from torchwhere.native.first_run import prepare
+
+    is_first = launcher.launch().is_first_of_host
+    prepare(is_first_of_host=is_first)
+    sys.argv = [script, *arguments]
+    start(out=out, module_events=module_events, records=records)
+    if monitor is not None and is_first and Path(out).is_dir():  # else there is nothing to watch, and that was said
+        _start_monitor(out, monitor)
+    execute = _run_module if is_module else _run_path
+    return lambda: _watched(execute, script)
+
+
+def _start_monitor(out: str, options: Sequence[str]) -> None:
+    """A process of its own, which outlives this one: it is there when this one is killed. It ends when all ranks are gone."""
+    command = [sys.executable, "-m", "torchwhere", "monitor", out, "--launcher", str(os.getpid()), *options]
+    from torchwhere.hooks.error_limiter import log
+
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+    except OSError as error:
+        log.warning("torchwhere: no monitor, it cannot be started: %s", error.strerror or error)
+        return
+    process.returncode = 0  # nobody waits for it
+
+
+def _check(script: str, *, is_module: bool) -> None:
+    if is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
+        raise TorchwhereError(f"there is no module {script}. Give a name as for python -m, or without -m a path to a file.")
+    if not is_module and not Path(script).is_file():
+        raise TorchwhereError(f"there is no script {script}. Give a path to a file, or -m and a module's name.")
+
+
+def _put_first(folder: str) -> None:
+    """Make `folder` the first place to import from, instead of what Python put there for the `torchwhere` command."""
+    if sys.flags.safe_path:
+        return
+    if sys.path and sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))):
+        sys.path[0] = folder
+    else:
+        sys.path.insert(0, folder)
+
+
+def _watched(execute: Callable[[str], None], script: str) -> None:
+    from torchwhere.api.watch import stop, tell
+
+    reason = "exit 0"
+    try:
+        execute(script)
+    except SystemExit as error:
+        reason = f"exit {_exit_code(error)}"
+        raise
+    except BaseException as error:
+        reason = failure(error)
+        _print_as(error, _without_launcher(error.__traceback__))
+        tell(error)
+        raise
+    finally:
+        stop(reason)
+
+
+# -- as Python would -------------------------------------------------------------------------------------------------------
+
+
+def _run_path(script: str) -> None:
+    """Like `python script.py`. Not by `runpy.run_path`: that takes `__main__` away again when the script ends, and what the
+    script left for later (atexit, threads, pickles of its classes) would not find it."""
+    path = os.path.abspath(script)
+    main = ModuleType("__main__")
+    main.__file__ = path
+    main.__loader__ = SourceFileLoader("__main__", path)
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__package__ = None
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _run_module(name: str) -> None:
+    """Like `python -m name`."""
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code if isinstance(error.code, int) else 1
+
+
+# -- what a failed script says ---------------------------------------------------------------------------------------------
+
+
+def _without_launcher(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback as Python alone would have it: without the frames of this file and of runpy."""
+    while traceback is not None and _is_launcher(traceback.tb_frame.f_code.co_filename):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _is_launcher(filename: str) -> bool:
+    return filename == __file__ or filename.startswith("<frozen runpy>") or filename.endswith(f"{os.sep}runpy.py")
+
+
+def _print_as(error: BaseException, traceback: TracebackType | None) -> None:
+    """Have `error` printed with `traceback`: on its way out it collects the frames of the command, which nobody asked for."""
+    hook = sys.excepthook
+
+    def print_as(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
+        if value is error:
+            found = value.__traceback__ = traceback
+        hook(kind, value, found)
+
+    sys.excepthook = print_as

@@ -1,0 +1,1 @@
+"""Aligns the clocks of hosts by the collectives that their ranks took part in."""

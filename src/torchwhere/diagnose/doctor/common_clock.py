@@ -1,0 +1,77 @@
+"""Ranks of several hosts by one clock, and how far that can be trusted: who is late is told by clocks, and these differ.
+
+Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py` aligns them by what ranks did
+together), gives the same numbers with times by the clock of one host, and for each rank how far off these may be. Ranks that
+are known by letters have been set right already, by the words that their monitors exchange.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.clocks.clocks import Evidence
+from torchwhere.diagnose.clocks.host_clocks import Moments
+from torchwhere.diagnose.doctor.mismatch import Window
+
+_BY_LETTERS_NS = 1_000_000.0  # the time a word takes on its way, at most, on a local network
+_LEAST_NS = 500_000.0  # by which hosts may differ in how soon they go on after a call
+_SCATTERS = 3  # nine of ten calls are within one
+_WELL_ABOVE = 2  # times the doubt
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Of each rank of a window, in its order: its host, and how far off its clock may be; None if nothing says so."""
+
+    hosts: tuple[str, ...]
+    doubts_ns: tuple[float | None, ...]
+
+    def doubt_ns(self, row: int) -> float | None:
+        """Between a rank and the middle of the others, if they are of several hosts."""
+        if len(set(self.hosts)) < 2:
+            return 0.0
+        own, host = self.doubts_ns[row], self.hosts[row]
+        others = [doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host]
+        known = [doubt for doubt in others if doubt is not None]
+        return own + float(np.median(known)) if own is not None and 2 * len(known) > len(others) else None
+
+    def is_beyond_doubt(self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float) -> bool:
+        """Whether one rank is late for certain, given how late each is: against others of its host, or by much more than clocks
+        can be off."""
+        mates = [other for other, host in enumerate(self.hosts) if host == self.hosts[row] and other != row]
+        if mates and late_ns[row] - late_ns[mates].max() >= least_ns:
+            return True
+        doubt_ns = self.doubt_ns(row)
+        return doubt_ns is not None and bool(late_ns[row] >= _WELL_ABOVE * doubt_ns)
+
+
+def by_one_clock(hearing: Hearing, window: Window) -> tuple[Window, Trust]:
+    """With the clocks that whoever has read the boxes found, and has left in `hearing.kept["moments"]`."""
+    metas = [hearing.testimonies[rank].label.meta for rank in window.ranks]
+    hosts = tuple(str(meta.get("told_by") or meta.get("host") or "") for meta in metas)
+    if len(set(hosts)) < 2:
+        return window, Trust(hosts, (0.0,) * len(hosts))
+    moments = hearing.kept.get("moments")
+    moments = moments if isinstance(moments, Moments) else Moments()
+    doubts = [
+        _BY_LETTERS_NS if "told_by" in meta else _doubt_ns(moments, host) for meta, host in zip(metas, hosts, strict=True)
+    ]
+    ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]
+    shifts = [end - moments.one(rank, end) for rank, end in zip(window.ranks, ends, strict=True)]
+    calls = tuple(each.set_back(shift) for each, shift in zip(window.calls, shifts, strict=True))
+    return replace(window, calls=calls), Trust(hosts, tuple(doubts))
+
+
+def _doubt_ns(moments: Moments, host: str) -> float | None:
+    clock = moments.clocks.of(moments.witnesses[host]) if host in moments.witnesses else None
+    if clock is None or clock.evidence is Evidence.UNMATCHED:
+        return None
+    if clock.evidence is Evidence.REFERENCE:
+        return 0.0
+    # Not `uncertainty_ns`: what holds whatever ranks did is as wide as one is late. They are taken to go on soon after a call.
+    is_bound = clock.uncertainty_ns is not None  # by calls that wait
+    return _LEAST_NS + _SCATTERS * (clock.scatter_ns or 0.0) if is_bound else None

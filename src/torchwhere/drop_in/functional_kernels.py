@@ -1,0 +1,148 @@
+"""Functional collectives by their own names: a Python kernel on the `BackendSelect` key of each of them.
+
+A functional collective (`_c10d_functional::all_reduce`, what DTensor and compiled graphs issue) ends in a `c10d::` op, which
+`collectives.py` records. A listener here learns that it was a functional one, and can count it once. The kernels are there
+while there is a listener. All listeners share them, because two kernels on one key of an op do not work.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from _thread import get_ident
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchwhere.hooks import _torch
+from torchwhere.hooks.compilation import being_compiled
+from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.kernels import Kernels, are_alive, below_backend_select
+
+# By namespace: the ops that issue a collective. Messages (isend, irecv) and waiting are none.
+OPS = {
+    "_c10d_functional": (
+        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"),
+        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "all_to_all_single"),
+        *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+    ),
+    "_dtensor": ("shard_dim_alltoall",),
+}
+OnFunctional = Callable[[str], None]  # told the name with its namespace, before the op runs
+
+
+class _Depth(threading.local):
+    depth = 0
+
+
+_inside = _Depth()
+_lock = threading.RLock()
+_listeners: tuple[OnFunctional, ...] = ()
+_kernels: FunctionalKernels | None = None
+_minds_forks = False
+
+
+def is_inside() -> bool:
+    """Whether this thread is in a functional collective: the `c10d::` op that it issues now is that one."""
+    return _inside.depth > 0
+
+
+def listen(listener: OnFunctional) -> None:
+    """Call `listener` for each functional collective, before it runs, until `stop_listening`."""
+    global _listeners, _kernels
+    with _lock:
+        _mind_forks()
+        _listeners = (*_listeners, listener)
+        if _kernels is None and all(_torch.private(key) is not None for key in ("dispatch_key", "keyset_after")):
+            _kernels = FunctionalKernels.take_left() or FunctionalKernels()
+        if _kernels is not None:
+            _kernels.report_to(_tell)
+
+
+def stop_listening(listener: OnFunctional) -> None:
+    """End `listen`. After the last listener the kernels only send calls on; `remove_unused` removes them."""
+    global _listeners
+    with _lock:
+        _listeners = tuple(other for other in _listeners if other != listener)
+        if not _listeners and _kernels is not None:
+            _kernels.silence()
+
+
+def remove_unused() -> None:
+    """Remove the kernels if there is no listener; leave them for the next one if another thread calls them."""
+    global _kernels
+    with _lock:
+        if not _listeners and _kernels is not None:
+            _kernels.remove(are_others=are_alive(_kernels.callers))
+            _kernels = None
+
+
+class FunctionalKernels(Kernels):
+    """A Python kernel on every functional collective that this torch has."""
+
+    told: OnFunctional | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.callers: set[int] = set()  # the threads that have called one
+        for namespace, names in OPS.items():
+            for name in names:
+                if hasattr(getattr(torch.ops, namespace), name):  # not newer than this torch
+                    self._register(f"{namespace}::{name}", partial(self._make_kernel, f"{namespace}::{name}"))
+
+    def _make_kernel(self, name: str, redispatch: Callable[..., Any]) -> Any:
+        below = below_backend_select()
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            told = self.told
+            self.callers.add(get_ident())
+            if told is None:
+                self._untold += 1
+                return redispatch(keyset & below, *args, **kwargs)
+            _inside.depth += 1
+            try:
+                if _inside.depth == 1:
+                    told(name)
+                return redispatch(keyset & below, *args, **kwargs)
+            finally:
+                _inside.depth -= 1
+
+        return kernel
+
+
+@_torch.unseen
+def _tell(name: str) -> None:
+    """While a graph is compiled its ops run too, on tensors without data: those are no collectives."""
+    try:
+        if being_compiled() is None:
+            for listener in _listeners:
+                listener(name)
+    except Exception as error:
+        _trouble(error)
+
+
+def _forget_listeners() -> None:
+    global _listeners
+    _listeners = ()
+
+
+_trouble = Trouble("functional collectives", _forget_listeners)
+
+
+def _mind_forks() -> None:
+    """Register `_forked` once: Python has no way to unregister it."""
+    global _minds_forks
+    if not _minds_forks:
+        _minds_forks = True
+        os.register_at_fork(after_in_child=_forked)
+
+
+def _forked() -> None:
+    """In a child: another thread of the parent may have held the lock. The listeners are the parent's."""
+    global _lock, _listeners, _kernels
+    _lock, _listeners = threading.RLock(), ()
+    if _kernels is not None:
+        _kernels.leave()
+        _kernels = None

@@ -1,0 +1,155 @@
+"""Every op that runs, in order, with its place: a dispatch mode, for those who ask for a list of them.
+
+It costs about 6 us an op, of which torch's way into Python and back takes 5, and is nothing a watch uses. It leaves compiling
+alone: what is compiled under it is compiled as ever, and in a compiled graph it sees the ops that the graph still calls.
+`ops` holds three things for each: the op, the word of its place (`blackbox/file_format.py`), and for an op on DTensors what they
+were. One flat list, because a tuple for each op would wake the cycle collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
+from torchwhere.hooks import _torch
+from torchwhere.hooks.error_limiter import Trouble, log
+from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.threads import BACKWARD_WORD, FIRST_MODULE_WORD, Track
+
+_OP = type(torch.ops.aten.add.Tensor)  # ops that take a process group have a class below it
+COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")  # namespaces of ops
+
+
+class Sharded(NamedTuple):
+    """The DTensors among the arguments of an op."""
+
+    shapes: list[torch.Size]
+    placements: list[tuple[Any, ...]]
+    mesh: Any
+
+
+class OnCollective(Protocol):
+    """Gets every op of a namespace of collectives, on the thread that runs it."""
+
+    def begin(self, func: Any) -> None:
+        """The op is about to run."""
+
+    def end(self, *, is_done: bool) -> None:
+        """The op has returned; if not `is_done`, it has raised an exception."""
+
+
+class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives to `on_collective`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, locator: Locator, *, lists: bool = True, on_collective: OnCollective | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[Any] = []
+        self._lists = lists
+        self._on_collective = on_collective
+        self.is_paused = False  # while somebody looks at tensors for their own sake
+        self._locator = locator
+        self._local, self._here = locator.threads.local, locator.threads.here
+        self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
+        self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
+        # Thread, number and word of the node that ran last: it runs several ops.
+        self._last_node: tuple[Track | None, int, int] = (None, -1, 0)
+        self._fake_tensor = _torch.private("fake_tensor")
+        self._fake_mode: Callable[[], Any] = _torch.private("fake_mode") or (lambda: None)
+        self._modes_left: Callable[[], int] = _torch.private("dispatch_modes") or (lambda: 0)
+        self._trouble = Trouble("ops", lambda: None)
+        for sentence in _torch.missing("ops"):
+            log.warning("torchwhere: %s", sentence)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under this mode as without it, and takes it off while it does."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would keep dynamo out with a wrapper that imports it; `unseen` below does it for nothing."""
+        return False
+
+    @_torch.unseen
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_sharded = DTensor in types and isinstance(func, _OP)
+        if is_sharded:  # let it run and come back as what it does on the local tensors
+            self._list(func, args, is_sharded=True)
+            return NotImplemented
+        is_seen, is_done = self._begin_collective(func), False
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            is_done = True
+        finally:
+            if is_seen:
+                self._end_collective(is_done=is_done)
+        self._list(func, args, is_sharded=False)
+        return result
+
+    def _begin_collective(self, func: Any) -> bool:
+        try:
+            if self._on_collective is None or not isinstance(func, _OP) or func.namespace not in COLLECTIVES:
+                return False
+            self._on_collective.begin(func)
+        except Exception as error:
+            self._trouble(error)
+            return False
+        return True
+
+    def _end_collective(self, *, is_done: bool) -> None:
+        try:
+            if self._on_collective is not None:
+                self._on_collective.end(is_done=is_done)
+        except Exception as error:
+            self._trouble(error)
+
+    def _list(self, func: Any, args: Any, *, is_sharded: bool) -> None:
+        try:
+            # A higher-order operator is none of the program's ops.
+            if not isinstance(func, _OP) or self.is_paused or not self._lists:
+                return
+            if is_sharded:
+                self.ops.extend((func, self._word(), _sharded(args)))
+            elif not self._has_no_data(args):
+                self.ops.extend((func, self._word(), None))  # one call into C: threads do not mix in between
+        except Exception as error:
+            self._trouble(error)
+
+    def _has_no_data(self, args: Any) -> bool:
+        """Whether this is a rehearsal with fake tensors."""
+        first = args[0] if args else None
+        if type(first) is list and first:
+            first = first[0]
+        return type(first) is self._fake_tensor or (self._modes_left() > 0 and self._fake_mode() is not None)
+
+    def _word(self) -> int:
+        try:
+            track = self._local.track
+        except AttributeError:
+            track = self._here()
+        top = track.top
+        if top >= FIRST_MODULE_WORD or self._task_id() == -1:
+            return top
+        node = self._node()
+        if node is None:
+            return BACKWARD_WORD
+        seq = node._sequence_nr()
+        of_track, known_seq, word = self._last_node
+        if seq != known_seq or track is not of_track or seq == ACCUMULATE_GRAD_SEQ:
+            spot = self._locator.spot_of_node(node, track)
+            word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            self._last_node = track, seq, word
+        return word
+
+
+def _sharded(args: Any) -> Sharded:
+    tensors = [arg for arg in args if isinstance(arg, DTensor)]
+    mesh = tensors[-1].device_mesh if tensors else None
+    return Sharded([tensor.shape for tensor in tensors], [tensor.placements for tensor in tensors], mesh)

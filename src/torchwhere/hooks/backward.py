@@ -1,0 +1,187 @@
+"""When a backward begins and ends: wraps the one function through which every backward() and grad() calls the engine.
+
+Nothing is registered on tensors or nodes, with two exceptions: a backward that itself builds a graph (`create_graph=True`)
+makes nodes whose numbers say nothing about modules, so for its duration each node of the graph it runs announces itself with
+a hook; and so does each node while somebody wants to be told of modules in backward (`spans.py`). They are removed when the
+backward returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from torchwhere.blackbox.file_format import CALL_MASK, CURSOR_LINE, CURSOR_TIME, MODULE_SHIFT, NO_CALL
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.hooks import _torch, python_stack
+from torchwhere.hooks.backward_spans import Spans, spans_of
+from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.fast_path import Passes
+from torchwhere.hooks.leftover_wrappers import looked_through, retire
+from torchwhere.hooks.listeners import Listeners
+from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
+from torchwhere.hooks.threads import BACKWARD_WORD, Track
+from torchwhere.model.graph_walk import roots_of, walk
+
+OnBackwardError = Callable[[BaseException, Track, Any], None]
+
+
+class _Begun(NamedTuple):
+    """A backward under way: on which track, where that was before, what is to be removed and to be closed in the end."""
+
+    track: Track
+    below: int
+    handles: list[Any]
+    spans: Spans | None
+
+
+class BackwardSense:
+    """Marks a thread as being in backward while it is in the engine."""
+
+    def __init__(
+        self,
+        box: BoxWriter,
+        locator: Locator,
+        listeners: Listeners,
+        passes: Passes,
+        *,
+        on_error: OnBackwardError,
+        on_begin: Callable[[], bool],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._box = box
+        self._locator = locator
+        self._listeners = listeners
+        self._passes = passes
+        self._on_error = on_error
+        self._on_begin = on_begin  # says whether it knows all there is to know, and need not be asked before the next
+        self._on_end = on_end
+        self.trouble = Trouble("backward", self.remove)
+        self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
+        self._wrapped: list[tuple[Any, Any, Any]] = []  # the module, what it had, and what it has instead
+        self._is_on = False
+
+    def install(self) -> list[str]:
+        """In both modules that have it; another library may have wrapped it in one of them, or in both."""
+        if _torch.private("run_backward") is not None:
+            self._is_on = True
+            for module in (torch.autograd, torch.autograd.graph):
+                original = looked_through(module._engine_run_backward)  # type: ignore[attr-defined]
+                made = next((wrapper for _, had, wrapper in self._wrapped if had is original), None)
+                wrapper = made or self._make_wrapper(original)
+                self._wrapped.append((module, original, wrapper))
+                module._engine_run_backward = wrapper  # type: ignore[attr-defined]
+        return _torch.missing("backward")
+
+    def remove(self) -> None:
+        """A wrapper that somebody else has wrapped stays where it is and does nothing; the next watch takes it off."""
+        self._is_on = False
+        for module, original, wrapper in self._wrapped:
+            if module._engine_run_backward is wrapper:
+                module._engine_run_backward = original
+            else:
+                retire(wrapper, original)
+
+    def _make_wrapper(self, original: Any) -> Any:
+        enter, leave, trouble, listeners, here = (
+            self._enter,
+            self._leave,
+            self.trouble,
+            self._listeners,
+            self._locator.threads.here,
+        )
+        begin, end, on_end = self._passes.begin_backward, self._passes.end_backward, self._on_end
+
+        @_torch.stepped_over
+        def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._is_on:
+                return original(t_outputs, *args, **kwargs)
+            try:
+                below = None if listeners.of_backward else begin(args)
+                begun = enter(t_outputs, args, kwargs) if below is None else None
+            except Exception as error:
+                trouble(error)
+                return original(t_outputs, *args, **kwargs)
+            try:
+                try:
+                    return original(t_outputs, *args, **kwargs)
+                finally:
+                    if begun is not None and begun.spans is not None:
+                        begun.spans.close()
+            except BaseException as error:
+                self._on_error(error, here(), t_outputs)
+                raise
+            finally:
+                try:
+                    if begun is not None:
+                        leave(begun)
+                    elif below is not None and end(below):
+                        on_end()
+                except Exception as error:
+                    trouble(error)
+
+        return _engine_run_backward
+
+    @_torch.unseen
+    def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
+        track = self._locator.threads.here()
+        track.may_issue = True
+        below = track.top
+        create_graph = len(args) > 2 and bool(args[2])
+        handles = self._announce(outputs, track) if create_graph else []
+        frame = python_stack.caller(1)
+        looked = python_stack.read(frame)
+        line = self._locator.line_id(looked.file, looked.line)
+        if below != BACKWARD_WORD:
+            self._passes.is_aside = False  # before: another thread may meet something new meanwhile
+            self._passes.is_aside = not self._on_begin() or self._passes.is_aside
+        self._move(track, BACKWARD_WORD, line=line)
+        if self._box.native is not None:
+            self._passes.learn_line(frame, line)
+        return _Begun(track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs))
+
+    @_torch.unseen
+    def _leave(self, begun: _Begun) -> None:
+        for handle in begun.handles:
+            handle.remove()
+        self._move(begun.track, begun.below, line=0)
+        if begun.below != BACKWARD_WORD:
+            self._on_end()
+
+    def _move(self, track: Track, word: int, *, line: int) -> None:
+        if self._box.pen is not None and track.move(self._box.pen, word, line):
+            return
+        track.top = word
+        track.log(self._sequence_nr(), word)
+        words, cursor = self._box.words, track.cursor
+        words[cursor] = word
+        words[cursor + CURSOR_LINE] = line
+        words[cursor + CURSOR_TIME] = time.monotonic_ns()
+
+    def _announce(self, outputs: Any, track: Track) -> list[Any]:
+        """Have every node of this graph log its module when it runs, for the nodes that it makes."""
+        handles = []
+        for node in graph_of(outputs):
+            if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
+                spot = self._locator.spot_of_node(node, track)
+                call = spot.call if spot.call != NO_CALL else 0
+                # Not a forward's word: nothing was called here, and the log must not look as if.
+                word = spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK if spot.module else BACKWARD_WORD
+                handles.append(node.register_prehook(partial(self._announced, word)))
+        return handles
+
+    @_torch.unseen
+    def _announced(self, word: int, _gradients: Any) -> None:
+        try:
+            self._locator.threads.here().log(self._sequence_nr(), word)
+        except Exception as error:
+            self.trouble(error)
+
+
+def graph_of(outputs: Iterable[Any]) -> list[Any]:
+    """Every node of the graph behind some tensors, once."""
+    return walk(roots_of(outputs)).nodes

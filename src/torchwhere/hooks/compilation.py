@@ -1,0 +1,81 @@
+"""When a graph is being compiled, and which one is running.
+
+Compilations are told by dynamo's own callbacks, registered once the job has loaded dynamo. A running graph is known from the
+code object of its frame (`stack.py`); a compiled backward has no such frame, but its autograd node carries the id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchwhere.hooks import _torch
+from torchwhere.hooks.compiled_graphs import Ledger
+from torchwhere.hooks.error_limiter import Trouble, log
+
+
+class CompilationSense:
+    """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is known about it by then."""
+
+    def __init__(self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]) -> None:
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._handler: Any = None
+        self.ledger = Ledger()
+        self.trouble = Trouble("compilation", self.remove)
+
+    def install(self) -> None:
+        """Call once dynamo is loaded."""
+        for sentence in _torch.missing("compilation"):
+            log.warning("torchwhere: %s", sentence)
+        self._handler = _torch.private("compile_callbacks")
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Register, if we are not: `torch.compiler.reset()` drops everybody's callbacks. Called between steps."""
+        handler = self._handler
+        if handler is not None and self._begin not in handler.start_callbacks:
+            handler.register_start_callback(self._begin)
+            handler.register_end_callback(self._end)
+
+    def looked_at(self) -> tuple[Any, ...]:
+        """While this has the size it has now, `refresh` has nothing to do."""
+        return () if self._handler is None else (self._handler.start_callbacks,)
+
+    def remove(self) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            # Removing while dynamo walks the list would skip a callback: leave the lists it walks alone.
+            handler.start_callbacks = [callback for callback in handler.start_callbacks if callback != self._begin]
+            handler.end_callbacks = [callback for callback in handler.end_callbacks if callback != self._end]
+
+    @_torch.unseen
+    def _begin(self, args: Any) -> None:
+        try:
+            self._on_begin(str(getattr(args, "compile_id", "?")), _known_at_begin(args))
+            self.ledger.collect()
+        except Exception as error:
+            self.trouble(error)
+
+    @_torch.unseen
+    def _end(self, args: Any) -> None:
+        try:
+            self._on_end(str(getattr(args, "compile_id", "?")))
+        except Exception as error:
+            self.trouble(error)
+
+
+def _known_at_begin(args: Any) -> dict[str, str]:
+    """Whether a forward or the backward of one is compiled, and why, if it was compiled before."""
+    trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
+    found = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
+    context = _torch.private("metrics_context")
+    reason = getattr(context(), "_metrics", {}).get("recompile_reason") if context is not None else None
+    return found | ({"because": str(reason).strip()} if reason else {})
+
+
+def being_compiled() -> str | None:
+    """The id of the graph that this thread is compiling."""
+    context = _torch.private("compile_context") if _torch.is_dynamo_loaded() else None
+    compile_id = context.current_compile_id() if context is not None else None
+    return None if compile_id is None else str(compile_id)

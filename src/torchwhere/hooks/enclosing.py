@@ -1,0 +1,155 @@
+"""Finds the model that a called module is a part of, in what the calling frames can see.
+
+A module does not know its parent, and Python's garbage collector finds it only by a look at every
+object of the process. But code that calls `model.encoder(x)` has `model`: in a variable, in an
+attribute of an object that it has (`self.model`), or in a global of its file. A limited number of
+values and modules is looked at, whatever is alive in the process.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.hooks import python_stack
+
+_MOST_FRAMES = 32
+_MOST_VALUES = 400  # variables and attributes that are looked at for one call
+_MOST_INSIDE = 64  # of them in one container or object
+_MOST_MODULES = 400  # that are visited for one call
+_HOLDS_NO_MODULE = frozenset({str, bytes, int, float, bool, type(None), type, CodeType, FrameType, FunctionType, ModuleType})
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_READS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
+_LONG_CODE = 1 << 13  # bytes: code that is not searched for a call of `locals()`
+_KEEPS_SNAPSHOT = sys.version_info < (3, 13)  # a frame keeps the dictionary that `f_locals` gives
+_OWN_REFERENCES = 3  # to such a dictionary: of the frame, of a variable, and of an argument
+
+
+def enclosing(module: nn.Module, frame: FrameType | None) -> nn.Module:
+    """The outermost module in sight of a frame, or of those that called it, that contains `module`; else `module`."""
+    in_sight = {id(one): one for one in _modules(_values(frame))}
+    return _Search(in_sight.values()).around(module)
+
+
+class _Search:
+    """Looks for a module inside others, and visits a limited number of them."""
+
+    def __init__(self, in_sight: Iterable[nn.Module]) -> None:
+        self._in_sight = list(in_sight)
+        self._left = _MOST_MODULES
+
+    def around(self, module: nn.Module) -> nn.Module:
+        passed = {id(module)}
+        while (outer := self._next_around(module, passed)) is not None:
+            passed.add(id(outer))
+            module = outer
+        return module
+
+    def _next_around(self, module: nn.Module, passed: set[int]) -> nn.Module | None:
+        """A module that contains this one, and is not itself inside this one: modules may refer to each other."""
+        others = [one for one in self._in_sight if id(one) not in passed]
+        outer = self._holder(module, others)
+        is_outside = outer is not None and self._holder(outer, [module]) is None
+        return outer if is_outside else None
+
+    def _holder(self, inner: nn.Module, outers: list[nn.Module]) -> nn.Module | None:
+        """Which of some modules has another one in it. All of them at once, level by level: a part that is called by itself is
+        rarely deep."""
+        pending = deque((outer, outer) for outer in outers)
+        visited: set[int] = set()
+        while pending and self._left > 0:
+            module, outer = pending.popleft()
+            children = module.__dict__.get("_modules")
+            if id(module) in visited or not children:
+                continue
+            visited.add(id(module))
+            self._left -= 1 + len(children)
+            for child in list(children.values()):
+                if child is inner:
+                    return outer
+                if child is not None:
+                    pending.append((child, outer))
+        return None
+
+
+# -- what frames can see -----------------------------------------------------------------------------------------------------
+
+
+def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
+    """The modules among some values, and one level inside them: in containers and in the attributes of objects."""
+    left = _MOST_VALUES
+    for value in values:
+        left -= 1
+        kind = type(value)
+        if kind in _HOLDS_NO_MODULE:
+            continue
+        if issubclass(kind, nn.Module):  # not `isinstance`: that may run code of the value's class
+            yield value
+            continue
+        parts = _parts(value)
+        left -= len(parts)
+        yield from (part for part in parts if issubclass(type(part), nn.Module))
+        if left <= 0:
+            return
+
+
+def _parts(value: Any) -> list[Any]:
+    if type(value) in _CONTAINERS:
+        return list(islice(value, _MOST_INSIDE))
+    if issubclass(type(value), (type, torch.Tensor)):
+        return []
+    try:
+        inside = value if type(value) is dict else object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return []
+    return list(islice(inside.values(), _MOST_INSIDE)) if type(inside) is dict else []
+
+
+def _values(frame: FrameType | None) -> Iterator[Any]:
+    """The variables of a frame and of those that called it, the innermost first, and the globals of the user's files."""
+    seen: set[int] = set()
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        yield from _variables(frame)
+        if id(frame.f_globals) not in seen and python_stack.is_users(frame.f_code.co_filename):
+            seen.add(id(frame.f_globals))
+            yield from list(islice(frame.f_globals.values(), _MOST_VALUES))
+        frame = frame.f_back
+
+
+def _variables(frame: FrameType) -> list[Any]:
+    """The variables of a function that runs.
+
+    Before Python 3.13 a frame keeps the dictionary that it gives, with all values in it, until it ends: they are taken out, so
+    that nothing lives longer. `locals()` gives the same dictionary: the frame of a function that calls it is left alone, and
+    so is one that is traced, as a debugger writes what is in the dictionary back to the variables.
+    """
+    code = frame.f_code
+    if not code.co_flags & inspect.CO_OPTIMIZED or frame.f_trace is not None or (_KEEPS_SNAPSHOT and _reads_locals(code)):
+        return []
+    variables = frame.f_locals
+    values = list(variables.values())
+    if _KEEPS_SNAPSHOT and sys.gettrace() is None and sys.getrefcount(variables) == _OWN_REFERENCES:
+        for name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
+            variables.pop(name, None)
+    return values
+
+
+def _reads_locals(code: CodeType) -> bool:
+    """Whether a function may have the dictionary of its variables. A method of that name is something else."""
+    if _READS_LOCALS.isdisjoint(code.co_names):
+        return False
+    if len(code.co_code) > _LONG_CODE:
+        return True
+    loaded = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return not _READS_LOCALS.isdisjoint(loaded)

@@ -1,0 +1,120 @@
+"""What an exception of the user's carries away: a note with the place and the last collectives, and an event in the box.
+
+The exception itself propagates unchanged. The innermost module call, or the backward, that it passes through adds the note;
+those further out see it and add nothing. One that ends a thread of the user's passes through none of them, as a rule: the main
+thread goes on, and may wait for ever for what the thread should have done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.blackbox.file_format import FLAG_INFERRED
+from torchwhere.core.place import Pass
+from torchwhere.hooks import _torch, python_stack
+from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.failing_node import frontier
+from torchwhere.hooks.locate import Locator, Spot
+from torchwhere.hooks.threads import Track
+
+NOTE_START = "torchwhere: "
+
+# Control flow of torch's own that happens to be an exception: early stop of a recomputation.
+_CONTROL_FLOW = (GeneratorExit, StopIteration)
+_CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
+
+# Called with the exception, the thread's track, where it was raised and the user's line; adds note and event.
+Report = Callable[[BaseException, Track, Spot, str | None], None]
+
+
+class ExceptionSense:
+    """Sees exceptions leave a module call or a backward."""
+
+    def __init__(self, locator: Locator, *, report: Report) -> None:
+        self._locator = locator
+        self._report = report
+        self.active = True
+        self.trouble = Trouble("exceptions", self.remove)
+        self._thread_hook: Any = None
+        self._below: Any = None
+
+    def install(self) -> None:
+        below = self._below = threading.excepthook
+
+        def thread_ends(args: threading.ExceptHookArgs) -> None:
+            if args.exc_value is not None:
+                self.in_module(args.exc_value, self._locator.threads.here())
+            below(args)
+
+        self._thread_hook = threading.excepthook = thread_ends
+
+    def remove(self) -> None:
+        self.active = False
+        if self._thread_hook is not None and threading.excepthook is self._thread_hook:
+            threading.excepthook = self._below
+
+    @_torch.unseen
+    def in_module(self, error: BaseException, track: Track) -> None:
+        """`error` is leaving a module call; `track` still points at that call."""
+        if self.active and _is_news(error):
+            try:
+                self._tell(error, track, self._locator.spot(track))
+            except Exception as own:
+                self.trouble(own)
+
+    @_torch.unseen
+    def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
+        """`error` is leaving the autograd engine: the node that raised it is no longer running."""
+        if self.active and _is_news(error):
+            try:
+                self._tell(error, track, self._spot_in_backward(error, track, outputs))
+            except Exception as own:
+                self.trouble(own)
+
+    def _tell(self, error: BaseException, track: Track, spot: Spot) -> None:
+        found = python_stack.deepest_user_line(error.__traceback__)
+        if found is None:  # raised by torch itself: the user's line is further out, where it has not come yet
+            looked = python_stack.read(python_stack.caller(1))
+            found = (looked.file, looked.line) if looked.file is not None else None
+        line = python_stack.shortened(*found, folder=self._locator.folder) if found is not None else None
+        self._report(error, track, spot, line)
+
+    def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> Spot:
+        return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(outputs, track)
+
+    def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> Spot | None:
+        """From what the Python code that raised was given: a node (`ctx`), a module's hook, a parameter."""
+        found = None
+        while traceback is not None:
+            for value in list(traceback.tb_frame.f_locals.values()):
+                found = self._spot_of_value(value, track) or found
+            traceback = traceback.tb_next
+        return found
+
+    def _spot_of_value(self, value: Any, track: Track) -> Spot | None:
+        if isinstance(value, torch.autograd.graph.Node):
+            return self._locator.spot_of_node(value, track)
+        if isinstance(value, nn.Parameter) and (names := self._locator.names.params.of(value)):
+            return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
+        module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
+        if module is not None and (names := self._locator.names.module_names(module)):
+            return Spot(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
+        return None
+
+    def _spot_of_frontier(self, outputs: Any, track: Track) -> Spot:
+        node = frontier(outputs)
+        if node is None:
+            return Spot(Pass.BACKWARD)
+        return self._locator.spot_of_node(node, track)._replace(flags=FLAG_INFERRED)
+
+
+def _is_news(error: BaseException) -> bool:
+    if isinstance(error, _CONTROL_FLOW) or type(error).__module__.startswith(_CONTROL_FLOW_MODULES):
+        return False
+    return not any(note.startswith(NOTE_START) for note in getattr(error, "__notes__", ()))

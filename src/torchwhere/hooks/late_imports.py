@@ -1,0 +1,61 @@
+"""Waits for a module that the job may import later, without importing it for the job (dynamo alone takes seconds)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from torchwhere.hooks import _torch
+from torchwhere.hooks.error_limiter import Trouble
+
+
+class Imports:
+    """Calls back once when a named module has been imported: at once if it is there already."""
+
+    def __init__(self, waiting: dict[str, Callable[[], object]]) -> None:
+        self._waiting = dict(waiting)
+        self.trouble = Trouble("imports", self.remove)
+
+    def install(self) -> None:
+        for name in [name for name in self._waiting if name in sys.modules]:
+            self._arrived(self._waiting.pop(name))
+        if self._waiting:
+            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+
+    def remove(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)  # type: ignore[arg-type]
+
+    @_torch.unseen
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Part of the import protocol. Finds nothing by itself: asks the others, and listens in on the loading."""
+        callback = self._waiting.pop(name, None)
+        if callback is None:
+            return None
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(name, path, target)
+            if spec is not None:
+                self._listen(spec.loader, callback)
+                return spec
+        return None
+
+    def _listen(self, loader: Any, callback: Callable[[], object]) -> None:
+        original = loader.exec_module
+
+        @_torch.stepped_over
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            original(module)
+            self._arrived(callback)
+
+        loader.exec_module = exec_module
+
+    @_torch.unseen
+    def _arrived(self, callback: Callable[[], object]) -> None:
+        try:
+            callback()
+        except Exception as error:
+            self.trouble(error)

@@ -1,0 +1,173 @@
+"""Puts a place together: what this thread's track says, what the autograd engine is running, and the line.
+
+`spot()` gives the numbers a record holds (about 1 us in forward, 3 us in backward); `place()` the same as a `Place`.
+"""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from torchwhere.blackbox.file_format import CALL_MASK, FLAG_INFERRED, FLAG_UNKNOWN, MODULE_SHIFT, NO_CALL, Sort
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.hooks import _torch, python_stack
+from torchwhere.hooks.threads import FIRST_MODULE_WORD, OPTIMIZER_WORD, Threads, Track, pass_of
+from torchwhere.model.module_names import NameTable, owner
+
+ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
+_OPTIMIZER_FRAMES = (
+    "Optimizer.profile_hook_step.<locals>.wrapper",
+    "OptimizerSense.watch_deepspeed.<locals>.step",
+)
+
+
+class Spot(NamedTuple):
+    """A place in numbers: table ids, with the flags of its certainty."""
+
+    pass_: int
+    module: int = 0
+    call: int = 0
+    param: int = 0
+    flags: int = 0
+
+
+_PLAIN = {int(pass_): Spot(int(pass_)) for pass_ in Pass}
+
+
+class Locator:
+    """Finds the place of the calling thread."""
+
+    def __init__(self, box: BoxWriter, names: NameTable, threads: Threads, *, folder: str) -> None:
+        self.names = names
+        self.threads = threads
+        self._box = box
+        self.folder = folder
+        self._task_id = _torch.private("graph_task_id") or (lambda: -1)
+        self._node = _torch.private("current_node") or (lambda: None)
+        self._texts: dict[int, str] = {}
+        self._lines: dict[tuple[str, int], int] = {}
+        self._params: dict[tuple[str, int], Spot] = {}
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+
+    def spot(self, track: Track) -> Spot:
+        top = track.top
+        if top >= FIRST_MODULE_WORD:
+            return self.spot_of_word(top, track, pass_of(top))
+        running = self._task_id() != -1
+        pass_ = pass_of(top)
+        if pass_ == Pass.OPTIMIZER and not _in_optimizer():
+            # A step that raised never reached its post hook.
+            track.top = track.below_optimizer[0] if track.below_optimizer else 0
+            track.below_optimizer.clear()
+            return self.spot(track)
+        if not running:
+            return _PLAIN[pass_]
+        node = self._node()
+        pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
+        return Spot(pass_) if node is None else self.spot_of_node(node, track, pass_)
+
+    def spot_in_optimizer(self, track: Track) -> Spot:
+        """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
+        return self.spot(track) if track.top != OPTIMIZER_WORD or self._task_id() != -1 else _PLAIN[Pass.OPTIMIZER]
+
+    def spot_of_word(self, word: int, track: Track, pass_: int) -> Spot:
+        """What a word of a track's log says."""
+        if word < FIRST_MODULE_WORD:
+            return Spot(pass_)
+        call, flags = word & CALL_MASK, 0
+        if pass_of(word) == Pass.RECOMPUTE:
+            call = track.recomputed_call(word)
+            flags = FLAG_INFERRED if call == NO_CALL else 0
+        elif pass_ == Pass.REHEARSAL:
+            pass_ = int(Pass.FORWARD)
+        return Spot(pass_, word >> MODULE_SHIFT, call, 0, flags)
+
+    def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> Spot:
+        """The place an autograd node belongs to: the call it was made in, or the parameter it accumulates into."""
+        seq = node._sequence_nr()
+        if seq == ACCUMULATE_GRAD_SEQ:
+            return self.spot_of_param(node.variable, pass_)
+        maker, certain = self.threads.maker(seq, track)
+        word = maker.word_at(seq) if maker is not None else None
+        if maker is None or word is None:
+            return Spot(pass_, flags=FLAG_UNKNOWN)
+        spot = self.spot_of_word(word, maker, pass_)
+        return spot if certain else spot._replace(flags=FLAG_INFERRED)
+
+    def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> Spot:
+        """Where a gradient is accumulated: the parameter, in the module that holds it."""
+        names = self.names.param_names(param)
+        return self.spot_of_param_name(names[0], pass_) if names else Spot(pass_, flags=FLAG_UNKNOWN)
+
+    def spot_of_param_name(self, name: str, pass_: int) -> Spot:
+        known = self._params.get((name, pass_))
+        if known is None:
+            known = self._params[name, pass_] = Spot(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
+        return known
+
+    # -- names and lines ---------------------------------------------------------------------------------------------
+
+    def module_id(self, name: str) -> int:
+        return self._keep(self._box.intern(Sort.MODULE, name), name)
+
+    def param_id(self, name: str) -> int:
+        return self._keep(self._box.intern(Sort.PARAM, name), name)
+
+    def _keep(self, entry_id: int, text: str) -> int:
+        self._texts[entry_id] = text
+        return entry_id
+
+    def text_of(self, entry_id: int) -> str | None:
+        return self._texts.get(entry_id)
+
+    def line_id(self, file: str | None, line: int) -> int:
+        if file is None:
+            return 0
+        known = self._lines.get((file, line))
+        if known is None:
+            text = python_stack.shortened(file, line, folder=self.folder)
+            known = self._lines[file, line] = self._keep(self._box.intern(Sort.LINE, text), text)
+        return known
+
+    # -- a whole place -----------------------------------------------------------------------------------------------
+
+    def place(self, track: Track, frame: FrameType | None, *, rank: int, step: int) -> Place:
+        spot, looked = self.spot(track), python_stack.read(frame)
+        line = python_stack.shortened(looked.file, looked.line, folder=self.folder) if looked.file else None
+        return self.place_of_spot(spot, track, rank=rank, step=step, line=line, graph=looked.graph)
+
+    def place_of_spot(
+        self, spot: Spot, track: Track, *, rank: int, step: int, line: str | None, graph: str | None = None
+    ) -> Place:
+        module = self.text_of(spot.module) if spot.module else None
+        return Place(
+            rank=rank,
+            step=step,
+            pass_=Pass(spot.pass_).label,
+            module=module,
+            call=None if module is None or spot.call == NO_CALL else spot.call,
+            line=line,
+            graph=graph,
+            thread=track.name,
+            certainty=_certainty(spot.flags),
+            param=self.text_of(spot.param) if spot.param else None,
+        )
+
+
+def _certainty(flags: int) -> Certainty:
+    if flags & FLAG_UNKNOWN:
+        return Certainty.UNKNOWN
+    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
+
+
+def _in_optimizer() -> bool:
+    frame = python_stack.caller()
+    while frame is not None:
+        if frame.f_code.co_qualname in _OPTIMIZER_FRAMES:
+            return True
+        frame = frame.f_back
+    return False

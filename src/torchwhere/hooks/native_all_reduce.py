@@ -1,0 +1,78 @@
+"""The native kernel on `all_reduce`, where the native part is used: it records DDP's buckets by itself.
+
+What it does not know it sends to an op of our own, `torchwhere::allreduce_`, which has the schema of torch's and the ordinary
+Python kernel on it. That op and its kernel stay once they are there: a thread may be on its way to them when a watch ends. It
+then only sends the call on. Nothing of torch's is touched by that.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.hooks import _torch
+from torchwhere.hooks.error_limiter import Trouble
+
+REDUCED = "allreduce_"
+
+Issue = Callable[[tuple[Any, ...]], None]
+
+_ours: Any = None  # the library of our own op
+_told: tuple[Issue, Trouble] | None = None  # who is told of the calls that come there
+
+
+class Reductions:
+    """The kernel of one watch."""
+
+    def __init__(self, box: BoxWriter, *, turns: Any) -> None:
+        self._box = box
+        self.native = box.native
+        self._turns = turns
+
+    def install(self, issue: Issue, trouble: Trouble) -> None:
+        """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets, or a new one."""
+        global _told
+        _told = issue, trouble
+        _define()
+        engine = inspect.unwrap(_torch.private("run_backward") or _define)
+        self.native.begin(self._box.pen, engine.__code__, self._turns)
+
+    def switch_off(self) -> None:
+        global _told
+        _told = None
+        self.native.pause()
+
+    def abandon(self) -> None:
+        """In a forked child."""
+        global _told
+        _told = None
+        self.native.abandon()
+
+
+def _define() -> None:
+    """Our own op, once."""
+    global _ours
+    if _ours is not None:
+        return
+    overload = getattr(torch.ops.c10d, REDUCED).default
+    below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
+    redispatch = overload._handle.redispatch_boxed
+
+    @_torch.stepped_over
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        told = _told
+        if told is not None:
+            try:
+                told[0](args)
+            except Exception as error:
+                told[1](error)
+        return redispatch(keyset & below, *args, **kwargs)
+
+    library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(str(overload._schema).removeprefix("c10d::"))
+    library.impl(REDUCED, kernel, "BackendSelect", with_keyset=True)
+    _ours = library

@@ -1,0 +1,167 @@
+"""Optimizer steps, and from them the step of the training.
+
+A training step ends when an optimizer steps that has stepped before since the last end. So one optimizer counts each of its
+steps, several in a row count once, two that alternate (a GAN) count once per round, and one per parameter stepping inside
+backward counts once per backward. DeepSpeed drives an inner optimizer, once per sub-group: there its engine's step counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+
+from torchwhere.core.place import Pass
+from torchwhere.hooks import _torch
+from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.fast_path import Passes
+from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.threads import OPTIMIZER_WORD, Track, pass_of
+
+
+class OptimizerSense:
+    """Tells when an optimizer step begins and ends, and when a training step has ended."""
+
+    def __init__(
+        self,
+        locator: Locator,
+        passes: Passes,
+        steppers: set[int],
+        *,
+        on_move: Callable[[Track, int], None],
+        on_optimizer: Callable[[str], Any],
+        on_step_end: Callable[[Any], None],
+    ) -> None:
+        self._locator = locator
+        self._passes = passes
+        self._on_move = on_move
+        self._on_optimizer = on_optimizer
+        self._on_step_end = on_step_end
+        self._stepped = steppers  # since the last end of a step; the native part looks at it, too
+        self._handles: list[Any] = []
+        self._driving = False  # inside the step of a DeepSpeed engine
+        self._engine_step: Any = None
+        self._engine_wrapper: Any = None
+        self.trouble = Trouble("optimizers", self.remove)
+
+    def install(self) -> list[str]:
+        before, after = _torch.private("step_pre_hook"), _torch.private("step_post_hook")
+        if before is not None and after is not None:
+            self._handles = [before(self._make_before()), after(self._make_after())]
+        return _torch.missing("optimizers")
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        engine = _deepspeed_engine()
+        if self._engine_wrapper is not None and engine.step is self._engine_wrapper:
+            engine.step = self._engine_step
+
+    def _make_before(self) -> Any:
+        natively, slowly, trouble = self._passes.begin_optimizer, self._begin, self.trouble
+
+        @_torch.unseen
+        def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            try:
+                if not natively():
+                    slowly()
+            except Exception as error:
+                trouble(error)
+
+        return before
+
+    def _make_after(self) -> Any:
+        natively, slowly, trouble = self._passes.end_optimizer, self._end, self.trouble
+
+        @_torch.unseen
+        def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+            if is_dynamo_compiling():
+                return
+            try:
+                if not natively(optimizer):
+                    slowly(optimizer)
+            except Exception as error:
+                trouble(error)
+
+        return after
+
+    def _begin(self) -> None:
+        track = self._locator.threads.here()
+        track.below_optimizer.append(track.top)
+        self._on_move(track, OPTIMIZER_WORD)
+
+    def _end(self, optimizer: Any) -> None:
+        track = self._locator.threads.here()
+        seen = self._on_optimizer(type(optimizer).__name__)
+        self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
+        if not self._driving:
+            self._count(id(optimizer), seen, in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
+
+    def watch_deepspeed(self) -> None:
+        """DeepSpeed is there: its engine's `step` is the optimizer pass, and ends a training step when it really stepped."""
+        engine = _deepspeed_engine()
+        original = self._engine_step = engine.step
+        begin, end = self._engine_begins, self._engine_ends
+
+        @_torch.stepped_over
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            begun = begin(self)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                end(self, begun)
+
+        self._engine_wrapper = engine.step = step
+
+    @_torch.unseen
+    def _engine_begins(self, engine: Any) -> int | None:
+        try:
+            self._begin()
+            self._driving = True
+            self._passes.wake()  # the steps of the optimizers inside do not count
+            return int(engine.global_steps)
+        except Exception as error:
+            self.trouble(error)
+            return None
+
+    @_torch.unseen
+    def _engine_ends(self, engine: Any, begun: int | None) -> None:
+        try:
+            track = self._locator.threads.here()
+            self._driving = False
+            self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
+            if begun is not None and engine.global_steps > begun:
+                self._on_step_end(None)
+        except Exception as error:
+            self.trouble(error)
+
+    def _count(self, stepper: int, seen: Any, *, in_backward: bool) -> None:
+        """`seen` is what `on_optimizer` gave: a step that ends here ends at that place."""
+        if self._stepped and stepper not in self._stepped:
+            self._stepped.add(stepper)
+            return
+        self._stepped.clear()
+        self._stepped.add(stepper)
+        if in_backward:  # the rest of this backward still belongs to the step
+            self._passes.ends_after_backward = True
+        else:
+            self._on_step_end(seen)
+
+    def backward_ended(self) -> None:
+        if self._passes.ends_after_backward:
+            self._passes.ends_after_backward = False
+            self._on_step_end(None)
+
+
+def _engine_runs() -> bool:
+    task_id = _torch.private("graph_task_id")
+    return task_id is not None and task_id() != -1
+
+
+def _deepspeed_engine() -> Any:
+    module = sys.modules.get("deepspeed.runtime.engine")
+    return getattr(module, "DeepSpeedEngine", None)

@@ -1,0 +1,305 @@
+"""The autograd graph behind tensors, as data: `BackwardGraph`, with a row in flat arrays for each node.
+
+Takes a `Trail` and what is known about its nodes, gives a graph that holds nothing of torch's: numbers, and each text once. A
+node takes about 40 bytes. Shapes are those of what the operation gave in forward. As text, DOT and JSON: `render/graph.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torchwhere.core.place import Certainty
+from torchwhere.core.results import Tabular
+from torchwhere.model.graph_walk import Numbers, Trail, is_leaf, sources
+from torchwhere.model.module_names import owner
+from torchwhere.model.saved_tensors import is_freed
+from torchwhere.render import graph as views
+
+ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
+CERTAINTIES = (Certainty.UNKNOWN, Certainty.INFERRED, Certainty.EXACT)
+Shape = tuple[int | str, ...]  # a symbolic size is given as text
+
+
+class Places(NamedTuple):
+    """Where nodes were made: for each a number in `modules` (0: in none that is known), its call, and how sure that is."""
+
+    modules: list[str | None]
+    module: Numbers
+    call: NDArray[np.int64]  # -1: not known
+    certainty: NDArray[np.uint8]  # number in CERTAINTIES
+
+    @classmethod
+    def unknown(cls, count: int) -> Places:
+        return cls([None], _numbers(count), np.full(count, -1, np.int64), np.zeros(count, np.uint8))
+
+
+class Lines(NamedTuple):
+    """Which line of the forward made each node: a number in `lines`, 0 where that is not known."""
+
+    lines: list[str | None]
+    line: Numbers
+
+    @classmethod
+    def unknown(cls, count: int) -> Lines:
+        return cls([None], _numbers(count))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Who to ask about the nodes of a graph; each is asked once for all of them."""
+
+    places: Callable[[NDArray[np.uint64]], Places]  # from sequence numbers
+    names: Callable[[torch.Tensor], Sequence[str]]  # of a parameter: all it has
+    lines: Callable[[Sequence[Any], NDArray[np.uint64]], Lines]  # from nodes and sequence numbers
+
+
+@dataclass(frozen=True, slots=True)
+class GraphNode:
+    """One node. `following` are the numbers of the nodes that its gradients go to; `names` those of the leaf's parameter."""
+
+    number: int
+    op: str
+    module: str | None
+    call: int | None
+    certainty: Certainty
+    shapes: tuple[Shape, ...]
+    dtype: str | None
+    line: str | None
+    names: tuple[str, ...]
+    is_leaf: bool
+    following: tuple[int, ...]
+    sequence_nr: int | None
+
+    @property
+    def param(self) -> str | None:
+        """The parameter whose gradient is accumulated here, by its first name."""
+        return self.names[0] if self.names else None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"certainty": str(self.certainty), "param": self.param}
+
+    def __str__(self) -> str:
+        return views.node_text(self)
+
+
+class Nodes(Sequence[GraphNode]):
+    """The nodes of a graph; each is made when it is looked at."""
+
+    def __init__(self, graph: BackwardGraph, numbers: Sequence[int]) -> None:
+        self._graph = graph
+        self._numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> GraphNode: ...
+    @overload
+    def __getitem__(self, at: slice) -> Nodes: ...
+    def __getitem__(self, at: int | slice) -> GraphNode | Nodes:
+        if isinstance(at, slice):
+            return Nodes(self._graph, self._numbers[at])
+        return self._graph._node(int(self._numbers[at]))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} nodes>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackwardGraph(Tabular):
+    """Every autograd node behind some tensors, once: node 0 made the first of them, and a node comes before those it feeds.
+
+    Columns have a number for each node; `ops`, `outputs` and `lines` are the tables those numbers point into.
+    """
+
+    roots: tuple[int, ...]
+    starts: Numbers  # node i leads to targets[starts[i]:starts[i + 1]]
+    targets: Numbers
+    ops: list[str]
+    op: Numbers
+    sequence: NDArray[np.uint64]
+    outputs: list[tuple[tuple[Shape, ...], str | None]]  # shapes and dtype
+    output: Numbers
+    places: Places
+    lines: list[str | None]
+    line: Numbers
+    leaves_named: dict[int, tuple[str, ...]]  # of the leaves: the names of their parameters, () where none is known
+    freed: int  # nodes that saved tensors for backward and no longer have them: backward has run
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+    def __iter__(self) -> Iterator[GraphNode]:
+        return map(self._node, range(len(self)))
+
+    def __getitem__(self, number: int) -> GraphNode:
+        return self.nodes[number]
+
+    @property
+    def nodes(self) -> Nodes:
+        return Nodes(self, range(len(self)))
+
+    @property
+    def leaves(self) -> Nodes:
+        """The leaves that get a gradient: parameters, and inputs that require one."""
+        return Nodes(self, list(self.leaves_named))
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters behind the tensors, each by its first name."""
+        return [names[0] for names in self.leaves_named.values() if names]
+
+    @property
+    def edges(self) -> NDArray[np.uint32]:
+        """One row for each edge: the number of the node, and of one that its gradients go to."""
+        return np.stack([sources(self.starts), self.targets], axis=1)
+
+    def _node(self, number: int) -> GraphNode:
+        places, call, sequence = self.places, int(self.places.call[number]), int(self.sequence[number])
+        shapes, dtype = self.outputs[self.output[number]]
+        return GraphNode(
+            number=number,
+            op=self.ops[self.op[number]],
+            module=places.modules[places.module[number]],
+            call=None if call < 0 else call,
+            certainty=CERTAINTIES[places.certainty[number]],
+            shapes=shapes,
+            dtype=dtype,
+            line=self.lines[self.line[number]],
+            names=self.leaves_named.get(number, ()),
+            is_leaf=number in self.leaves_named,
+            following=tuple(map(int, self.targets[self.starts[number] : self.starts[number + 1]])),
+            sequence_nr=None if sequence == ACCUMULATE_GRAD_SEQ else sequence,
+        )
+
+    def __repr__(self) -> str:
+        return f"<BackwardGraph: {views.summary(self)}>"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, lines: int | None = 500) -> str:
+        """A line for each node, from the tensors to the leaves, with repeats folded; at most so many lines."""
+        return views.text(self, lines=lines)
+
+    def dot(self) -> str:
+        """The whole graph for Graphviz: `dot -Tsvg`."""
+        return views.dot(self)
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """The nodes, one a row."""
+        return [node.to_dict() for node in self]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole graph as JSON knows it."""
+        return {
+            "roots": list(self.roots),
+            "nodes": self.as_rows(),
+            "edges": self.edges.tolist(),
+            "parameters": self.parameters,
+            "freed": self.freed,
+        }
+
+    def _repr_html_(self) -> str:
+        return views.html(self)
+
+
+# -- from the live nodes ---------------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """Gives each thing a number, the same to equal ones."""
+
+    def __init__(self, first: Any) -> None:
+        self.found: dict[Any, int] = {first: 0}
+
+    def number(self, thing: Any) -> int:
+        return self.found.setdefault(thing, len(self.found))
+
+    @property
+    def things(self) -> list[Any]:
+        return list(self.found)
+
+
+def read(trail: Trail, roots: Sequence[Any], known: Known) -> BackwardGraph:
+    """Everything there is to know about the nodes of a trail, with nothing of torch's kept."""
+    nodes, count = trail.nodes, len(trail.nodes)
+    ops, outputs = _Table(""), _Table(((), None))
+    sequence = np.fromiter((node._sequence_nr() for node in nodes), np.uint64, count)
+    leaves = {number: tuple(known.names(node.variable)) for number, node in enumerate(nodes) if is_leaf(node)}
+    wanted, lines = set(roots), known.lines(nodes, sequence)
+    return BackwardGraph(
+        roots=tuple(number for number, node in enumerate(nodes) if node in wanted),
+        starts=trail.starts,
+        targets=trail.targets,
+        op=_column((ops.number(_op(node)) for node in nodes), count),
+        output=_column((outputs.number(_output(node)) for node in nodes), count),
+        ops=ops.things,
+        outputs=[(shapes, _dtype(dtype)) for shapes, dtype in outputs.things],
+        lines=lines.lines,
+        line=lines.line,
+        sequence=sequence,
+        places=_with_owners(known.places(sequence), trail, leaves),
+        leaves_named=leaves,
+        freed=sum(map(is_freed, nodes)),
+    )
+
+
+def _column(values: Iterator[int], count: int) -> Numbers:
+    return np.fromiter(values, np.uint32, count)
+
+
+def _numbers(count: int) -> Numbers:
+    return np.zeros(count, np.uint32)
+
+
+def _op(node: Any) -> str:
+    name = type(node).__name__
+    return str(node.name()) if name in ("CppFunction", "Node") else name
+
+
+def _output(node: Any) -> Any:
+    """Shapes and dtype of what a node gave in forward: what goes into it in backward is alike. Most give one tensor."""
+    try:
+        given = node._input_metadata
+        if len(given) == 1:
+            one = given[0]
+            return (_shape(one.shape),), one.dtype
+        return tuple(_shape(one.shape) for one in given), given[0].dtype if given else None
+    except (AttributeError, RuntimeError):
+        return (), None
+
+
+def _shape(sizes: Any) -> Shape:
+    """A size that is not a plain number is symbolic, and cannot be kept: it would keep its whole shape environment."""
+    for size in sizes:
+        if type(size) is not int:
+            return tuple(size if type(size) is int else str(size) for size in sizes)
+    return tuple(sizes)
+
+
+def _dtype(dtype: Any) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]]) -> Places:
+    """Name the module of the leaves by their parameters, and of a node that no watch saw by the parameters it works on."""
+    modules = dict.fromkeys(places.modules)
+    numbers = {module: number for number, module in enumerate(modules)}
+    owned = {leaf: numbers.setdefault(owner(names[0]), len(numbers)) for leaf, names in leaves.items() if names}
+    exact, inferred = CERTAINTIES.index(Certainty.EXACT), CERTAINTIES.index(Certainty.INFERRED)
+    for leaf, module in owned.items():
+        places.module[leaf], places.certainty[leaf] = module, exact
+    if not owned:
+        return places
+    users = sources(trail.starts)
+    for edge in np.flatnonzero(np.isin(trail.targets, list(owned)) & (places.certainty[users] == 0)):
+        source = users[edge]
+        places.module[source], places.certainty[source] = owned[int(trail.targets[edge])], inferred
+    return places._replace(modules=list(numbers))

@@ -1,0 +1,193 @@
+"""What there is to know about one parameter or buffer, however it is sharded: plain, DTensor, FSDP1, FSDP2, ZeRO.
+
+Takes a tensor and where it sits in its model, gives `ParameterFacts`. Shapes are those of the whole parameter and of this
+rank's own part, whether or not it is gathered at the moment. Reads attributes that torch and DeepSpeed keep on their objects;
+one that is not there is a fact that is not known, never an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchwhere.core.model_layout import Mesh
+from torchwhere.model.fsdp import Held, Slot, facts1, held1, held2
+from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
+from torchwhere.model.meshes import Meshes, placement_texts
+from torchwhere.model.module_names import WRAPPER_PARTS
+
+Shape = tuple[int, ...]
+
+PARAMETER, BUFFER, FLAT_PARAMETER = "parameter", "buffer", "flat parameter"
+FLAT_KEY = "_flat_param"  # under which FSDP1 registers the flat parameter of a unit, unless it keeps the original ones
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterFacts:
+    """One parameter or buffer. `local_shape` and `local_numel` are of the part that this rank keeps."""
+
+    name: str
+    aliases: tuple[str, ...]  # its other names, where it is tied
+    kind: str  # `parameter`, `buffer`, or `flat parameter` (FSDP1)
+    shape: Shape
+    local_shape: Shape
+    numel: int
+    local_numel: int
+    dtype: str
+    device: str
+    requires_grad: bool
+    id: int | None = None  # ZeRO's number for it (`ds_id`), the same on all ranks
+    zero_status: str | None = None  # ZeRO-3: AVAILABLE, NOT_AVAILABLE, INFLIGHT
+    placements: tuple[str, ...] | None = None  # of a DTensor or in an FSDP unit, one for each mesh dimension
+    mesh: str | None = None  # its dimensions: `dp=2 x tp=4`
+    unit: str | None = None  # the FSDP unit it is gathered with; "" is the root
+    flat: str | None = None  # FSDP1: the flat parameter it is a part of
+    holds: tuple[str, ...] = ()  # of a flat parameter: the original parameters in it
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.local_numel != self.numel or self.placements is not None or self.zero_status is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# -- what a tensor says about itself ---------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: object) -> bool:
+    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has a DTensor without it
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
+
+
+def is_flat(tensor: object) -> bool:
+    """Whether this is the flat parameter of an FSDP1 unit."""
+    return getattr(tensor, "_is_flat_param", False) is True and hasattr(tensor, "_fqns")
+
+
+def shapes(tensor: Any) -> tuple[Shape, Shape]:
+    """The whole shape, and that of this rank's part, from the tensor alone."""
+    if hasattr(tensor, "ds_shape"):  # ZeRO-3: while it is partitioned, the tensor itself is empty
+        part = getattr(tensor, "ds_tensor", None)
+        return tuple(tensor.ds_shape), tuple(tensor.shape if part is None else part.shape)
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            return tuple(tensor.shape), tuple(tensor.to_local().shape)
+    if is_flat(tensor):
+        now = tuple(tensor.shape)
+        return tuple(getattr(tensor, "_unpadded_unsharded_size", now)), tuple(getattr(tensor, "_sharded_size", now))
+    return tuple(tensor.shape), tuple(tensor.shape)
+
+
+def zero_id(tensor: object) -> int | None:
+    found = getattr(tensor, "ds_id", None)
+    return found if isinstance(found, int) else None
+
+
+def zero_status(tensor: object) -> str | None:
+    status = getattr(tensor, "ds_status", None)
+    return None if status is None else str(getattr(status, "name", status))
+
+
+def placements(tensor: Any) -> tuple[str, ...] | None:
+    return placement_texts(tensor.placements) if is_dtensor(tensor) else None
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """A DeviceMesh in plain words."""
+    meshes = Meshes()
+    meshes.of_mesh(mesh)
+    return meshes.table()[0]
+
+
+def short_dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# -- what its model says about it ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One original parameter as its FSDP unit keeps it, whatever the module holds at the moment."""
+
+    unit: str
+    held: Held | None = None
+    mesh: str | None = None
+    placements: tuple[str, ...] | None = None
+    flat: Any = None  # FSDP1: the flat parameter that it is in
+
+
+def fsdp_parts(named_modules: Iterable[tuple[str, nn.Module]]) -> dict[Slot, Part]:
+    """Every parameter that an FSDP unit of either kind manages, by who holds it."""
+    found: dict[Slot, Part] = {}
+    names: dict[int, str] = {}
+    meshes = Meshes()
+    modules = [(names.setdefault(id(module), name), module) for name, module in named_modules]
+    for name, module in modules:
+        if is_fsdp1(module):
+            found.update(_flat_parts(name, module, meshes))
+        elif (state := state2(module)) is not None:
+            found.update(_grouped_parts(name, state, names, meshes))
+    return found
+
+
+def _flat_parts(unit: str, wrapper: Any, meshes: Meshes) -> Iterator[tuple[Slot, Part]]:
+    handle, managed = wrapper._handle, facts1(wrapper, meshes)
+    if handle is None:
+        return
+    flat, label = handle.flat_param, _label(meshes, managed["mesh"])
+    yield (id(handle._fully_sharded_module), FLAT_KEY), Part(unit, None, label, managed["placements"], flat)
+    for slot, held in held1(wrapper, managed["mesh"], managed["placements"]).items():
+        yield slot, Part(unit, held, label, held.placements, flat)
+
+
+def _grouped_parts(unit: str, state: Any, names: dict[int, str], meshes: Meshes) -> Iterator[tuple[Slot, Part]]:
+    for group in groups2(state):
+        begins_at = [names[id(module)] for module in getattr(group, "modules", ()) if id(module) in names]
+        for slot, held in held2(group, meshes).items():
+            yield slot, Part(", ".join(begins_at) or unit, held, _label(meshes, held.mesh), held.placements)
+
+
+def _label(meshes: Meshes, number: int | None) -> str | None:
+    return None if number is None else meshes.table()[number].label
+
+
+def facts(
+    tensor: Any, names: list[str], *, kind: str, part: Part | None = None, flat_name: str | None = None
+) -> ParameterFacts:
+    """Everything about a tensor, put together. `names[0]` is the name shown."""
+    held_by_unit = part.held if part is not None else None
+    shape, local_shape = shapes(tensor) if held_by_unit is None else (held_by_unit.shape, held_by_unit.local_shape)
+    is_itself_flat = is_flat(tensor) and flat_name is None
+    return ParameterFacts(
+        name=names[0],
+        aliases=tuple(names[1:]),
+        kind=FLAT_PARAMETER if is_itself_flat else kind,
+        shape=shape,
+        local_shape=local_shape,
+        numel=prod(shape),
+        local_numel=prod(local_shape),
+        dtype=short_dtype(tensor),
+        device=str(tensor.device),
+        requires_grad=bool(tensor.requires_grad),
+        id=zero_id(tensor),
+        zero_status=zero_status(tensor),
+        placements=placements(tensor) if part is None else part.placements,
+        mesh=(mesh_of(tensor.device_mesh).label if is_dtensor(tensor) else None) if part is None else part.mesh,
+        unit=part.unit if part is not None else None,
+        flat=flat_name,
+        holds=originals(tensor, unit=names[0].rpartition(".")[0]) if is_itself_flat else (),
+    )
+
+
+def originals(flat: Any, *, unit: str = "") -> tuple[str, ...]:
+    """The original parameters in a flat one, by their names below `unit`, without the wrappers' parts in them."""
+    below = (".".join(part for part in fqn.split(".") if part not in WRAPPER_PARTS - {"module"}) for fqn in flat._fqns)
+    return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in below)

@@ -1,0 +1,139 @@
+"""What a monitor needs of the monitors of other hosts, and the plain case: that there are none.
+
+`Lead` and `Deputy` are the other two roles. `Gathering` is what there is to judge, in all of them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.lazy_boxes import Shelf
+from torchwhere.blackbox.run import Roster, Run
+from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.processes.status import Sighting
+
+WORD_FILE = ".monitor-word.json"
+GRACE_S = 1.0  # before other hosts are looked for: those that share the folder are mostly there by then
+_MOST_NAMED = 16
+LINGER_S = 8.0  # after its own ranks, and since others could hear it, while there is something to say or to hear
+MOST_LINGER_S = 20.0
+Kept = dict[int, dict[str, Any]]
+
+
+@dataclass(slots=True)
+class Assembly(Roster[Any]):
+    """A job of several hosts: boxes of this one, labels that came in letters, and what is not known."""
+
+    noun: ClassVar[str] = "box or letter"
+
+    lacks: tuple[str, ...] = ()
+
+    def caveats(self) -> list[str]:
+        # Not super(): a dataclass with slots is made anew, and the name of the class no longer means it.
+        return [*Roster.caveats(self), *self.lacks]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """What there is to judge."""
+
+    run: Roster[Any]
+    hearing: Hearing | None = None
+    kept: Kept = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Span:
+    """For how long ranks of this host have been there, and been gone: durations, which hosts can compare without a clock."""
+
+    _began: float = field(default_factory=time.monotonic)  # not later than this monitor, which a rank has started
+    _left: float | None = None
+    has_met: bool = False  # a run
+
+    def meet(self, run: Run) -> None:
+        host, now = socket.gethostname(), time.monotonic()
+        own = [box.meta.get("started_ns") for box in run.labels.values() if box.meta.get("host") == host]
+        ages = [(time.time_ns() - started) / 1e9 for started in own if isinstance(started, int)]
+        self._began, self.has_met = min(self._began, now - max(ages, default=0.0)), True
+
+    def end(self) -> float:
+        """They are gone: for how many seconds."""
+        self._left = self._left if self._left is not None else time.monotonic()
+        return self.gone_s
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._began
+
+    @property
+    def gone_s(self) -> float:
+        return time.monotonic() - self._left if self._left is not None else 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        return self._left is not None
+
+
+class Alone:
+    """The one monitor of a job."""
+
+    speaks = True
+    stacks: tuple[int, ...] = ()
+    ends = False
+
+    def tend(self, run: Run | None) -> bool:
+        """Called often: whether somebody wants an examination, or a report."""
+        return False
+
+    def prepare(self) -> None:
+        """Before the boxes are read."""
+
+    def gather(self, run: Run) -> Gathering:
+        """A large job is heard by several processes; a small one by whoever judges."""
+        return Gathering(*hear_folder(run.folder)) if isinstance(run.boxes, Shelf) else Gathering(run)
+
+    def ask(self, ranks: Sequence[int]) -> Kept:
+        """Have these ranks' stacks, where other hosts can see them."""
+        return {}
+
+    def has_said(self, verdict: str) -> bool:
+        return False
+
+    def may_tell(self, culprits: Sequence[int]) -> bool:
+        """Whether this one knows enough to blame these ranks."""
+        return True
+
+    def told(self, verdict: str, *, ends: bool) -> None:
+        """A verdict was given."""
+
+    def report(self, boxes: Mapping[int, Box], sightings: Mapping[int, Sighting], *, is_last: bool = False) -> None:
+        """To whom speaks."""
+
+    def may_leave(self, *, is_well: bool) -> bool:
+        """Asked when all processes of this host are gone; `is_well` says whether they have finished."""
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        """What it is, and whom it hears: for somebody who wonders why it says nothing."""
+        return {"role": "alone"}
+
+    def close(self) -> bool:
+        """Whether nothing of it runs any more."""
+        return True
+
+
+def with_hosts(verdict: Verdict, run: Roster[Any]) -> Verdict:
+    """The verdict with where its culprits are, if the job has several hosts: somebody has to go there."""
+    hosts = {rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()}
+    if len(set(hosts.values())) < 2:
+        return verdict
+    found = {rank: str(hosts[rank]) for rank in verdict.culprits[:_MOST_NAMED] if rank in hosts}
+    said = tuple(f"  rank {rank} is on host {host}" for rank, host in found.items())
+    return replace(verdict, explanation=(*verdict.explanation, *said), facts=verdict.facts | {"hosts": found})

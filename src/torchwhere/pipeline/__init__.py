@@ -1,0 +1,1 @@
+"""Runs the analysis of a folder end to end: read the boxes, look at the processes, diagnose."""

@@ -1,0 +1,1 @@
+"""One watch: turns what the hooks notice into records, keeps the box, sends the heartbeat."""

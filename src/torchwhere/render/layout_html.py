@@ -1,0 +1,70 @@
+"""A layout as HTML, for a notebook: the same tree as in a terminal, in parts that open and close.
+
+One fragment that stands by itself: no script, nothing loaded from elsewhere, every text from outside escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torchwhere.core.model_layout import Layout
+from torchwhere.render.html import escaped, fragment, isolated
+from torchwhere.render.layout import HEADINGS, Row, mesh_texts, outline
+
+_WIDEST = 44  # characters of a column; what is longer is cut, and shown whole when pointed at
+_STYLE = (
+    ".torchwhere-layout{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-x:auto}"
+    # --d says how deep a row is: its name has so much less room, and the columns stay below each other
+    ".torchwhere-layout .r{display:inline-grid;gap:0 1.5ch;white-space:nowrap;"
+    "grid-template-columns:calc(var(--n) - var(--d)*2ch) var(--c)}"
+    ".torchwhere-layout .r>*{overflow:hidden;text-overflow:ellipsis}.torchwhere-layout .u{font-weight:bold}"
+    ".torchwhere-layout .c,.torchwhere-layout .m{opacity:.7;font-weight:normal}.torchwhere-layout .n{text-align:right}"
+    ".torchwhere-layout details>*:not(summary){margin-left:2ch}.torchwhere-layout summary{list-style-position:inside}"
+    ".torchwhere-layout .p,.torchwhere-layout .a{padding-left:2ch}.torchwhere-layout .a{color:#1687a7}"
+)
+
+
+def layout_html(layout: Layout) -> str:
+    rows = outline(layout)
+    said = "".join(f'<div class="m">{isolated(text)}</div>' for text in mesh_texts(layout))
+    title = f"rank {layout.rank} of {layout.world_size}"
+    heading = _html_cells(title, "", HEADINGS, "r u p", 0)
+    tree = "".join(part for row in rows for part in _html(row, 0))
+    notes = "".join(f'<div class="m">{isolated(note)}</div>' for note in layout.notes)
+    inline = _widths(title, rows)
+    return fragment(said, f"<div>{heading}</div>", tree, notes, style=_STYLE, name="torchwhere-layout", inline=inline)
+
+
+def _widths(title: str, rows: Sequence[Row]) -> str:
+    """How wide the columns are: as wide as what is in them."""
+    every = list(_all(rows, 0))
+    name = max([len(title), *(2 * depth + len(f"{row.label} {row.cls}") for row, depth in every)])
+    cells = [HEADINGS, *(row.cells() for row, _ in every)]
+    widths = [max(len(row[at]) for row in cells[1:]) for at in range(len(HEADINGS))]
+    columns = [min(_WIDEST, max(width, len(HEADINGS[at]))) if width else 0 for at, width in enumerate(widths)]
+    return f"--n:{min(2 * _WIDEST, name + 2)}ch;--c:{' '.join(f'{width}ch' for width in columns)}"
+
+
+def _all(rows: Iterable[Row], depth: int) -> Iterator[tuple[Row, int]]:
+    for row in rows:
+        yield row, depth
+        yield from _all(row.rows, depth + 1)
+
+
+def _html(row: Row, depth: int) -> Iterator[str]:
+    asides = "".join(f'<div class="a">{isolated(text)}</div>' for text in row.asides)
+    if not row.rows:
+        yield f"<div>{_html_cells(row.label, row.cls, row.cells(), 'r p' if row.is_param else 'r u p', depth)}{asides}</div>"
+        return
+    yield f"<details open><summary>{_html_cells(row.label, row.cls, row.cells(), 'r u', depth)}</summary>{asides}"
+    for below in row.rows:
+        yield from _html(below, depth + 1)
+    yield "</details>"
+
+
+def _html_cells(label: str, cls: str, cells: Sequence[str], style: str, depth: int) -> str:
+    name = isolated(label) + (f' <span class="c">{isolated(cls)}</span>' if cls else "")
+    how, *rest = cells
+    spans = "".join(f"<span{' class=n' * (at > 2)}>{isolated(cell)}</span>" for at, cell in enumerate(rest))
+    first = f'<span>{name}</span><span title="{escaped(how)}">{isolated(how)}</span>'
+    return f'<span class="{style}" style="--d:{depth}">{first}{spans}</span>'

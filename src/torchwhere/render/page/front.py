@@ -1,0 +1,121 @@
+"""The parts of the report page that are there before any script runs: the verdict, what was missing, the settings.
+
+Takes the report, gives HTML in which every text from outside is inert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchwhere.render.page.escape import inert_html, name_html
+
+_BADGES = {  # a word and a sign: never a colour alone
+    "missing": ("HANG", "■"),
+    "mismatch": ("MISMATCH", "≠"),
+    "deadlock": ("DEADLOCK", "∞"),
+    "dead": ("DEAD", "✕"),
+    "straggler": ("STRAGGLER", "▸"),
+    "together": ("HANG, ALL TOGETHER", "■"),
+    "healthy": ("HEALTHY", "✓"),
+}
+_STACK_BEGINS, _STACK_LINE, _NOT_KNOWN = "  stack of rank", "    ", "Not known: "
+_MOST_LINKS = 12
+_LONGEST_LINE = 600
+
+
+def front_html(report: Mapping[str, Any]) -> str:
+    """The head of the page: whose run this is, and the verdict."""
+    verdict = report.get("verdict") or {}
+    kind = str(verdict.get("kind"))
+    word, sign = _BADGES.get(kind, (kind.upper(), "?"))
+    lines = str(verdict.get("text") or "").splitlines()
+    headline = str(verdict.get("headline") or (lines[1] if len(lines) > 1 else word))
+    evidence, stacks, unknown = _sorted(lines[1:], headline)
+    folder = f"{(report.get('settings') or {}).get('folder')}/"
+    of = lines[0].partition("  ")[2] if lines else ""
+    return (
+        f'<header class="{inert_html(kind)}">'
+        '<div class="top"><span class="mark-of">torchwhere</span>'
+        f'<span class="title">{name_html(str(report.get("title") or ""))}</span>'
+        f'<span class="made">{inert_html(str(report.get("made_at") or ""))}</span>'
+        '<button type="button" id="theme" hidden>Dark</button></div>'
+        f'<p class="kind-of"><span class="badge"><span aria-hidden="true">{sign}</span> {inert_html(word)}</span> '
+        f"{inert_html(of)}</p>"
+        f"<h1>{name_html(_sentence(headline), longest=_LONGEST_LINE)}</h1>"
+        f"{_culprits(verdict.get('culprits') or ())}{_evidence(evidence)}"
+        f"{''.join(_stack(title, lines, folder) for title, lines in stacks)}{_unknown(unknown)}"
+        "<noscript><p>Everything below needs the page's own script, which this browser does not run.</p></noscript>"
+        "</header>\n"
+    )
+
+
+def _sentence(headline: str) -> str:
+    """In a text it may lead to the lines below it; here it stands by itself."""
+    return f"{headline[:-1]}." if headline.endswith(":") else headline
+
+
+def _sorted(lines: Sequence[str], headline: str) -> tuple[list[str], list[tuple[str, list[str]]], list[str]]:
+    """The lines of a verdict's text: what it rests on, the stacks, what is not known."""
+    evidence: list[str] = []
+    stacks: list[tuple[str, list[str]]] = []
+    unknown: list[str] = []
+    for line in lines:
+        if line.startswith(_STACK_BEGINS):
+            stacks.append((line.strip().rstrip(":"), []))
+        elif stacks and line.startswith(_STACK_LINE):
+            stacks[-1][1].append(line.strip())
+        elif line.startswith(_NOT_KNOWN):
+            unknown.append(line.removeprefix(_NOT_KNOWN))
+        elif line.strip() and not line.strip().startswith(headline.strip().removesuffix("…")):
+            evidence.append(line)
+    return evidence, stacks, unknown
+
+
+def _culprits(culprits: Sequence[Any]) -> str:
+    """Links to the cells of the ranks that are named."""
+    if not culprits:
+        return ""
+    links = " ".join(f'<a href="#ranks" data-rank="{int(rank)}">rank {int(rank)}</a>' for rank in culprits[:_MOST_LINKS])
+    more = f" and {len(culprits) - _MOST_LINKS:,} more" if len(culprits) > _MOST_LINKS else ""
+    return f'<p class="culprits">Look at {links}{more}</p>'
+
+
+def _evidence(lines: Sequence[str]) -> str:
+    shown = "".join(f"<li>{name_html(line.strip(), longest=_LONGEST_LINE)}</li>" for line in lines)
+    return f'<ul class="evidence">{shown}</ul>' if lines else ""
+
+
+def _stack(title: str, lines: Sequence[str], folder: str) -> str:
+    """Its lines as in the job's own folder."""
+    shown = "".join(f"<li>{name_html(line.removeprefix(folder))}</li>" for line in lines)
+    return f'<details><summary>{inert_html(title[:1].upper() + title[1:])}</summary><ol class="stack">{shown}</ol></details>'
+
+
+def _unknown(lines: Sequence[str]) -> str:
+    shown = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
+    return (
+        f"<details><summary>What the verdict could not rest on ({len(lines)})</summary><ul>{shown}</ul></details>"
+        if lines
+        else ""
+    )
+
+
+def missing_html(report: Mapping[str, Any]) -> str:
+    """What was missing or torn."""
+    lines = [str(line) for line in report.get("missing") or ()]
+    if not lines:
+        return '<p class="nothing">Nothing: every rank has a whole box.</p>'
+    return f"<ul>{''.join(f'<li>{name_html(line, longest=_LONGEST_LINE)}</li>' for line in lines)}</ul>"
+
+
+def settings_html(report: Mapping[str, Any]) -> str:
+    """The settings of the run, and who made this page when."""
+    settings = dict(report.get("settings") or {})
+    settings |= {"page made": f"{report.get('made_at')}, by torchwhere {report.get('torchwhere')}"}
+    rows = (
+        f'<tr><th scope="row">{name_html(str(key))}</th><td>{name_html(str(value))}</td></tr>'
+        for key, value in settings.items()
+        if value not in (None, "")
+    )
+    return f'<table class="settings"><caption class="unseen">Settings</caption><tbody>{"".join(rows)}</tbody></table>'

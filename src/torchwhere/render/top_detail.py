@@ -1,0 +1,80 @@
+"""One rank on a page of its own: its place, its threads, its last events, and its stack, if the doctor has asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchwhere.blackbox.box import Box
+from torchwhere.diagnose.live.ranks import RankNow
+from torchwhere.render.text import Line, events_lines, plain, ranks_text
+from torchwhere.render.top_rows import Letters, age, collective_text, module_text, speed, state_word
+
+_EVENTS = 12
+_FRAMES = 24
+
+
+def detail_lines(
+    rank: RankNow, box: Box | None, *, verdict: dict[str, Any] | None, width: int, letters: Letters
+) -> Iterator[Line]:
+    """`box` is what was read of it; None where that was not possible."""
+    lines = (*_facts(rank), *_threads(box), *_stack(rank.rank, verdict), *_events(box, width), *_verdict(verdict))
+    for line in lines:
+        yield [(letters.of(text), style) for text, style in line]
+
+
+def _facts(rank: RankNow) -> Iterator[Line]:
+    place, meta = rank.place, rank.glance.meta
+    yield [(f"rank {rank.rank}", "bold"), (f"  {state_word(rank)}", "bold red" if rank.is_trouble else "bold")]
+    if rank.detail:
+        yield _fact("detail", rank.detail)
+    yield _fact("process", f"{meta.get('pid')} on {rank.host or '?'}")
+    yield _fact("step", f"{'-' if rank.step is None else rank.step}, {speed(rank.steps_per_s)} steps/s")
+    yield _fact("place", f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_)
+    yield _fact("line", place.line or "-")
+    yield _fact("last", collective_text(rank))
+    yield _fact("age", age(rank.age_s) + (" (stands still)" if rank.is_stalled else ""))
+    if rank.waits_for:
+        yield _fact("waits for", f"rank {ranks_text(rank.waits_for[:64])}" + (" and more" if len(rank.waits_for) > 64 else ""))
+    if rank.is_blamed:
+        yield _fact("blamed", "others wait for this rank")
+
+
+def _fact(name: str, text: object) -> Line:
+    return [(f"  {name:<10}", "dim"), (plain(text), "")]
+
+
+def _threads(box: Box | None) -> Iterator[Line]:
+    if box is None:
+        yield [("its box cannot be read", "bold")]
+        return
+    yield [("threads", "bold")]
+    for cursor in box.cursors():
+        phase = f", phase {cursor.phase}" if cursor.phase else ""
+        place = str(cursor.place).partition(", thread ")[0].partition(", ")[2]
+        yield _fact(plain(cursor.place.thread or "?")[:24], f" {place}{phase}")
+
+
+def _stack(rank: int, verdict: dict[str, Any] | None) -> Iterator[Line]:
+    reports = verdict.get("ranks") if verdict is not None else None
+    report = reports.get(str(rank)) if isinstance(reports, dict) else None
+    stack = report.get("stack") if isinstance(report, dict) else None
+    if isinstance(stack, list) and stack:
+        yield [("stack, innermost first, when the doctor came", "bold")]
+        for frame in stack[:_FRAMES]:
+            yield [(f"  {plain(frame).rpartition('/site-packages/')[2]}", "")]
+
+
+def _events(box: Box | None, width: int) -> Iterator[Line]:
+    if box is not None:
+        yield [("last events", "bold")]
+        started = box.meta.get("started_ns")
+        started_ns = started if isinstance(started, int) else 0
+        yield from events_lines(box.events(last=_EVENTS), started_ns=started_ns, width=width)
+
+
+def _verdict(verdict: dict[str, Any] | None) -> Iterator[Line]:
+    if verdict is not None:
+        yield [("verdict", "bold")]
+        for line in str(verdict.get("text") or "").splitlines():
+            yield [(f"  {plain(line)}", "")]
