@@ -21,7 +21,7 @@ from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
 BUCKETS = 20
-GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
+GPT2_124M = Size(layers=12, heads=12, width=768, local_ids=50257, sequence=1024, batch=1)
 
 
 def ddp(model: GPT2, device: str) -> nn.Module:

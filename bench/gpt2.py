@@ -16,7 +16,7 @@ class Size:
     layers: int
     heads: int
     width: int
-    vocabulary: int
+    local_ids: int
     sequence: int
     batch: int
 
@@ -66,11 +66,11 @@ class GPT2(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.wte = nn.Embedding(size.vocabulary, size.width)
+        self.wte = nn.Embedding(size.local_ids, size.width)
         self.wpe = nn.Embedding(size.sequence, size.width)
         self.h = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.ln_f = nn.LayerNorm(size.width)
-        self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.lm_head = nn.Linear(size.width, size.local_ids, bias=False)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

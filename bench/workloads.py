@@ -16,7 +16,7 @@ from bench.gpt2 import GPT2, Size
 
 DEPTH = 10  # of the tree of modules
 COLLECTIVES = 500  # per step
-SMALL = Size(layers=6, heads=4, width=192, vocabulary=2048, sequence=128, batch=2)
+SMALL = Size(layers=6, heads=4, width=192, local_ids=2048, sequence=128, batch=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def _gpt2() -> Iterator[Job]:
 
 
 def training_step(model: nn.Module, size: Size, optimizer: torch.optim.Optimizer, device: str = "cpu") -> Callable[[], None]:
-    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence), device=device)
+    tokens = torch.randint(size.local_ids, (size.batch, size.sequence), device=device)
 
     def step() -> None:
         model(tokens).backward()

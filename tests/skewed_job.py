@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchwhere.blackbox.file_format import FLAG_ASYNC, Sort
+from torchwhere.blackbox.file_format import FLAG_ASYNC, EntryType
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.events import Kind
 
@@ -153,11 +153,11 @@ class Player:
             box = BoxWriter(folder / box_name(rank), meta=meta, records=records or max(8, len(events)))
             self._fill(box, events, skews[rank], backend)
             for second in range(int(events[-1][0] / 1e9) + 1 if queued is not None else 0):
-                box.beat(BOOT_NS + skews[rank].shows(second * 1e9), queued_ns=int((queued or [])[rank] * 1e9))
+                box.beat(BOOT_NS + skews[rank].shows(second * 1e9), cpu_delay_ns=int((queued or [])[rank] * 1e9))
             box.close()
 
     def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew, backend: str) -> None:
-        box.intern(Sort.THREAD, "0\tMainThread")
+        box.intern(EntryType.THREAD, "0\tMainThread")
         step = -1
         for true_ns, act, number in events:
             t_ns = BOOT_NS + skew.shows(true_ns)
@@ -167,10 +167,10 @@ class Player:
                 members = act.group or tuple(range(len(self.programs)))
                 name = "-".join(map(str, members))
                 group = {"name": name, "desc": "", "ranks": list(members), "backend": backend, "mesh_dim": None}
-                box.intern(Sort.GROUP, json.dumps(group))
+                box.intern(EntryType.GROUP, json.dumps(group))
                 peer = act.peer if act.peer >= 0 else None
                 fields = {"op": act.op, "group": name, "dtype": "float32", "shapes": [[4]], "bytes": 16, "peer": peer}
-                what = box.intern(Sort.COLLECTIVE, json.dumps(fields))
+                what = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             kind = act.kind if act.what == "mark" else Kind.COLLECTIVE
             flags = FLAG_ASYNC * act.is_async
             box.record(kind, t_ns, 1, flags, 0, max(step, 0), 0, 0, 0, 0, what, 0, 0, number if act.what != "mark" else 0)

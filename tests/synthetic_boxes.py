@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from synthetic_job import FAULTS, LAYERS, Act, Job, Play, group_of, step_of_stage
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import FLAG_ASYNC, Geometry, Sort, pack_entry, pack_header, pack_text
+from torchwhere.blackbox.file_format import FLAG_ASYNC, EntryType, Geometry, pack_entry, pack_header, pack_text
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 
@@ -41,20 +41,22 @@ class Names:
         self.ids: dict[tuple[int, str], int] = {}
         self.packed: list[bytes] = []
         stage = job.at(rank)[0]
-        self._add(Sort.THREAD, "0\tMainThread", "0\tMainThread")
+        self._add(EntryType.THREAD, "0\tMainThread", "0\tMainThread")
         for name in _module_names(stage):
-            self._add(Sort.MODULE, name, name)
-        self.groups = {kind: self._add(Sort.GROUP, kind, _group_text(job, rank, kind)) for kind in ("world", "tp", "dp", "pp")}
+            self._add(EntryType.MODULE, name, name)
+        self.groups = {
+            kind: self._add(EntryType.GROUP, kind, _group_text(job, rank, kind)) for kind in ("world", "tp", "dp", "pp")
+        }
         for act in [*step_of_stage(stage, job.pp), Act(Kind.COLLECTIVE, "tp wrong")]:
-            self._add(Sort.LINE, act.line, act.line)
-            if act.kind is Kind.COLLECTIVE and (Sort.COLLECTIVE, act.what) not in self.ids:
-                self._add(Sort.COLLECTIVE, act.what, _signature(job, rank, act.what))
+            self._add(EntryType.LINE, act.line, act.line)
+            if act.kind is Kind.COLLECTIVE and (EntryType.COLLECTIVE, act.what) not in self.ids:
+                self._add(EntryType.COLLECTIVE, act.what, _signature(job, rank, act.what))
             elif act.kind is not Kind.COLLECTIVE and act.what:
-                self._add(Sort.PHASE, act.what, act.what)
-            if act.aim:
-                self._add(Sort.AIM, act.aim, act.aim)
+                self._add(EntryType.PHASE, act.what, act.what)
+            if act.beneficiary:
+                self._add(EntryType.BENEFICIARY, act.beneficiary, act.beneficiary)
 
-    def _add(self, sort: Sort, key: str, text: str) -> int:
+    def _add(self, sort: EntryType, key: str, text: str) -> int:
         if (sort, key) not in self.ids:
             self.ids[sort, key] = len(self.ids) + 1
             self.packed.append(_packed(len(self.ids), sort, text))
@@ -62,10 +64,15 @@ class Names:
 
     def row(self, act: Act) -> tuple[int, int, int, int]:
         """Ids of module, line, what and aim."""
-        sort = Sort.COLLECTIVE if act.kind is Kind.COLLECTIVE else Sort.PHASE
-        keys = ((Sort.MODULE, act.module), (Sort.LINE, act.line), (sort, act.what), (Sort.AIM, act.aim))
-        module, line, what, aim = (self.ids.get(key, 0) if key[1] else 0 for key in keys)
-        return module, line, what, aim
+        sort = EntryType.COLLECTIVE if act.kind is Kind.COLLECTIVE else EntryType.PHASE
+        keys = (
+            (EntryType.MODULE, act.module),
+            (EntryType.LINE, act.line),
+            (sort, act.what),
+            (EntryType.BENEFICIARY, act.beneficiary),
+        )
+        module, line, what, beneficiary = (self.ids.get(key, 0) if key[1] else 0 for key in keys)
+        return module, line, what, beneficiary
 
 
 @cache
@@ -124,7 +131,7 @@ class Reel:
             first = next(i for i, act in enumerate(acts) if act.what == "tp forward")
             for index, act in enumerate(act for act in acts if act.kind is not None):
                 assert act.kind is not None
-                module, line, what, aim = names.row(act)
+                module, line, what, beneficiary = names.row(act)
                 more = numbers[_counted_as(act.what)] if act.kind is Kind.COLLECTIVE else 0
                 numbers[_counted_as(act.what)] += 1
                 rows.append(
@@ -141,7 +148,7 @@ class Reel:
                         line,
                         0,
                         what,
-                        aim,
+                        beneficiary,
                         0,
                         more,
                         0,
@@ -218,7 +225,7 @@ def _ended(records: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], bytes]:
     """With a last record that says how it ended, and its text."""
     last = records[-1:].copy()
     last["number"] += 1
-    last["kind"], last["what"], last["aim"], last["more"], last["flags"] = Kind.END, 0, 0, 0, 0
+    last["kind"], last["subject"], last["beneficiary"], last["extra"], last["flags"] = Kind.END, 0, 0, 0, 0
     last["crc"] = zlib.crc32(last.tobytes()[: file_format.RECORD_CRC_AT])
     return np.concatenate([records, last]), pack_text(0, json.dumps({"reason": "exit 1"}).encode())
 
@@ -255,7 +262,7 @@ def _put_tallies(
 ) -> None:
     counts = Counter([_counted_as(act.what) for act in acts if act.kind is Kind.COLLECTIVE])
     last = {_counted_as(act.what): index for index, act in enumerate(acts) if act.kind is Kind.COLLECTIVE}
-    words = np.frombuffer(head, "<u8", 4 * file_format.TALLIES, geometry.tallies_at).reshape(-1, 4)
+    words = np.frombuffer(head, "<u8", 4 * file_format.COUNTERS, geometry.counters_at).reshape(-1, 4)
     for slot, (what, count) in enumerate(counts.items()):
         stream = job.stream(rank, what)
         group = names.groups["pp" if stream.source >= 0 else group_of(what)]

@@ -32,7 +32,7 @@ class Act(NamedTuple):
     module: str = ""
     pass_: Pass = Pass.OUTSIDE
     line: str = "train.py:30"
-    aim: str = ""
+    beneficiary: str = ""
     is_async: bool = False
 
 

@@ -24,7 +24,7 @@ from rank_pool import Pool
 from torchwhere import Certainty, TorchwhereError
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import NO_CALL, NO_STEP, Sort
+from torchwhere.blackbox.file_format import NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.phase_sums import phase_sums
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
@@ -36,7 +36,22 @@ FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 KNOWN = st.sampled_from([int(kind) for kind in Kind])
 RECORDS = st.tuples(KNOWN, U64, U8, U8, U8, *[U32] * 8, U64)
-FIELDS = ("kind", "t_ns", "pass", "flags", "thread", "step", "module", "call", "line", "graph", "what", "aim", "param", "more")
+FIELDS = (
+    "kind",
+    "t_ns",
+    "pass",
+    "flags",
+    "thread",
+    "step",
+    "module",
+    "call",
+    "line",
+    "graph",
+    "subject",
+    "beneficiary",
+    "param",
+    "extra",
+)
 MODULE_ENTER, NOTE, COLLECTIVE = int(Kind.MODULE_ENTER), int(Kind.NOTE), int(Kind.COLLECTIVE)
 
 
@@ -60,7 +75,9 @@ def rows(found: Box) -> dict[int, tuple[int, ...]]:
     records=st.lists(RECORDS, max_size=50),
     capacity=st.integers(1, 20),
     texts=st.lists(st.text(), max_size=10),
-    names=st.lists(st.tuples(st.sampled_from([int(sort) for sort in Sort if sort is not Sort.META]), st.text()), max_size=20),
+    names=st.lists(
+        st.tuples(st.sampled_from([int(sort) for sort in EntryType if sort is not EntryType.META]), st.text()), max_size=20
+    ),
 )
 def test_round_trip(records: list[tuple[int, ...]], capacity: int, texts: list[str], names: list[tuple[int, str]]) -> None:
     """Any records, texts and names come back equal: the last `capacity` records, all texts, all names."""
@@ -125,7 +142,7 @@ def test_huge_texts_are_cut_between_characters(box: BoxWriter) -> None:
     """A text too long for its ring, or a name too long for the table, is kept up to its limit, without half a character."""
     for size in (65_535, 65_536, 65_537, 70_000, 3_000_000):
         text = "x" + "é" * (size // 2)
-        position, entry = box.text(text), box.intern(Sort.LINE, text)
+        position, entry = box.text(text), box.intern(EntryType.LINE, text)
         read = read_box(box.path or "")
         assert read.text(position) == "x" + "é" * min(size // 2, 32_767)
         assert read.name(entry) == "x" + "é" * min(size // 2, 524_287)
@@ -151,11 +168,14 @@ def test_a_lost_name_is_not_outside(box: BoxWriter) -> None:
 
 def test_places_come_back(box: BoxWriter) -> None:
     """Every part of a place is resolved: names from the table, steps and calls that are not known as None."""
-    ids = {sort: box.intern(sort, f"the {sort.name}") for sort in (Sort.MODULE, Sort.LINE, Sort.GRAPH, Sort.PARAM)}
-    box.intern(Sort.THREAD, "7\tpin memory")
-    known = (ids[Sort.MODULE], 2, ids[Sort.LINE], ids[Sort.GRAPH], 0, 0, ids[Sort.PARAM])
+    ids = {
+        sort: box.intern(sort, f"the {sort.name}")
+        for sort in (EntryType.MODULE, EntryType.LINE, EntryType.GRAPH, EntryType.PARAM)
+    }
+    box.intern(EntryType.THREAD, "7\tpin memory")
+    known = (ids[EntryType.MODULE], 2, ids[EntryType.LINE], ids[EntryType.GRAPH], 0, 0, ids[EntryType.PARAM])
     box.record(MODULE_ENTER, 1, 2, file_format.FLAG_INFERRED, 7, 3, *known)
-    box.record(MODULE_ENTER, 1, 0, 0, 8, NO_STEP, ids[Sort.MODULE], NO_CALL)
+    box.record(MODULE_ENTER, 1, 0, 0, 8, NO_STEP, ids[EntryType.MODULE], NO_CALL)
     first, second = (event.place.to_dict() for event in read_box(box.path or "").events())
     place = {"rank": 0, "step": 3, "pass": "backward", "module": "the MODULE", "call": 2, "line": "the LINE"}
     assert first == place | {"graph": "the GRAPH", "thread": "pin memory", "certainty": "inferred", "param": "the PARAM"}
@@ -178,7 +198,7 @@ def test_box_in_memory_has_the_same_interface(tmp_path: Path) -> None:
     """With no path everything can be called, and nothing is written anywhere."""
     box = BoxWriter(None, meta={"rank": 0, "long": "x" * 5000}, records=16)
     assert [box.record(MODULE_ENTER, 1) for _ in range(40)] == list(range(40))
-    assert box.intern(Sort.MODULE, "a") == box.intern(Sort.MODULE, "a") > 0
+    assert box.intern(EntryType.MODULE, "a") == box.intern(EntryType.MODULE, "a") > 0
     assert box.text("a") < box.text("b")
     box.check_file()
     box.rename(tmp_path / "rank1.box")
@@ -187,14 +207,14 @@ def test_box_in_memory_has_the_same_interface(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- cursors and tallies -------------------------------------------------------------------------------------------------
+# -- cursors and counters -------------------------------------------------------------------------------------------------
 
 
 def test_cursors_say_what_each_thread_does(box: BoxWriter) -> None:
     """A cursor gives module, pass, call, step, line, phase and last record of a thread; unused slots are not shown."""
-    module, line, phase = (box.intern(sort, sort.name) for sort in (Sort.MODULE, Sort.LINE, Sort.PHASE))
-    box.intern(Sort.THREAD, "2\tslot two")
-    box.intern(Sort.THREAD, "30\ttook slot five")
+    module, line, phase = (box.intern(sort, sort.name) for sort in (EntryType.MODULE, EntryType.LINE, EntryType.PHASE))
+    box.intern(EntryType.THREAD, "2\tslot two")
+    box.intern(EntryType.THREAD, "30\ttook slot five")
     for slot, thread, pass_ in ((2, 0, 1), (5, 31, 9)):
         place = module << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT | 6
         at = box.cursor_at(slot)
@@ -212,27 +232,29 @@ def test_threads_beyond_the_last_cursor_share_it(box: BoxWriter) -> None:
     slots = [box.cursor_at(slot) for slot in range(40)]
     assert len(set(slots)) == file_format.CURSORS
     assert slots[15:] == [slots[15]] * 25
-    assert (slots[15] << 3) + file_format.CURSOR_BYTES == box.geometry.tallies_at
+    assert (slots[15] << 3) + file_format.CURSOR_BYTES == box.geometry.counters_at
 
 
 def test_tallies_of_more_streams_than_slots(box: BoxWriter) -> None:
-    """Each of 512 streams has its own tally, the next ones have none, and asking again gives the same."""
+    """Each of 512 streams has its own counter, the next ones have none, and asking again gives the same."""
     streams = [(3, source, destination) for source in range(-1, 25) for destination in range(-1, 24)]
-    given = [box.tally_at(stream) for stream in streams]
-    assert given == [box.tally_at(stream) for stream in streams]
-    assert given[file_format.TALLIES :] == [None] * (len(streams) - file_format.TALLIES)
-    for count, at in enumerate(given[: file_format.TALLIES]):
+    given = [box.counter_at(stream) for stream in streams]
+    assert given == [box.counter_at(stream) for stream in streams]
+    assert given[file_format.COUNTERS :] == [None] * (len(streams) - file_format.COUNTERS)
+    for count, at in enumerate(given[: file_format.COUNTERS]):
         assert at is not None
-        box.words[at + file_format.TALLY_COUNT] = count
-    assert read_box(box.path or "").tallies() == {stream: count for count, stream in enumerate(streams[: file_format.TALLIES])}
+        box.words[at + file_format.COUNTER_COUNT] = count
+    assert read_box(box.path or "").counters() == {
+        stream: count for count, stream in enumerate(streams[: file_format.COUNTERS])
+    }
 
 
 def test_streams_that_no_word_can_hold_have_no_tally(box: BoxWriter) -> None:
-    """A group without an id and ranks out of range get no tally and disturb no other."""
+    """A group without an id and ranks out of range get no counter and disturb no other."""
     for who in ((0, -1, -1), (1, -2, 0), (1, 0, -3), (1, 2**20, 0), (1, 0, 2**20 - 1)):
-        assert box.tally_at(who) is None
-    box.tally_at((1, 2**20 - 2, -1))
-    assert read_box(box.path or "").tallies() == {(1, 2**20 - 2, -1): 0}
+        assert box.counter_at(who) is None
+    box.counter_at((1, 2**20 - 2, -1))
+    assert read_box(box.path or "").counters() == {(1, 2**20 - 2, -1): 0}
 
 
 # -- many threads --------------------------------------------------------------------------------------------------------
@@ -283,11 +305,11 @@ def test_records_of_16_threads(tmp_path: Path) -> None:
     assert (found.counts.good, found.counts.torn, found.counts.overwritten) == (threads * count, 0, 0)
     for thread in range(threads):
         own = records[records["thread"] == thread]
-        assert (own["what"] == range(count)).all()
-        for name in ("step", "module", "call", "line", "graph", "aim", "param"):
+        assert (own["subject"] == range(count)).all()
+        for name in ("step", "module", "call", "line", "graph", "beneficiary", "param"):
             assert (own[name] == thread).all()
-        for name in ("t_ns", "more"):
-            assert (own[name] == own["what"]).all()
+        for name in ("t_ns", "extra"):
+            assert (own[name] == own["subject"]).all()
 
 
 def test_names_and_texts_of_many_threads(box: BoxWriter) -> None:
@@ -300,7 +322,7 @@ def test_names_and_texts_of_many_threads(box: BoxWriter) -> None:
         with open(str(box.path), "rb", buffering=0) as file:
             for number in range(200):
                 name = f"<{number}>"
-                ids[thread][name] = box.intern(Sort.MODULE, name)
+                ids[thread][name] = box.intern(EntryType.MODULE, name)
                 file.seek(box.geometry.table_at)
                 assert name.encode() in file.read()
                 texts[thread][box.text(f"{thread} {number}")] = f"{thread} {number}"
@@ -327,7 +349,7 @@ def test_names_are_in_the_file_before_anybody_uses_them(box: BoxWriter) -> None:
                 begun[number].wait()
                 for _ in range(random.randrange(20_000)):
                     pass
-            box.intern(Sort.LINE, name)
+            box.intern(EntryType.LINE, name)
             assert os.path.getsize(box.path or "") >= box.geometry.table_at + (number + 1) * (
                 file_format.ENTRY.size + len(name)
             )
@@ -336,14 +358,14 @@ def test_names_are_in_the_file_before_anybody_uses_them(box: BoxWriter) -> None:
 
 
 def test_tallies_of_many_threads() -> None:
-    """Threads that meet different streams at once get different tallies."""
+    """Threads that meet different streams at once get different counters."""
     boxes = [BoxWriter(None, meta={}, records=16) for _ in range(100)]
     given: list[dict[tuple[int, int], int | None]] = [{} for _ in boxes]
 
     def work(thread: int) -> None:
         for box, of_box in zip(boxes, given, strict=True):
             for number in range(60):
-                of_box[thread, number] = box.tally_at((1, thread, number))
+                of_box[thread, number] = box.counter_at((1, thread, number))
 
     in_threads(8, work)
     for box, of_box in zip(boxes, given, strict=True):
@@ -353,12 +375,12 @@ def test_tallies_of_many_threads() -> None:
 
 def test_full_table_gives_0(box: BoxWriter) -> None:
     """When the table is full, further names get id 0, those already there keep theirs, and records go on."""
-    big = [box.intern(Sort.LINE, f"{number:2d}" * (1 << 19)) for number in range(70)]
+    big = [box.intern(EntryType.LINE, f"{number:2d}" * (1 << 19)) for number in range(70)]
     assert big[0] == 1
     assert big[-1] == 0
-    small = box.intern_many(Sort.MODULE, [f"{number}" * 1000 for number in range(1000)])
+    small = box.intern_many(EntryType.MODULE, [f"{number}" * 1000 for number in range(1000)])
     assert small[-1] == 0
-    assert box.intern(Sort.LINE, " 0" * (1 << 19)) == 1
+    assert box.intern(EntryType.LINE, " 0" * (1 << 19)) == 1
     box.record(MODULE_ENTER, 1, module=small[-1], line=big[0])
     found = read_box(box.path or "")
     (event,) = found.events()
@@ -370,10 +392,10 @@ def test_full_table_gives_0(box: BoxWriter) -> None:
 
 def test_intern_many(box: BoxWriter) -> None:
     """Many names at once get the ids that one after the other would get, names that repeat the same one."""
-    first = box.intern(Sort.MODULE, "b")
-    ids = box.intern_many(Sort.MODULE, iter(["a", "b", "c", "a"]))
+    first = box.intern(EntryType.MODULE, "b")
+    ids = box.intern_many(EntryType.MODULE, iter(["a", "b", "c", "a"]))
     assert ids == [2, first, 3, 2]
-    assert box.intern(Sort.PARAM, "a") == 4
+    assert box.intern(EntryType.PARAM, "a") == 4
     assert read_box(box.path or "").names == {1: (2, "b"), 2: (2, "a"), 3: (2, "c"), 4: (7, "a")}
 
 
@@ -484,7 +506,7 @@ class PageReader:
 
     KINDS = "start end step_begin step_end optimizer module_enter module_exit collective note phase_begin phase_end exception"
     PASSES = {0: "outside", 1: "forward", 2: "backward", 4: "optimizer", 9: "recompute"}  # noqa: RUF012
-    NAMES = "number t_ns kind pass flags thread step module call line graph what aim param more"
+    NAMES = "number t_ns kind pass flags thread step module call line graph subject beneficiary param extra"
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -493,12 +515,12 @@ class PageReader:
             block = data[at : at + 2048]
             if block[:8] == b"TRCHWHRE" and zlib.crc32(block[:2044]) == struct.unpack("<I", block[2044:2048])[0]:
                 break
-        version, _, cursors, tallies, self.capacity, self.text_bytes = struct.unpack_from("<6I", block, 8)
+        version, _, cursors, counters, self.capacity, self.text_bytes = struct.unpack_from("<6I", block, 8)
         assert version == 1
         (table_at, meta_bytes) = struct.unpack_from("<QI", block, 36)
         self.cursors_at = 4096
-        self.tallies_at = 4096 + 64 * cursors
-        self.ring_at = self.tallies_at + 32 * tallies
+        self.counters_at = 4096 + 64 * cursors
+        self.ring_at = self.counters_at + 32 * counters
         self.texts_at = self.ring_at + 64 * self.capacity
         self.table_at = self.texts_at + self.text_bytes
         assert self.table_at == table_at
@@ -589,27 +611,27 @@ class PageReader:
 
     def fields(self, kind: str, record: dict[str, int]) -> dict[str, Any]:
         if kind in ("start", "end", "note", "exception"):
-            text = self.text(record["more"])
+            text = self.text(record["extra"])
             try:
                 found = json.loads(text or "")
             except ValueError:
                 found = None
             return found if isinstance(found, dict) else {"reason" if kind == "end" else "text": text}
         if kind in ("phase_begin", "phase_end"):
-            return {"phase": self.name(record["what"])} | ({"duration_ns": record["more"]} if kind == "phase_end" else {})
+            return {"phase": self.name(record["subject"])} | ({"duration_ns": record["extra"]} if kind == "phase_end" else {})
         if kind in ("optimizer", "compile_begin", "compile_end"):
-            return {"what": self.name(record["what"])}
+            return {"what": self.name(record["subject"])}
         return self.collective(record) if kind == "collective" else {}
 
     def collective(self, record: dict[str, int]) -> dict[str, Any]:
-        payload, aim = self.name(record["what"]), self.name(record["aim"])
+        payload, beneficiary = self.name(record["subject"]), self.name(record["beneficiary"])
         keys = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
         found = dict.fromkeys(keys) if payload is None else json.loads(payload)
         group = self.groups().get(found["group"], {})
         ranks = group.get("ranks", [])
         return found | {
-            "number": record["more"],
-            "for": None if aim is None else json.loads(aim),
+            "number": record["extra"],
+            "for": None if beneficiary is None else json.loads(beneficiary),
             "async": bool(record["flags"] & 1),
             "group_desc": group.get("desc"),
             "mesh_dim": group.get("mesh_dim"),
@@ -620,7 +642,7 @@ class PageReader:
 
     def cursors(self) -> list[dict[str, Any]]:
         found = []
-        for slot in range((self.tallies_at - self.cursors_at) // 64):
+        for slot in range((self.counters_at - self.cursors_at) // 64):
             raw = self.data[self.cursors_at + 64 * slot : self.cursors_at + 64 * slot + 64]
             place, t_ns, step, thread, line, record, phase, _ = struct.unpack("<8Q", raw if len(raw) == 64 else bytes(64))
             if t_ns:
@@ -642,8 +664,8 @@ class PageReader:
         return found
 
     def slots(self) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
-        """Every tally that is used: id, source, destination, and the other words."""
-        for at in range(self.tallies_at, min(self.ring_at, len(self.data) - 31), 32):
+        """Every counter that is used: id, source, destination, and the other words."""
+        for at in range(self.counters_at, min(self.ring_at, len(self.data) - 31), 32):
             who, *words = struct.unpack_from("<4Q", self.data, at)
             if who:
                 yield who >> 40, (who >> 20) % 2**20 - 1, who % 2**20 - 1, tuple(words)
@@ -651,7 +673,7 @@ class PageReader:
     def is_phase(self, entry_id: int) -> bool:
         return entry_id in self.table and self.table[entry_id][0] == 11
 
-    def tallies(self) -> dict[tuple[int, int, int], int]:
+    def counters(self) -> dict[tuple[int, int, int], int]:
         return {(i, source, destination): words[0] for i, source, destination, words in self.slots() if not self.is_phase(i)}
 
     def phases(self) -> dict[tuple[tuple[str, ...], bool], list[tuple[int, ...]]]:
@@ -679,7 +701,7 @@ def assert_page_holds(data: bytes) -> None:
     assert page.table == ours.names
     assert page.events() == [event.to_dict() for event in ours.events()]
     assert page.cursors() == as_on_the_page(ours)
-    assert page.tallies() == ours.tallies()
+    assert page.counters() == ours.counters()
     sums = {
         key: ((found.count, found.total_ns, found.max_ns), (found.running, found.begun_ns))
         for key, found in phase_sums(ours).items()
@@ -700,7 +722,7 @@ def test_format_page_is_enough_to_read_a_real_box(real_box: Path) -> None:
     assert {"end", "step_begin", "optimizer", "module_enter", "collective", "note", "phase_end", "exception"} <= kinds
     assert page.overwritten > 0
     assert {"MainThread", "helper"} <= set(page.threads().values())
-    assert (0, 1) in [who[1:] for who in page.tallies()]
+    assert (0, 1) in [who[1:] for who in page.counters()]
     assert page.phases()[(), True][0][0] == page.phases()[("compute",), True][0][0] == 6
     assert {"0", "", None} <= {event["for"] for event in page.events() if event["kind"] == "collective"}
 
@@ -708,11 +730,11 @@ def test_format_page_is_enough_to_read_a_real_box(real_box: Path) -> None:
 def test_format_page_is_enough_to_read_a_damaged_box(real_box: Path) -> None:
     """Both readers also agree on a box that is cut, holed and overwritten with other bytes."""
     data, page = real_box.read_bytes(), PageReader(real_box.read_bytes())
-    middles = [page.cursors_at + 8, page.tallies_at, page.ring_at + 6400 // 2, page.texts_at + 20, page.table_at + 200]
+    middles = [page.cursors_at + 8, page.counters_at, page.ring_at + 6400 // 2, page.texts_at + 20, page.table_at + 200]
     for middle in middles:
         assert_page_holds(data[:middle] + b"\xff" * 5 + data[middle + 5 :])
         assert_page_holds(data[:middle] + bytes(300) + data[middle + 300 :])
-    for end in (4096 + 100, page.tallies_at + 20, page.ring_at + 1000, page.texts_at + 100, page.table_at + 10, len(data) - 3):
+    for end in (4096 + 100, page.counters_at + 20, page.ring_at + 1000, page.texts_at + 100, page.table_at + 10, len(data) - 3):
         assert_page_holds(data[:end])
     assert_page_holds(b"\0" * 100 + data[100:])
     assert_page_holds(data + b"\xa7\x74\x77\xb6 and more")
@@ -723,5 +745,5 @@ def test_format_page_lists_all_numbers() -> None:
     page = FORMAT_PAGE.read_text()
     for kind in Kind:
         assert f"| {int(kind)} | {kind.label} |" in page
-    for sort in Sort:
+    for sort in EntryType:
         assert f"| {int(sort)} | {sort.name} |" in page

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import Geometry, Sort, pack_entry, pack_header
+from torchwhere.blackbox.file_format import EntryType, Geometry, pack_entry, pack_header
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import TEXT_FIELD, Kind
@@ -39,15 +39,15 @@ class Sample:
 
 @cache
 def sample() -> Sample:
-    """A box that has gone round: records of every kind, names of every sort, texts, cursors, tallies."""
+    """A box that has gone round: records of every kind, names of every sort, texts, cursors, counters."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank2.box"
         box = BoxWriter(path, meta=META, records=CAPACITY)
-        names = {1: (int(Sort.META), json.dumps(META))}
+        names = {1: (int(EntryType.META), json.dumps(META))}
         records, texts = {}, {}
         for number in range(100):
             kind = Kind(number % len(Kind) + 1)
-            sort = Sort(number % 9 + 2)
+            sort = EntryType(number % 9 + 2)
             name = name_of(sort, number)
             entry = box.intern(sort, name)
             names[entry] = int(sort), name
@@ -63,27 +63,27 @@ def sample() -> Sample:
             cursor = box.cursor_at(number)
             for word in range(7):
                 box.words[cursor + word] = (number << 32) + number * word + 1
-            tally = box.tally_at((number % 110 + 1, number % 5 - 1, -1))
-            assert tally is not None
-            box.words[tally + file_format.TALLY_COUNT] = number
+            counter = box.counter_at((number % 110 + 1, number % 5 - 1, -1))
+            assert counter is not None
+            box.words[counter + file_format.COUNTER_COUNT] = number
         box.close()
         return Sample(path.read_bytes(), box.geometry, records, names, texts)
 
 
-def name_of(sort: Sort, number: int) -> str:
-    if sort is Sort.GROUP:
+def name_of(sort: EntryType, number: int) -> str:
+    if sort is EntryType.GROUP:
         return json.dumps({"name": str(number), "desc": "pg", "ranks": [0, 1], "backend": "gloo", "mesh_dim": None})
-    if sort is Sort.COLLECTIVE:
+    if sort is EntryType.COLLECTIVE:
         return json.dumps({"op": "all_reduce", "group": str(number - 1), "bytes": number, "n": number})
-    if sort is Sort.AIM:
+    if sort is EntryType.BENEFICIARY:
         return json.dumps([f"layers.{number}.weight"])
-    return f"{number}\tthread {number}" if sort is Sort.THREAD else f"{sort.name} {number}"
+    return f"{number}\tthread {number}" if sort is EntryType.THREAD else f"{sort.name} {number}"
 
 
 def look_at_everything(box: Box) -> list[dict[str, Any]]:
     """Call every way there is to look into a box; none may raise."""
     box.cursors()
-    box.tallies()
+    box.counters()
     box.groups()
     assert isinstance(box.run, tuple)
     assert isinstance(box.rank, int)
@@ -108,7 +108,7 @@ def assert_nothing_invented(box: Box, written: Sample) -> None:
 
 def sections() -> list[tuple[int, int]]:
     g = sample().geometry
-    starts = [0, file_format.HEADER_BYTES, g.cursors_at, g.tallies_at, g.ring_at, g.texts_at, g.texts_at + 3000, g.table_at]
+    starts = [0, file_format.HEADER_BYTES, g.cursors_at, g.counters_at, g.ring_at, g.texts_at, g.texts_at + 3000, g.table_at]
     ends = [*starts[1:6], g.texts_at + 3000, g.table_at, len(sample().data)]
     return list(zip(starts, ends, strict=True))
 
@@ -129,7 +129,7 @@ def test_sample_is_whole() -> None:
     assert (box.counts.good, box.counts.overwritten, box.counts.torn, box.counts.torn_entries) == (CAPACITY, 60, 0, 0)
     assert [box.text(position) for position in written.texts] == list(written.texts.values())
     assert len(box.cursors()) == file_format.CURSORS
-    assert len(box.tallies()) == 100
+    assert len(box.counters()) == 100
     assert len(box.groups()) == 11
 
 
@@ -241,7 +241,7 @@ def test_newer_version() -> None:
 @pytest.mark.parametrize("capacity", [0, 1, 2**32 - 1])
 def test_headers_that_promise_too_much(capacity: int) -> None:
     """A valid header in front of too little, or nothing, is a box that is cut short."""
-    header = pack_header(Geometry(capacity=capacity, cursors=0, tallies=2**32 - 1, text_bytes=0), b'{"rank": 1}')
+    header = pack_header(Geometry(capacity=capacity, cursors=0, counters=2**32 - 1, text_bytes=0), b'{"rank": 1}')
     box = parse_box(header * 2 + b"\xff" * 100)
     assert look_at_everything(box) == []
     assert box.rank == 1

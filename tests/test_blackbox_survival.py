@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
@@ -436,7 +436,7 @@ def test_deleted_file(tmp_path: Path) -> None:
     assert lost == []
     (tmp_path / "rank0.box").unlink()
     for _ in range(2):
-        assert box.intern(Sort.MODULE, f"module {box.record(NOTE, 1, more=box.text('{}'))}") > 0
+        assert box.intern(EntryType.MODULE, f"module {box.record(NOTE, 1, more=box.text('{}'))}") > 0
         box.check_file()
     box.rename(tmp_path / "rank1.box")
     box.close()

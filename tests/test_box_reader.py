@@ -158,8 +158,8 @@ def everything(box: Box) -> dict[str, Any]:
         "problems": box.problems,
         "events": list(box.events()),
         "cursors": box.cursors(),
-        "tallies": box.tallies(),
-        "pulse": box.pulse,
+        "tallies": box.counters(),
+        "pulse": box.progress,
     }
 
 
@@ -202,14 +202,14 @@ def test_no_such_box(tmp_path: Path) -> None:
 
 def test_a_pulse_changes_with_a_record(boxes: list[Path], tmp_path: Path) -> None:
     """The pulse is that of the file as long as nothing is written to it."""
-    from torchwhere.blackbox.summary import label, pulse_of
+    from torchwhere.blackbox.summary import label, progress_of
 
     path = tmp_path / "rank0.box"
     path.write_bytes(boxes[0].read_bytes())
     known = label(BoxReader().read(path))
-    assert pulse_of(path) == known.pulse != 0
+    assert progress_of(path) == known.progress != 0
     words = np.memmap(path, "<u8", mode="r+", offset=4096, shape=(8,))
     words[5] += 1
     words.flush()
-    assert pulse_of(path) != known.pulse
-    assert pulse_of(tmp_path / "gone.box") == 0
+    assert progress_of(path) != known.progress
+    assert progress_of(tmp_path / "gone.box") == 0

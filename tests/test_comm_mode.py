@@ -626,7 +626,7 @@ def _tables(make: Callable[[], Any], folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_texts_are_those_of_the_original(fake_world: None, tmp_path: Path) -> None:
-    """Where the original is right its tables, log and JSON are the same to the letter."""
+    """Where the original is right its tables, log and JSON are the same to the snapshot."""
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
     original, ours = (_tables(make, tmp_path) for make in (Original, CommDebugMode))

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.diagnose.comms.outline import Branch, outline
+from torchwhere.diagnose.comms.outline import OutlineLine, outline
 from torchwhere.diagnose.comms.sums import RunningSums, sums
 from torchwhere.diagnose.comms.tree import Comms, comms
 from torchwhere.render import text
@@ -32,7 +32,7 @@ class Call(NamedTuple):
     module: str | None
     pass_: Pass
     op: str
-    aim: Any = None
+    beneficiary: Any = None
     size: int = 1000
     group: str = "0"
     step: int = 0
@@ -44,14 +44,14 @@ def write(
 ) -> None:
     box = BoxWriter(folder / box_name(rank), meta={"rank": rank, "world_size": 2, "started_ns": 0}, records=records)
     for group in groups:
-        box.intern(Sort.GROUP, json.dumps(group))
+        box.intern(EntryType.GROUP, json.dumps(group))
     for number, call in enumerate(calls):
-        module = 0 if call.module is None else box.intern(Sort.MODULE, call.module)
+        module = 0 if call.module is None else box.intern(EntryType.MODULE, call.module)
         fields = {"op": call.op, "raw_op": "c10d::x", "group": call.group, "dtype": "float32", "bytes": call.size, "peer": None}
-        what = box.intern(Sort.COLLECTIVE, json.dumps(fields))
-        aim = 0 if call.aim is None else box.intern(Sort.AIM, json.dumps(call.aim))
-        line = 0 if call.line is None else box.intern(Sort.LINE, call.line)
-        box.record(Kind.COLLECTIVE, number, call.pass_, 0, 0, call.step, module, 0, line, 0, what, aim, 0, number)
+        what = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
+        beneficiary = 0 if call.beneficiary is None else box.intern(EntryType.BENEFICIARY, json.dumps(call.beneficiary))
+        line = 0 if call.line is None else box.intern(EntryType.LINE, call.line)
+        box.record(Kind.COLLECTIVE, number, call.pass_, 0, 0, call.step, module, 0, line, 0, what, beneficiary, 0, number)
     box.close()
 
 
@@ -64,7 +64,7 @@ def shown(found: Comms, *, width: int | None = None) -> list[str]:
     return ["".join(part for part, _ in line) for line in text.comms_lines(found, width=width)]
 
 
-def labels(branch: Branch) -> list[Any]:
+def labels(branch: OutlineLine) -> list[Any]:
     """The outline's labels, nested."""
     return [[inner.label, labels(inner)] if inner.branches else inner.label for inner in branch.branches]
 
@@ -92,14 +92,14 @@ TP = {"name": "tp", "desc": "mesh_tp", "mesh_dim": "tp", "backend": "gloo", "ran
 
 
 def test_counts_bytes_ranks_and_steps(tmp_path: Path) -> None:
-    """A tally holds the calls and bytes of all ranks, the ranks, and in how many steps of each it happened."""
+    """A counter holds the calls and bytes of all ranks, the ranks, and in how many steps of each it happened."""
     calls = [Call("head", Pass.FORWARD, REDUCE, size=size, step=step) for step in (3, 4, 4) for size in (100, 300)]
     write(tmp_path, calls, rank=0)
     write(tmp_path, calls[:2], rank=1)
     found = comms(read_run(tmp_path))
-    ((key, tally),) = found.root.children["head"].own.items()
+    ((key, counter),) = found.root.children["head"].own.items()
     assert key == ("forward", REDUCE, "default_pg", None)
-    assert (tally.count, tally.bytes, tally.ranks, tally.steps, tally.sizes) == (8, 1600, {0, 1}, 3, {100, 300})
+    assert (counter.count, counter.bytes, counter.ranks, counter.steps, counter.sizes) == (8, 1600, {0, 1}, 3, {100, 300})
     assert (found.ranks, found.steps, found.groups, found.overwritten) == ({0, 1}, (3, 4), {"default_pg": 2}, {})
 
 
@@ -213,7 +213,7 @@ def test_layers_that_do_the_same_are_one_line(tmp_path: Path) -> None:
     leaves = ["attn.wo", "mlp.down"]
     assert labels(outline(found.root)) == [["layers.0", leaves], ["layers.1-31", leaves]]
     folded = outline(found.root).branches[1]
-    assert [(key.pass_, key.op, key.aim, tally.count, tally.steps) for key, tally in folded.entries()] == [
+    assert [(key.pass_, key.op, key.beneficiary, counter.count, counter.steps) for key, counter in folded.entries()] == [
         ("forward", GATHER, "layers.1-31", 31, 1),
         ("backward", GATHER, "layers.0-30", 31, 1),
         ("backward", SCATTER, "layers.1-31", 31, 1),
@@ -230,7 +230,7 @@ def test_layers_that_do_the_same_are_one_line(tmp_path: Path) -> None:
         Call("layers.2", Pass.FORWARD, REDUCE, group="tp"),
         Call("layers.2.more", Pass.FORWARD, REDUCE),
     ],
-    ids=["size", "pass", "aim", "group", "child"],
+    ids=["size", "pass", "beneficiary", "group", "child"],
 )
 def test_a_layer_that_differs_stands_alone(tmp_path: Path, odd: Call) -> None:
     """A layer that differs in anything that is shown is not folded with its neighbours."""
@@ -254,8 +254,8 @@ def test_folds_inside_folds(tmp_path: Path) -> None:
     calls = [Call(f"stages.{s}.blocks.{b}", Pass.BACKWARD, GATHER, f"stages.{s}.blocks.{b}") for s in (0, 1) for b in (0, 1, 2)]
     (branch,) = outline(read(tmp_path, calls).root).branches
     assert (branch.label, branch.name, len(branch.nodes)) == ("stages.0-1.blocks.0-2", "stages.0-1.blocks.0-2", 6)
-    ((key, tally),) = branch.entries()
-    assert (key.aim, tally.count) == ("stages.0-1.blocks.0-2", 6)
+    ((key, counter),) = branch.entries()
+    assert (key.beneficiary, counter.count) == ("stages.0-1.blocks.0-2", 6)
 
 
 def test_parameters_are_shortened(tmp_path: Path) -> None:

@@ -327,7 +327,7 @@ def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_backward_tensors_as_the_original(original: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no node is reached twice the text is the original's, to the letter."""
+    """Where no node is reached twice the text is the original's, to the snapshot."""
     model = Model()
     loss = model(batch()).sum()
     original.print_backward_tensors(loss)

@@ -29,7 +29,7 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere import TorchwhereError, cli
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.events import Kind
@@ -164,7 +164,7 @@ def test_healthy_runs_have_no_difference(four_ranks: Pool, tmp_path: Path, kind:
     four_ranks.run(_train, kind, tmp_path, checks_itself=True)
     found = compared(tmp_path)
     assert found.events is not None
-    assert found.events.partings == ()
+    assert found.events.divergences == ()
     assert found.is_equal
     assert (found.events.cohorts, found.events.steps, found.events.remarks) == (((0, 1, 2, 3),), (0, 3), ())
     assert found.events.compared > 80
@@ -189,12 +189,12 @@ def test_a_replica_that_differs_from_its_own_stage(four_ranks: Pool, tmp_path: P
     four_ranks.run(_pipeline, tmp_path, 2, True, checks_itself=True)
     found = compared(tmp_path)
     assert found.events is not None
-    (parting,) = found.events.partings
-    assert (parting.kind, parting.step, [version.ranks for version in parting.versions]) == ("flow", 1, [(2,), (3,)])
+    (divergence,) = found.events.divergences
+    assert (divergence.kind, divergence.step, [version.ranks for version in divergence.versions]) == ("flow", 1, [(2,), (3,)])
     assert found.events.cohorts == ((0, 1), (2,), (3,))
-    assert parting.versions[0].entry is None
-    assert parting.minority.entry is not None
-    assert parting.minority.entry.text == "note a second look"
+    assert divergence.versions[0].entry is None
+    assert divergence.minority.entry is not None
+    assert divergence.minority.entry.text == "note a second look"
 
 
 def test_a_ring_has_no_stages(four_ranks: Pool, tmp_path: Path) -> None:
@@ -223,14 +223,14 @@ def test_a_rank_that_says_something_more(four_ranks: Pool, tmp_path: Path) -> No
     found = compared(tmp_path)
     assert found.events is not None
     assert found.events.cohorts == ((0, 1, 3), (2,))
-    (parting,) = found.events.partings
-    assert [version.ranks for version in parting.versions] == [(0, 1, 3), (2,)]
-    assert (parting.step, parting.versions[0].entry) == (2, None)
-    entry = parting.minority.entry
+    (divergence,) = found.events.divergences
+    assert [version.ranks for version in divergence.versions] == [(0, 1, 3), (2,)]
+    assert (divergence.step, divergence.versions[0].entry) == (2, None)
+    entry = divergence.minority.entry
     assert entry is not None
     assert entry.event is not None
     assert (entry.event.kind, entry.event.fields) == ("note", {"text": "overflow", "scale": 0.5})
-    assert "they differ in this step alone, of 4" in parting.remarks
+    assert "they differ in this step alone, of 4" in divergence.remarks
 
 
 # -- boxes written by hand -------------------------------------------------------------------------------------------------
@@ -246,18 +246,18 @@ class Rank:
     ) -> None:
         meta = {"rank": rank, "world_size": world, "started_ns": 0, "host": f"node{rank}"}
         self.box = BoxWriter(folder / box_name(rank), meta=meta, records=records)
-        self.box.intern(Sort.THREAD, "0\tMainThread")
-        self.box.intern(Sort.THREAD, "1\tloader")
+        self.box.intern(EntryType.THREAD, "0\tMainThread")
+        self.box.intern(EntryType.THREAD, "1\tloader")
         self.rank, self.step, self.numbers = rank, 0, dict[Any, int]()
         for group in groups:
-            self.box.intern(Sort.GROUP, json.dumps(group))
+            self.box.intern(EntryType.GROUP, json.dumps(group))
         self.record(Kind.STEP_BEGIN)
 
     def record(
         self, kind: Kind, *, thread: int = 0, line: int = 1, module: str | None = None, what: int = 0, more: int = 0
     ) -> None:
-        named = 0 if module is None else self.box.intern(Sort.MODULE, module)
-        where = self.box.intern(Sort.LINE, f"train.py:{line}")
+        named = 0 if module is None else self.box.intern(EntryType.MODULE, module)
+        where = self.box.intern(EntryType.LINE, f"train.py:{line}")
         pass_ = Pass.OUTSIDE if module is None else Pass.FORWARD
         self.box.record(kind, 1, pass_, 0, thread, self.step, named, 0, where, 0, what, 0, 0, more)
 
@@ -277,7 +277,7 @@ class Rank:
             self.numbers.get((group, more.get("peer"), op in ("send", "recv")), -1) + 1
         )
         thread = more.pop("thread", 0)
-        what = self.box.intern(Sort.COLLECTIVE, json.dumps(fields | more))
+        what = self.box.intern(EntryType.COLLECTIVE, json.dumps(fields | more))
         self.record(Kind.COLLECTIVE, thread=thread, line=line, module=module, what=what, more=number)
         return self
 
@@ -309,14 +309,14 @@ def briefly(found: Comparison) -> list[Any]:
     """Of each parting: kind, step, and who has what on which line."""
     return [
         (
-            parting.kind,
-            parting.step,
+            divergence.kind,
+            divergence.step,
             [
                 (version.ranks, version.entry and (version.entry.text, version.entry.event and version.entry.event.place.line))
-                for version in parting.versions
+                for version in divergence.versions
             ],
         )
-        for parting in found.partings
+        for divergence in found.divergences
     ]
 
 
@@ -336,7 +336,7 @@ def test_another_branch(tmp_path: Path) -> None:
         ("flow", 2, [((0, 2, 3), ("collective all_reduce", "train.py:5")), ((1,), ("collective broadcast", "train.py:9"))]),
         ("flow", 3, [((0, 2), ("collective all_reduce", "train.py:6")), ((3,), ("collective all_reduce", "train.py:11"))]),
     ]
-    first, second = found.partings
+    first, second = found.divergences
     assert [entry.event and entry.event.place.line for entry in first.before] == ["train.py:1", "train.py:1", "train.py:4"]
     assert first.remarks == ("they differ in this step alone, of 5",)
     assert second.remarks[0] == "in step 3 rank 3 had 4 collective events on default_pg; ranks 0, 2 had 3"
@@ -355,12 +355,12 @@ def test_ranks_of_a_group_must_agree(tmp_path: Path, odd: dict[str, Any]) -> Non
         for step in range(3):
             rank.call(**usual).call(**usual | odd if number == 2 and step == 1 else usual).next_step()
         rank.end()
-    (parting,) = events(tmp_path).partings
-    assert (parting.step, [version.ranks for version in parting.versions]) == (1, [(0, 1, 3), (2,)])
-    assert parting.kind == ("flow" if "peer" in odd else "group")
-    assert parting.minority.entry is not None
-    assert parting.minority.entry.event is not None
-    place = parting.minority.entry.event.place
+    (divergence,) = events(tmp_path).divergences
+    assert (divergence.step, [version.ranks for version in divergence.versions]) == (1, [(0, 1, 3), (2,)])
+    assert divergence.kind == ("flow" if "peer" in odd else "group")
+    assert divergence.minority.entry is not None
+    assert divergence.minority.entry.event is not None
+    place = divergence.minority.entry.event.place
     assert (place.step, place.pass_, place.module, place.line) == (1, "forward", "layer", "train.py:5")
 
 
@@ -376,7 +376,7 @@ def test_groups_may_differ_from_each_other(tmp_path: Path) -> None:
             rank.call("barrier", group="x")
         rank.call("all_to_all_single", shape=number).call("gather", peer=0, out_shapes=[[8]] * 4 if number == 0 else [])
         rank.end()
-    assert events(tmp_path).partings == ()
+    assert events(tmp_path).divergences == ()
 
 
 def test_two_ends_of_a_message_must_agree(tmp_path: Path) -> None:
@@ -409,10 +409,10 @@ def test_a_rank_that_ends_early(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found.cohorts == ((0, 1, 2), (3,))
     assert found.remarks == ("rank 1 had not ended: compared as far as they came",)
-    (parting,) = found.partings
-    assert (parting.step, [version.ranks for version in parting.versions]) == (2, [(0, 1, 2), (3,)])
-    assert parting.minority.entry is None
-    assert [entry.text for entry in parting.minority.after] == ["end exit 1"]
+    (divergence,) = found.divergences
+    assert (divergence.step, [version.ranks for version in divergence.versions]) == (2, [(0, 1, 2), (3,)])
+    assert divergence.minority.entry is None
+    assert [entry.text for entry in divergence.minority.after] == ["end exit 1"]
 
 
 def test_all_were_killed_at_once(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_all_were_killed_at_once(tmp_path: Path) -> None:
             rank.call()
         rank.killed()
     found = events(tmp_path)
-    assert (found.partings, found.remarks) == ((), ("ranks 0-3 had not ended: compared as far as they came",))
+    assert (found.divergences, found.remarks) == ((), ("ranks 0-3 had not ended: compared as far as they came",))
 
 
 def test_rings_that_have_gone_round(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_rings_that_have_gone_round(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found.steps == (20, 40)
     assert found.remarks == ("nothing whole from before step 20 of rank 1: compared from there on (--records keeps more)",)
-    assert [(parting.step, parting.minority.ranks) for parting in found.partings] == [(35, (0,))]
+    assert [(divergence.step, divergence.minority.ranks) for divergence in found.divergences] == [(35, (0,))]
 
 
 def test_no_step_in_common(tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_no_step_in_common(tmp_path: Path) -> None:
     assert found.remarks == (
         "no step is whole in all rings: only collectives of one group were compared, by number (--records keeps more)",
     )
-    assert [(parting.kind, parting.minority.ranks) for parting in found.partings] == [("group", (2,))]
+    assert [(divergence.kind, divergence.minority.ranks) for divergence in found.divergences] == [("group", (2,))]
 
 
 def test_texts_that_were_overwritten(tmp_path: Path) -> None:
@@ -478,13 +478,13 @@ def test_values_in_notes(tmp_path: Path) -> None:
             rank.call(line=7 if number == 1 and step == 3 else 5).next_step()
         rank.end()
     found = events(tmp_path)
-    assert [(p.kind, p.step, [v.ranks for v in p.versions]) for p in found.partings] == [
+    assert [(p.kind, p.step, [v.ranks for v in p.versions]) for p in found.divergences] == [
         ("value", 0, [(0, 1, 2), (3,)]),
         ("flow", 3, [(0, 2, 3), (1,)]),
     ]
     assert found.cohorts == ((0, 2), (1,), (3,))
     assert events(tmp_path, strip=[r"loss \S+"]).cohorts == ((0, 2, 3), (1,))
-    assert events(tmp_path, strip=[r"loss \S+"], ignore=["collective"]).partings == ()
+    assert events(tmp_path, strip=[r"loss \S+"], ignore=["collective"]).divergences == ()
 
 
 def test_other_threads_and_compilations(tmp_path: Path) -> None:
@@ -497,7 +497,7 @@ def test_other_threads_and_compilations(tmp_path: Path) -> None:
         rank.call().call().call(line=6, thread=1)
         rank.end()
     found = events(tmp_path)
-    assert found.partings == ()
+    assert found.divergences == ()
     assert found.remarks == (
         "3 events of other threads, which come at any time, were left out",
         "graphs compiled: rank 1 1, rank 2 2; the others 0",
@@ -547,8 +547,8 @@ def test_many_ranks(tmp_path: Path) -> None:
             rank.note(f"{'abcdefghij'[number - 190]} is odd")
         rank.end()
     found = events(tmp_path)
-    assert [(p.step, len(p.versions)) for p in found.partings] == [(6, 2), (10, 11)]
-    assert found.partings[0].minority.ranks == (77,)
+    assert [(p.step, len(p.versions)) for p in found.divergences] == [(6, 2), (10, 11)]
+    assert found.divergences[0].minority.ranks == (77,)
     assert len(found.cohorts) == 12
     assert found.compared == 200 * (1 + 10 * 8 + 1) + 10
 
@@ -569,7 +569,7 @@ def test_very_many_ranks(tmp_path: Path) -> None:
     assert found is not None
     assert len(seen) >= 6
     assert max(seen) < 20
-    told = [(version.ranks, version.entry) for parting in found.partings for version in parting.versions]
+    told = [(version.ranks, version.entry) for divergence in found.divergences for version in divergence.versions]
     assert {entry.text for ranks, entry in told if ranks[0] == 3 and entry} == {"overwritten since it was compared"}
     assert "overwritten since it was compared" in as_text(diff_lines(Diff(None, found), width=None))
 
@@ -608,7 +608,7 @@ SAID = [
 def test_logs_that_say_the_same(tmp_path: Path) -> None:
     """Ids, devices, addresses, times, processes, ranks and temporary files may differ."""
     found = logs(tmp_path, [[line.format(rank=rank) for line in SAID] for rank in range(4)])
-    assert (found.partings, found.cohorts, found.compared) == ((), ((0, 1, 2, 3),), 16)
+    assert (found.divergences, found.cohorts, found.compared) == ((), ((0, 1, 2, 3),), 16)
 
 
 def test_another_line(tmp_path: Path) -> None:
@@ -616,7 +616,7 @@ def test_another_line(tmp_path: Path) -> None:
     usual = [f"step {number} ok" for number in range(8)]
     more = [*usual[:5], "gradient overflow, skipping", *usual[5:]]
     found = logs(tmp_path, [usual, more, usual, [*usual[:7], "saving", "saved"], usual])
-    first, second = found.partings
+    first, second = found.divergences
     assert [(version.ranks, version.entry and version.entry.text) for version in first.versions] == [
         ((0, 2, 3, 4), "step 5 ok"),
         ((1,), "gradient overflow, skipping"),
@@ -631,7 +631,7 @@ def test_another_line(tmp_path: Path) -> None:
 def test_a_log_that_ends(tmp_path: Path) -> None:
     """A log that is a part of the others ends where they go on; an empty one at once."""
     found = logs(tmp_path, [["a", "b", "c"], ["a", "b"], ["a", "b", "c"], []])
-    assert [[(v.ranks, v.entry and v.entry.text) for v in parting.versions] for parting in found.partings] == [
+    assert [[(v.ranks, v.entry and v.entry.text) for v in divergence.versions] for divergence in found.divergences] == [
         [((0, 1, 2), "a"), ((3,), None)],
         [((0, 2), "c"), ((1,), None)],
     ]
@@ -642,18 +642,18 @@ def test_other_values(tmp_path: Path) -> None:
     texts = [[f"loss {rank + number / 10}" for number in range(5)] for rank in range(3)]
     texts[2].insert(3, "restarting")
     found = logs(tmp_path, texts)
-    assert [(p.kind, p.versions[0].entry and p.versions[0].entry.number, len(p.versions)) for p in found.partings] == [
+    assert [(p.kind, p.versions[0].entry and p.versions[0].entry.number, len(p.versions)) for p in found.divergences] == [
         ("value", 1, 3),
         ("flow", 4, 2),
     ]
-    assert logs(tmp_path, texts, strip=[r"loss \S+"], ignore=["^restarting$"]).partings == ()
+    assert logs(tmp_path, texts, strip=[r"loss \S+"], ignore=["^restarting$"]).divergences == ()
 
 
 def test_lines_that_overwrite_themselves(tmp_path: Path) -> None:
     """Of a progress bar, which a terminal shows once, the last state counts; how often it was drawn does not."""
     bars = ["50%|## | 1/2 [00:01<00:01,  1.2it/s]", "100%|####| 2/2 [00:02<00:00,  1.1it/s]"]
     found = logs(tmp_path, [["a", "\r".join(bars)], ["a", "\r" + bars[1].replace("1.1", "3.4") + "\r"]])
-    assert found.partings == ()
+    assert found.divergences == ()
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
@@ -663,7 +663,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     paths[1].write_bytes(b"same\n\xfe\x1b[2J\n")
     found = diff(None, logs=paths).logs
     assert found is not None
-    assert len(found.partings) == 1
+    assert len(found.divergences) == 1
     lines = ["".join(text for text, _ in line) for line in diff_lines(Diff(found, None), width=60)]
     assert all(line.isprintable() for line in lines)
 
@@ -889,10 +889,10 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, found["equal"], sorted(found)) == (1, False, ["equal", "events", "logs"])
     assert sorted(found["events"]) == sorted(found["logs"]) == ["cohorts", "compared", "partings", "ranks", "remarks", "steps"]
     assert found["events"]["cohorts"] == [[0, 1], [2], [3]]
-    parting = found["events"]["partings"][0]
-    assert sorted(parting) == ["before", "kind", "remarks", "step", "versions"]
-    assert [version["ranks"] for version in parting["versions"]] == [[0, 1, 3], [2]]
-    assert parting["versions"][0]["entry"]["event"]["line"] == "train.py:42"
+    divergence = found["events"]["partings"][0]
+    assert sorted(divergence) == ["before", "kind", "remarks", "step", "versions"]
+    assert [version["ranks"] for version in divergence["versions"]] == [[0, 1, 3], [2]]
+    assert divergence["versions"][0]["entry"]["event"]["line"] == "train.py:42"
     assert found["logs"]["partings"][0]["versions"][1]["entry"] == {"number": 3, "text": "step 1: loss nan"}
     assert found == diff(torchwhere.read_run(tmp_path), logs=find_logs(tmp_path, None)).to_dict()
 

@@ -24,7 +24,7 @@ from surroundings import NotHereError
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.native.load import SWITCH
-from torchwhere.pipeline.verdict import consult
+from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes import py_spy
 from torchwhere.snapshots.read import DOCTOR, MONITOR
 
@@ -81,7 +81,7 @@ class Outcome:
     after: dict[Damage, Verdict]
 
 
-def examine(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
+def diagnose(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
     folder.mkdir()
     expected = FAULTS[name][1]
     with expected.around(around_name(folder)) if expected.around is not None else nullcontext():
@@ -107,7 +107,7 @@ def damages(name: str, victim: int, folder: Path) -> list[Damage]:
 
 def consult_damaged(folder: Path, damage: Damage) -> Verdict:
     run = damaged(folder, damage)
-    verdict = consult(run, stall_s=STALL_S)
+    verdict = diagnose_folder(run, stall_s=STALL_S)
     shutil.rmtree(run)
     return verdict
 
@@ -133,7 +133,7 @@ def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) ->
     while time.monotonic() - begin < most_s:
         time.sleep(0.5)
         try:
-            verdict = consult(folder, stall_s=STALL_S)
+            verdict = diagnose_folder(folder, stall_s=STALL_S)
         except TorchwhereError:  # no box yet
             continue
         is_early = verdict.kind == "healthy" or verdict.facts.get("of_steps", STEPS_ENOUGH) < STEPS_ENOUGH
@@ -166,7 +166,7 @@ def outcomes(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
     nursery, folder = Nursery(library), tmp_path_factory.mktemp("jobs")
     jobs = [(name, victim) for name in FAULTS for victim in VICTIMS]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = {job: pool.submit(examine, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs}
+        done = {job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs}
     nursery.close()
     return done
 

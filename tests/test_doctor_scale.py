@@ -16,12 +16,12 @@ import pytest
 
 from synthetic_boxes import RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
-from torchwhere.blackbox.run import Roster
-from torchwhere.blackbox.summary import Label
-from torchwhere.diagnose.calls.load import hear_folder
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.blackbox.run import RunSummary
+from torchwhere.blackbox.summary import BoxSummary
+from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.verdict import State, Verdict
-from torchwhere.pipeline.verdict import consult, judge
+from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.render.verdict import verdict_json
 
 
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.fixture(scope="module")
 def verdict_on(made: Made) -> Callable[[str], Verdict]:
     """The verdict on a thousand ranks, given once."""
-    return cache(lambda fault: consult(made(fault)))
+    return cache(lambda fault: diagnose_folder(made(fault)))
 
 
 def found(verdict: Verdict) -> tuple[str, tuple[int, ...], str]:
@@ -93,14 +93,14 @@ def test_deadlock(verdict_on: Callable[[str], Verdict]) -> None:
     """One rank takes two groups in the other order: the circle goes over several groups, and who changed its ways is blamed."""
     verdict = verdict_on("deadlock")
     assert found(verdict) == ("deadlock", (VICTIM,), "exact")
-    circle = [link["rank"] for link in verdict.facts["circle"]]
-    assert VICTIM in circle
+    cycle = [link["rank"] for link in verdict.facts["circle"]]
+    assert VICTIM in cycle
     assert {link["collective"]["group"] for link in verdict.facts["circle"]} >= {"tp", "default"}
 
 
 def test_straggler(made: Made) -> None:
     """One rank that is late step after step is named; a large group does not hide it."""
-    verdict = consult(made("straggler", ranks=512, steps=14, records=1024))
+    verdict = diagnose_folder(made("straggler", ranks=512, steps=14, records=1024))
     assert found(verdict) == ("straggler", (VICTIM,), "inferred")
     assert verdict.facts["late_s"] == pytest.approx(0.03, rel=0.05)
     assert verdict.facts["after"] == "recv at train.py:41"
@@ -108,14 +108,14 @@ def test_straggler(made: Made) -> None:
 
 def test_healthy(made: Made) -> None:
     """Nothing is wrong: nobody is blamed."""
-    verdict = consult(made("none"))
+    verdict = diagnose_folder(made("none"))
     assert found(verdict) == ("healthy", (), "exact")
     assert verdict.facts["last_step"] == 5
 
 
 def test_culprits_box_is_gone(made: Made, tmp_path: Path) -> None:
     """Without the culprit's own box, those who stand in a collective with it are not blamed: the one nobody knows about is."""
-    verdict = consult(without(made("missing"), VICTIM, tmp_path / "run"))
+    verdict = diagnose_folder(without(made("missing"), VICTIM, tmp_path / "run"))
     assert found(verdict) == ("missing", (VICTIM,), "inferred")
     assert verdict.missing_data[0] == f"{RANKS - 1} of {RANKS} ranks: no box of rank {VICTIM}"
 
@@ -123,20 +123,20 @@ def test_culprits_box_is_gone(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize("gone", [VICTIM // TP * TP, VICTIM - 128, 0])
 def test_another_box_is_gone(gone: int, made: Made, tmp_path: Path) -> None:
     """Without the box of somebody else, of the culprit's group, of a stage before or of another one, the culprit is found."""
-    verdict = consult(without(made("missing"), gone, tmp_path / "run"))
+    verdict = diagnose_folder(without(made("missing"), gone, tmp_path / "run"))
     assert found(verdict) == ("missing", (VICTIM,), "inferred")
 
 
 def test_healthy_with_a_box_gone(made: Made, tmp_path: Path) -> None:
     """A box that is not there is no fault of its rank."""
-    assert found(consult(without(made("none"), 5, tmp_path / "run"))) == ("healthy", (), "inferred")
+    assert found(diagnose_folder(without(made("none"), 5, tmp_path / "run"))) == ("healthy", (), "inferred")
 
 
 @pytest.mark.parametrize(("fault", "kind"), [("missing", "missing"), ("shape", "mismatch"), ("deadlock", "deadlock")])
 def test_rings_have_wrapped(fault: str, kind: str, made: Made) -> None:
     """With rings that keep two of twelve steps the verdict is the same, and it says what was compared."""
     ranks = RANKS if fault == "missing" else 256
-    verdict = consult(made(fault, ranks=ranks, steps=11, records=100))
+    verdict = diagnose_folder(made(fault, ranks=ranks, steps=11, records=100))
     assert (verdict.kind, verdict.culprits) == (kind, (VICTIM % ranks,))
     assert f"the rings of {ranks} ranks have wrapped" in " ".join(verdict.missing_data)
 
@@ -147,39 +147,39 @@ def test_rings_have_wrapped(fault: str, kind: str, made: Made) -> None:
 def test_processes_say_the_same(made: Made) -> None:
     """Read here or by several processes, each with numbers of its own: one verdict, word for word."""
     folder = made("shape")
-    here, there = (judged(hear_folder(folder, processes=processes)) for processes in (0, 3))
+    here, there = (judged(load_calls(folder, processes=processes)) for processes in (0, 3))
     assert here.to_dict() == there.to_dict()
     assert here.explanation == there.explanation
 
 
-def judged(heard: tuple[Roster[Label], Hearing]) -> Verdict:
-    return judge(heard[0], {}, stall_s=10, hearing=heard[1])
+def judged(heard: tuple[RunSummary[BoxSummary], JobCalls]) -> Verdict:
+    return diagnose_run(heard[0], {}, stall_s=10, job_calls=heard[1])
 
 
 def test_without_processes(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no process can be started, or it ends at once, the boxes are read here."""
     for program in ("/bin/false", "/nowhere/python"):
         monkeypatch.setattr(sys, "executable", program)
-        run, hearing = hear_folder(made("missing"), processes=2)
-        assert (len(run.boxes), len(hearing.testimonies)) == (RANKS, RANKS)
+        run, job_calls = load_calls(made("missing"), processes=2)
+        assert (len(run.boxes), len(job_calls.by_rank)) == (RANKS, RANKS)
 
 
 def test_progress(made: Made) -> None:
     """Whoever asks is told how many boxes have been read, up to all of them."""
     told: list[tuple[int, int]] = []
-    consult(made("none"), on_progress=lambda done, total: told.append((done, total)))
+    diagnose_folder(made("none"), on_progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert (len(told) > 8, told[-1]) == (True, (RANKS, RANKS))
 
 
 def test_a_group_is_one_thing(made: Made) -> None:
     """What a thousand boxes list, each of them a thousand members, is kept once."""
-    _, hearing = hear_folder(made("none"), processes=2)
+    _, job_calls = load_calls(made("none"), processes=2)
     job = Job(RANKS)
-    worlds = {id(hearing.group(key)) for each in hearing.testimonies.values() for key in each.counts if key.group == 0}
+    worlds = {id(job_calls.group(key)) for each in job_calls.by_rank.values() for key in each.counts if key.group == 0}
     assert len(worlds) == 1
     with pytest.raises(IndexError):
-        hearing.language.groups.thing(1 + job.pp * job.dp + job.pp * TP + job.dp * TP)
+        job_calls.shared_ids.groups.thing(1 + job.pp * job.dp + job.pp * TP + job.dp * TP)
 
 
 def test_earlier_boxes_are_not_heard(made: Made, tmp_path: Path) -> None:
@@ -190,8 +190,8 @@ def test_earlier_boxes_are_not_heard(made: Made, tmp_path: Path) -> None:
     shutil.copy(tmp_path / "larger" / "rank100.box", folder)
     (folder / "rank7.box").write_bytes(b"not a box")
     for processes in (0, 2):
-        run, hearing = hear_folder(folder, processes=processes)
-        assert len(run.boxes) == len(hearing.testimonies)
+        run, job_calls = load_calls(folder, processes=processes)
+        assert len(run.boxes) == len(job_calls.by_rank)
         assert [box.path.name for box in run.unreadable] == ["rank7.box"]
 
 
@@ -210,8 +210,8 @@ def test_work_grows_as_the_ranks_do(fault: str, made: Made) -> None:
     work = {}
     for ranks in (256, RANKS):
         folder = made(fault, ranks=ranks)
-        heard = hear_folder(folder, processes=0)
-        work[ranks] = calls_made(lambda folder=folder: hear_folder(folder, processes=0)), calls_made(lambda: judged(heard))  # noqa: B023
+        heard = load_calls(folder, processes=0)
+        work[ranks] = calls_made(lambda folder=folder: load_calls(folder, processes=0)), calls_made(lambda: judged(heard))  # noqa: B023
     for few, many in zip(work[256], work[RANKS], strict=True):
         assert many / few < 1.25 * RANKS / 256, work
 
@@ -222,7 +222,7 @@ def test_half_the_ranks_wait_for_the_other_half(tmp_path: Path) -> None:
     for ranks in (256, RANKS):
         job = Job(ranks, steps=2, records=256, fault="none")
         make(job, tmp_path / f"{ranks}", done=lambda rank, length: length - 4 * (rank % 2))
-        heard = hear_folder(tmp_path / f"{ranks}", processes=0)
+        heard = load_calls(tmp_path / f"{ranks}", processes=0)
         verdict = judged(heard)
         assert (verdict.kind, verdict.culprits) == ("missing", tuple(range(1, ranks, 2)))
         work[ranks] = calls_made(lambda heard=heard: judged(heard))
@@ -232,14 +232,14 @@ def test_half_the_ranks_wait_for_the_other_half(tmp_path: Path) -> None:
 def test_every_record_is_decoded_once(made: Made) -> None:
     """The clerk decodes each record of each box once, and the hearing keeps ten bytes or so of a collective."""
     from torchwhere.blackbox.reader import BoxReader
-    from torchwhere.diagnose.calls.encode import Clerk
+    from torchwhere.diagnose.calls.encode import Encoder
 
     paths = sorted(made("none").glob("*.box"))
-    reader, clerk = BoxReader(), Clerk()
-    transcript = clerk.write_down(reader.read(path) for path in paths)
-    assert clerk.decoded == sum(statement.label.counts.good for statement in transcript.statements) == 6 * 48 * RANKS
-    arrays = (transcript.codes, transcript.steps, transcript.records, transcript.ticks)
-    assert sum(array.nbytes for array in arrays) <= 10 * len(transcript.codes)
+    reader, encoder = BoxReader(), Encoder()
+    batch = encoder.encode(reader.read(path) for path in paths)
+    assert encoder.decoded == sum(rank_summary.label.counts.good for rank_summary in batch.rank_summaries) == 6 * 48 * RANKS
+    arrays = (batch.codes, batch.steps, batch.records, batch.ticks)
+    assert sum(array.nbytes for array in arrays) <= 10 * len(batch.codes)
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_like_means_like(verdict_on: Callable[[str], Verdict]) -> None:
 
 def test_json_of_few_ranks_is_whole(made: Made) -> None:
     """Up to 256 ranks each has its whole report, and nothing is said of folding."""
-    verdict = consult(made("missing", ranks=256))
+    verdict = diagnose_folder(made("missing", ranks=256))
     value = verdict_json(verdict)
     assert "alike_in" not in value
     assert value["ranks"] == {str(rank): report.to_dict() for rank, report in verdict.ranks.items()}

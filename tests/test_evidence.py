@@ -17,20 +17,20 @@ import pytest
 
 from surroundings import NotHereError, enter_memory_limit, memory_limit
 from test_flight_recorder import Recorder, four
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.processes import cgroup, py_spy
 from torchwhere.processes.look import look
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 HOST = socket.gethostname()
 
 
-def label(rank: int, folder: Path, **meta: object) -> Label:
+def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
     last_ns = time.time_ns()
     meta = {"rank": rank, "host": HOST, "started_ns": last_ns, **meta}
-    return Label(folder / f"rank{rank}.box", rank, ("", 0), True, last_ns, False, 0, meta)
+    return BoxSummary(folder / f"rank{rank}.box", rank, ("", 0), True, last_ns, False, 0, meta)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_killed_for_want_of_memory(tmp_path: Path) -> None:
     assert after[1].out_of_memory == (
         "killed by the system: out of memory (cgroup limit 300 MB, its oom_kill count went from 0 to 1)"
     )
-    assert Sighting.from_dict(after[1].to_dict()) == after[1]
+    assert ProcessStatus.from_dict(after[1].to_dict()) == after[1]
 
 
 # -- py-spy ----------------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.pipeline.verdict import consult
-from torchwhere.processes.exit_waiter import Vigil
+from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.processes.exit_waiter import ExitWaiter
 
 WORLD = 4
 WHERE = ("before a collective", "in a collective", "outside any collective", "first step", "SIGTERM is caught")
@@ -106,14 +106,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Path]
 def without_monitor(run: Path, folder: Path) -> Verdict:
     """The verdict without what the monitor saw."""
     left = shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("monitor-*", "verdict.*"))
-    return consult(left)
+    return diagnose_folder(left)
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_killed_rank_is_named(where: str, runs: dict[str, tuple[int, Path]]) -> None:
     """With what the monitor saw, the killed rank is named, wherever it was, and those that SIGTERM ended are not."""
     victim, run = runs[where]
-    verdict = consult(run)
+    verdict = diagnose_folder(run)
     assert (verdict.kind, verdict.culprits) == ("dead", (victim,)), verdict.explanation
     (kept,) = run.glob("monitor-*.json")
     codes = {int(rank): seen["exit_code"] for rank, seen in json.loads(kept.read_text())["ranks"].items()}
@@ -136,7 +136,7 @@ def test_exit_codes() -> None:
     """Exit codes of processes come once, also of those that ended between two waits, and only of processes that are gone."""
     line = [sys.executable, "-c", "input()"]
     processes = [subprocess.Popen(line, stdin=subprocess.PIPE) for _ in range(3)]
-    with Vigil() as vigil:
+    with ExitWaiter() as vigil:
         vigil.keep({process.pid for process in processes})
         killed, terminated, other = processes
         killed.kill()

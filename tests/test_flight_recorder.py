@@ -127,7 +127,7 @@ class Recorder:
             (folder / name.format(self.rank)).write_bytes(pickle.dumps(dump, protocol=2))
 
 
-def consult(folder: Path, recorders: list[Recorder]) -> Verdict:
+def diagnose_folder(folder: Path, recorders: list[Recorder]) -> Verdict:
     for recorder in recorders:
         recorder.write(folder)
     return consult_dumps(folder)
@@ -175,7 +175,7 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
         recorder.call(line=12, state="started")
     likely = "rank 2 took another way, or is held, after train.py:9."
     not_known = "not where a rank is now; modules, passes, steps, roots and reduce ops are not in them"
-    text = verdict_text(consult(tmp_path, recorders))
+    text = verdict_text(diagnose_folder(tmp_path, recorders))
     assert f"```text\n{text}\n```" in (Path(__file__).parent.parent / "docs" / "flight-recorder.md").read_text()
     assert text.splitlines() == [
         "HANG  4 ranks",
@@ -215,7 +215,7 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
 def test_mismatch(other: dict[str, Any], differs_in: list[str], tmp_path: Path) -> None:
     """Ranks that issued something different at one number: who, where, and in what."""
     recorders = [r.call(**(other if r.rank == VICTIM else {}), line=20 + r.rank, state="scheduled") for r in four()]
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("mismatch", (VICTIM,), "exact")
     assert verdict.facts["differs_in"] == differs_in
     assert verdict.ranks[VICTIM].place.line == "train.py:22"
@@ -228,7 +228,7 @@ def test_silent_mismatch(tmp_path: Path) -> None:
         for recorder in recorders:
             lines = (8, 7) if (recorder.rank, step) == (VICTIM, 3) else (7, 8)
             recorder.call(line=lines[0]).call(line=lines[1])
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
     assert verdict.collective["number"] == 6
@@ -236,14 +236,14 @@ def test_silent_mismatch(tmp_path: Path) -> None:
 
 def test_together(tmp_path: Path) -> None:
     """All are in one collective, none is missing: nobody is blamed."""
-    verdict = consult(tmp_path, [recorder.call(state="started") for recorder in four()])
+    verdict = diagnose_folder(tmp_path, [recorder.call(state="started") for recorder in four()])
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("together", (), "exact")
     assert "No rank is missing from any collective." in verdict.explanation[0]
 
 
 def test_healthy(tmp_path: Path) -> None:
     """All have completed all: nothing is wrong, as far as dumps can tell."""
-    verdict = consult(tmp_path, four())
+    verdict = diagnose_folder(tmp_path, four())
     assert (verdict.kind, verdict.certainty) == ("healthy", "inferred")
     assert verdict.explanation == ("The dumps of 4 ranks agree, and nothing in them is pending.",)
 
@@ -253,7 +253,7 @@ def test_deadlock(tmp_path: Path) -> None:
     one, other = ("1", "one"), ("2", "other")
     groups = {DEFAULT: [0, 1, 2, 3], one: [0, 1, 2, 3], other: [0, 1, 2, 3]}
     recorders = [r.call(group=other if r.rank == VICTIM else one, state="started") for r in four(groups=groups)]
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("deadlock", (VICTIM,))
     assert {link["rank"] for link in verdict.facts["circle"]} >= {VICTIM}
 
@@ -261,7 +261,7 @@ def test_deadlock(tmp_path: Path) -> None:
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
     """What others have completed, a rank must have issued after its dump was made: it is not blamed for it."""
     recorders = [r.calls(0 if r.rank == VICTIM else 3) for r in four()]
-    assert consult(tmp_path, recorders).kind == "healthy"
+    assert diagnose_folder(tmp_path, recorders).kind == "healthy"
 
 
 def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
     recorders[0].call("broadcast").call("broadcast", state="started")
     for recorder in (recorders[1], recorders[3]):
         recorder.call("broadcast", state="started")
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
 
 
@@ -281,7 +281,7 @@ def test_who_waits_is_not_blamed_for_being_late(tmp_path: Path) -> None:
         recorder.call("broadcast", state="started" if recorder.rank in (0, VICTIM) else "completed", line=11)
         if recorder.rank not in (0, VICTIM):
             recorder.call("broadcast", state="started", line=12)
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("together", (), "inferred")
     assert verdict.explanation[0] == (
         'Ranks 0, 2 are still in #5 of group "default", which all have issued; ranks 1, 3 went on. No rank is missing from it.'
@@ -296,7 +296,7 @@ def test_of_those_who_are_late_only_who_does_not_wait_is_blamed(tmp_path: Path) 
     for recorder in recorders:
         recorder.call("broadcast", state="started" if recorder.rank == 0 else "completed")
         recorder.calls(recorder.rank not in (0, VICTIM), state="started")
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
     assert "Rank 0 did not come either: still in an earlier collective that all have issued." in verdict.explanation
 
@@ -317,14 +317,14 @@ def ring(rank: int, rounds: int, *, wrong: int | None = None) -> Recorder:
 
 def test_messages(tmp_path: Path) -> None:
     """Messages are matched by pair: a rank that listens to the wrong one is found."""
-    verdict = consult(tmp_path, [ring(rank, 4, wrong=VICTIM) for rank in range(WORLD)])
+    verdict = diagnose_folder(tmp_path, [ring(rank, 4, wrong=VICTIM) for rank in range(WORLD)])
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.facts["differs_in"] == ["peer"]
 
 
 def test_messages_whose_beginning_is_lost(tmp_path: Path) -> None:
     """Rings that have lost different numbers of messages: they are not matched, which is said, and nobody is blamed."""
-    verdict = consult(tmp_path, [ring(rank, 9).forget(3 + rank) for rank in range(WORLD)])
+    verdict = diagnose_folder(tmp_path, [ring(rank, 9).forget(3 + rank) for rank in range(WORLD)])
     assert verdict.culprits == ()
     assert any("the first sends and receives are no longer in the ring" in said for said in verdict.missing_data)
 
@@ -338,7 +338,7 @@ def test_batch_of_messages(tmp_path: Path) -> None:
             recorders[here].call(f"recv {here}<-{there}", state="scheduled", again=True).call("coalesced", again=True)
     for recorder in recorders:
         recorder.groups = {DEFAULT: [0, 1]}
-    assert consult(tmp_path, recorders).kind == "healthy"
+    assert diagnose_folder(tmp_path, recorders).kind == "healthy"
     assert [event.fields["op"] for event in read_dumps(tmp_path).boxes[0].events()] == ["send", "recv"] * 3
 
 
@@ -350,7 +350,7 @@ def test_batch_of_collectives(tmp_path: Path) -> None:
             shape = (7,) if (recorder.rank, part) == (VICTIM, 1) else (4,)
             recorder.call("_all_gather_base", shape=shape, state="scheduled", again=part > 0)
         recorder.call("ALLGATHER_coalesced", again=True).call()
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
     assert (verdict.collective["op"], verdict.collective["number"]) == ("all_gather_into_tensor_coalesced", 5)
@@ -362,7 +362,7 @@ def test_batch_of_collectives(tmp_path: Path) -> None:
 
 def test_rank_without_a_dump(tmp_path: Path) -> None:
     """Where all others wait, the rank that left no dump is named, as what is likely and not as what is known."""
-    verdict = consult(tmp_path, [r.call(state="started") for r in four() if r.rank != VICTIM])
+    verdict = diagnose_folder(tmp_path, [r.call(state="started") for r in four() if r.rank != VICTIM])
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (VICTIM,), "inferred")
     assert "3 of 4 ranks: no dump of rank 2" in verdict.missing_data
     assert verdict.explanation[0].startswith("Rank 2 may never have issued all_reduce")
@@ -371,7 +371,7 @@ def test_rank_without_a_dump(tmp_path: Path) -> None:
 def test_half_written_dump(tmp_path: Path) -> None:
     """A dump that is cut is no proof that its rank stayed behind; that ranks differ it still proves."""
     recorders = [r.call(state="started") for r in four()]
-    consult(tmp_path, recorders)
+    diagnose_folder(tmp_path, recorders)
     path = tmp_path / f"nccl_trace_rank_{VICTIM}"
     path.write_bytes(path.read_bytes()[:-700])
     verdict = consult_dumps(tmp_path)
@@ -379,7 +379,7 @@ def test_half_written_dump(tmp_path: Path) -> None:
     assert any("cut short: it ends at byte" in said and "its newest entries are lost" in said for said in verdict.missing_data)
 
     recorders[VICTIM].entries[1]["profiling_name"] = "nccl:broadcast"
-    consult(tmp_path, recorders)
+    diagnose_folder(tmp_path, recorders)
     path.write_bytes(path.read_bytes()[:-700])
     verdict = consult_dumps(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
@@ -390,7 +390,7 @@ def test_wrapped_rings(tmp_path: Path) -> None:
     recorders = [r.calls(20) for r in four()]
     for recorder in recorders:
         recorder.call(shape=(5,) if recorder.rank == VICTIM else (4,), state="started").forget(3 * recorder.rank)
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
     assert verdict.collective["number"] == 25
@@ -405,7 +405,7 @@ def test_group_that_left_the_ring(tmp_path: Path) -> None:
     for recorder in recorders:
         recorder.calls(9, group=busy)
     recorders[VICTIM].forget(2)
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
     said = 'rank 2: nothing of group "0" is left in the ring; whether it came to #1 there is not known'
     assert said in verdict.missing_data
@@ -417,7 +417,7 @@ def test_numbers_that_nobody_records(tmp_path: Path) -> None:
     for recorder in recorders:
         recorder._numbers["0", False] += 2
         recorder.call(shape=(5,) if recorder.rank == VICTIM else (4,), backend="gloo")
-    verdict = consult(tmp_path, recorders)
+    verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
     assert verdict.collective["number"] == 5

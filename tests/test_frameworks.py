@@ -79,9 +79,9 @@ def test_c21_deepspeed_zero(two_ranks: Pool, tmp_path: Path, stage: int) -> None
         assert answer["step"] == STEPS
         assert answer["places"] == [("forward", "layers.1.up", call, step) for step in range(STEPS) for call in range(2)]
         collectives = [event for event in answer["events"] if event["kind"] == "collective"]
-        passes = {(event["pass"], event["op"]) for event in collectives}
+        fast_path = {(event["pass"], event["op"]) for event in collectives}
         reduces_in = "outside" if stage == 1 else "backward"  # ZeRO-1 reduces once backward is over
-        assert any(pass_ == reduces_in and "reduce" in op for pass_, op in passes), passes
+        assert any(pass_ == reduces_in and "reduce" in op for pass_, op in fast_path), fast_path
         modules = {event["module"] for event in collectives if event["module"]}
         assert modules <= {"", "layers"} | {name.rpartition(".")[0] for name in names} | {"layers.0", "layers.1"}
         if stage == 3:

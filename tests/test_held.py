@@ -9,22 +9,22 @@ import pytest
 from skewed_job import Act, Player, Skew, call, mark, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import State, Verdict
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 WORLD = (0, 1, 2, 3)
 STEP = [mark(Kind.STEP_BEGIN), call(WORLD)]
-STOPPED, GONE = Sighting(alive=True, state="T", alive_ns=1), Sighting(alive=False, alive_ns=1)
+STOPPED, GONE = ProcessStatus(alive=True, state="T", alive_ns=1), ProcessStatus(alive=False, alive_ns=1)
 
 
-def verdict_on(folder: Path, *programs: list[Act], seen: dict[int, Sighting]) -> Verdict:
+def verdict_on(folder: Path, *programs: list[Act], seen: dict[int, ProcessStatus]) -> Verdict:
     """A minute after the last record, all others being alive."""
     Player(list(programs)).play().write(folder, [Skew()] * 4, ["node0"] * 4)
     run = read_run(folder)
     now_ns = max(box.last_ns for box in run.boxes.values()) + 60_000_000_000
-    alive = dict.fromkeys(run.boxes, Sighting(alive=True, state="S", alive_ns=now_ns))
-    return examine(run, sightings=alive | seen, now_ns=now_ns, stall_s=30.0, is_suspicion=True)
+    alive = dict.fromkeys(run.boxes, ProcessStatus(alive=True, state="S", alive_ns=now_ns))
+    return diagnose(run, statuses=alive | seen, now_ns=now_ns, stall_s=30.0, is_suspicion=True)
 
 
 def test_stopped(tmp_path: Path) -> None:

@@ -23,15 +23,15 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.monitor.broadcast import Word, run_key
+from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
-from torchwhere.monitor.follower import Deputy
+from torchwhere.monitor.follower import Follower
 from torchwhere.monitor.lead import Lead
 from torchwhere.monitor.role_choice import role
-from torchwhere.monitor.roles import WORD_FILE, Alone
-from torchwhere.monitor.transport import Office, Post
-from torchwhere.pipeline.verdict import consult, judge
-from torchwhere.processes.status import Sighting
+from torchwhere.monitor.roles import WORD_FILE, SingleHost
+from torchwhere.monitor.transport import FollowerClient, LeadServer
+from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
+from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.write import write_whole
 
 SCRIPT = """
@@ -259,7 +259,7 @@ def wait_until_heard(folder: Path) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
-        if any(each["role"] == "lead" and each["hears"] for each in kept):
+        if any(each["role"] == "lead" and each["connected_to"] for each in kept):
             return
         time.sleep(0.1)
 
@@ -391,7 +391,7 @@ def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
     kept = {name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text()) for name in "ab"}
     assert {name: (each["role"], sorted(each["ranks"])) for name, each in kept.items()} == {
         "a": ("lead", ["0", "1"]),
-        "b": ("deputy", ["2", "3"]),
+        "b": ("follower", ["2", "3"]),
     }
 
 
@@ -400,7 +400,7 @@ def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None
     found = scene(scenes, "apart")
     for path in found.folder.glob("[ab]/*"):
         shutil.copy(path, tmp_path / path.name if path.suffix == ".box" else tmp_path / f"{path.stem}-{path.parent.name}.json")
-    verdict = consult(tmp_path, stall_s=3.0)
+    verdict = diagnose_folder(tmp_path, stall_s=3.0)
     assert (verdict.kind, verdict.culprits, sorted(verdict.ranks)) == ("missing", (3,), [0, 1, 2, 3])
 
 
@@ -435,22 +435,23 @@ class Pair:
         self.one, self.other = read_run(job / "a"), read_run(job / "b")
         now_ns = max(box.last_ns for box in self.other.boxes.values()) + 60_000_000_000
         self.seen = {
-            rank: Sighting(alive=True, state="S", stack=(f"train.py:{rank} in main",), alive_ns=now_ns) for rank in range(8, 16)
+            rank: ProcessStatus(alive=True, state="S", stack=(f"train.py:{rank} in main",), alive_ns=now_ns)
+            for rank in range(8, 16)
         }
         self.lead = Lead(job / "a", stall_s=stall_s, rendezvous=None, port=port)
-        self.deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", port))
+        self.follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", port))
 
     def go_on(self) -> None:
-        if self.deputy.tend(self.other):
-            self.deputy.report(self.other.boxes, self.seen)
+        if self.follower.tend(self.other):
+            self.follower.report(self.other.boxes, self.seen)
         self.lead.tend(self.one)
 
     def judged(self) -> Verdict:
         gathered = self.lead.gather(self.one)
-        return judge(gathered.run, gathered.kept, stall_s=30.0, hearing=gathered.hearing)
+        return diagnose_run(gathered.run, gathered.kept, stall_s=30.0, job_calls=gathered.job_calls)
 
     def close(self) -> None:
-        assert self.deputy.close()
+        assert self.follower.close()
         assert self.lead.close()
 
 
@@ -467,38 +468,38 @@ def met(pair: Pair) -> bool:
 
 
 def test_letters_make_the_same_verdict(pair: Pair, job: Path) -> None:
-    """What half of the boxes and a letter say together is what all boxes say; sightings and stacks come with it."""
+    """What half of the boxes and a snapshot say together is what all boxes say; sightings and stacks come with it."""
     assert not pair.lead.speaks
     until(lambda: met(pair))
     gathered = pair.lead.gather(pair.one)
     assert gathered.kept[9]["stack"] == ("train.py:9 in main",)
     assert gathered.run.caveats() == []
-    told, whole = pair.judged(), consult(job / "whole")
+    told, whole = pair.judged(), diagnose_folder(job / "whole")
     assert (told.kind, told.culprits, told.collective) == (whole.kind, whole.culprits, whole.collective)
     assert list(told.ranks) == list(whole.ranks) == list(range(16))
     assert [report.last for report in told.ranks.values()] == [report.last for report in whole.ranks.values()]
     assert told.ranks[9].stack == ("train.py:9 in main",)
-    assert pair.lead.describe() == {"role": "lead", "hears": [socket.gethostname()]}
-    assert pair.deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
+    assert pair.lead.describe() == {"role": "lead", "connected_to": [socket.gethostname()]}
+    assert pair.follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
 
 
 def test_words_reach_the_deputy(pair: Pair) -> None:
     """What the lead has said, and that ranks are to be ended, comes to the deputy. It is silent until the lead leaves."""
     until(lambda: met(pair))
-    assert not pair.deputy.speaks
-    assert (pair.deputy.ends, pair.deputy.has_said("missing (3,) 7")) == (False, False)
+    assert not pair.follower.speaks
+    assert (pair.follower.ends, pair.follower.has_said("missing (3,) 7")) == (False, False)
     pair.lead.told("missing (3,) 7", ends=True)
-    until(lambda: (pair.go_on(), pair.deputy.has_said("missing (3,) 7"))[1])
-    assert pair.deputy.ends
+    until(lambda: (pair.go_on(), pair.follower.has_said("missing (3,) 7"))[1])
+    assert pair.follower.ends
     assert not pair.lead.may_leave(is_well=True)  # ranks of the other host are alive
-    pair.deputy.report(pair.other.boxes, pair.seen, is_last=True)
+    pair.follower.report(pair.other.boxes, pair.seen, is_last=True)
     until(lambda: pair.lead.may_leave(is_well=True))
     pair.lead.close()
-    until(lambda: (pair.deputy.tend(pair.other), pair.deputy.speaks)[1])
+    until(lambda: (pair.follower.tend(pair.other), pair.follower.speaks)[1])
 
 
 def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that no longer answers is not waited for twice, and its last letter no longer counts: that is said."""
+    """A host that no longer answers is not waited for twice, and its last snapshot no longer counts: that is said."""
     monkeypatch.setattr("torchwhere.monitor.lead.ANSWER_S", 0.3)
     monkeypatch.setattr("torchwhere.monitor.lead.FRESH_S", 0.0)
     until(lambda: met(pair))
@@ -508,14 +509,14 @@ def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
     (first, second) = pair.lead.gather(pair.one).run.caveats()
-    assert first == "8 of 16 ranks: no box or letter of rank 8, 9, 10, 11, 12, 13, 14, 15"
+    assert first == "8 of 16 ranks: no box or snapshot of rank 8, 9, 10, 11, 12, 13, 14, 15"
     host = socket.gethostname()
     assert second.startswith(f"nothing from host {host} (ranks 8 to 15) for ")
     assert second.endswith(" s: it, its monitor or the way to it is gone")
 
 
 def test_another_run(pair: Pair) -> None:
-    """A letter of another run or restart is kept apart."""
+    """A snapshot of another run or restart is kept apart."""
     until(lambda: met(pair))
     for box in pair.one.boxes.values():
         box.meta["store"] = "node0:4002"
@@ -524,13 +525,13 @@ def test_another_run(pair: Pair) -> None:
 
 
 def test_a_bad_letter(pair: Pair) -> None:
-    """A letter that is none is refused, and the verdict says so."""
+    """A snapshot that is none is refused, and the verdict says so."""
     until(lambda: met(pair))
-    assert pair.deputy._post is not None
-    pair.deputy._post.send(b"no letter at all")
+    assert pair.follower._post is not None
+    pair.follower._post.send(b"not a snapshot at all")
     until(lambda: (pair.lead.tend(pair.one), len(pair.lead.gather(pair.one).run.boxes) == 8)[1])
     said = pair.lead.gather(pair.one).run.caveats()
-    assert said[-1] == "a letter of another host was refused: not a letter, or of another version"
+    assert said[-1] == "a snapshot of another host was refused: not a snapshot, or of another version"
 
 
 def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
@@ -540,8 +541,8 @@ def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     before = store.num_keys()
     rendezvous = Rendezvous("127.0.0.1", store.port, "torchwhere/monitor/job/0")
-    office, post = Office("token", rendezvous), Post(rendezvous)
-    office.say(Word(token="token"))
+    office, post = LeadServer("token", rendezvous), FollowerClient(rendezvous)
+    office.say(LeadState(token="token"))
     office.open()
     post.open()
     until(lambda: post.ahead_ns is not None)
@@ -551,9 +552,9 @@ def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
     assert 0 < post.ahead_ns < 1e9  # both have one clock: what is left is the way
     assert store.num_keys() == before + 1
     assert json.loads(store.get("torchwhere/monitor/job/0"))["port"] == office.port
-    post.send(b"letter")
-    until(lambda: bool(office.letters))
-    assert office.letters[1].data == b"letter"
+    post.send(b"snapshot")
+    until(lambda: bool(office.snapshots))
+    assert office.snapshots[1].data == b"snapshot"
     assert post.close()
     assert office.close()
 
@@ -571,11 +572,11 @@ def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deputy that hears nothing for a while speaks by itself, and says that it is alone."""
     run = read_run(job / "b")
-    deputy = Deputy(job / "b", rendezvous=None)
-    assert (deputy.tend(run), deputy.speaks) == (False, False)
+    follower = Follower(job / "b", rendezvous=None)
+    assert (follower.tend(run), follower.speaks) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 0.0)
-    assert deputy.speaks
-    assert deputy.gather(run).run.caveats()[-1] == (
+    assert follower.speaks
+    assert follower.gather(run).run.caveats()[-1] == (
         "nothing from the monitor of host 0: this one tells what it knows by itself"
     )
 
@@ -597,53 +598,53 @@ def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 2.0)
     port, run = free_port(), read_run(job / "b")
     first = subprocess.Popen([sys.executable, "-c", OFFICE, "first", str(port)])
-    deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", port))
+    follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", port))
     try:
-        until(lambda: deputy.tend(run))
-        assert not deputy.speaks
+        until(lambda: follower.tend(run))
+        assert not follower.speaks
     finally:
         first.kill()
         first.wait()
-    until(lambda: deputy.speaks)
-    assert deputy.gather(run).run.caveats()[-1].startswith("nothing from the monitor of host 0")
+    until(lambda: follower.speaks)
+    assert follower.gather(run).run.caveats()[-1].startswith("nothing from the monitor of host 0")
     lead, here = Lead(job / "a", stall_s=30.0, rendezvous=None, port=port), read_run(job / "a")
 
     def is_joined() -> bool:
-        if deputy.tend(run):
-            deputy.report(run.boxes, {})
+        if follower.tend(run):
+            follower.report(run.boxes, {})
         lead.tend(here)
         return lead.speaks
 
     until(is_joined)
-    assert not deputy.speaks
+    assert not follower.speaks
     assert lead.gather(here).run.caveats() == []
-    assert deputy.close()
+    assert follower.close()
     assert lead.close()
 
 
 def test_nobody_answers(job: Path) -> None:
     """A port that refuses: the deputy goes on, and leaves at once when its ranks have ended well, soon when they have not."""
     run = read_run(job / "b")
-    deputy = Deputy(job / "b", rendezvous=None, address=("127.0.0.1", free_port()))
-    until(lambda: deputy._post is not None and deputy._post._workers[0].problem is not None)
-    assert not deputy.tend(run)
-    deputy.report(run.boxes, {})
-    assert deputy.may_tell([3])
-    assert deputy.may_leave(is_well=True)
-    assert not deputy.may_leave(is_well=False)
-    assert (deputy.may_tell([9]), deputy.may_tell([3, 9])) == (True, False)  # it is over, and rank 3 is elsewhere
-    assert deputy.close()
+    follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", free_port()))
+    until(lambda: follower._post is not None and follower._post._workers[0].problem is not None)
+    assert not follower.tend(run)
+    follower.report(run.boxes, {})
+    assert follower.may_tell([3])
+    assert follower.may_leave(is_well=True)
+    assert not follower.may_leave(is_well=False)
+    assert (follower.may_tell([9]), follower.may_tell([3, 9])) == (True, False)  # it is over, and rank 3 is elsewhere
+    assert follower.close()
 
 
 def test_where_the_office_is_likely_to_be() -> None:
     """When the job's own store is gone with the job, they meet at a port that both know; another job's office is passed by."""
     gone = free_port()
     rendezvous = Rendezvous("127.0.0.1", gone, "torchwhere/monitor/none")
-    stranger, office, post = Office("stranger", rendezvous), Office("token", rendezvous), Post(rendezvous)
-    stranger.say(Word(token="stranger", run="another"))
+    stranger, office, post = LeadServer("stranger", rendezvous), LeadServer("token", rendezvous), FollowerClient(rendezvous)
+    stranger.say(LeadState(token="stranger", run="another"))
     stranger.open()
     until(lambda: stranger.ready_at is not None)
-    office.say(Word(token="token", run=run_key()))
+    office.say(LeadState(token="token", run=run_key()))
     office.open()
     post.open()
     until(lambda: post.ahead_ns is not None)
@@ -661,12 +662,12 @@ def test_where_the_office_is_likely_to_be() -> None:
 )
 def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted: bool) -> None:
     """A lead whose ranks were gone before ours began is of an earlier life; also, one that came when ours were gone."""
-    deputy = Deputy(job / "b", rendezvous=None)
-    deputy._span._began -= 30
-    word = Word(token="x", age_ns=age_s * 10**9, gone_ns=gone_s * 10**9)
-    assert deputy._is_of_this_life(word) == is_accepted
-    deputy._span._left = time.monotonic() - 10
-    assert deputy._is_of_this_life(word) == (is_accepted and age_s > 10)
+    follower = Follower(job / "b", rendezvous=None)
+    follower._span._began -= 30
+    word = LeadState(token="x", age_ns=age_s * 10**9, gone_ns=gone_s * 10**9)
+    assert follower._is_of_this_life(word) == is_accepted
+    follower._span._left = time.monotonic() - 10
+    assert follower._is_of_this_life(word) == (is_accepted and age_s > 10)
 
 
 # -- one folder ------------------------------------------------------------------------------------------------------------
@@ -675,38 +676,38 @@ def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted:
 def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
     """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that changes is."""
     folder, run = tmp_path, read_run(job / "whole")
-    write_whole(folder / WORD_FILE, Word(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json())
-    deputy = Deputy(folder, rendezvous=None)
-    assert not deputy.tend(run)
-    assert not deputy.ends
+    write_whole(folder / WORD_FILE, LeadState(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json())
+    follower = Follower(folder, rendezvous=None)
+    assert not follower.tend(run)
+    assert not follower.ends
     lead = Lead(folder, stall_s=30.0, rendezvous=None)
     assert lead.tend(run)  # all ranks are in the folder: it may speak at once
-    assert deputy.tend(run)
-    deputy.report(run.boxes, {})
-    assert not deputy.tend(run)
-    assert deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
+    assert follower.tend(run)
+    follower.report(run.boxes, {})
+    assert not follower.tend(run)
+    assert follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
     lead.told("dead (3,) None", ends=True)
-    deputy.tend(run)
-    assert (deputy.ends, deputy.has_said("dead (3,) None"), deputy.speaks) == (True, True, False)
+    follower.tend(run)
+    assert (follower.ends, follower.has_said("dead (3,) None"), follower.speaks) == (True, True, False)
     lead.close()
-    deputy.tend(run)
-    assert deputy.speaks
+    follower.tend(run)
+    assert follower.speaks
 
 
 def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> None:
     """A deputy that has begun to look for the lead elsewhere answers all the same when its word is in the folder."""
     run = read_run(job / "whole")
-    deputy = Deputy(tmp_path, rendezvous=None, address=("127.0.0.1", free_port()))
-    assert not deputy.tend(run)
+    follower = Follower(tmp_path, rendezvous=None, address=("127.0.0.1", free_port()))
+    assert not follower.tend(run)
     lead = Lead(tmp_path, stall_s=30.0, rendezvous=None)
     lead.tend(run)
-    deputy.tend(run)
+    follower.tend(run)
     lead.told("dead (3,) None", ends=False)
-    assert deputy.tend(run)
-    deputy.report(run.boxes, {})
-    assert not deputy.tend(run)
-    assert deputy.describe() == {"role": "deputy", "hears": ["host 0"]}
-    assert deputy.close()
+    assert follower.tend(run)
+    follower.report(run.boxes, {})
+    assert not follower.tend(run)
+    assert follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
+    assert follower.close()
 
 
 @pytest.mark.parametrize(
@@ -715,8 +716,8 @@ def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> 
 )
 def test_what_is_no_word(text: str) -> None:
     """A word of any other form is none; one from a newer version, with more in it, is."""
-    assert Word.from_json(text) is None
-    assert Word.from_json('{"token": "x", "stacks": [3], "new": {}}') == Word(token="x", stacks=(3,))
+    assert LeadState.from_json(text) is None
+    assert LeadState.from_json('{"token": "x", "stacks": [3], "new": {}}') == LeadState(token="x", stacks=(3,))
 
 
 # -- who is who ------------------------------------------------------------------------------------------------------------
@@ -728,16 +729,16 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SI
 @pytest.mark.parametrize(
     ("environment", "kind"),
     [
-        ({}, Alone),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, Alone),
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, Alone),
+        ({}, SingleHost),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, SingleHost),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, SingleHost),
         ({**TWO, "RANK": "0", "GROUP_RANK": "0"}, Lead),
-        ({**TWO, "RANK": "2", "GROUP_RANK": "1"}, Deputy),
+        ({**TWO, "RANK": "2", "GROUP_RANK": "1"}, Follower),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Lead),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Deputy),
-        ({"RANK": "8", "WORLD_SIZE": "16", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}, Deputy),
-        ({"RANK": "0", "WORLD_SIZE": "4"}, Alone),
-        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Alone),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Follower),
+        ({"RANK": "8", "WORLD_SIZE": "16", "SLURM_NNODES": "2", "SLURM_NODEID": "1"}, Follower),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, SingleHost),
+        ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, SingleHost),
     ],
 )
 def test_roles(environment: dict[str, str], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

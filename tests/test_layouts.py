@@ -23,7 +23,7 @@ import torchwhere
 from models import Model, batch
 from rank_pool import Pool
 from torchwhere.blackbox import stored_layouts as packing
-from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, Sort
+from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, EntryType
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.stored_layouts import layouts_in, pack
@@ -90,7 +90,7 @@ def changed(layout: Layout, at: int, **facts: Any) -> Layout:
 def write(folder: Path, found: Layout, *more: Layout) -> None:
     box = BoxWriter(folder / box_name(found.rank), meta={"rank": found.rank, "world_size": found.world_size}, records=16)
     for number, layout in enumerate((found, *more)):
-        box.intern_many(Sort.LAYOUT, pack(number, layout.to_dict()))
+        box.intern_many(EntryType.LAYOUT, pack(number, layout.to_dict()))
     box.close()
 
 
@@ -296,7 +296,7 @@ def test_damaged_layouts_are_left_out(tmp_path: Path) -> None:
     fields = good.split("\t")
     wrong = ["", "x", "1\t2\t3", "0\t0\t2\tabc", "2\t0\t1\t" + fields[3][:-8], "3\t0\t1\t!!!", "-1\t0\t1\t", "²\t0\t1\t"]
     wrong += [f"4\t0\t1\t{base64.b64encode(zlib.compress(text)).decode()}" for text in (b"[1]", b"{", b"\xff")]
-    box.intern_many(Sort.LAYOUT, [*wrong, good])
+    box.intern_many(EntryType.LAYOUT, [*wrong, good])
     box.close()
     assert layouts_in(read_box(tmp_path / "rank0.box")) == [made(0).to_dict()]
     data = (tmp_path / "rank0.box").read_bytes()
@@ -508,7 +508,7 @@ def test_boxes_without_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_layout_of_a_newer_writer(tmp_path: Path) -> None:
     """A layout that cannot be understood counts as none: that is said, and nothing raises."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "world_size": 1}, records=16)
-    box.intern_many(Sort.LAYOUT, pack(0, {"rank": 0, "world_size": 1, "roots": [{"kind": "of another sort"}]}))
+    box.intern_many(EntryType.LAYOUT, pack(0, {"rank": 0, "world_size": 1, "roots": [{"kind": "of another sort"}]}))
     box.close()
     assert layouts(read_run(tmp_path)).missing == [0]
 

@@ -466,13 +466,13 @@ def _ddp_snapshot(folder: str) -> None:
 
 def test_long_lists_are_cut() -> None:
     """A failure in a program with hundreds of places shows the first, and how many more there are."""
-    from torchwhere.diagnose.comms.expect import Names, judge
-    from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, Tally
+    from torchwhere.diagnose.comms.expect import KnownNames, check
+    from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, CommsSum
     from torchwhere.render.expectation import failure
 
     found = Comms(ranks={0})
     for number in range(100):
         key = CommsKey("forward", "all_reduce", "default_pg", None)
-        found.root.children[f"m{number}"] = CommsNode(f"m{number}", own={key: Tally(1, 4, {0}, 1, {4})})
-    said = failure(judge(found, filters={}, wanted={"calls": 1}, names=Names())).splitlines()
+        found.root.children[f"m{number}"] = CommsNode(f"m{number}", own={key: CommsSum(1, 4, {0}, 1, {4})})
+    said = failure(check(found, filters={}, wanted={"calls": 1}, names=KnownNames())).splitlines()
     assert (len(said), said[-1]) == (44, "  … and 60 more rows")

@@ -13,7 +13,7 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.roles import roles_of
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import waits
 
@@ -24,7 +24,7 @@ PAIRS = [(first, first + 1) for first in range(0, WORLD, 2)]
 def judged(programs: list[list[Act]], folder: Path) -> Verdict:
     """The verdict on a job of these programs, which all hang or have ended."""
     Player(programs).play().write(folder, [Skew()] * len(programs), ["a"] * len(programs))
-    return examine(read_run(folder))
+    return diagnose(read_run(folder))
 
 
 def in_pairs(victim: int, *, steps: int, more: int) -> list[list[Act]]:
@@ -79,11 +79,11 @@ def test_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:
             acts += [call(range(4))]
         programs.append(acts)
     Player(programs).play().write(tmp_path, [Skew()] * 4, ["a"] * 4)
-    hearing = heard(read_run(tmp_path))
-    healthy = [wait for wait in waits(hearing).values() if wait.rank != 2]
+    job_calls = heard(read_run(tmp_path))
+    healthy = [wait for wait in waits(job_calls).values() if wait.rank != 2]
     assert healthy
-    assert not any(Majority(hearing, ranks=range(4)).is_outvoted(wait) for wait in healthy)
-    assert examine(read_run(tmp_path)).culprits == (2,)
+    assert not any(Majority(job_calls, ranks=range(4)).is_outvoted(wait) for wait in healthy)
+    assert diagnose(read_run(tmp_path)).culprits == (2,)
 
 
 def test_parallel_groups_have_one_role(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_parallel_groups_have_one_role(tmp_path: Path) -> None:
     programs[0].append(send(2))
     programs[2].append(recv(0))
     Player(programs).play().write(tmp_path, [Skew()] * WORLD, ["a"] * WORLD)
-    hearing = heard(read_run(tmp_path))
-    roles = roles_of(hearing)
-    keys = {rank: said.counts for rank, said in hearing.testimonies.items()}
-    of_pair = {roles.of(rank, key) for rank in keys for key in keys[rank] if len(hearing.group(key).ranks) == 2}
-    of_all = {roles.of(rank, key) for rank in keys for key in keys[rank] if is_of_all(key, len(hearing.group(key).ranks))}
+    job_calls = heard(read_run(tmp_path))
+    roles = roles_of(job_calls)
+    keys = {rank: said.counts for rank, said in job_calls.by_rank.items()}
+    of_pair = {roles.of(rank, key) for rank in keys for key in keys[rank] if len(job_calls.group(key).ranks) == 2}
+    of_all = {roles.of(rank, key) for rank in keys for key in keys[rank] if is_of_all(key, len(job_calls.group(key).ranks))}
     assert (len(of_pair), len(of_all)) == (1, 1)
     assert of_pair != of_all
     assert [len(roles.of_messages(rank)) for rank in range(4)] == [1, 0, 1, 0]

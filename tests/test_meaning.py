@@ -19,7 +19,7 @@ from skewed_job import BOOT_NS, WALL_NS, Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.calls.rank_calls import heard
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict
 
 STEPS, ODD_STEP = 9, 6
@@ -272,7 +272,7 @@ JOBS = {job.__name__: job for job in (*SOUND, *SILENT)}
 
 def judged(pool: Pool, folder: Path, name: str, *args: int) -> Verdict:
     pool.run(_job, name, str(folder), *args, checks_itself=True)
-    return examine(read_run(folder))
+    return diagnose(read_run(folder))
 
 
 @pytest.mark.parametrize("name", [job.__name__ for job in SOUND])
@@ -287,7 +287,7 @@ def test_shadows_are_marked(four_ranks: Pool, tmp_path: Path, name: str) -> None
     """What `Join` issues for a rank that is out of input is marked; what a rank issues itself is not."""
     judged(four_ranks, tmp_path, name)
     shadows = {}
-    for rank, said in heard(read_run(tmp_path)).testimonies.items():
+    for rank, said in heard(read_run(tmp_path)).by_rank.items():
         calls = max(said.calls.values(), key=len)
         shadows[rank] = [calls.of(number)[1].is_shadow for number in range(calls.first, calls.last + 1)]
     assert {rank: any(marks) for rank, marks in shadows.items()} == {0: True, 1: True, 2: True, 3: True}
@@ -338,7 +338,7 @@ def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Ver
     last = max(events[-1][0] for events in played.log)
     run = read_run(folder)
     assert BOOT_NS < WALL_NS
-    return examine(run, now_ns=None if waited_s is None else WALL_NS + int(last + waited_s * 1e9), stall_s=5.0)
+    return diagnose(run, now_ns=None if waited_s is None else WALL_NS + int(last + waited_s * 1e9), stall_s=5.0)
 
 
 def test_those_who_stand_still(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_those_who_stand_still(tmp_path: Path) -> None:
     assert {str(report.state) for report in verdict.ranks.values()} == {"waiting"}
     assert verdict.stalled_s == pytest.approx(20.0, abs=1.0)
     assert "Now all 4 ranks stand still, in calls that do not belong together." in verdict.explanation
-    early = examine(read_run(tmp_path), now_ns=WALL_NS, stall_s=5.0)
+    early = diagnose(read_run(tmp_path), now_ns=WALL_NS, stall_s=5.0)
     assert (early.stalled_s, {str(report.state) for report in early.ranks.values()}) == (None, {"running"})
 
 

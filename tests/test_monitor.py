@@ -16,8 +16,8 @@ from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
 from torchwhere.monitor.monitor import Monitor
-from torchwhere.pipeline.verdict import consult, judge, kept_sightings
-from torchwhere.processes.exit_waiter import Vigil
+from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run, saved_statuses
+from torchwhere.processes.exit_waiter import ExitWaiter
 
 SCRIPT = """
 import sys, time
@@ -59,7 +59,7 @@ def test_hang_is_told_and_ended(tmp_path: Path) -> None:
     assert kept["text"] == (tmp_path / "run" / "verdict.txt").read_text().rstrip("\n")
     assert kept["ranks"]["1"]["line"] == "train.py:9"
     assert kept["ranks"]["0"]["state"] == "waiting"
-    verdict = consult(tmp_path / "run", stall_s=2.0)
+    verdict = diagnose_folder(tmp_path / "run", stall_s=2.0)
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
 
 
@@ -84,7 +84,7 @@ def test_sound_job_hears_nothing(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "torchwhere" not in done.stderr
     assert not (tmp_path / "run" / "verdict.json").exists()
-    verdict = consult(tmp_path / "run")
+    verdict = diagnose_folder(tmp_path / "run")
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
     assert verdict.explanation[0].startswith("All 2 ranks have finished.")
 
@@ -125,7 +125,7 @@ def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
             "2": {"alive": False, "pid": pid}
         }
         (tmp_path / "monitor-elsewhere.json").write_text(json.dumps({"ranks": kept}))
-        found[pid] = judge(run, kept_sightings(tmp_path), stall_s=30.0).ranks[2].state
+        found[pid] = diagnose_run(run, saved_statuses(tmp_path), stall_s=30.0).ranks[2].state
     assert (found[102], found[7]) == ("dead", "waiting")
 
 
@@ -144,7 +144,7 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
 
 def test_vigil() -> None:
     """Who keeps a vigil knows at once that a process has ended, once, and watches no others; without any it waits."""
-    with Vigil() as vigil:
+    with ExitWaiter() as vigil:
         assert not vigil.wait(0.01)
         one, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
         vigil.keep({one.pid, other.pid, 2**22 + 1})

@@ -185,7 +185,7 @@ def test_a_library_for_another_torch_is_refused(cache: Path, monkeypatch: pytest
     """One that got a name which is not its own is told by what is inside it."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "built_for", lambda: "another")
-        with pytest.raises(loading.RefusedError, match=r"was built for .*, this is another"):
+        with pytest.raises(loading.RefusedFileError, match=r"was built for .*, this is another"):
             loading.load(next(path for path in cache.iterdir() if path.suffix == ".so"))
 
 
@@ -816,7 +816,7 @@ def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> Non
 
 def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
     """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between them."""
-    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.Tape, part.Words)
+    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.Words)
 
     def left() -> int:
         gc.collect()

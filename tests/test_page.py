@@ -402,7 +402,7 @@ def test_contrast(chromium: Browser, page: Path, theme: str) -> None:
 
 
 def test_not_by_colour_alone(chromium: Browser, page: Path, report: dict[str, Any], tmp_path: Path) -> None:
-    """Where every state has the same colour, the map of two states still is not the map of one: letters tell them apart."""
+    """Where every state has the same colour, the map of two states still is not the map of one: snapshots tell them apart."""
     same = ":root { --state-running: #888 !important; --state-waiting: #888 !important; --on-running: #000 !important; "
     same += "--on-waiting: #000 !important; --bad: #888 !important }"
     pictures = []

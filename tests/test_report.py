@@ -25,12 +25,12 @@ from synthetic_boxes import LATE_NS, RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere import TorchwhereError
 from torchwhere.blackbox.box import PASS_LABELS
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.clocks import host_clocks
 from torchwhere.diagnose.report import collectives, modules, ranks, steps, texts
@@ -39,7 +39,7 @@ from torchwhere.diagnose.report.log import log
 from torchwhere.diagnose.report.report import Report, make_report
 from torchwhere.diagnose.report.spans import module_times
 from torchwhere.pipeline.report import report_json, report_on
-from torchwhere.pipeline.verdict import judge
+from torchwhere.pipeline.verdict import diagnose_run
 
 GOLDEN = Path(__file__).parent / "golden" / "report-shape.json"
 STEPS = 6
@@ -250,7 +250,7 @@ def write(folder: Path, spans: list[Span], *, rank: int = 0, world: int = 1, ms:
     box = BoxWriter(folder / box_name(rank), meta=meta, records=records)
     for number, span in enumerate(spans):
         kind = Kind.MODULE_ENTER if span.sign > 0 else Kind.MODULE_EXIT
-        module = box.intern(Sort.MODULE, span.module)
+        module = box.intern(EntryType.MODULE, span.module)
         box.record(kind, 10**9 + number * ms * MS, span.pass_, 0, span.thread, span.step, module, 0)
     box.close()
     return folder
@@ -261,7 +261,7 @@ def times_in(path: Path) -> dict[tuple[str | None, str], tuple[int, ...]]:
     box = read_box(path / box_name(0))
     found = module_times(box.records, None)
     assert found is not None
-    keys = zip(map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.passes), strict=True)
+    keys = zip(map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.fast_path), strict=True)
     return {key: (row[0], row[1] // MS, row[2] // MS) for key, row in zip(keys, found.numbers.T.tolist(), strict=True)}
 
 
@@ -298,7 +298,7 @@ def test_time_of_a_module_inside_itself(tmp_path: Path) -> None:
 
 def test_calls_that_only_find_out_shapes_do_not_count(tmp_path: Path) -> None:
     """A rehearsal is neither a call nor time."""
-    write(tmp_path, [*called("a", pass_=Pass.REHEARSAL), *called("a")])
+    write(tmp_path, [*called("a", pass_=Pass.SHAPE_INFERENCE), *called("a")])
     assert times_in(tmp_path) == {("a", "forward"): (1, 1, 1)}
 
 
@@ -397,7 +397,7 @@ def test_hostile_names(tmp_path: Path) -> None:
     with BoxWriterOf(tmp_path, rank=1) as box:
         for name in names:
             box.record(
-                Kind.NOTE, 10**9, 0, 0, 0, 0, 0, 0, box.intern(Sort.LINE, name), more=box.text(json.dumps({"text": name}))
+                Kind.NOTE, 10**9, 0, 0, 0, 0, 0, 0, box.intern(EntryType.LINE, name), more=box.text(json.dumps({"text": name}))
             )
     found = report_json(report_on(tmp_path))
     shown = [row["name"] for row in found["modules"]["rows"]]
@@ -455,7 +455,7 @@ def test_graphs(tmp_path: Path) -> None:
         with BoxWriterOf(tmp_path, rank=rank) as box:
             for graph, step, because in (("0/0", 0, None), ("0/10", 5, "size mismatch\nUser stack"), ("0/2", 4, None)):
                 known = {"part": "forward"} | ({"because": because} if because else {})
-                what, more = box.intern(Sort.GRAPH, graph), box.text(json.dumps({"x": 1})) and box.text(json.dumps(known))
+                what, more = box.intern(EntryType.GRAPH, graph), box.text(json.dumps({"x": 1})) and box.text(json.dumps(known))
                 box.record(Kind.COMPILE_BEGIN, 10**9, 0, 0, 0, step, 0, 0, 0, 0, what, 0, 0, more)
                 if graph != "0/2":
                     box.record(Kind.COMPILE_END, 10**9 + (3 + rank) * MS, 0, 0, 0, step, 0, 0, 0, 0, what)
@@ -602,18 +602,18 @@ def test_processes_that_read_bring_the_same_home(made: Made) -> None:
     folder = made("missing")
 
     def report(processes: int) -> str:
-        run, hearing = hear_folder(folder, processes=processes, aside=Digest)
-        verdict = judge(run, {}, stall_s=10, hearing=hearing)
+        run, job_calls = load_calls(folder, processes=processes, aside=Digest)
+        verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         made_at = datetime(2026, 1, 1, tzinfo=UTC)
-        return json.dumps(make_report(run, hearing=hearing, verdict=verdict, made_at=made_at).to_dict())
+        return json.dumps(make_report(run, job_calls=job_calls, verdict=verdict, made_at=made_at).to_dict())
 
     assert report(2) == report(0)
 
 
 def test_a_report_without_digests(made: Made) -> None:
     """Of a hearing that nothing was taken aside from: what the testimonies say, and no steps."""
-    run, hearing = hear_folder(made("missing", ranks=64))
-    found = make_report(run, hearing=hearing, verdict=judge(run, {}, stall_s=10, hearing=hearing))
+    run, job_calls = load_calls(made("missing", ranks=64))
+    found = make_report(run, job_calls=job_calls, verdict=diagnose_run(run, {}, stall_s=10, job_calls=job_calls))
     assert isinstance(found, Report)
     assert (found.steps.rows, found.phases.ms, found.modules.has_time) == ((), (), False)
     assert len(found.ranks.rank) == 64
@@ -626,9 +626,9 @@ def test_work_grows_as_the_ranks_do(made: Made) -> None:
     work = {}
     for count in (256, RANKS):
         profile = cProfile.Profile()
-        run, hearing = hear_folder(made("missing", ranks=count), processes=0, aside=Digest)
-        verdict = judge(run, {}, stall_s=10, hearing=hearing)
-        profile.runcall(make_report, run, hearing=hearing, verdict=verdict)
+        run, job_calls = load_calls(made("missing", ranks=count), processes=0, aside=Digest)
+        verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
+        profile.runcall(make_report, run, job_calls=job_calls, verdict=verdict)
         work[count] = int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     assert work[RANKS] / work[256] < 1.1 * RANKS / 256, work
 

@@ -282,11 +282,11 @@ def _plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int
 
 
 SENSES = {
-    "modules": ("torchwhere.hooks.modules.ModuleSense", "_enter_slowly"),
-    "backward": ("torchwhere.hooks.backward.BackwardSense", "_move"),
+    "modules": ("torchwhere.hooks.modules.ModuleHook", "_enter_slowly"),
+    "backward": ("torchwhere.hooks.backward.BackwardHook", "_move"),
     "optimizers": ("torchwhere.recorder.recorder.Recorder", "optimizer_stepped"),
     "exceptions": ("torchwhere.recorder.recorder.Recorder", "exception"),
-    "collectives": ("torchwhere.hooks.groups.Groups", "of"),
+    "collectives": ("torchwhere.hooks.groups.WatchedGroups", "of"),
     "compilation": ("torchwhere.recorder.recorder.Recorder", "compile_begins"),
     "notes and phases": ("torchwhere.recorder.recorder.Recorder", "note"),
 }
@@ -456,7 +456,7 @@ def _troubled(during: str) -> str:
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
     """A process for each ending and each trouble, with its folder. All are begun at once: most of it is to import torch."""
-    programs = {how: _ending(how) for how in ENDINGS} | {trouble: _troubled(during) for trouble, during in TROUBLES.items()}
+    programs = {how: _ending(how) for how in ENDINGS} | {errors: _troubled(during) for errors, during in TROUBLES.items()}
     started: dict[str, Ended] = {}
     for name, program in programs.items():
         folder = Path("/proc/torchwhere-run") if name == "read-only" else tmp_path_factory.mktemp("ended") / "run"
@@ -480,10 +480,10 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
     assert (end.kind, end.fields["reason"]) == ("end", reason)
 
 
-@pytest.mark.parametrize("trouble", TROUBLES)
-def test_trouble_with_the_folder(ended: dict[str, Ended], trouble: str) -> None:
+@pytest.mark.parametrize("errors", TROUBLES)
+def test_trouble_with_the_folder(ended: dict[str, Ended], errors: str) -> None:
     """Whatever happens to the folder, the job goes on with one warning."""
-    _, job = ended[trouble]
+    _, job = ended[errors]
     out, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     assert out == "done\n"

@@ -14,7 +14,7 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 LIB = "/venv/lib/python3.11/site-packages"
 C10D = f"{LIB}/torch/distributed/distributed_c10d.py"
@@ -28,8 +28,8 @@ def issued(api: str | None = "all_reduce", *, line: str = "train.py:9", thread: 
     return Event("collective", 7, 0, place, {"op": "all_reduce", "api": api, "backend": "gloo", "async": False} | fields)
 
 
-def seen(*frames: str, state: str = "S") -> Sighting:
-    return Sighting(alive=True, state=state, stack=frames)
+def seen(*frames: str, state: str = "S") -> ProcessStatus:
+    return ProcessStatus(alive=True, state=state, stack=frames)
 
 
 STANDING = {
@@ -165,18 +165,18 @@ HELD = {
 def test_what_holds_a_rank(tmp_path: Path) -> None:
     """What the user's line called says it, not what has called the user."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
-    testimony = heard(read_run(tmp_path)).testimonies[0]
-    elsewhere = replace(testimony, statement=testimony.statement._replace(in_collective_since_ns=None))
+    rank_calls = heard(read_run(tmp_path)).by_rank[0]
+    elsewhere = replace(rank_calls, rank_summary=rank_calls.rank_summary._replace(in_collective_since_ns=None))
     assert [holding(elsewhere, seen(*stack)) for stack in HELD.values()] == list(HELD)
 
 
 def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
     """What runs the finished code of a graph passes through the compilers' files."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
-    testimony = heard(read_run(tmp_path)).testimonies[0]
+    rank_calls = heard(read_run(tmp_path)).by_rank[0]
     stack = ("/tmp/torchinductor_me/ab/cab.py:40 in call", f"{LIB}/torch/_inductor/compile_fx.py:9 in run", f"{TRAIN}:9 in f")
     assert (
-        holding(testimony, seen(*stack, state="R"))
+        holding(rank_calls, seen(*stack, state="R"))
         == "running: an endless loop, a long computation, or C code that keeps the GIL"
     )
 

@@ -20,9 +20,9 @@ from rich.cells import cell_len
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import Sort
-from torchwhere.blackbox.live_box import Glance
-from torchwhere.blackbox.live_names import Names
+from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.live_box import LiveBox
+from torchwhere.blackbox.live_names import NameReader
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
@@ -30,13 +30,13 @@ from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.diagnose.live.ranks import LiveRanks, RankNow
 from torchwhere.diagnose.live.run import RunNow
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.text import as_text
 from torchwhere.render.top import body_height, impression, plain_lines, screen_lines
 from torchwhere.render.top_detail import detail_lines
-from torchwhere.render.top_rows import Letters, age, speed, widths
+from torchwhere.render.top_rows import Charset, age, speed, widths
 from torchwhere.render.top_view import View
-from torchwhere.top.poller import Ward
+from torchwhere.top.poller import RunPoller
 
 S = 1_000_000_000
 START_NS = 1_700_000_000 * S
@@ -50,8 +50,8 @@ class Writer:
         known = {"rank": rank, "world_size": world, "run_id": "r", "host": "elsewhere", "pid": 1, "started_ns": START_NS}
         self.box = BoxWriter(folder / f"rank{rank}.box", meta=known | {"clock_offset_ns": START_NS} | meta, records=64)
         group = json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "mesh_dim": None})
-        self.group = self.box.intern(Sort.GROUP, group)
-        self.tally = self.box.tally_at((self.group, -1, -1))
+        self.group = self.box.intern(EntryType.GROUP, group)
+        self.counter = self.box.counter_at((self.group, -1, -1))
         self.cursor = self.box.cursor_at(0)
         self.count = 0
         self.box.words[self.cursor + file_format.CURSOR_THREAD] = 1
@@ -62,7 +62,7 @@ class Writer:
         return t_ns
 
     def enter(self, module: str, at_s: float, pass_: Pass = Pass.FORWARD) -> None:
-        entry = self.box.intern(Sort.MODULE, module)
+        entry = self.box.intern(EntryType.MODULE, module)
         self.box.words[self.cursor] = entry << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT
         self._at(at_s)
 
@@ -71,17 +71,17 @@ class Writer:
         self._at(at_s)
 
     def issue(self, op: str, at_s: float, line: str = "train.py:7") -> None:
-        assert self.tally is not None
-        what = self.box.intern(Sort.COLLECTIVE, json.dumps({"op": op, "group": "0"}))
-        t_ns, line_id = self._at(at_s), self.box.intern(Sort.LINE, line)
+        assert self.counter is not None
+        what = self.box.intern(EntryType.COLLECTIVE, json.dumps({"op": op, "group": "0"}))
+        t_ns, line_id = self._at(at_s), self.box.intern(EntryType.LINE, line)
         number = self.box.record(Kind.COLLECTIVE, t_ns, line=line_id, what=what, more=self.count)
         self.count += 1
         for word, value in (
-            (file_format.TALLY_COUNT, self.count),
-            (file_format.TALLY_TIME, t_ns),
-            (file_format.TALLY_RECORD, number),
+            (file_format.COUNTER_COUNT, self.count),
+            (file_format.COUNTER_TIME, t_ns),
+            (file_format.COUNTER_RECORD, number),
         ):
-            self.box.words[self.tally + word] = value
+            self.box.words[self.counter + word] = value
         self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
     def end(self, reason: str, at_s: float) -> None:
@@ -106,16 +106,16 @@ class Watcher:
     """`LiveRanks` over some boxes, on the clock of the test: its second 0 is that of the boxes."""
 
     def __init__(self, writers: list[Writer], *, stall_s: float = 1.5) -> None:
-        names = Names()
-        self.glances = [Glance(writer.box.path, names) for writer in writers if writer.box.path is not None]
+        names = NameReader()
+        self.glances = [LiveBox(writer.box.path, names) for writer in writers if writer.box.path is not None]
         self.live = LiveRanks(stall_s=stall_s)
 
-    def look(self, at_s: float, sightings: dict[int, Sighting] | None = None) -> list[RankNow]:
-        for glance in self.glances:
-            has_moved = glance.look()
-            self.live.looked(glance, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S))
-            self.live.meet(glance, now_s=at_s, now_ns=START_NS + int(at_s * S))
-        return self.live.now([glance.rank for glance in self.glances], sightings or {}, now_s=at_s)
+    def look(self, at_s: float, statuses: dict[int, ProcessStatus] | None = None) -> list[RankNow]:
+        for live_box in self.glances:
+            has_moved = live_box.look()
+            self.live.looked(live_box, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S))
+            self.live.meet(live_box, now_s=at_s, now_ns=START_NS + int(at_s * S))
+        return self.live.now([live_box.rank for live_box in self.glances], statuses or {}, now_s=at_s)
 
 
 # -- a glance --------------------------------------------------------------------------------------------------------------
@@ -124,44 +124,44 @@ class Watcher:
 def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
     """Step, place, counts and last collective are those that reading the whole box gives, on every rank."""
     make(Job(64, steps=2, records=64, fault="missing", victim=9), tmp_path)
-    names = Names()
+    names = NameReader()
     for path in tmp_path.glob("*.box"):
-        glance, box = Glance(path, names), read_box(path)
-        assert glance.look()
-        assert not glance.look()
+        live_box, box = LiveBox(path, names), read_box(path)
+        assert live_box.look()
+        assert not live_box.look()
         (cursor,) = box.cursors()
-        place = glance.place()
+        place = live_box.place()
         assert (place.step, place.pass_, place.module) == (cursor.place.step, cursor.place.pass_, cursor.place.module)
-        groups = {entry: box.value(entry)["name"] for entry, (sort, _) in box.names.items() if sort == Sort.GROUP}
-        counted = {(groups[group], *ends): count for (group, *ends), count in box.tallies().items()}
-        assert {tuple(stream): count for stream, count in glance.counts().items()} == counted
+        groups = {entry: box.value(entry)["name"] for entry, (sort, _) in box.names.items() if sort == EntryType.GROUP}
+        counted = {(groups[group], *ends): count for (group, *ends), count in box.counters().items()}
+        assert {tuple(stream): count for stream, count in live_box.counts().items()} == counted
         last = list(box.events(kinds={"collective"}))[-1]
-        issued = glance.issued()
+        issued = live_box.issued()
         assert issued is not None
         if next(iter(box.events(last=1))).kind == "collective":
             assert (issued.op, issued.number, place.line) == (last.fields["op"], last.fields["number"], last.place.line)
-        assert glance.moved_ns == box.last_ns
+        assert live_box.moved_ns == box.last_ns
 
 
 def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> None:
     """Names, streams and the end that come while it looks are seen, whatever the number of streams."""
     writer, _ = ranks()
-    (glance,) = Watcher([writer]).glances
-    assert glance.look()
+    (live_box,) = Watcher([writer]).glances
+    assert live_box.look()
     writer.enter("encoder", 1)
-    assert glance.look()
-    assert (glance.place().module, glance.issued()) == ("encoder", None)
+    assert live_box.look()
+    assert (live_box.place().module, live_box.issued()) == ("encoder", None)
     writer.issue("broadcast", 2, line="later.py:3")
-    streams = [writer.box.tally_at((writer.group, 0, peer)) for peer in range(100)]
-    writer.box.words[(streams[-1] or 0) + file_format.TALLY_COUNT] = 7
-    assert glance.look()
-    assert glance.place().line == "later.py:3"
-    assert len(glance.counts()) == 101
-    assert max(glance.counts().values()) == 7
+    streams = [writer.box.counter_at((writer.group, 0, peer)) for peer in range(100)]
+    writer.box.words[(streams[-1] or 0) + file_format.COUNTER_COUNT] = 7
+    assert live_box.look()
+    assert live_box.place().line == "later.py:3"
+    assert len(live_box.counts()) == 101
+    assert max(live_box.counts().values()) == 7
     writer.end("exit 3", 3)
-    assert glance.look()
-    assert not glance.look()  # the last record is read when nothing moves any more
-    assert glance.ended == "exit 3"
+    assert live_box.look()
+    assert not live_box.look()  # the last record is read when nothing moves any more
+    assert live_box.ended == "exit 3"
 
 
 def test_glance_at_damage(tmp_path: Path) -> None:
@@ -176,14 +176,14 @@ def test_glance_at_damage(tmp_path: Path) -> None:
         for _ in range(attempt % 5 * 3 if data else 0):
             data[chance.randrange(len(data))] = chance.randrange(256)
         path.write_bytes(data)
-        glance = Glance(path, Names())
-        glance.look()
-        glance.look()
-        assert {glance.place().module, glance.place().line} <= modules
-        glance.issued(), glance.counts(), glance.label(), glance.phase(), glance.ended
+        live_box = LiveBox(path, NameReader())
+        live_box.look()
+        live_box.look()
+        assert {live_box.place().module, live_box.place().line} <= modules
+        live_box.issued(), live_box.counts(), live_box.label(), live_box.phase(), live_box.ended
     path.unlink()
-    assert not glance.look()
-    assert glance.problem == "cannot be read: No such file or directory"
+    assert not live_box.look()
+    assert live_box.problem == "cannot be read: No such file or directory"
 
 
 # -- who stands still ------------------------------------------------------------------------------------------------------
@@ -257,9 +257,9 @@ def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
     watcher = Watcher(writers)
     writers[0].end("exit", 1)
     writers[1].end("exception: ValueError: no", 1)
-    sightings = {2: Sighting(alive=False), 3: Sighting(alive=True, state="T")}
+    statuses = {2: ProcessStatus(alive=False), 3: ProcessStatus(alive=True, state="T")}
     watcher.look(1)
-    found = watcher.look(2, sightings)
+    found = watcher.look(2, statuses)
     assert [str(rank.state) for rank in found] == ["finished", "dead", "dead", "stopped"]
     assert found[1].detail == "exception: ValueError: no"
 
@@ -269,11 +269,11 @@ def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
 
 def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
     """A folder that is not there yet, is empty, has a run, is gone: each is said."""
-    ward = Ward(tmp_path / "run")
+    poller = RunPoller(tmp_path / "run")
 
     def visit() -> RunNow:
-        ward._list_at = 0.0  # look at the folder now
-        return ward.visit()
+        poller._list_at = 0.0  # look at the folder now
+        return poller.visit()
 
     assert visit().problem == f"there is no folder {tmp_path / 'run'} yet"
     (tmp_path / "run").mkdir()
@@ -291,16 +291,16 @@ def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer
     """The boxes of an elastic restart take the place of the first ones while it looks; ranks without one are named."""
     old = ranks(2)
     old[0].step(40, 1)
-    ward = Ward(tmp_path)
-    assert [rank.step for rank in ward.visit().ranks] == [40, None]
+    poller = RunPoller(tmp_path)
+    assert [rank.step for rank in poller.visit().ranks] == [40, None]
     for writer in old:
         writer.box.close()
         assert writer.box.path is not None
         writer.box.path.rename(writer.box.path.with_name(f"{writer.box.path.stem}.old.box"))
     new = Writer(tmp_path, 0, restart=1, started_ns=START_NS + S)
     new.step(3, 1)
-    ward._list_at = 0.0
-    found = ward.visit()
+    poller._list_at = 0.0
+    found = poller.visit()
     assert ([(rank.rank, rank.step) for rank in found.ranks], found.missing) == ([(0, 3)], (1,))
     new.box.close()
 
@@ -308,8 +308,8 @@ def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer
 def test_ward_reads_in_slices(tmp_path: Path) -> None:
     """Given no time it reads one box a visit, and says how many it has not seen."""
     make(Job(16, steps=1, records=16), tmp_path)
-    ward = Ward(tmp_path)
-    assert [(len(run.ranks), run.unread) for run in (ward.visit(most_s=0) for _ in range(3))] == [(1, 15), (2, 14), (3, 13)]
+    poller = RunPoller(tmp_path)
+    assert [(len(run.ranks), run.unread) for run in (poller.visit(most_s=0) for _ in range(3))] == [(1, 15), (2, 14), (3, 13)]
 
 
 # -- the screen ------------------------------------------------------------------------------------------------------------
@@ -320,9 +320,9 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
     """10,240 ranks: rank 777 stands still, eight wait for it, all others move."""
     folder = tmp_path_factory.mktemp("many")
     make(Job(16, steps=1, records=16), folder)
-    names = Names()
-    glances = [Glance(folder / f"rank{rank}.box", names) for rank in range(16)]
-    assert all(glance.look() for glance in glances)
+    names = NameReader()
+    glances = [LiveBox(folder / f"rank{rank}.box", names) for rank in range(16)]
+    assert all(live_box.look() for live_box in glances)
 
     def one(rank: int) -> RankNow:
         waits_for = (777,) if 760 <= rank < 768 else ()
@@ -336,14 +336,14 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
             is_blamed=rank == 777,
             waits_for=waits_for,
             detail=None,
-            glance=glances[rank % 16],
+            live_box=glances[rank % 16],
         )
 
     return RunNow("run", START_NS, tuple(map(one, range(10240))), world_size=10240)
 
 
-def painted(run: RunNow, view: View, *, width: int = 120, height: int = 40, letters: Letters | None = None) -> list[str]:
-    lines = screen_lines(run, view, verdict=None, width=width, height=height, letters=letters or Letters())
+def painted(run: RunNow, view: View, *, width: int = 120, height: int = 40, snapshots: Charset | None = None) -> list[str]:
+    lines = screen_lines(run, view, verdict=None, width=width, height=height, snapshots=snapshots or Charset())
     return ["".join(text for text, _ in line) for line in lines]
 
 
@@ -404,11 +404,11 @@ def test_every_size(many: RunNow, is_ascii: bool) -> None:
     for width in (1, 2, 5, 10, 19, 20, 33, 60, 79, 80, 100, 200):
         for height in (1, 2, 3, 4, 6, 10, 24, 50):
             for page in ("list", "help"):
-                lines = painted(small, View(page=page), width=width, height=height, letters=Letters(is_ascii=is_ascii))
+                lines = painted(small, View(page=page), width=width, height=height, snapshots=Charset(is_ascii=is_ascii))
                 assert len(lines) == height
                 assert max(map(cell_len, lines)) <= width
                 assert not is_ascii or "".join(lines).isascii()
-    assert body_height(small, None, 20, 10, Letters()) >= 5
+    assert body_height(small, None, 20, 10, Charset()) >= 5
 
 
 def test_columns_at_widths(many: RunNow) -> None:
@@ -434,15 +434,15 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
     (writer,) = ranks(1, host=EVIL)
     writer.enter(EVIL, 1)
     writer.issue(EVIL, 1, line=EVIL)
-    run = Ward(tmp_path).visit()
+    run = RunPoller(tmp_path).visit()
     verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
-    for letters in (Letters(), Letters(is_ascii=True)):
-        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, letters=letters)
+    for snapshots in (Charset(), Charset(is_ascii=True)):
+        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, snapshots=snapshots)
         text = "\n".join("".join(text for text, _ in line) for line in lines)
         assert "mirror" in text
         assert all(character.isprintable() or character == "\n" for character in text)
-        assert not letters.is_ascii or text.isascii()
-        page = detail_lines(run.ranks[0], read_box(tmp_path / "rank0.box"), verdict=verdict, width=150, letters=letters)
+        assert not snapshots.is_ascii or text.isascii()
+        page = detail_lines(run.ranks[0], read_box(tmp_path / "rank0.box"), verdict=verdict, width=150, snapshots=snapshots)
         texts = [text for line in page for text, _ in line]
         assert sum("mirror" in text for text in texts) > 4
         assert all(text.isprintable() for text in texts)

@@ -28,7 +28,7 @@ from rank_pool import Pool
 from skewed_job import Act, Player, Skew, call, mark, work
 from synthetic_boxes import make
 from synthetic_job import Job
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.cli import main
@@ -256,7 +256,7 @@ def test_hang(tmp_path: Path, trace: Trace) -> None:
 def test_ring_that_went_round(tmp_path: Path, trace: Trace) -> None:
     """What began before the ring does is drawn from where the ring begins."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1}, records=8)
-    module, phase = box.intern(Sort.MODULE, "layers.0"), box.intern(Sort.PHASE, "epoch")
+    module, phase = box.intern(EntryType.MODULE, "layers.0"), box.intern(EntryType.PHASE, "epoch")
     box.record(Kind.PHASE_BEGIN, 1 * MS, what=phase)
     box.record(Kind.MODULE_ENTER, 2 * MS, 1, module=module)
     for index in range(6):
@@ -345,7 +345,7 @@ def test_files_of_another_trace(run: Path, synthetic: Path, tmp_path: Path, caps
 def test_exceptions_and_compilations(tmp_path: Path, trace: Trace) -> None:
     """An exception is an instant with its text; a compilation is a slice with its reason."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1}, records=8)
-    graph = box.intern(Sort.GRAPH, "0/1")
+    graph = box.intern(EntryType.GRAPH, "0/1")
     box.record(Kind.COMPILE_BEGIN, 1 * MS, what=graph, more=box.text(json.dumps({"part": "forward", "because": "a size"})) or 0)
     box.record(Kind.EXCEPTION, 2 * MS, more=box.text(json.dumps({"text": "ValueError: no", "type": "ValueError", "last": []})))
     box.record(Kind.COMPILE_END, 3 * MS, what=graph)
@@ -361,7 +361,7 @@ def test_hostile_names(tmp_path: Path, trace: Trace) -> None:
     """Names of any kind and length stay names."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1, "host": '"}]\n\x1b[31m'}, records=8)
     for name in ('</script>"rank": 7', "x" * 10_000, "\u202e\ud800", ""):
-        box.record(Kind.PHASE_BEGIN, 1 * MS, what=box.intern(Sort.PHASE, name))
+        box.record(Kind.PHASE_BEGIN, 1 * MS, what=box.intern(EntryType.PHASE, name))
     box.record(Kind.NOTE, 2 * MS, more=box.text('{"text": "\\"rank\\": 9", "value": Infinity}'))
     box.close()
     events = trace(tmp_path / "run")
@@ -563,19 +563,21 @@ def test_hostile_values(seed: int, tmp_path: Path, trace: Trace) -> None:
         offset = chance.choice([0, 10**18, *odd])
         meta = {"rank": rank, "world_size": 3, "run_id": "x", "host": chance.choice(odd), "clock_offset_ns": offset}
         box = BoxWriter(tmp_path / "run" / box_name(rank), meta=meta, records=chance.choice([8, 64]))
-        ids = [0, 99, *(box.intern(chance.choice(list(Sort)), text) for text in ("", "x", "[", "3", "0\tMain"))]
+        ids = [0, 99, *(box.intern(chance.choice(list(EntryType)), text) for text in ("", "x", "[", "3", "0\tMain"))]
         for _ in range(6):
             group = {"name": chance.choice(["a", *odd]), "ranks": chance.choice([[0, 1, 2], *odd]), "desc": chance.choice(odd)}
-            box.intern(Sort.GROUP, json.dumps(group))
+            box.intern(EntryType.GROUP, json.dumps(group))
             op, of = chance.choice(["all_reduce", "send", "recv", *odd]), chance.choice(["a", *odd])
             fields = {"op": op, "group": of, "peer": chance.choice([0, 1, *odd]), "bytes": chance.choice(odd)}
-            ids.append(box.intern(Sort.COLLECTIVE, json.dumps(fields)))
+            ids.append(box.intern(EntryType.COLLECTIVE, json.dumps(fields)))
         for _ in range(60):
             t_ns, more = chance.choice([5, chance.randrange(10**12), 10**15]), chance.choice([0, 1, 2, 2**63, box.text("[")])
             step, place = chance.choice([0, 1, 2**32 - 1]), [chance.choice(ids) for _ in range(6)]
-            module, line, graph, what, aim, param = place
+            module, line, graph, what, beneficiary, param = place
             kind, thread = chance.choice(list(Kind)), chance.choice([0, 0, 255])
-            box.record(kind, t_ns, chance.randrange(256), 1, thread, step, module, 0, line, graph, what, aim, param, more)
+            box.record(
+                kind, t_ns, chance.randrange(256), 1, thread, step, module, 0, line, graph, what, beneficiary, param, more
+            )
         box.close()
     assert trace(tmp_path / "run")
 

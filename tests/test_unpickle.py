@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hostile_dumps import CROOKED, EXECUTES, GREEDY, HOSTILE, P
 from torchwhere.flight_recorder.dump import parse_dump
-from torchwhere.flight_recorder.unpickle import Caps, CutShortError, RefusedError, loads
+from torchwhere.flight_recorder.unpickle import Caps, CutShortError, RefusedFileError, loads
 from torchwhere.flight_recorder.verdict import consult_dumps
 
 ATOMS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
@@ -71,7 +71,7 @@ def test_shared_containers_are_read() -> None:
 @given(data=st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     """Whatever follows the protocol, it is read or refused, and nothing else happens."""
-    with contextlib.suppress(RefusedError):
+    with contextlib.suppress(RefusedFileError):
         loads(P + data)
 
 
@@ -79,9 +79,9 @@ def test_caps_are_kept() -> None:
     """A cap that is reached refuses; one item less is read."""
     data = pickle.dumps([[], [], []], protocol=2)
     assert loads(data, caps=Caps(containers=4)) == [[], [], []]
-    with pytest.raises(RefusedError, match=r"^more than 3 lists, dicts and tuples, at byte \d+$"):
+    with pytest.raises(RefusedFileError, match=r"^more than 3 lists, dicts and tuples, at byte \d+$"):
         loads(data, caps=Caps(containers=3))
-    with pytest.raises(RefusedError, match=rf"^{len(data)} bytes; at most 10 are read$"):
+    with pytest.raises(RefusedFileError, match=rf"^{len(data)} bytes; at most 10 are read$"):
         loads(data, caps=Caps(bytes=10))
 
 
@@ -93,7 +93,7 @@ def test_hostile_files(files: dict[str, tuple[bytes, str]]) -> None:
     """Each of these files is refused, with its reason, within seconds."""
     for name, (data, reason) in files.items():
         begin = time.process_time()
-        with pytest.raises(RefusedError) as caught:
+        with pytest.raises(RefusedFileError) as caught:
             parse_dump(data, 0)
         assert reason in str(caught.value), name
         assert len(str(caught.value)) < 200, name
@@ -165,7 +165,7 @@ def test_cut_at_every_byte() -> None:
         for end in range(len(data)):
             try:
                 dump = parse_dump(data[:end], 0)
-            except RefusedError:
+            except RefusedFileError:
                 continue
             assert dump.cut == f"cut short: it ends at byte {end}, in the middle of its data"
             assert dump.entries == whole[: len(dump.entries)]
@@ -189,7 +189,7 @@ def test_any_byte_changed() -> None:
         changed[at] ^= 1 << dice.randrange(8)
         try:
             dump = parse_dump(bytes(changed), 0)
-        except RefusedError:
+        except RefusedFileError:
             continue
         assert all(0 <= entry.seq < 1 << 62 and 0 <= entry.t_ns < 1 << 62 for entry in dump.entries)
 
@@ -235,7 +235,7 @@ def test_wrong_types_around_the_entries() -> None:
     for field, value in itertools.product([*DUMP, "torchwhere"], ODD):
         try:
             dump = parse_dump(pickle.dumps({**DUMP, field: value}, protocol=2), 0)
-        except RefusedError:
+        except RefusedFileError:
             assert field in ("version", "entries"), (field, value)
             continue
         assert len(dump.entries) in (0, 3), (field, value)

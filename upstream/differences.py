@@ -66,8 +66,8 @@ def _again(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dic
 
 
 def _is_steady(case: str, plain: Sequence[Mapping[str, Outcome]], other: Sequence[Mapping[str, Outcome]]) -> bool:
-    passes = [[_get(run, case).result == PASSED for run in runs] for runs in (plain, other)]
-    return all(len(set(each)) == 1 for each in passes)
+    fast_path = [[_get(run, case).result == PASSED for run in runs] for runs in (plain, other)]
+    return all(len(set(each)) == 1 for each in fast_path)
 
 
 def _difference(

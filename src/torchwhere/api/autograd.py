@@ -23,7 +23,7 @@ from torchwhere.hooks import line_log, node_places, python_stack
 from torchwhere.hooks.compiled_graphs import code_of_node
 from torchwhere.hooks.decorate import Function, decorated
 from torchwhere.hooks.failing_node import node_that_raised
-from torchwhere.model.backward_graph import BackwardGraph, Known, Lines, Places, read
+from torchwhere.model.backward_graph import BackwardGraph, Lines, NodeSources, Places, read
 from torchwhere.model.graph_walk import is_leaf, walk
 from torchwhere.model.module_names import NameTable, wrapped
 from torchwhere.model.module_names import walk as walk_modules
@@ -43,7 +43,7 @@ def backward_graph(
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(f"backward_graph(model=): expected a torch.nn.Module or None, got {type(model).__name__}")
     roots = _roots(tensors)
-    graph = read(walk(roots), roots, Known(places=_places, names=_Namer(model), lines=_lines))
+    graph = read(walk(roots), roots, NodeSources(places=_places, names=_Namer(model), lines=_lines))
     if graph.freed and not freed:
         raise ValueError(
             f"backward_graph(tensor): backward has run over this graph and freed what {graph.freed:,} of its {len(graph):,} "
@@ -165,7 +165,7 @@ class ForwardLine(str):
 
     @classmethod
     def of(cls, file: str, line: int, *, source: str, certainty: Certainty = Certainty.EXACT) -> ForwardLine:
-        found = cls(line_log.shortened(line_log.Written(file, line, ""), _folder()))
+        found = cls(line_log.shortened(line_log.UserLine(file, line, ""), _folder()))
         found.source, found.certainty = source, certainty
         return found
 

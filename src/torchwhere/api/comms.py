@@ -21,7 +21,7 @@ from torch import nn
 from torchwhere.api import watch
 from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.comms import snapshot
-from torchwhere.diagnose.comms.expect import Names, judge
+from torchwhere.diagnose.comms.expect import KnownNames, check
 from torchwhere.diagnose.comms.sums import RunningSums
 from torchwhere.diagnose.comms.tree import Comms, add, group_label
 from torchwhere.hooks import _torch
@@ -211,15 +211,15 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
         modules below it, in pass `pass_`, on `group`, moving what belongs to `for_`; where none is given, everything.
         """
         filters = {"module": module, "pass_": pass_, "group": group, "for_": for_}
-        verdict = judge(self._comms(), filters=filters, wanted=wanted, names=self._names())
+        verdict = check(self._comms(), filters=filters, wanted=wanted, names=self._names())
         if not verdict.holds:
             raise AssertionError(expectation.failure(verdict))
 
-    def _names(self) -> Names:
+    def _names(self) -> KnownNames:
         session = self._session
         modules = self._modules if session is None else _modules_of(session)
         box = self._box if session is None else _box_of(session)
-        return Names(
+        return KnownNames(
             modules={one for names in modules for one in names}, groups={group_label(box, one) for one in box.groups()}
         )
 

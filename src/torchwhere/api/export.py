@@ -18,8 +18,8 @@ from typing import IO, Any, Protocol, cast
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import Roster, box_files, choose
-from torchwhere.blackbox.summary import Label, label
+from torchwhere.blackbox.run import RunSummary, box_files, choose
+from torchwhere.blackbox.summary import BoxSummary, label
 from torchwhere.core.atomic_file import destination, part_of, refusing
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
@@ -75,7 +75,7 @@ class Writer(Protocol):
     def expect(self, ranks: Collection[int]) -> None:
         """Be told which boxes will come."""
 
-    def has(self, label: Label) -> int | None:
+    def has(self, label: BoxSummary) -> int | None:
         """How many events of that box, as it is now, are there already."""
 
     def write(self, box: Box) -> int:
@@ -103,7 +103,7 @@ def export(
     with refusing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _writer(target, wanted) as writer:
-            run = Roster(Path(folder), *choose(Path(folder), _labels(files, on_progress)))
+            run = RunSummary(Path(folder), *choose(Path(folder), _labels(files, on_progress)))
             chosen = [run.boxes[rank] for rank in _checked_ranks(ranks, run)]
             writer.expect([one.rank for one in chosen])
             events = sum(_written(writer, chosen, on_progress))
@@ -130,7 +130,7 @@ def _target(out: object) -> Path:
     return target
 
 
-def _checked_ranks(ranks: Iterable[int] | None, run: Roster[Label]) -> list[int]:
+def _checked_ranks(ranks: Iterable[int] | None, run: RunSummary[BoxSummary]) -> list[int]:
     wanted = sorted(run.boxes) if ranks is None else sorted(set(ranks))
     unknown = [rank for rank in wanted if rank not in run.boxes]
     if unknown:
@@ -165,7 +165,7 @@ def _is_export(path: Path, *, is_folder: bool) -> bool:
 # -- reading and writing ---------------------------------------------------------------------------------------------------
 
 
-def _labels(files: list[Path], on_progress: Progress | None) -> list[Label]:
+def _labels(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]:
     """Who the boxes belong to. They are read again when their turn comes: none is kept in memory."""
     reader, found = BoxReader(), []
     for done, path in enumerate(files, 1):
@@ -182,14 +182,14 @@ def _box(reader: BoxReader, path: Path) -> Box:
         return Box(path=path, problems=[str(error)])
 
 
-def _again(reader: BoxReader, known: Label) -> Box:
+def _again(reader: BoxReader, known: BoxSummary) -> Box:
     box = _box(reader, known.path)
     if box.rank != known.rank or box.run != known.run:
         raise TorchwhereError(f"{known.path} is gone, or another one, since the export began: export again")
     return box
 
 
-def _written(writer: Writer, labels: list[Label], on_progress: Progress | None) -> Iterator[int]:
+def _written(writer: Writer, labels: list[BoxSummary], on_progress: Progress | None) -> Iterator[int]:
     reader = BoxReader()
     for done, one in enumerate(labels, 1):
         known = writer.has(one)
@@ -220,7 +220,7 @@ class JsonLines:
     def expect(self, ranks: Collection[int]) -> None:
         """It takes all."""
 
-    def has(self, label: Label) -> int | None:
+    def has(self, label: BoxSummary) -> int | None:
         return None
 
     def write(self, box: Box) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from torchwhere.api import watch
 from torchwhere.hooks.decorate import Function, decorated
-from torchwhere.hooks.listeners import Entry, ModuleCall
+from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
 
 __all__ = ["ModuleCall", "on_module"]
 
@@ -87,11 +87,11 @@ class on_module:  # noqa: N801 - read as a verb: `with on_module(enter=...):`
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
-    def entered(self, entry: Entry) -> None:
+    def entered(self, entry: ModuleEntry) -> None:
         if self._enter is not None and entry.call is not None:
             self._enter(entry.own, entry.call)
 
-    def left(self, entry: Entry, _output: Any) -> None:
+    def left(self, entry: ModuleEntry, _output: Any) -> None:
         if self._exit is not None and entry.call is not None:
             self._exit(entry.own, entry.call)
 

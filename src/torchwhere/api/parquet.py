@@ -19,7 +19,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.atomic_file import part_of, take_room
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.model_layout import ranks_to_text
@@ -89,12 +89,12 @@ class ParquetFolder:
     def _path(self, rank: int) -> Path:
         return self._part / f"rank={rank}" / _NAME
 
-    def _source(self, box: Box | Label) -> bytes:
+    def _source(self, box: Box | BoxSummary) -> bytes:
         """Which box, how much of it and which of its events: a file with the same source need not be written again."""
-        said = [*box.run, box.rank, box.pulse, box.counts.good, sorted(self._kinds) if self._kinds is not None else None]
+        said = [*box.run, box.rank, box.progress, box.counts.good, sorted(self._kinds) if self._kinds is not None else None]
         return json.dumps([*said, __version__]).encode()
 
-    def has(self, label: Label) -> int | None:
+    def has(self, label: BoxSummary) -> int | None:
         try:
             found = self._pq.read_metadata(self._path(label.rank))
         except (OSError, self._pa.ArrowException):

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable
 
-from torchwhere.blackbox.run import Run, read_run
+from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose import phases as diagnosis
 from torchwhere.diagnose.phases import Phases
@@ -14,7 +14,7 @@ from torchwhere.diagnose.phases import Phases
 _NOBODY = "nobody has watched this process yet: with torchwhere.watch(): ..."
 
 
-def phases(run: Run | str | os.PathLike[str] | None = None, *, ranks: Iterable[int] | None = None) -> Phases:
+def phases(run: BoxRun | str | os.PathLike[str] | None = None, *, ranks: Iterable[int] | None = None) -> Phases:
     """Where the time of a step goes: count, total, mean, max and share of every phase.
 
     Without a run: of this process, in the watch that is running or ran last. With a run, or the name of its folder: of all
@@ -32,15 +32,15 @@ def _of_this_process() -> Phases:
     return diagnosis.table({latest.rank: latest.sums()}) if latest is not None else Phases((), {}, (_NOBODY,))
 
 
-def _read(run: object) -> Run:
-    if isinstance(run, Run):
+def _read(run: object) -> BoxRun:
+    if isinstance(run, BoxRun):
         return run
     if isinstance(run, (str, os.PathLike)):
         return read_run(os.fspath(run))
     raise TypeError(f"phases(run): expected a folder, a Run or nothing, got {type(run).__name__}")
 
 
-def _known(ranks: Iterable[int] | None, run: Run) -> set[int] | None:
+def _known(ranks: Iterable[int] | None, run: BoxRun) -> set[int] | None:
     wanted = None if ranks is None else set(ranks)
     unknown = sorted((wanted or set()) - set(run.boxes))
     if unknown:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, repr=False)
-class Run(boxes.Run):
+class Run(boxes.BoxRun):
     """One job: `boxes` by rank, `missing` ranks, `caveats()`, `events(...)`, and the answers of the commands.
 
     `ranks` is everywhere the ranks to look at; all of them without it.
@@ -107,9 +107,9 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = 10.0) -> Verdict:
 
     A wait of `stall_s` seconds is a hang. `verdict.kind`, `verdict.culprits`, `verdict.ranks`; printed it says why.
     """
-    from torchwhere.pipeline.verdict import consult
+    from torchwhere.pipeline.verdict import diagnose_folder
 
-    return consult(os.fspath(folder), stall_s=stall_s)
+    return diagnose_folder(os.fspath(folder), stall_s=stall_s)
 
 
 def _array(found: Any, column: Column) -> Any:

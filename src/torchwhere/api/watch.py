@@ -20,7 +20,7 @@ from torch import nn
 from torchwhere.blackbox.writer import DEFAULT_RECORDS
 from torchwhere.core.errors import failure
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble, log
+from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.listeners import Listener
 from torchwhere.recorder.session import Session
 
@@ -140,12 +140,12 @@ def _mind_forks() -> None:
 
 def _before_fork() -> None:
     if _current is not None:
-        _current.heart.before_fork()
+        _current.heartbeat.before_fork()
 
 
 def _after_fork() -> None:
     if _current is not None:
-        _current.heart.after_fork()
+        _current.heartbeat.after_fork()
 
 
 def _forked() -> None:
@@ -203,4 +203,4 @@ def quietly(tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         _notes_trouble(error)
 
 
-_notes_trouble = Trouble("notes and phases", lambda: None)
+_notes_trouble = ErrorLimiter("notes and phases", lambda: None)

@@ -1,4 +1,4 @@
-"""What one rank's file holds, once it was read: records, names, cursors, tallies, and an account of what is not good.
+"""What one rank's file holds, once it was read: records, names, cursors, counters, and an account of what is not good.
 
 `events()` makes `Event`s of the records one at a time. Nothing here raises on content.
 """
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, Geometry, Sort
+from torchwhere.blackbox.file_format import HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, EntryType, Geometry
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.place import Certainty, Pass, Place
@@ -67,7 +67,7 @@ class Box(Shown):
     _threads: dict[str, str] | None = None
     _lost_texts: set[int] = field(default_factory=set)
     _groups: dict[str, dict[str, Any]] | None = None
-    _tally_words: list[list[int]] | None = None
+    _counter_words: list[list[int]] | None = None
 
     @property
     def rank(self) -> int:
@@ -104,7 +104,7 @@ class Box(Shown):
         geometry, beat_ns = self.geometry, self.beat_ns
         if geometry is None or not beat_ns:
             return []
-        cursors = self._head[geometry.cursors_at + file_format.CURSOR_BYTES : geometry.tallies_at]
+        cursors = self._head[geometry.cursors_at + file_format.CURSOR_BYTES : geometry.counters_at]
         words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")[
             file_format.CURSOR_HEART :: file_format.CURSOR_BYTES // 8
         ]
@@ -117,8 +117,8 @@ class Box(Shown):
         return sorted((beat_ns - age_ms * 10**6, waited_us * 1000) for age_ms, waited_us in known)
 
     @property
-    def pulse(self) -> int:
-        """A sum of its cursors and tallies: another one as soon as something is recorded."""
+    def progress(self) -> int:
+        """A sum of its cursors and counters: another one as soon as something is recorded."""
         return zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at]) if self.geometry else 0
 
     def name(self, entry_id: int) -> str | None:
@@ -133,11 +133,11 @@ class Box(Shown):
 
     @property
     def lacks_counts(self) -> bool:
-        """Whether the file was cut before the end of its tallies, or the groups they count are lost with the table: what this
+        """Whether the file was cut before the end of its counters, or the groups they count are lost with the table: what this
         rank has issued is not known then."""
         if self.geometry is None or not self._head:
             return False
-        return len(self._head) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.tally_words())
+        return len(self._head) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.counter_words())
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The process groups this rank knew, by name; the latest entry of a name wins."""
@@ -145,7 +145,7 @@ class Box(Shown):
             return self._groups
         known = self._groups = {}
         for entry_id, (sort, _) in sorted(self.names.items()):
-            value = self.value(entry_id) if sort == Sort.GROUP else None
+            value = self.value(entry_id) if sort == EntryType.GROUP else None
             if isinstance(value, dict) and isinstance(value.get("name"), str):
                 known[value["name"]] = value
         return known
@@ -221,7 +221,7 @@ class Box(Shown):
 
     def thread(self, number: int) -> str | None:
         if self._threads is None:
-            texts = [text for sort, text in self.names.values() if sort == Sort.THREAD]
+            texts = [text for sort, text in self.names.values() if sort == EntryType.THREAD]
             self._threads = {found: name for found, _, name in (text.partition("\t") for text in texts)}
         return self._threads.get(str(number))
 
@@ -229,14 +229,14 @@ class Box(Shown):
         if kind is Kind.COLLECTIVE:
             return self._collective_fields(row)
         if kind in TEXT_FIELD:
-            return self._text_fields(kind, int(row["more"]))
+            return self._text_fields(kind, int(row["extra"]))
         if kind is Kind.PHASE_BEGIN:
-            return {"phase": self.name(int(row["what"]))}
+            return {"phase": self.name(int(row["subject"]))}
         if kind is Kind.PHASE_END:
-            return {"phase": self.name(int(row["what"])), "duration_ns": int(row["more"])}
+            return {"phase": self.name(int(row["subject"])), "duration_ns": int(row["extra"])}
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END):
-            known = loaded(self.text(int(row["more"]))) if kind is Kind.COMPILE_BEGIN and row["more"] else None
-            return {"what": self.name(int(row["what"]))} | (known if isinstance(known, dict) else {})
+            known = loaded(self.text(int(row["extra"]))) if kind is Kind.COMPILE_BEGIN and row["extra"] else None
+            return {"what": self.name(int(row["subject"]))} | (known if isinstance(known, dict) else {})
         return {}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Box(Shown):
         return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}
 
     def _collective_fields(self, row: Any) -> dict[str, Any]:
-        signature = self.value(int(row["what"]))
+        signature = self.value(int(row["subject"]))
         fields = dict(signature) if isinstance(signature, dict) else dict.fromkeys(_SIGNATURE)
         group = self.groups().get(str(fields.get("group")), {})
         members = ranks if isinstance(ranks := group.get("ranks"), list) else []
@@ -255,8 +255,8 @@ class Box(Shown):
         fields["backend"] = group.get("backend")
         fields["group_size"] = len(members) or None
         fields["group_ranks"] = members if len(members) <= _MOST_RANKS_SHOWN else None
-        fields["number"] = int(row["more"])
-        fields["for"] = self.value(int(row["aim"])) if row["aim"] else None
+        fields["number"] = int(row["extra"])
+        fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
         return fields
 
@@ -265,7 +265,7 @@ class Box(Shown):
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(self._head, geometry.cursors_at, geometry.tallies_at, file_format.CURSOR_BYTES).view("<u8")
+        words = _rows(self._head, geometry.cursors_at, geometry.counters_at, file_format.CURSOR_BYTES).view("<u8")
         used = np.flatnonzero(words[:, file_format.CURSOR_TIME]).tolist()
         return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
@@ -291,23 +291,23 @@ class Box(Shown):
             last_record=int(row[file_format.CURSOR_RECORD]),
         )
 
-    def tallies(self) -> dict[tuple[int, int, int], int]:
+    def counters(self) -> dict[tuple[int, int, int], int]:
         """How many collectives were issued per stream: (group id, source, destination), -1 for a whole group."""
         found = {}
-        for who, count, _, _ in self.tally_words():
-            if self.names.get(who >> 40, (0, ""))[0] != Sort.PHASE_PATH:
+        for who, count, _, _ in self.counter_words():
+            if self.names.get(who >> 40, (0, ""))[0] != EntryType.PHASE_PATH:
                 found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
         return found
 
-    def tally_words(self) -> list[list[int]]:
-        """The tallies that are used, four words each; `phase_sums.py` knows those of phases."""
-        if self._tally_words is None:
+    def counter_words(self) -> list[list[int]]:
+        """The counters that are used, four words each; `phase_sums.py` knows those of phases."""
+        if self._counter_words is None:
             geometry = self.geometry
             if geometry is None:
                 return []
-            words = _rows(self._head, geometry.tallies_at, geometry.ring_at, file_format.TALLY_BYTES).view("<u8")
-            self._tally_words = words[words[:, 0] != 0].tolist()
-        return self._tally_words
+            words = _rows(self._head, geometry.counters_at, geometry.ring_at, file_format.COUNTER_BYTES).view("<u8")
+            self._counter_words = words[words[:, 0] != 0].tolist()
+        return self._counter_words
 
 
 def _section(path: Path, at: int, length: int) -> bytes:

@@ -187,8 +187,8 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     kinds, which = _distinct(records["kind"])
     yield "kind", _texts([Kind(kind).label for kind in kinds], which)
     yield "step", _some(records["step"], records["step"] != file_format.NO_STEP)
-    passes, which = _distinct(records["pass"])
-    yield "pass", _texts([PASS_LABELS.get(one, "outside") for one in passes], which)
+    fast_path, which = _distinct(records["pass"])
+    yield "pass", _texts([PASS_LABELS.get(one, "outside") for one in fast_path], which)
     for name in ("line", "graph", "param"):
         ids, which = _distinct(records[name])
         yield name, _texts([box.name(one) for one in ids], which)
@@ -223,7 +223,7 @@ def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     """What a collective has."""
     is_call = records["kind"] == Kind.COLLECTIVE
     among = np.flatnonzero(is_call)
-    ids, which = _distinct(records["what"], among)
+    ids, which = _distinct(records["subject"], among)
     calls = [value if isinstance(value := box.value(one), dict) else {} for one in ids]
     for name in _OF_CALL:
         make = _texts if COLUMNS[name] == TEXT else _numbers
@@ -233,9 +233,9 @@ def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
         yield name, _texts([group.get(key) for group in groups], which)
     members = [len(ranks) if isinstance(ranks := group.get("ranks"), list) else 0 for group in groups]
     yield "group_size", _numbers([size or None for size in members], which)
-    yield "number", _some(records["more"], is_call)
-    aims, which = _distinct(records["aim"], among)
-    yield "for", _texts([box.value(one) if one else None for one in aims], which)
+    yield "number", _some(records["extra"], is_call)
+    beneficiaries, which = _distinct(records["beneficiary"], among)
+    yield "for", _texts([box.value(one) if one else None for one in beneficiaries], which)
     yield "async", Numbers(is_call & (records["flags"] & file_format.FLAG_ASYNC != 0), ~is_call)
 
 
@@ -246,9 +246,9 @@ def _named(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     """What is named by a number: optimizers, compiled graphs, phases; and how long a phase took."""
     for name in ("what", "phase"):
         kinds = [int(kind) for kind, field in _NAMED.items() if field == name]
-        ids, which = _distinct(records["what"], np.flatnonzero(np.isin(records["kind"], kinds)))
+        ids, which = _distinct(records["subject"], np.flatnonzero(np.isin(records["kind"], kinds)))
         yield name, _texts([box.name(one) for one in ids], which)
-    yield "duration_ns", _some(records["more"], records["kind"] == Kind.PHASE_END)
+    yield "duration_ns", _some(records["extra"], records["kind"] == Kind.PHASE_END)
 
 
 def _told(box: Box, records: npt.NDArray[Any], rows: Rows) -> Iterator[tuple[str, Column]]:

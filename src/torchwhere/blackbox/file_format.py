@@ -1,6 +1,6 @@
 """The file format of a black box, version 1. `docs/format.md` says the same in words.
 
-    header (twice) | cursors | tallies | ring of records | ring of texts | table, growing to the end of the file
+    header (twice) | cursors | counters | ring of records | ring of texts | table, growing to the end of the file
 
 All numbers are little-endian. Everything but the table has a fixed size, is allocated when the box is made and written
 through one memory map. The table is appended to with ordinary writes, so it can grow without remapping, and a full disk is
@@ -19,16 +19,16 @@ VERSION = 1
 
 HEADER_BYTES = 2048
 HEADER_COPIES = 2
-# magic, version, header bytes, cursors, tallies, ring capacity, text bytes, table offset, meta length
+# magic, version, header bytes, cursors, counters, ring capacity, text bytes, table offset, meta length
 HEADER = struct.Struct("<8s II IIIII Q I")
 CRC = struct.Struct("<I")
 META_BYTES = HEADER_BYTES - HEADER.size - CRC.size
 
 CURSOR_BYTES = 64
 CURSORS = 16
-TALLY_BYTES = 32
-TALLIES = 512
-TALLY_RANKS = (1 << 20) - 1  # ranks are below this: a tally keeps rank + 1 in 20 bits
+COUNTER_BYTES = 32
+COUNTERS = 512
+COUNTER_RANKS = (1 << 20) - 1  # ranks are below this: a counter keeps rank + 1 in 20 bits
 
 # number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more; the CRC follows
 RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
@@ -57,8 +57,8 @@ CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECOR
 # Such a wait in one word: the beat in ms, by the monotonic clock, above; below, µs. Both go round.
 QUEUED_SHIFT = 32
 QUEUED_MASK = 0xFFFFFFFF
-# Words of a tally slot.
-TALLY_WHO, TALLY_COUNT, TALLY_TIME, TALLY_RECORD = range(4)
+# Words of a counter slot.
+COUNTER_WHO, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
 
 # A place in one word: module (table id) above, then the pass, then the call.
 PASS_SHIFT = 32
@@ -72,7 +72,7 @@ FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
 
 
-class Sort(IntEnum):
+class EntryType(IntEnum):
     """What a table entry is. An entry's id is unique over all sorts, so a record needs no sort beside an id."""
 
     META = 1  # JSON object: what did not fit into the header
@@ -80,7 +80,7 @@ class Sort(IntEnum):
     LINE = 3  # file:line
     GROUP = 4  # JSON object: a process group
     COLLECTIVE = 5  # JSON object: everything of a collective that repeats
-    AIM = 6  # JSON: the beneficiary of a collective, a unit's name or a list of parameters
+    BENEFICIARY = 6  # JSON: the beneficiary of a collective, a unit's name or a list of parameters
     PARAM = 7  # the name of a parameter
     GRAPH = 8  # a compiled graph
     THREAD = 9  # the name of a thread
@@ -95,7 +95,7 @@ class Geometry:
 
     capacity: int
     cursors: int = CURSORS
-    tallies: int = TALLIES
+    counters: int = COUNTERS
     text_bytes: int = TEXT_BYTES
 
     @property
@@ -103,12 +103,12 @@ class Geometry:
         return HEADER_BYTES * HEADER_COPIES
 
     @property
-    def tallies_at(self) -> int:
+    def counters_at(self) -> int:
         return self.cursors_at + self.cursors * CURSOR_BYTES
 
     @property
     def ring_at(self) -> int:
-        return self.tallies_at + self.tallies * TALLY_BYTES
+        return self.counters_at + self.counters * COUNTER_BYTES
 
     @property
     def texts_at(self) -> int:
@@ -128,7 +128,7 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
         VERSION,
         HEADER_BYTES,
         geometry.cursors,
-        geometry.tallies,
+        geometry.counters,
         geometry.capacity,
         geometry.text_bytes,
         0,
@@ -139,7 +139,7 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
     return body + CRC.pack(zlib.crc32(body))
 
 
-def without_heart(words: bytes, *, cursors: int) -> bytes:
+def mask_heartbeat(words: bytes, *, cursors: int) -> bytes:
     """Cursors, and what follows them, without the words that a heart writes: a rank that stands still beats on, and that is no
     move."""
     found, end = bytearray(words), min(len(words), cursors * CURSOR_BYTES)

@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator, Mapping
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 
 _KEPT = 16
 
 
-class Shelf(Mapping[int, Box]):
+class LazyBoxes(Mapping[int, Box]):
     """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
 
-    def __init__(self, labels: Mapping[int, Label], *, on_read: Callable[[int], None] | None = None, kept: int = _KEPT) -> None:
+    def __init__(
+        self, labels: Mapping[int, BoxSummary], *, on_read: Callable[[int], None] | None = None, kept: int = _KEPT
+    ) -> None:
         self.labels = labels
         self._most = kept
         self._on_read = on_read  # told how many have been read

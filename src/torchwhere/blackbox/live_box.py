@@ -1,6 +1,6 @@
 """A glance at a box: what its rank is doing now, from the cursors and counts alone, a few KB, as often as one likes.
 
-A `Glance` stays with one file. `look` reads the header, the cursors and the tallies that are used in one call; the table only
+A `LiveBox` stays with one file. `look` reads the header, the cursors and the counters that are used in one call; the table only
 where it has grown; a record only when somebody asks for the place, or when nothing moves any more and it may be the last one.
 Like all that reads, it never raises on content.
 """
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import PASS_LABELS, Box
 from torchwhere.blackbox.file_format import CURSOR_BYTES, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, RECORD_BYTES, Geometry
-from torchwhere.blackbox.live_names import UNKNOWN_OP, GroupEntry, Known, Names, half_written, loaded
+from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, GroupEntry, NameReader, half_written, loaded
 from torchwhere.blackbox.reader import parse_box
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Certainty, Pass, Place
 
 _HEAD = HEADER_BYTES * HEADER_COPIES
-_SOME = 16  # tally slots that are read at first, and more of them when they are all in use
-_CURSOR_WORDS, _TALLY_WORDS = CURSOR_BYTES // 8, file_format.TALLY_BYTES // 8
+_SOME = 16  # counter slots that are read at first, and more of them when they are all in use
+_CURSOR_WORDS, _TALLY_WORDS = CURSOR_BYTES // 8, file_format.COUNTER_BYTES // 8
 _KINDS = frozenset(Kind)
 
 
@@ -47,10 +47,10 @@ class Issued:
     stream: StreamName
 
 
-class Glance:
+class LiveBox:
     """One box, looked at again and again."""
 
-    def __init__(self, path: Path, names: Names) -> None:
+    def __init__(self, path: Path, names: NameReader) -> None:
         self.path = path
         self._names = names
         self._forget()
@@ -68,7 +68,7 @@ class Glance:
         self._file: tuple[int, int] = (0, 0)
         self._header = self._data = b""
         self._geometry: Geometry | None = None
-        self._known: Known | None = None
+        self._known: BoxNames | None = None
         self._reach, self._table_end, self._cursor_at = _HEAD, 0, 0
         self._offset_ns = 0
         self._record: tuple[int, ...] | None = None  # the last one
@@ -121,10 +121,10 @@ class Glance:
         return True
 
     def _read(self, fd: int) -> bytes:
-        """Header, cursors and tallies, as far as they are looked at."""
+        """Header, cursors and counters, as far as they are looked at."""
         data, geometry = os.pread(fd, self._reach, 0), self._geometry
         return (
-            data[:_HEAD] + file_format.without_heart(data[_HEAD:], cursors=geometry.cursors) if geometry is not None else data
+            data[:_HEAD] + file_format.mask_heartbeat(data[_HEAD:], cursors=geometry.cursors) if geometry is not None else data
         )
 
     def _meet(self, header: bytes, size: int) -> bool:
@@ -144,15 +144,15 @@ class Glance:
         return True
 
     def _words(self, fd: int, data: bytes) -> bytes | None:
-        """Header, cursors and all tallies that are used; None while the file is shorter than its cursors."""
+        """Header, cursors and all counters that are used; None while the file is shorter than its cursors."""
         geometry = self._geometry
         assert geometry is not None
         most = min(geometry.ring_at, os.fstat(fd).st_size)  # what the header says may be anything
-        while self._reach < most and (self._reach == _HEAD or data[-file_format.TALLY_BYTES :][:8] != bytes(8)):
-            at = max(self._reach, geometry.tallies_at)
-            self._reach = min(at + _SOME * file_format.TALLY_BYTES, most)
+        while self._reach < most and (self._reach == _HEAD or data[-file_format.COUNTER_BYTES :][:8] != bytes(8)):
+            at = max(self._reach, geometry.counters_at)
+            self._reach = min(at + _SOME * file_format.COUNTER_BYTES, most)
             data = self._read(fd)
-        return data[: len(data) // 8 * 8] if len(data) >= geometry.tallies_at else None
+        return data[: len(data) // 8 * 8] if len(data) >= geometry.counters_at else None
 
     def _read_table(self, fd: int) -> None:
         geometry = self._geometry
@@ -174,14 +174,14 @@ class Glance:
         geometry, known = self._geometry, self._known
         assert geometry is not None
         assert known is not None
-        first, last = geometry.cursors_at >> 3, geometry.tallies_at >> 3
+        first, last = geometry.cursors_at >> 3, geometry.counters_at >> 3
         times = words[first + file_format.CURSOR_TIME : last : _CURSOR_WORDS].tolist()
         newest = max(range(len(times)), key=times.__getitem__)
         self._cursor_at = at = first + newest * _CURSOR_WORDS
         moved = times[newest]
         self.mean_step_ns = self._last_tally = None
-        for tally in range(last, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS):
-            who, count, t_ns, record = words[tally : tally + _TALLY_WORDS].tolist()
+        for counter in range(last, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS):
+            who, count, t_ns, record = words[counter : counter + _TALLY_WORDS].tolist()
             if not who:
                 break
             if who >> 40 in known.groups:
@@ -189,7 +189,7 @@ class Glance:
                     self._last_tally = who, count, t_ns, record
                 moved = max(moved, t_ns)
             elif who >> 40 == known.steps_id and (who >> 20 & 0xFFFFF) == 1 and count:
-                # Words of such a tally: how often, in all, the longest. The first step is seldom like the others.
+                # Words of such a counter: how often, in all, the longest. The first step is seldom like the others.
                 self.mean_step_ns = (t_ns - record) / (count - 1) if count > 1 else t_ns
         self.step = max(words[first + file_format.CURSOR_STEP : last : _CURSOR_WORDS].tolist()) if times[newest] else None
         self.has_begun = bool(self._last_tally or words[at] or self.step)
@@ -208,7 +208,7 @@ class Glance:
         if geometry is None or not self._data:
             return
         words = memoryview(self._data).cast("Q")
-        first, last = geometry.cursors_at >> 3, geometry.tallies_at >> 3
+        first, last = geometry.cursors_at >> 3, geometry.counters_at >> 3
         newest = max(words[first + file_format.CURSOR_RECORD : last : _CURSOR_WORDS].tolist())
         found = self._record_at(newest, fd)
         if found is not None:
@@ -241,9 +241,9 @@ class Glance:
 
     # -- what it says ------------------------------------------------------------------------------------------------
 
-    def label(self) -> Label:
+    def label(self) -> BoxSummary:
         problems = (self.problem,) if self.problem else ()
-        return Label(self.path, self.rank, self.run, self.rank >= 0, self.moved_ns, False, 0, self.meta, problems=problems)
+        return BoxSummary(self.path, self.rank, self.run, self.rank >= 0, self.moved_ns, False, 0, self.meta, problems=problems)
 
     @property
     def problem(self) -> str | None:
@@ -305,9 +305,9 @@ class Glance:
             self._issued = self._find_issued(self._known, self._last_tally)
         return self._issued
 
-    def _find_issued(self, known: Known, tally: tuple[int, int, int, int]) -> Issued:
+    def _find_issued(self, known: BoxNames, counter: tuple[int, int, int, int]) -> Issued:
         self._know_record()
-        who, count, _, number = tally
+        who, count, _, number = counter
         record = self._record if self._record is not None and self._record[2] == Kind.COLLECTIVE else self._record_at(number)
         op, group = UNKNOWN_OP
         if record is not None and record[2] == Kind.COLLECTIVE:
@@ -326,12 +326,12 @@ class Glance:
         return self._counts
 
     def _streams(self) -> Iterator[tuple[int, int]]:
-        """The tallies of groups: who, and how often."""
+        """The counters of groups: who, and how often."""
         words = memoryview(self._data).cast("Q")
         if self._geometry is not None and self._known is not None and self._data:
-            for at in range(self._geometry.tallies_at >> 3, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS):
+            for at in range(self._geometry.counters_at >> 3, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS):
                 if words[at] >> 40 in self._known.groups:
-                    yield words[at], words[at + file_format.TALLY_COUNT]
+                    yield words[at], words[at + file_format.COUNTER_COUNT]
 
 
 def _stream(group: GroupEntry, who: int) -> StreamName:

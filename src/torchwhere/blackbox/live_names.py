@@ -1,6 +1,6 @@
 """The names that a glance at a box needs: what its table says of modules, lines, threads, groups and collectives.
 
-`Names` reads the tables of many boxes, and keeps what they have in common once: ranks of one job have nearly the same table.
+`NameReader` reads the tables of many boxes, and keeps what they have in common once: ranks of one job have nearly the same table.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchwhere.blackbox.file_format import ENTRY, ENTRY_MARK, Sort
+from torchwhere.blackbox.file_format import ENTRY, ENTRY_MARK, EntryType
 from torchwhere.blackbox.string_table import TableReader
 
 UNKNOWN_OP: tuple[str, str | None] = ("a collective", None)
-_PLACE_SORTS = (Sort.MODULE, Sort.LINE, Sort.PHASE, Sort.THREAD)
+_PLACE_SORTS = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)
 
 
 class GroupEntry(NamedTuple):
@@ -26,20 +26,20 @@ class GroupEntry(NamedTuple):
 
 
 @dataclass(slots=True)
-class Known:
+class BoxNames:
     """The table of one box, as far as a glance needs it."""
 
     places: dict[int, str]  # shared with the boxes that have the same
     grown: dict[int, str]  # what came later
     groups: dict[int, GroupEntry]
     ops: dict[int, tuple[str, str | None]]  # of what is issued again and again: the op, and the name of its group
-    steps_id: int = 0  # of the tally that counts steps
+    steps_id: int = 0  # of the counter that counts steps
 
     def name(self, entry: int) -> str | None:
         return self.grown.get(entry, self.places.get(entry))
 
 
-class Names:
+class NameReader:
     """Reads the tables of many boxes; equal ones are kept once."""
 
     def __init__(self) -> None:
@@ -48,30 +48,30 @@ class Names:
         self._groups: dict[str, GroupEntry | None] = {}
         self._ops: dict[str, tuple[str, str | None]] = {}
 
-    def read(self, data: bytes) -> Known:
+    def read(self, data: bytes) -> BoxNames:
         names = self._tables.read(data).names
         places = {entry: text for entry, (sort, text) in names.items() if sort in _PLACE_SORTS}
-        known = Known(self._places.setdefault(tuple(places.items()), places), {}, {}, {})
+        known = BoxNames(self._places.setdefault(tuple(places.items()), places), {}, {}, {})
         self._add_others(known, names)
         return known
 
-    def grow(self, known: Known, data: bytes) -> None:
+    def grow(self, known: BoxNames, data: bytes) -> None:
         names = TableReader().read(data).names
         known.grown.update((entry, text) for entry, (sort, text) in names.items() if sort in _PLACE_SORTS)
         self._add_others(known, names)
 
-    def _add_others(self, known: Known, names: dict[int, tuple[int, str]]) -> None:
+    def _add_others(self, known: BoxNames, names: dict[int, tuple[int, str]]) -> None:
         for entry, (sort, text) in names.items():
-            if sort == Sort.GROUP:
+            if sort == EntryType.GROUP:
                 if text not in self._groups:
                     self._groups[text] = _group(loaded(text))
                 if (group := self._groups[text]) is not None:
                     known.groups[entry] = group
-            elif sort == Sort.COLLECTIVE:
+            elif sort == EntryType.COLLECTIVE:
                 if text not in self._ops:
                     self._ops[text] = _op(loaded(text))
                 known.ops[entry] = self._ops[text]
-            elif sort == Sort.PHASE_PATH and text == "[]":
+            elif sort == EntryType.PHASE_PATH and text == "[]":
                 known.steps_id = entry
 
 

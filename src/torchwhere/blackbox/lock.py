@@ -19,7 +19,7 @@ from torchwhere.core.errors import TorchwhereError
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre mounted without flock, NFS without its lock daemon
 
 
-def claim(path: Path) -> int:
+def lock_new_file(path: Path) -> int:
     """A new empty file at `path`, locked: its descriptor. An older box there is set aside, a live one is an error."""
     while True:
         _set_aside(path)

@@ -1,6 +1,6 @@
 """The sums over phases that a box keeps: how often each phase ran, how long in all, how long at most, and what still runs.
 
-They stand in the tallies, two slots a phase, so they are exact however often the ring has gone round, and readable at any time.
+They stand in the counters, two slots a phase, so they are exact however often the ring has gone round, and readable at any time.
 `phase_sums` reads them from a box; `hooks/phases.py` writes them. A phase is known by its *path*: the names of the phases
 around it, outermost first, and its own. The empty path is the step itself.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 
 # What a slot holds: the "source" of its `who`. Its thread is the main one, or any other.
 ENDED, RUNNING, ENDED_ELSEWHERE, RUNNING_ELSEWHERE = range(4)
@@ -41,7 +41,7 @@ class PhaseSum:
 def phase_sums(box: Box) -> dict[PhaseKey, PhaseSum]:
     """The sums of a box, in the order the phases were first seen. Words of different moments may not fit together."""
     found: dict[PhaseKey, PhaseSum] = {}
-    for who, *words in sorted(box.tally_words(), key=lambda words: words[0] >> 40):
+    for who, *words in sorted(box.counter_words(), key=lambda words: words[0] >> 40):
         path, which = _path(box, who >> 40), (who >> 20 & 0xFFFFF) - 1
         if path is None or not 0 <= which <= RUNNING_ELSEWHERE or who & 0xFFFFF:
             continue
@@ -55,7 +55,7 @@ def phase_sums(box: Box) -> dict[PhaseKey, PhaseSum]:
 
 
 def _path(box: Box, entry_id: int) -> tuple[str, ...] | None:
-    if box.names.get(entry_id, (0, ""))[0] != Sort.PHASE_PATH:
+    if box.names.get(entry_id, (0, ""))[0] != EntryType.PHASE_PATH:
         return None
     names = box.value(entry_id)
     return tuple(map(str, names)) if isinstance(names, list) else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box, Counts, loaded
-from torchwhere.blackbox.file_format import HEADER, HEADER_BYTES, HEADER_COPIES, Geometry, Sort
+from torchwhere.blackbox.file_format import HEADER, HEADER_BYTES, HEADER_COPIES, EntryType, Geometry
 from torchwhere.blackbox.ring import parse_ring
 from torchwhere.blackbox.string_table import TableReader
 from torchwhere.core.errors import TorchwhereError
@@ -90,7 +90,7 @@ def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
     box.counts = Counts(len(ring.records), ring.torn, ring.unknown, ring.overwritten, read.torn)
     whole: dict[str, Any] = {}  # what did not fit into the header
     for sort, text in box.names.values():
-        if sort == Sort.META and isinstance(meta := loaded(text), dict):
+        if sort == EntryType.META and isinstance(meta := loaded(text), dict):
             whole |= meta
     box.meta = whole | box.meta
 
@@ -100,7 +100,7 @@ def _parse_header(box: Box, data: bytes, size: int) -> None:
         block = data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
         if block[:8] != file_format.MAGIC or len(block) < HEADER_BYTES:
             continue
-        _, version, _, cursors, tallies, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(block[: HEADER.size])
+        _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(block[: HEADER.size])
         if zlib.crc32(block[:-4]) != int.from_bytes(block[-4:], "little"):
             continue
         if version != file_format.VERSION:
@@ -108,7 +108,7 @@ def _parse_header(box: Box, data: bytes, size: int) -> None:
                 f"written in format {version}, this torchwhere reads {file_format.VERSION}: use the other version"
             )
             return
-        box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, tallies=tallies, text_bytes=max(text_bytes, 1))
+        box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, counters=counters, text_bytes=max(text_bytes, 1))
         meta = loaded(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
         box.meta = meta if isinstance(meta, dict) else {}
         if size < box.geometry.table_at:

@@ -21,8 +21,8 @@ from torchwhere.core.events import Kind
 
 RECORD_DTYPE = np.dtype(
     [("number", "<u8"), ("t_ns", "<u8"), ("kind", "u1"), ("pass", "u1"), ("flags", "u1"), ("thread", "u1")]
-    + [(name, "<u4") for name in ("step", "module", "call", "line", "graph", "what", "aim", "param")]
-    + [("more", "<u8"), ("crc", "<u4")]
+    + [(name, "<u4") for name in ("step", "module", "call", "line", "graph", "subject", "beneficiary", "param")]
+    + [("extra", "<u8"), ("crc", "<u4")]
 )
 _BLOCK = 256  # records that are checked at once
 _KNOWN = np.isin(np.arange(256), list(Kind))

@@ -1,7 +1,7 @@
 """Reads a run: the folder of boxes that one job left, or is writing.
 
-Takes a folder, gives a `Run`: one box per rank of the newest run in it. Boxes of earlier runs or restarts are kept apart
-and counted, missing ranks are named. A `Roster` is the same with labels instead of boxes, for those who do not need them.
+Takes a folder, gives a `BoxRun`: one box per rank of the newest run in it. Boxes of earlier runs or restarts are kept apart
+and counted, missing ranks are named. A `RunSummary` is the same with labels instead of boxes, for those who do not need them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.lazy_boxes import Shelf
+from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import BoxReader, read_box
-from torchwhere.blackbox.summary import Label, Labelled, label
+from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, label
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event
 from torchwhere.core.results import Shown
@@ -23,11 +23,11 @@ _LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
 _FEW = 256  # boxes that are kept in memory together
 _MOST_CAVEATS = 32  # about single ranks
 
-B = TypeVar("B", bound=Labelled)
+B = TypeVar("B", bound=BoxOrSummary)
 
 
 @dataclass(slots=True, repr=False)
-class Roster(Shown, Generic[B]):
+class RunSummary(Shown, Generic[B]):
     """One job: its boxes, or their labels, by rank; and what is not there."""
 
     noun: ClassVar[str] = "box"  # what a rank leaves
@@ -43,9 +43,9 @@ class Roster(Shown, Generic[B]):
         return max([*sizes, len(self.boxes)])
 
     @property
-    def labels(self) -> Mapping[int, Labelled]:
+    def labels(self) -> Mapping[int, BoxOrSummary]:
         """What is known of every box without reading one."""
-        return self.boxes.labels if isinstance(self.boxes, Shelf) else self.boxes
+        return self.boxes.labels if isinstance(self.boxes, LazyBoxes) else self.boxes
 
     def in_order(self) -> Iterator[tuple[int, B]]:
         """The boxes by rank, one at a time."""
@@ -75,7 +75,7 @@ class Roster(Shown, Generic[B]):
 
 
 @dataclass(slots=True, repr=False)
-class Run(Roster[Box]):
+class BoxRun(RunSummary[Box]):
     """One job, with all that its boxes hold."""
 
     def events(
@@ -87,7 +87,7 @@ class Run(Roster[Box]):
                 yield from box.events(kinds=kinds, last=last)
 
 
-def read_run(folder: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> Run:
+def read_run(folder: str | Path, *, on_progress: Callable[[int, int], None] | None = None) -> BoxRun:
     """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
 
     The boxes of a large one are read when they are asked for: to go through it twice takes twice the time, not the memory.
@@ -100,10 +100,10 @@ def read_run(folder: str | Path, *, on_progress: Callable[[int, int], None] | No
         found.append(_box(path) if is_small else _label(reader, path))
         tell(count, len(files) if is_small else 2 * len(files))
     if is_small:
-        return Run(Path(folder), *choose(Path(folder), [box for box in found if isinstance(box, Box)]))
-    chosen, earlier, unreadable = choose(Path(folder), [label for label in found if isinstance(label, Label)])
-    shelf = Shelf(chosen, on_read=lambda count: tell(min(len(files) + count, 2 * len(files)), 2 * len(files)))
-    return Run(Path(folder), shelf, earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
+        return BoxRun(Path(folder), *choose(Path(folder), [box for box in found if isinstance(box, Box)]))
+    chosen, earlier, unreadable = choose(Path(folder), [label for label in found if isinstance(label, BoxSummary)])
+    lazy_boxes = LazyBoxes(chosen, on_read=lambda count: tell(min(len(files) + count, 2 * len(files)), 2 * len(files)))
+    return BoxRun(Path(folder), lazy_boxes, earlier, [Box(one.path, problems=list(one.problems)) for one in unreadable])
 
 
 def _box(path: Path) -> Box:
@@ -113,7 +113,7 @@ def _box(path: Path) -> Box:
         return Box(path=path, problems=[str(error)])
 
 
-def _label(reader: BoxReader, path: Path) -> Label:
+def _label(reader: BoxReader, path: Path) -> BoxSummary:
     try:
         return label(reader.read(path))
     except TorchwhereError as error:  # deleted since the folder was listed
@@ -146,7 +146,7 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
     return chosen, earlier, unreadable
 
 
-def _is_of_one_job(box: Labelled, newest: Labelled) -> bool:
+def _is_of_one_job(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
     """Whether two boxes are of one job, by what their launcher said."""
     ports = {port_of(box), port_of(newest)} - {""}
     if box.run[0] != newest.run[0] or box.meta.get("world_size") != newest.meta.get("world_size") or len(ports) > 1:
@@ -154,12 +154,12 @@ def _is_of_one_job(box: Labelled, newest: Labelled) -> bool:
     return not _was_over(box, newest)
 
 
-def port_of(box: Labelled) -> str:
+def port_of(box: BoxOrSummary) -> str:
     """The port of the job's own store: of each life another one, with most launchers. Its address may have several names."""
     return str(box.meta.get("store", "")).rpartition(":")[2]
 
 
-def _was_over(box: Labelled, newest: Labelled) -> bool:
+def _was_over(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
     """Whether a box was last written well before the newest one began: a rank of an earlier run under the same name."""
     return box.last_ns < _started_ns(newest) - _LATE_START_NS
 
@@ -187,11 +187,11 @@ def _last_life(boxes: list[B]) -> dict[int, B]:
     return life
 
 
-def _process(box: Labelled) -> tuple[str, str]:
+def _process(box: BoxOrSummary) -> tuple[str, str]:
     return str(box.meta.get("host")), str(box.meta.get("pid"))  # what stands in a box may be anything
 
 
-def _started_ns(box: Labelled) -> int:
+def _started_ns(box: BoxOrSummary) -> int:
     started = box.meta.get("started_ns", 0)
     return started if isinstance(started, int) else 0
 

@@ -40,17 +40,17 @@ class _Action(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def stand_by(region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> Guard | None:
+def guard_region(region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> SigbusGuard | None:
     """Guard a mapped region; None where that is not possible (another system, or one that forbids callbacks from C)."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
-        return Guard(region, is_short=is_short, on_lost=on_lost)
+        return SigbusGuard(region, is_short=is_short, on_lost=on_lost)
     except (AttributeError, MemoryError, OSError):
         return None
 
 
-class Guard:
+class SigbusGuard:
     """Guards one mapped region until `close`. `lost` says whether the file behind it was taken away."""
 
     def __init__(self, region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> None:
@@ -121,4 +121,4 @@ class Guard:
             self._take_away_closed_ones()
 
 
-_outlived: list[Guard] = []
+_outlived: list[SigbusGuard] = []

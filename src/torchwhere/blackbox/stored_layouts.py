@@ -12,7 +12,7 @@ import zlib
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, Sort
+from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, EntryType
 
 _PART_BYTES = ENTRY_MOST_BYTES // 2
 _MOST_BYTES = 1 << 28  # of a layout as JSON: what is larger is damage, or meant to harm
@@ -31,7 +31,7 @@ def layouts_in(box: Box) -> list[dict[str, Any]]:
     found: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for sort, text in box.names.values():
-        fields = text.split("\t") if sort == Sort.LAYOUT else []
+        fields = text.split("\t") if sort == EntryType.LAYOUT else []
         if len(fields) == 4 and all(field.isascii() and field.isdigit() for field in fields[:3]):
             number, part, count = map(int, fields[:3])
             found.setdefault(number, {})[part] = fields[3]

@@ -20,7 +20,7 @@ _ALIKE = 0.5  # a table of which less was known is the one to know from now on
 
 
 @dataclass(slots=True)
-class Table:
+class StringTable:
     """What was read: names by id, in the order they were written."""
 
     names: dict[int, Name] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class TableReader:
         self._raw: list[bytes] = []  # of each entry
         self._blocks: list[bytes] = []  # of so many entries each
 
-    def read(self, data: bytes) -> Table:
+    def read(self, data: bytes) -> StringTable:
         entries: list[Entry] = []
         at = index = known = torn = 0
         while at + _HEAD <= len(data):
@@ -55,7 +55,7 @@ class TableReader:
         torn += at < len(data)
         if not torn and known < _ALIKE * len(entries):
             self._know(data, entries)
-        return Table(dict(entries), torn)
+        return StringTable(dict(entries), torn)
 
     def _same(self, data: bytes, at: int, index: int) -> tuple[int, int]:
         """How many of the known entries, from `index` on, stand at a position; and where they end."""

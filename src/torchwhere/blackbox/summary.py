@@ -11,14 +11,14 @@ from typing import Any, Protocol
 from torchwhere.blackbox.box import Box, Counts
 from torchwhere.blackbox.file_format import Geometry
 
-_USUAL = Geometry(capacity=1)  # cursors and tallies lie before the ring, at the same place in every box
+_USUAL = Geometry(capacity=1)  # cursors and counters lie before the ring, at the same place in every box
 _KEPT = (
     *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "pid_namespace", "stack_signal"),
     *("started_ns", "folder", "oom_counter", "oom_kills", "flight_recorder", "counted"),
 )
 
 
-class Labelled(Protocol):
+class BoxOrSummary(Protocol):
     """A box, or the label of one."""
 
     @property
@@ -40,13 +40,13 @@ class Labelled(Protocol):
     @property
     def lacks_counts(self) -> bool: ...
     @property
-    def pulse(self) -> int: ...
+    def progress(self) -> int: ...
     @property
     def beat_ns(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Label:
+class BoxSummary:
     """Of a box that is in its file: where, whose, and how well it was read."""
 
     path: Path
@@ -55,23 +55,23 @@ class Label:
     is_readable: bool
     last_ns: int  # wall clock of its last record, or of its start
     lacks_counts: bool
-    pulse: int  # what its cursors and tallies came to: another one if it was written to since
+    progress: int  # what its cursors and counters came to: another one if it was written to since
     meta: dict[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: tuple[str, ...] = ()
     beat_ns: int = 0  # wall clock of its last heartbeat
 
 
-def label(box: Box) -> Label:
+def label(box: Box) -> BoxSummary:
     meta = {name: box.meta[name] for name in _KEPT if name in box.meta}
-    return Label(
+    return BoxSummary(
         path=box.path,
         rank=box.rank,
         run=box.run,
         is_readable=box.is_readable,
         last_ns=box.last_ns,
         lacks_counts=box.lacks_counts,
-        pulse=box.pulse,
+        progress=box.progress,
         meta=meta,
         counts=box.counts,
         problems=tuple(box.problems),
@@ -79,7 +79,7 @@ def label(box: Box) -> Label:
     )
 
 
-def pulse_of(path: Path) -> int:
+def progress_of(path: Path) -> int:
     """The pulse of a box as it is now: a few KB are read."""
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Writes a black box: records, texts, table entries, cursors and tallies.
+"""Writes a black box: records, texts, table entries, cursors and counters.
 
 Hot: `record` is called for every event (about 0.6 us), the cursor words for every module call. A record is packed, sealed
 with a CRC and copied into the map by one C call under the GIL, so threads never mix inside a record, and a process killed
@@ -22,6 +22,9 @@ from zlib import crc32
 
 from torchwhere.blackbox import sigbus_guard
 from torchwhere.blackbox.file_format import (
+    COUNTER_BYTES,
+    COUNTER_RANKS,
+    COUNTERS,
     CRC,
     CURSOR_BYTES,
     CURSOR_HEART,
@@ -39,22 +42,19 @@ from torchwhere.blackbox.file_format import (
     RECORD,
     RECORD_BYTES,
     RECORD_OF_PLACE,
-    TALLIES,
-    TALLY_BYTES,
-    TALLY_RANKS,
     TEXT,
+    EntryType,
     Geometry,
-    Sort,
+    mask_heartbeat,
     pack_entry,
     pack_header,
     pack_text,
-    without_heart,
 )
-from torchwhere.blackbox.lock import claim
+from torchwhere.blackbox.lock import lock_new_file
 
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
-REST_MARK = "torchwhere: at rest, "  # begins a rest file; the wall clock follows, in ns
+STALL_MARK = "torchwhere: stalled, "  # begins a rest file; the wall clock follows, in ns
 
 
 def box_name(rank: int) -> str:
@@ -66,9 +66,9 @@ def fault_file(box: Path) -> Path:
     return box.with_suffix(".fault")
 
 
-def rest_file(box: Path) -> Path:
+def stall_file(box: Path) -> Path:
     """Where a rank writes its stack when it stands still."""
-    return box.with_suffix(".rest")
+    return box.with_suffix(".stall")
 
 
 class BoxWriter:
@@ -100,20 +100,22 @@ class BoxWriter:
         self.meta = meta
         self._map = self._open(path) if path is not None else _memory(self.geometry.table_at)
         self.words = memoryview(self._map).cast("Q")
-        self.pen = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity) if native is not None else None
-        self.record: Callable[..., int] = self._make_record() if self.pen is None else self.pen.record
-        self.counter: Any = _Counter() if self.pen is None else self.pen  # its `step` is the one that records belong to
+        self.native_box = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity) if native is not None else None
+        self.record: Callable[..., int] = self._make_record() if self.native_box is None else self.native_box.record
+        self.counter: Any = (
+            _Counter() if self.native_box is None else self.native_box
+        )  # its `step` is the one that records belong to
         self.closed = False
         self.write_meta()
         self._guard = None
         if path is not None:
-            self._guard = sigbus_guard.stand_by(self._map, is_short=self._is_short, on_lost=self._lose_truncated)
+            self._guard = sigbus_guard.guard_region(self._map, is_short=self._is_short, on_lost=self._lose_truncated)
 
     # -- the file ----------------------------------------------------------------------------------------------------
 
     def _open(self, path: Path) -> mmap.mmap:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = claim(path)
+        fd = lock_new_file(path)
         try:
             # A sparse file would turn a full disk into SIGBUS at some later store; allocated, it is an OSError here.
             os.posix_fallocate(fd, 0, self.geometry.table_at)
@@ -132,7 +134,7 @@ class BoxWriter:
         """Write `self.meta` into both header copies. Where it is too long it goes to the table whole, and here what fits."""
         payload = json.dumps(self.meta, default=str)
         if len(payload) > META_BYTES:
-            self.intern(Sort.META, payload)
+            self.intern(EntryType.META, payload)
             short: dict[str, Any] = {}
             for key, value in self.meta.items():
                 if len(json.dumps(short | {key: value}, default=str)) <= META_BYTES:
@@ -147,7 +149,7 @@ class BoxWriter:
         self.check_file()
         if self._fd is None or self.path is None or path == self.path:
             return
-        place = claim(path)  # nobody else can take the name between making room for it and moving there
+        place = lock_new_file(path)  # nobody else can take the name between making room for it and moving there
         try:
             os.rename(self.path, path)
         except OSError:
@@ -194,8 +196,8 @@ class BoxWriter:
         """In a forked child: let go of the file without a word. What the child still stores goes to memory of its own."""
         self.closed = True
         self._lock = threading.RLock()  # a thread of the parent may have held it at the fork
-        if self.pen is not None:
-            self.pen.abandon()
+        if self.native_box is not None:
+            self.native_box.abandon()
         self._drop_file()
         if self._guard is not None:
             self._guard.detach()
@@ -208,8 +210,8 @@ class BoxWriter:
         self.closed = True
         self.check_file()
         self.words.release()
-        if self.pen is not None:
-            self.pen.close()
+        if self.native_box is not None:
+            self.native_box.close()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -238,12 +240,14 @@ class BoxWriter:
             line: int = 0,
             graph: int = 0,
             what: int = 0,
-            aim: int = 0,
+            beneficiary: int = 0,
             param: int = 0,
             more: int = 0,
         ) -> int:
             number = next(numbers)
-            data = pack(number, t_ns, kind, pass_, flags, thread, step, module, call, line, graph, what, aim, param, more)
+            data = pack(
+                number, t_ns, kind, pass_, flags, thread, step, module, call, line, graph, what, beneficiary, param, more
+            )
             at = ring_at + number % capacity * RECORD_BYTES
             region[at : at + RECORD_BYTES] = data + pack_crc(crc32(data))
             return number
@@ -255,7 +259,7 @@ class BoxWriter:
 
         With module events there are two for every module call: it saves a frame, and six fields.
         """
-        if self.pen is not None:
+        if self.native_box is not None:
             return self._make_native_place_record(current_step)
         numbers, pack, pack_crc, region = self._numbers, RECORD_OF_PLACE.pack, CRC.pack, self._map
         ring_at, capacity = self.geometry.ring_at, self.geometry.capacity
@@ -316,10 +320,10 @@ class BoxWriter:
                     fresh[key] = next(self._entries)
                     entries.append(pack_entry(fresh[key], sort, payload))
                     room -= len(entries[-1])
-            trouble = self._append(b"".join(entries))
+            errors = self._append(b"".join(entries))
             self._ids.update(fresh)  # after the write: other threads look here without the lock
-        if trouble is not None:
-            self._lose(trouble)
+        if errors is not None:
+            self._lose(errors)
         return [self._ids.get(key, 0) for key in keys]
 
     def names(self) -> dict[int, tuple[int, str]]:
@@ -348,28 +352,28 @@ class BoxWriter:
         """Index of a cursor slot's first word in `words`. Threads beyond the last slot share it."""
         return (self.geometry.cursors_at + min(slot, CURSORS - 1) * CURSOR_BYTES) >> 3
 
-    def beat(self, t_ns: int, *, queued_ns: int | None = None) -> None:
+    def beat(self, t_ns: int, *, cpu_delay_ns: int | None = None) -> None:
         """The process is there; and since the last beat its main thread waited so long for a CPU."""
-        if queued_ns is not None:
-            waited = (t_ns // 10**6 & QUEUED_MASK) << QUEUED_SHIFT | (queued_ns // 1000 & QUEUED_MASK)
+        if cpu_delay_ns is not None:
+            waited = (t_ns // 10**6 & QUEUED_MASK) << QUEUED_SHIFT | (cpu_delay_ns // 1000 & QUEUED_MASK)
             self.words[self.cursor_at(1 + self._beats % (CURSORS - 1)) + CURSOR_HEART] = waited
             self._beats += 1
         self.words[self.cursor_at(0) + CURSOR_HEART] = t_ns
 
     def present(self) -> bytes:
-        """All cursors and tallies, as they are, without the heart: what moves changes them."""
-        return without_heart(self._map[self.geometry.cursors_at : self.geometry.ring_at], cursors=CURSORS)
+        """All cursors and counters, as they are, without the heart: what moves changes them."""
+        return mask_heartbeat(self._map[self.geometry.cursors_at : self.geometry.ring_at], cursors=CURSORS)
 
-    def tally_at(self, who: tuple[int, int, int]) -> int | None:
-        """Index of the tally words of one counted stream (group, source, destination).
+    def counter_at(self, who: tuple[int, int, int]) -> int | None:
+        """Index of the counter words of one counted stream (group, source, destination).
 
         None when all are taken, for a group that found no room in the table, and for ranks no word can hold.
         """
         group, source, destination = who
         with self._lock:
             at = self._tally_slots.get(who)
-            if at is None and len(self._tally_slots) < TALLIES and group and min(who) >= -1 and max(who[1:]) < TALLY_RANKS:
-                at = (self.geometry.tallies_at + len(self._tally_slots) * TALLY_BYTES) >> 3
+            if at is None and len(self._tally_slots) < COUNTERS and group and min(who) >= -1 and max(who[1:]) < COUNTER_RANKS:
+                at = (self.geometry.counters_at + len(self._tally_slots) * COUNTER_BYTES) >> 3
                 self.words[at] = group << 40 | (source + 1) << 20 | (destination + 1)
                 self._tally_slots[who] = at
         return at

@@ -14,7 +14,7 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text
 
 if TYPE_CHECKING:
-    from torchwhere.blackbox.run import Run
+    from torchwhere.blackbox.run import BoxRun
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # what shells say of Ctrl-C
@@ -78,7 +78,7 @@ def add_folder(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 
-def ask(arguments: argparse.Namespace, question: Callable[[Run], T]) -> T:
+def ask(arguments: argparse.Namespace, question: Callable[[BoxRun], T]) -> T:
     """What a question finds in the run, with a bar on a terminal while its boxes are read and gone through."""
     from torchwhere.render.progress import progress_bar
 
@@ -86,7 +86,7 @@ def ask(arguments: argparse.Namespace, question: Callable[[Run], T]) -> T:
         return question(read_folder(arguments, on_progress=on_progress))
 
 
-def read_folder(arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None) -> Run:
+def read_folder(arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None) -> BoxRun:
     from torchwhere.blackbox.run import read_run
 
     run = read_run(arguments.folder, on_progress=on_progress)

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from torchwhere.flight_recorder.verdict import consult_dumps, with_dumps
-    from torchwhere.pipeline.verdict import consult
+    from torchwhere.pipeline.verdict import diagnose_folder
     from torchwhere.render.progress import progress_bar
     from torchwhere.render.verdict import verdict_json, verdict_text
 
@@ -45,7 +45,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
             verdict = consult_dumps(arguments.flight_recorder, on_progress=on_progress)
     else:
         with progress_bar("reading boxes") as on_progress:
-            verdict = consult(arguments.folder, stall_s=arguments.stall, on_progress=on_progress)
+            verdict = diagnose_folder(arguments.folder, stall_s=arguments.stall, on_progress=on_progress)
         if arguments.flight_recorder is not None:
             with progress_bar("reading dumps") as on_progress:
                 verdict = with_dumps(verdict, arguments.flight_recorder, on_progress=on_progress)

@@ -12,7 +12,7 @@ from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_ask
 from torchwhere.core.events import KIND_LABELS
 
 if TYPE_CHECKING:
-    from torchwhere.blackbox.run import Run
+    from torchwhere.blackbox.run import BoxRun
     from torchwhere.core.events import Event
 
 
@@ -49,6 +49,6 @@ def _events(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _started_ns(run: Run) -> int:
+def _started_ns(run: BoxRun) -> int:
     started = [box.meta.get("started_ns") for box in run.labels.values()]
     return min((value for value in started if isinstance(value, int)), default=0)

@@ -15,7 +15,7 @@ from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict
-    from torchwhere.monitor.roles import Alone
+    from torchwhere.monitor.roles import SingleHost
 
 
 def add(commands: Any) -> None:
@@ -68,17 +68,17 @@ def _address(text: str) -> tuple[str, int]:
     return host.strip("[]"), _port(port)
 
 
-def _others(arguments: argparse.Namespace, folder: Path) -> Alone:
-    from torchwhere.monitor.follower import Deputy
+def _others(arguments: argparse.Namespace, folder: Path) -> SingleHost:
+    from torchwhere.monitor.follower import Follower
     from torchwhere.monitor.lead import Lead
     from torchwhere.monitor.role_choice import role
-    from torchwhere.monitor.roles import Alone
+    from torchwhere.monitor.roles import SingleHost
 
     if arguments.serve is not None:
         return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
     if arguments.join is not None:
-        return Deputy(folder, rendezvous=None, address=arguments.join)
-    return role(folder, stall_s=arguments.stall) if arguments.launcher is not None else Alone()
+        return Follower(folder, rendezvous=None, address=arguments.join)
+    return role(folder, stall_s=arguments.stall) if arguments.launcher is not None else SingleHost()
 
 
 def _print_json(verdict: Verdict) -> None:

@@ -18,7 +18,7 @@ from torchwhere.core.errors import TorchwhereError
 if TYPE_CHECKING:
     from torchwhere.diagnose.clocks.clocks import Clock, Clocks
     from torchwhere.diagnose.timeline.load import Survey
-    from torchwhere.render.trace import Tally
+    from torchwhere.render.trace import TraceCounts
 
 _MOST_STEP = 0xFFFFFFFE
 _LEVEL = 3  # of compression: a sixth larger than the best, in a fifth of the time
@@ -65,15 +65,15 @@ def _trace(arguments: argparse.Namespace) -> int:
     if not arguments.out:
         raise TorchwhereError("-o needs a file: an empty name is none")
     if _is_folder(arguments.out):
-        found, tally, size = _write_folder(Path(arguments.out), arguments)
+        found, counter, size = _write_folder(Path(arguments.out), arguments)
     else:
-        found, tally, size = _write_file(arguments.out, arguments)
-    if not tally.has_modules:
+        found, counter, size = _write_file(arguments.out, arguments)
+    if not counter.has_modules:
         say("no module calls are in it: record them with torchwhere run --module-events, or watch(module_events=True)")
     if arguments.json:
-        print_json([{"file": arguments.out, "bytes": size, **tally.to_dict(), "clocks": found.clocks.to_dict()}])
+        print_json([{"file": arguments.out, "bytes": size, **counter.to_dict(), "clocks": found.clocks.to_dict()}])
     elif arguments.out != "-":
-        _print_lines(_summary(arguments.out, size, tally, found.clocks))
+        _print_lines(_summary(arguments.out, size, counter, found.clocks))
     return 0
 
 
@@ -86,7 +86,7 @@ def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
 
     with nothing_collected(), progress_bar("reading boxes") as on_progress:
         found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
-        for caveat in [*found.roster.caveats(), *_remarks(found)]:
+        for caveat in [*found.run.caveats(), *_remarks(found)]:
             say(caveat)
         yield found
 
@@ -104,7 +104,7 @@ def _is_folder(out: str) -> bool:
     return out.endswith(("/", os.sep)) or Path(out).is_dir()
 
 
-def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
+def _pieces(found: Survey, counter: TraceCounts) -> Iterator[str]:
     """One file with all ranks."""
     from torchwhere.render import trace
 
@@ -112,28 +112,28 @@ def _pieces(found: Survey, tally: Tally) -> Iterator[str]:
     for box, each in found.timelines():
         if is_first:
             yield trace.head(box, found)
-        writer = trace.RankWriter(box, each, found, tally=tally)
+        writer = trace.RankWriter(box, each, found, counter=counter)
         for piece in trace.joined(writer.events(), is_first=is_first):
             yield piece
             is_first = False
     yield trace.TAIL
 
 
-def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
+def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, TraceCounts, int]:
     """A file for each rank."""
     from torchwhere.render import trace
 
-    tally, names, size = trace.Tally(), set(), 0
+    counter, names, size = trace.TraceCounts(), set(), 0
     with destination_folder(folder) as part, _surveyed(arguments) as found:
         for box, each in found.timelines():
-            writer = trace.RankWriter(box, each, found, tally=tally, is_kineto=True)
+            writer = trace.RankWriter(box, each, found, counter=counter, is_kineto=True)
             pieces = [trace.head(box, found), *trace.joined(writer.events(), is_first=True), trace.TAIL]
             path = part / f"rank{box.rank}.json.gz"
             with path.open("xb") as file:
                 size += _write(file, pieces, is_packed=True)
             names.add(path.name)
     _say_others(folder, names)
-    return found, tally, size
+    return found, counter, size
 
 
 def _say_others(folder: Path, ours: set[str]) -> None:
@@ -144,19 +144,19 @@ def _say_others(folder: Path, ours: set[str]) -> None:
         say(f"{folder} has {few} of another trace beside these: HTA reads all that is in it")
 
 
-def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, Tally, int]:
+def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, TraceCounts, int]:
     """One file with all ranks; its size."""
-    from torchwhere.render.trace import Tally
+    from torchwhere.render.trace import TraceCounts
 
-    tally = Tally()
+    counter = TraceCounts()
     if out == "-":
         with _surveyed(arguments) as found:
-            for piece in _pieces(found, tally):
+            for piece in _pieces(found, counter):
                 sys.stdout.write(piece)
-        return found, tally, 0
+        return found, counter, 0
     with destination(out) as file, _surveyed(arguments) as found:
-        size = _write(file, _pieces(found, tally), is_packed=out.endswith(".gz"))
-    return found, tally, size
+        size = _write(file, _pieces(found, counter), is_packed=out.endswith(".gz"))
+    return found, counter, size
 
 
 def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
@@ -171,10 +171,10 @@ def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
 # -- what is said ----------------------------------------------------------------------------------------------------------
 
 
-def _summary(out: str, size: int, tally: Tally, clocks: Clocks) -> Iterator[str]:
-    ranks = f"{len(tally.ranks)} rank{'s' * (len(tally.ranks) != 1)}"
-    unfinished = f", {tally.unfinished} unfinished" if tally.unfinished else ""
-    yield f"{out}: {ranks}, {tally.slices:,} slices{unfinished}, {tally.flows:,} arrows, {size / 1e6:.1f} MB"
+def _summary(out: str, size: int, counter: TraceCounts, clocks: Clocks) -> Iterator[str]:
+    ranks = f"{len(counter.ranks)} rank{'s' * (len(counter.ranks) != 1)}"
+    unfinished = f", {counter.unfinished} unfinished" if counter.unfinished else ""
+    yield f"{out}: {ranks}, {counter.slices:,} slices{unfinished}, {counter.flows:,} arrows, {size / 1e6:.1f} MB"
     others = [clock for clock in clocks.clocks if clock.evidence != "reference"]
     for clock in others[:_MOST_CLOCKS]:
         yield f"clock of {clock.host or '?'} ({_ranks(clock)}): {_said(clock)}"

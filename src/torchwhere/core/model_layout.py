@@ -258,7 +258,7 @@ def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:
 # -- siblings that are alike -----------------------------------------------------------------------------------------------
 
 
-class Folder:
+class TreeFolder:
     """Folds a tree while it is built from below: equal nodes become one object, runs of equal numbered siblings one branch.
 
     Linear in the number of modules: nodes are compared by the identity of what is below them, which is already folded.

@@ -16,7 +16,7 @@ class Pass(IntEnum):
     """Which part of a step is running.
 
     The values are those of the file format. `RECOMPUTE` is `FORWARD` with one more bit, so that the hot path turns a
-    forward word into a recompute word with a single `|`. `REHEARSAL` is a forward that only finds out shapes (a pipeline's
+    forward word into a recompute word with a single `|`. `SHAPE_INFERENCE` is a forward that only finds out shapes (a pipeline's
     metadata inference, fake tensors): it is shown as forward, and its calls are not counted.
     """
 
@@ -25,11 +25,11 @@ class Pass(IntEnum):
     BACKWARD = 2
     OPTIMIZER = 4
     RECOMPUTE = 9
-    REHEARSAL = 13
+    SHAPE_INFERENCE = 13
 
     @property
     def label(self) -> str:
-        return "forward" if self is Pass.REHEARSAL else self.name.lower()
+        return "forward" if self is Pass.SHAPE_INFERENCE else self.name.lower()
 
 
 class Certainty(StrEnum):

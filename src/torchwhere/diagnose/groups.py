@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.results import Shown, Tabular
 
 
@@ -36,7 +36,7 @@ class Groups(Shown, Tabular):
         return {"groups": list(self.groups)}
 
 
-def groups(run: Run, *, ranks: set[int] | None = None) -> Groups:
+def groups(run: BoxRun, *, ranks: set[int] | None = None) -> Groups:
     """The groups that the ranks of a run knew, or some of them."""
     found: dict[str, dict[str, Any]] = {}
     for rank, box in run.in_order():

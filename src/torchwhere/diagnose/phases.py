@@ -13,7 +13,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.results import Shown, Tabular
 
 STEPS = PhaseKey((), True)
@@ -138,7 +138,7 @@ class Phases(Shown, Tabular):
 # -- from sums -------------------------------------------------------------------------------------------------------------
 
 
-def phases(run: Run, *, ranks: set[int] | None = None) -> Phases:
+def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
     """The phases of a run, of all its ranks or of some."""
     chosen = ((rank, box) for rank, box in run.in_order() if ranks is None or rank in ranks)
     return table({rank: (phase_sums(box), last_ns(box)) for rank, box in chosen})

@@ -30,7 +30,7 @@ from torchwhere.core.place import Pass
 from torchwhere.drop_in import comm_tables, functional_kernels
 from torchwhere.drop_in.comm_modules import GLOBAL, CommModeModuleTracker
 from torchwhere.drop_in.comm_tables import trivial_ops as trivial_ops
-from torchwhere.drop_in.op_log import OpSense, Sharded
+from torchwhere.drop_in.op_log import OpLog, Sharded
 from torchwhere.hooks import _torch
 from torchwhere.hooks.compilation import being_compiled
 from torchwhere.hooks.threads import NATIVE, pass_of
@@ -132,7 +132,7 @@ class CommDebugMode:
         self._noise_level = noise_level
         self._depth = 0
         self._session: Session | None = None
-        self._ops: OpSense | None = None
+        self._ops: OpLog | None = None
         self._thread = 0
         self._seen = _Seen(self._unreported)
         self._names: dict[int, tuple[int, str]] = {}
@@ -162,12 +162,12 @@ class CommDebugMode:
             raise
         return self
 
-    def _make_ops(self, session: Session) -> OpSense | None:
+    def _make_ops(self, session: Session) -> OpLog | None:
         """The dispatch mode. At level 0 it is needed only inside another mode, which may answer collectives."""
         modes = _torch.private("dispatch_modes")
         if not self._noise_level and (modes is None or modes() == 0):
             return None
-        return OpSense(session.recorder.locator, lists=self._noise_level > 0, on_collective=self._seen)
+        return OpLog(session.recorder.locator, lists=self._noise_level > 0, on_collective=self._seen)
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
@@ -220,14 +220,14 @@ class CommDebugMode:
             locator = session.recorder.locator
             self._count(packet, locator.spot(locator.threads.here()).module, 0)
 
-    def _report(self, packet: Any, module: int, aim: int) -> None:
+    def _report(self, packet: Any, module: int, beneficiary: int) -> None:
         """Count what a kernel reports; of a collective that the dispatch mode sees, only the first report."""
         seen = self._seen
         if seen.packet is not None:
             if seen.is_reported:
                 return
             packet, seen.is_reported = seen.packet, True
-        self._count(packet, module, aim)
+        self._count(packet, module, beneficiary)
 
     def _is_own(self) -> bool:
         """Whether this thread's collectives count: ours, or one of the autograd engine's, which Python did not make."""
@@ -236,22 +236,22 @@ class CommDebugMode:
             return True
         return session.recorder.locator.threads.here().name.startswith(NATIVE)
 
-    def _count(self, packet: Any, module: int, aim: int) -> None:
+    def _count(self, packet: Any, module: int, beneficiary: int) -> None:
         self.comm_counts[packet] += 1
         tracker = self.advanced_module_tracker
-        name = self._charged.get((module, aim))
+        name = self._charged.get((module, beneficiary))
         if name is None:
-            name = self._charged[module, aim] = self._charge(module, aim)
+            name = self._charged[module, beneficiary] = self._charge(module, beneficiary)
         key = "backward" if tracker.is_bw else "forward"
         for one in {GLOBAL, name, *tracker.module_parents_dict[name]}:
             if one not in self.comm_module_counts:
                 self.comm_module_counts[one] = _no_counts()
             self.comm_module_counts[one][key][packet] += 1
 
-    def _charge(self, module: int, aim: int) -> str:
+    def _charge(self, module: int, beneficiary: int) -> str:
         """The module that a collective is for: the FSDP unit, or the owner of the bucket; else the one that issued it."""
         tracker = self.advanced_module_tracker
-        served = json.loads(self._text(aim) or "null")
+        served = json.loads(self._text(beneficiary) or "null")
         if isinstance(served, list) and served:
             return tracker.nearest(_common_owner(served))
         issuer = self._text(module) if served is None else served

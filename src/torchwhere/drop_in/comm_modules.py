@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from torchwhere.blackbox.file_format import MODULE_SHIFT
 from torchwhere.core.place import Pass
-from torchwhere.drop_in.op_log import OpSense
+from torchwhere.drop_in.op_log import OpLog
 from torchwhere.hooks import _torch
-from torchwhere.hooks.listeners import Entry, ModuleCall
+from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
 from torchwhere.hooks.threads import LOG_MASK, Track, pass_of
 from torchwhere.recorder.session import Session
 
@@ -37,14 +37,14 @@ class CommModeModuleTracker:
         self.parent_dict: dict[str, list[str]] = {}
         self.sharding_dict: dict[str, Any] = {}
         self._session: Session | None = None
-        self._ops: OpSense | None = None
+        self._ops: OpLog | None = None
         self._fqns: dict[str, str] = {}  # from the engine's names
         self._seen: set[int] = set()
         self._thread: Track | None = None
 
     # -- the block ---------------------------------------------------------------------------------------------------
 
-    def begin(self, session: Session, ops: OpSense | None) -> None:
+    def begin(self, session: Session, ops: OpLog | None) -> None:
         """Forget the last block, and listen."""
         own = (self.module_helper_dict, self.module_parameters_dict, self.module_parents_dict, self.parent_dict)
         for kept in (*own, self.sharding_dict, self._fqns, self._seen):
@@ -64,7 +64,7 @@ class CommModeModuleTracker:
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
-    def entered(self, entry: Entry) -> None:
+    def entered(self, entry: ModuleEntry) -> None:
         """A module was called. What was there before it began, in the log of its thread, is the call around it."""
         track = entry.track
         word = track.top
@@ -74,7 +74,7 @@ class CommModeModuleTracker:
         around = track.marks[(track.count - 2) & LOG_MASK] if track.count > 1 else 0
         self._meet(entry.own, self._fqn_of(word), self._fqn_of(around))
 
-    def left(self, entry: Entry, output: Any) -> None:
+    def left(self, entry: ModuleEntry, output: Any) -> None:
         """Nothing to do: what matters is the first time a module is entered."""
 
     def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:

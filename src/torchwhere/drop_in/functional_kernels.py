@@ -18,7 +18,7 @@ import torch
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.compilation import being_compiled
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.kernels import Kernels, are_alive, below_backend_select
 
 # By namespace: the ops that issue a collective. Messages (isend, irecv) and waiting are none.
@@ -128,7 +128,7 @@ def _forget_listeners() -> None:
     _listeners = ()
 
 
-_trouble = Trouble("functional collectives", _forget_listeners)
+_trouble = ErrorLimiter("functional collectives", _forget_listeners)
 
 
 def _mind_forks() -> None:

@@ -25,7 +25,7 @@ from torchwhere.api import watch
 from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, compile_safe_hooks
 from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
 from torchwhere.hooks import _torch
-from torchwhere.hooks.listeners import Entry, ModuleCall
+from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
 from torchwhere.model.module_names import NameTable, walk
 from torchwhere.recorder.session import Session
 
@@ -88,13 +88,13 @@ class ModuleTracker(TrackerHooks):
         if session is None:
             return frozenset()
         try:
-            names = session.listeners.nestings.names_here()
+            names = session.listeners.call_chains.names_here()
             if names not in self._shown:
                 self._shown = {} if len(self._shown) >= _MOST_SHOWN else self._shown
                 self._shown[names] = frozenset(map(self._fqn, names))
             return self._shown[names]
         except Exception as error:
-            session.listeners.trouble(error)
+            session.listeners.errors(error)
             return frozenset()
 
     def _fqn(self, name: str) -> str:
@@ -247,12 +247,12 @@ class ModTracker(ModuleTracker):
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def entered(self, entry: Entry) -> None:
+    def entered(self, entry: ModuleEntry) -> None:
         if entry.call is not None and not _is_compiled():
             self._tell("pre_fw_hook", entry.own, entry.args)
             self._opened().append(self._hook_inputs(entry) if self._goes_backward(entry) else None)
 
-    def left(self, entry: Entry, output: Any) -> None:
+    def left(self, entry: ModuleEntry, output: Any) -> None:
         if entry.call is not None and not _is_compiled():
             opened = self._opened()
             call = opened.pop() if opened else None
@@ -266,12 +266,12 @@ class ModTracker(ModuleTracker):
             opened = self._calls.open = []
         return opened
 
-    def _goes_backward(self, entry: Entry) -> bool:
+    def _goes_backward(self, entry: ModuleEntry) -> bool:
         """Whether backward will run the nodes of this call: not those of a recomputation, unless it is a reentrant one."""
         has_hook = "pre_bw_hook" in self._hooks or "post_bw_hook" in self._hooks
         return has_hook and torch.is_grad_enabled() and (not self.is_bw or entry.track.is_reentrant(entry.track.top))
 
-    def _hook_inputs(self, entry: Entry) -> _Call:
+    def _hook_inputs(self, entry: ModuleEntry) -> _Call:
         """Before the forward: of two modules given the same tensor the outer one hears of its gradient first."""
         self._count += 1
         tensors = _needing_gradients((entry.args, entry.kwargs))

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble, log
+from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import BACKWARD_WORD, FIRST_MODULE_WORD, Track
 
@@ -43,7 +43,7 @@ class OnCollective(Protocol):
         """The op has returned; if not `is_done`, it has raised an exception."""
 
 
-class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives to `on_collective`."""
 
     supports_higher_order_operators = True
@@ -63,7 +63,7 @@ class OpSense(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fake_tensor = _torch.private("fake_tensor")
         self._fake_mode: Callable[[], Any] = _torch.private("fake_mode") or (lambda: None)
         self._modes_left: Callable[[], int] = _torch.private("dispatch_modes") or (lambda: 0)
-        self._trouble = Trouble("ops", lambda: None)
+        self._trouble = ErrorLimiter("ops", lambda: None)
         for sentence in _torch.missing("ops"):
             log.warning("torchwhere: %s", sentence)
 

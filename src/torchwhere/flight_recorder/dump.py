@@ -1,6 +1,6 @@
 """Reads one dump of the flight recorder: pickle or JSON, of NCCL or gloo or another backend, whole or half-written.
 
-Takes a file, gives a `Dump`. Only `RefusedError` is raised: for a file that is no dump, or one that is not to be trusted. An
+Takes a file, gives a `Dump`. Only `RefusedFileError` is raised: for a file that is no dump, or one that is not to be trusted. An
 entry that is not what an entry looks like is left out and counted. Everything that was read has its type and its bounds,
 whatever the file says: a dump may come from anywhere.
 """
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.file_format import TALLY_RANKS
+from torchwhere.blackbox.file_format import COUNTER_RANKS
 from torchwhere.flight_recorder.schema import PUBLIC_DTYPES, PUBLIC_OPS
-from torchwhere.flight_recorder.unpickle import CAPS, Caps, CutShortError, RefusedError, loads
+from torchwhere.flight_recorder.unpickle import CAPS, Caps, CutShortError, RefusedFileError, loads
 
 _OLDEST, _NEWEST = (2, 4), (2, 10)
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -39,7 +39,7 @@ class _OddError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class DumpEntry:
     """One collective or message of a dump."""
 
     record_id: int
@@ -76,7 +76,7 @@ class Dump:
     version: str = ""
     groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name: description, members
     status: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # pg_id: enqueued, started, completed; -1: none
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[DumpEntry] = field(default_factory=list)
     odd: int = 0  # entries that were left out
     has_frames: bool = False
     cut: str | None = None  # why it is not whole
@@ -94,12 +94,12 @@ class Dump:
 
 
 def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
-    """Read one file. Raises `RefusedError` where there is nothing in it that can be used."""
+    """Read one file. Raises `RefusedFileError` where there is nothing in it that can be used."""
     try:
         with path.open("rb") as file:
             data = file.read(caps.bytes + 1)
     except OSError as error:
-        raise RefusedError(f"cannot be read: {error.strerror}") from error
+        raise RefusedFileError(f"cannot be read: {error.strerror}") from error
     return parse_dump(data, rank, path=path, caps=caps)
 
 
@@ -112,13 +112,13 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Ca
         if not isinstance(value.get("entries"), list):
             raise
     if not isinstance(value, dict):
-        raise RefusedError(f"not a dump: it holds a {type(value).__name__}, and no dict")
+        raise RefusedFileError(f"not a dump: it holds a {type(value).__name__}, and no dict")
     if "version" not in value or not {"entries", "pg_config"} & set(value):
-        raise RefusedError("not a dump of the flight recorder: it has no version, or neither entries nor groups")
+        raise RefusedFileError("not a dump of the flight recorder: it has no version, or neither entries nor groups")
     found.version = _version(value["version"])
     entries = value.get("entries", [])  # a JSON dump without entries has no such key
     if not isinstance(entries, list):
-        raise RefusedError("not a dump of the flight recorder: its entries are no list")
+        raise RefusedFileError("not a dump of the flight recorder: its entries are no list")
     found.groups, found.status = _groups(value.get("pg_config")), _status(value.get("pg_status"))
     own = value.get("torchwhere")
     found.own = own if isinstance(own, dict) else None
@@ -128,31 +128,31 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Ca
 
 def _plain(data: bytes, caps: Caps) -> Any:
     if len(data) > caps.bytes:
-        raise RefusedError(f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs")
+        raise RefusedFileError(f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs")
     if not data:
-        raise RefusedError("empty: its rank was about to write it")
+        raise RefusedFileError("empty: its rank was about to write it")
     if data[:1] == b"\x80":
         return loads(data, caps=caps)
     for magic, name in _COMPRESSED.items():
         if data.startswith(magic):
-            raise RefusedError(f"compressed with {name}: decompress it first")
+            raise RefusedFileError(f"compressed with {name}: decompress it first")
     if data.lstrip()[:1] == b"{":
         return _json(data, caps)
-    raise RefusedError("neither a pickle nor JSON")
+    raise RefusedFileError("neither a pickle nor JSON")
 
 
 def _json(data: bytes, caps: Caps) -> Any:
     # A parser makes what it finds: what it will find is counted first. Brackets within texts count too, which does no harm.
     if data.count(b"[") + data.count(b"{") > caps.containers or data.count(b",") > caps.items:
-        raise RefusedError(f"more than {caps.containers} lists and dicts, or {caps.items} items")
+        raise RefusedFileError(f"more than {caps.containers} lists and dicts, or {caps.items} items")
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
-        raise RefusedError(f"a text that is not UTF-8, at byte {error.start}") from None
+        raise RefusedFileError(f"a text that is not UTF-8, at byte {error.start}") from None
     except RecursionError:
-        raise RefusedError("JSON that is nested too deep") from None
+        raise RefusedFileError("JSON that is nested too deep") from None
     except ValueError as error:
-        raise RefusedError(f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}") from None
+        raise RefusedFileError(f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}") from None
 
 
 def _no_constant(name: str) -> Any:
@@ -165,10 +165,10 @@ def _no_constant(name: str) -> Any:
 def _version(value: Any) -> str:
     match = _VERSION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise RefusedError("not a dump of the flight recorder: its version is no version")
+        raise RefusedFileError("not a dump of the flight recorder: its version is no version")
     number = int(match[1]), int(match[2])
     if number < _OLDEST or number[0] != _NEWEST[0]:
-        raise RefusedError(f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read")
+        raise RefusedFileError(f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read")
     return str(value)
 
 
@@ -187,7 +187,7 @@ def _ranks(value: Any) -> tuple[int, ...]:
     if isinstance(value, str):
         match = _RANKS.fullmatch(value)
         value = [int(rank) for rank in match[1].split(",")] if match and match[1] else []
-    if not isinstance(value, list) or not all(type(rank) is int and 0 <= rank < TALLY_RANKS for rank in value):
+    if not isinstance(value, list) or not all(type(rank) is int and 0 <= rank < COUNTER_RANKS for rank in value):
         return ()
     return tuple(value) if len(set(value)) == len(value) else ()
 
@@ -224,7 +224,7 @@ def _read_entries(found: Dump, values: list[Any]) -> None:
     found.entries.sort(key=lambda entry: entry.record_id)
 
 
-def _entry(value: Any, frames: dict[int, str | None]) -> Entry:
+def _entry(value: Any, frames: dict[int, str | None]) -> DumpEntry:
     if type(value) is not dict:
         raise _OddError
     profiled = _PROFILED.fullmatch(_text(value.get("profiling_name")))
@@ -235,7 +235,7 @@ def _entry(value: Any, frames: dict[int, str | None]) -> Entry:
     state, own = value.get("state"), value.get("torchwhere")
     dtypes = value.get("input_dtypes") or value.get("output_dtypes") or [""]
     dtype = _text(dtypes[0]) if isinstance(dtypes, list) else ""
-    return Entry(
+    return DumpEntry(
         record_id=_number(value.get("record_id")),
         pg_id=_number(value.get("pg_id", 0)),
         group=_text(group[0]),

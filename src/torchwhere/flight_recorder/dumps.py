@@ -19,8 +19,8 @@ from typing import Any, ClassVar, cast
 import numpy as np
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import TALLY_RANKS, Sort
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.flight_recorder.load import Progress, read_all
 from torchwhere.flight_recorder.to_boxes import DumpBox
@@ -33,7 +33,7 @@ _HOW_TO = "Flight recorder dumps are files whose names end in a rank, as nccl_tr
 
 
 @dataclass(slots=True)
-class Dumps(Run):
+class Dumps(BoxRun):
     """One job's dumps, and what is not in them."""
 
     noun: ClassVar[str] = "dump"
@@ -70,7 +70,7 @@ class Dumps(Run):
         return Dumps(self.folder, left, self.earlier, unreadable, self.notes)
 
     def caveats(self) -> list[str]:
-        return [*Run.caveats(self), *self.notes]
+        return [*BoxRun.caveats(self), *self.notes]
 
 
 def read_dumps(folder: str | Path, *, caps: Caps = CAPS, on_progress: Progress | None = None) -> Dumps:
@@ -116,7 +116,7 @@ def _files(folder: Path) -> list[tuple[str, int, Path]]:
         folders.sort()
         for name in sorted(names):
             match, path = _FILE.fullmatch(name), Path(where, name)
-            if match and not name.startswith(".") and int(match["rank"]) < TALLY_RANKS and path.is_file():
+            if match and not name.startswith(".") and int(match["rank"]) < COUNTER_RANKS and path.is_file():
                 found.append((match["prefix"], int(match["rank"]), path))
     return found
 
@@ -171,11 +171,11 @@ def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]
         used = [rank for rank in heard if name in rows[rank] and boxes[rank].members(name) is not None]
         if not used:
             continue
-        seen = np.unique(np.concatenate([boxes[rank].records["more"][rows[rank][name]] for rank in used]).astype(np.int64))
+        seen = np.unique(np.concatenate([boxes[rank].records["extra"][rows[rank][name]] for rank in used]).astype(np.int64))
         first = int(seen[0]) - (0 if seen[0] == 0 else 1)
         for rank in used:
             chosen = rows[rank][name]
-            boxes[rank].records["more"][chosen] = first + np.searchsorted(seen, boxes[rank].records["more"][chosen])
+            boxes[rank].records["extra"][chosen] = first + np.searchsorted(seen, boxes[rank].records["extra"][chosen])
             _renumber_account(boxes[rank], name, seen, first)
         notes += _count(boxes, name, heard, used)
     return notes
@@ -184,10 +184,10 @@ def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]
 def _rows_by_group(box: DumpBox) -> dict[str, Any]:
     """Where the collectives of each group are among the records; messages are numbered already."""
     found: dict[str, list[Any]] = defaultdict(list)
-    for what in np.unique(box.records["what"]):
+    for what in np.unique(box.records["subject"]):
         signature = box.value(int(what))
         if signature["op"] not in ("send", "recv"):
-            found[signature["group"]].append(np.flatnonzero(box.records["what"] == what))
+            found[signature["group"]].append(np.flatnonzero(box.records["subject"] == what))
     return {name: np.sort(np.concatenate(parts)) for name, parts in found.items()}
 
 
@@ -219,12 +219,12 @@ def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[str]:
     """Messages are counted from the first one on. Where that is lost on one side, they cannot be matched with the other's."""
     lost = {(group, rank) for rank, box in boxes.items() for group in box.lost_messages}
     for rank, box in boxes.items():
-        for what in np.unique(box.records["what"]):
+        for what in np.unique(box.records["subject"]):
             signature = box.value(int(what))
             group, ends = signature["group"], (rank, signature["peer"])
             if signature["op"] in ("send", "recv") and any((group, end) in lost for end in ends):
-                blank = box.intern(Sort.COLLECTIVE, json.dumps(signature | {"peer": None}))
-                box.records["what"][box.records["what"] == what] = blank
+                blank = box.intern(EntryType.COLLECTIVE, json.dumps(signature | {"peer": None}))
+                box.records["subject"][box.records["subject"] == what] = blank
     ranks = sorted({rank for _, rank in lost})
     return [f"{_ranks(ranks)}: the first sends and receives are no longer in the ring; they were not matched"] * bool(lost)
 
@@ -232,13 +232,13 @@ def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[str]:
 def _shorten_lines(boxes: dict[int, DumpBox]) -> None:
     """Say files from the folder on that all of them have in common, as boxes do."""
     foreign = [box for box in boxes.values() if not box.is_own]
-    files = {text.rpartition(":")[0] for box in foreign for sort, text in box.names.values() if sort == Sort.LINE}
+    files = {text.rpartition(":")[0] for box in foreign for sort, text in box.names.values() if sort == EntryType.LINE}
     folders = {os.path.dirname(file) for file in files if file.startswith("/")}
     root = os.path.commonpath(folders) if folders else ""
     if len(root) > 1:
         for box in foreign:
-            lines = {entry_id: text for entry_id, (sort, text) in box.names.items() if sort == Sort.LINE}
-            box.names |= {entry_id: (int(Sort.LINE), text.removeprefix(f"{root}/")) for entry_id, text in lines.items()}
+            lines = {entry_id: text for entry_id, (sort, text) in box.names.items() if sort == EntryType.LINE}
+            box.names |= {entry_id: (int(EntryType.LINE), text.removeprefix(f"{root}/")) for entry_id, text in lines.items()}
 
 
 # -- what dumps cannot say -------------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import Run
-from torchwhere.blackbox.summary import Labelled
+from torchwhere.blackbox.run import BoxRun
+from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.doctor.wait_text import ranks_said
+from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.flight_recorder.dumps import Dumps, read_files
 from torchwhere.flight_recorder.verdict import completion
 
@@ -38,7 +38,7 @@ _SETTLED_S = 0.2  # a file that has not grown for so long is whole
 _SAME_MOMENT_NS = 5_000_000_000  # between the box's clock and the file system's
 
 
-def with_evidence(verdict: Verdict, boxes: Mapping[int, Labelled], folder: Path, *, may_ask: bool) -> Verdict:
+def with_evidence(verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: Path, *, may_ask: bool) -> Verdict:
     """The verdict with what dumps add to it. `may_ask`: whether the job is there and may be asked for them."""
     if verdict.kind not in (*_ASKED_FOR, VerdictKind.DEAD):
         return verdict
@@ -61,7 +61,7 @@ def with_evidence(verdict: Verdict, boxes: Mapping[int, Labelled], folder: Path,
 # -- finding ---------------------------------------------------------------------------------------------------------------
 
 
-def find_dumps(boxes: Mapping[int, Labelled], folder: Path) -> dict[int, Path]:
+def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Path]:
     """The dumps of this job, by rank: where its processes write them, or beside the boxes; none that is older than the job."""
     began_ns = min((ns for box in boxes.values() if isinstance(ns := box.meta.get("started_ns"), int)), default=0)
     found: dict[int, Path] = {}
@@ -82,7 +82,7 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _setting(box: Labelled, name: str) -> str | None:
+def _setting(box: BoxOrSummary, name: str) -> str | None:
     settings = box.meta.get("flight_recorder")
     value = settings.get(name) if isinstance(settings, dict) else None
     return value if isinstance(value, str) and value and "\0" not in value else None
@@ -100,7 +100,7 @@ def _written_ns(path: Path) -> int:
 # -- asking ----------------------------------------------------------------------------------------------------------------
 
 
-def _ask(boxes: Mapping[int, Labelled]) -> None:
+def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
     """Have the ranks of this host write a dump, those that have written none since they stand still; and wait for it."""
     host = socket.gethostname()
     asked: dict[Path, int] = {}  # when each was written before
@@ -146,7 +146,7 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
         verdict,
         explanation=(*verdict.explanation, *sentences),
         # Not its notes on what dumps lack: the boxes have that.
-        missing_data=(*verdict.missing_data, *(f"flight recorder: {said}" for said in Run.caveats(dumps)[:4])),
+        missing_data=(*verdict.missing_data, *(f"flight recorder: {said}" for said in BoxRun.caveats(dumps)[:4])),
         facts=verdict.facts | {"flight_recorder": known[:64]},
     )
 
@@ -156,10 +156,10 @@ def _sentences(group: dict[str, Any], number: int) -> tuple[str, ...]:
     by_state: dict[str, list[int]] = {}
     for each in group["ranks"]:
         by_state.setdefault(_state(each, number), []).extend(each["ranks"])
-    parts = [f"{state} on {ranks_said(sorted(ranks))}" for state, ranks in by_state.items()]
+    parts = [f"{state} on {ranks_text(sorted(ranks))}" for state, ranks in by_state.items()]
     said = f'By the flight recorder, #{number} of group "{group["group"]}" is {"; ".join(parts)}.'
     if {"started", "scheduled"} <= by_state.keys():
-        late = ranks_said(sorted(by_state["scheduled"]))
+        late = ranks_text(sorted(by_state["scheduled"]))
         return (said, f"The device of {late} has not come to it: look at what was queued there before.")
     if by_state.keys() == {"started"}:
         return (said, "All devices are in it: look at the network between them.")

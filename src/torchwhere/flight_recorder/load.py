@@ -19,7 +19,7 @@ from pathlib import Path
 from torchwhere.core.gc_pause import nothing_collected
 from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
-from torchwhere.flight_recorder.unpickle import Caps, RefusedError
+from torchwhere.flight_recorder.unpickle import Caps, RefusedFileError
 
 File = tuple[int, Path]  # rank and path
 Progress = Callable[[int, int], None]  # dumps read, of how many
@@ -56,7 +56,7 @@ def _read(file: File, caps: Caps) -> DumpBox | str:
     rank, path = file
     try:
         return to_box(read_dump(path, rank, caps=caps))
-    except RefusedError as error:
+    except RefusedFileError as error:
         return str(error)
 
 

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.box import Box, Cursor
-from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, TALLY_RANKS, Sort
+from torchwhere.blackbox.file_format import COUNTER_RANKS, FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass, Place
-from torchwhere.flight_recorder.dump import Dump, Entry, Shapes
+from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.schema import DTYPE_BYTES
 
 # Done on one rank means that all have issued it. The root of a broadcast may be done before anybody has come.
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
-_PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.REHEARSAL}
+_PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
 _LARGEST = 1 << 62
 
 
@@ -58,13 +58,13 @@ class DumpBox(Box):
     descs: dict[str, str] = field(default_factory=dict)  # of the groups that were used
     group_ids: dict[str, int] = field(default_factory=dict)
 
-    def tallies(self) -> dict[tuple[int, int, int], int]:
+    def counters(self) -> dict[tuple[int, int, int], int]:
         return self.dump_tallies
 
     def cursors(self) -> list[Cursor]:
         return self.dump_cursors
 
-    def intern(self, sort: Sort, text: str) -> int:
+    def intern(self, sort: EntryType, text: str) -> int:
         entry_id = len(self.names) + 1
         self.names[entry_id] = int(sort), text
         return entry_id
@@ -72,7 +72,7 @@ class DumpBox(Box):
     def add_group(self, name: str, ranks: tuple[int, ...], **texts: str | None) -> int:
         """A process group; one that is known already is taken as it is."""
         if name not in self.group_ids:
-            self.group_ids[name] = self.intern(Sort.GROUP, json.dumps({"name": name, "ranks": ranks, **texts}))
+            self.group_ids[name] = self.intern(EntryType.GROUP, json.dumps({"name": name, "ranks": ranks, **texts}))
             self._groups = None
         return self.group_ids[name]
 
@@ -109,7 +109,7 @@ class _Making:
         self.box.counts.overwritten = dump.entries[0].record_id if dump.entries else 0
         if type(lost := own.get("overwritten")) is int and 0 < lost < _LARGEST:
             self.box.counts.overwritten, self.box.has_lost = lost, True
-        self._ids: dict[tuple[Sort, str], int] = {}
+        self._ids: dict[tuple[EntryType, str], int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         self._same: dict[int, dict[str, Any] | None] = {}  # what own entries share, by id; None if it is not sound
         self._messages: Counter[tuple[str, int, int]] = Counter()
@@ -120,7 +120,7 @@ class _Making:
 
     # -- names -----------------------------------------------------------------------------------------------------------
 
-    def _id(self, sort: Sort, text: str) -> int:
+    def _id(self, sort: EntryType, text: str) -> int:
         known = self._ids.get((sort, text))
         if known is None:
             known = self._ids[sort, text] = self.box.intern(sort, text)
@@ -144,16 +144,16 @@ class _Making:
         self.box.records = records
         self.box.counts.good = len(records)
 
-    def _note_call(self, record: Any, row: int, call: list[Entry]) -> None:
+    def _note_call(self, record: Any, row: int, call: list[DumpEntry]) -> None:
         entry, own = call[-1], self._own_place(call[-1].place) if self.box.is_own else None
         what, group, number = self._what(call, own)
         record["number"], record["t_ns"], record["kind"] = row, call[0].t_ns, int(Kind.COLLECTIVE)
-        record["what"], record["more"] = what, number
+        record["subject"], record["extra"] = what, number
         if own is not None:
             self._note_place(record, own)
         else:
             line = call[0].line
-            record["line"] = self._id(Sort.LINE, line) if line else 0
+            record["line"] = self._id(EntryType.LINE, line) if line else 0
             record["step"], record["call"] = NO_STEP, NO_CALL
             record["flags"] = FLAG_UNKNOWN | (FLAG_ASYNC if entry.backend != "gloo" else 0)
         self.box.descs.setdefault(group, entry.desc)
@@ -172,16 +172,16 @@ class _Making:
         return sound | {"step": step, "call": at, "number": number, "id": id(same)} if sound is not None and is_sound else None
 
     def _note_place(self, record: Any, own: dict[str, Any]) -> None:
-        module, line, aim = own["module"], own["line"], own["for"]
+        module, line, beneficiary = own["module"], own["line"], own["for"]
         record["step"] = NO_STEP if own["step"] is None else own["step"]
         record["call"] = NO_CALL if own["call"] is None else own["call"]
         record["pass"] = int(_PASSES[own["pass"]])
-        record["module"] = self._id(Sort.MODULE, module) if module is not None else 0
-        record["line"] = self._id(Sort.LINE, line) if line else 0
-        record["aim"] = self._id(Sort.AIM, json.dumps(aim)) if aim is not None else 0
+        record["module"] = self._id(EntryType.MODULE, module) if module is not None else 0
+        record["line"] = self._id(EntryType.LINE, line) if line else 0
+        record["beneficiary"] = self._id(EntryType.BENEFICIARY, json.dumps(beneficiary)) if beneficiary is not None else 0
         record["flags"] = FLAG_ASYNC if own["async"] else 0
 
-    def _what(self, call: list[Entry], own: dict[str, Any] | None) -> tuple[int, str, int]:
+    def _what(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[int, str, int]:
         """The id of what repeats of a call, its group, and its number in its stream. What was there before is not remade."""
         entry = call[-1]
         if own is not None and ("own", own.get("id")) in self._known:
@@ -193,14 +193,14 @@ class _Making:
         if key is not None and key in self._known:
             return self._known[key], entry.group, entry.seq
         signature, number = self._signature(call, own)
-        what = self._id(Sort.COLLECTIVE, json.dumps(signature))
+        what = self._id(EntryType.COLLECTIVE, json.dumps(signature))
         if own is not None and "id" in own:
             key = "own", own["id"]
         if key is not None:
             self._known[key] = what
         return what, str(signature["group"]), number
 
-    def _signature(self, call: list[Entry], own: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    def _signature(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
         """What repeats of a call, as boxes have it, and its number in its stream."""
         entry = call[-1]
         if own is not None:
@@ -224,7 +224,7 @@ class _Making:
         }
         return signature, number
 
-    def _peer(self, entry: Entry) -> tuple[int | None, int]:
+    def _peer(self, entry: DumpEntry) -> tuple[int | None, int]:
         """The rank at the other end of a message, and its number among those from there to here."""
         if entry.group not in self._first_message:
             self._first_message.add(entry.group)
@@ -238,7 +238,7 @@ class _Making:
         self._messages[entry.group, source, destination] += 1
         return destination if source == self.dump.rank else source, number
 
-    def _account(self, entry: Entry, group: str) -> None:
+    def _account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
         account.issued = max(account.issued, entry.seq)
         if entry.backend == "gloo":
@@ -262,10 +262,10 @@ class _Making:
             self.box.dump_cursors.append(Cursor(place, int(own["t_ns"]), None, 0))
 
 
-def _calls(entries: list[Entry]) -> list[list[Entry]]:
+def _calls(entries: list[DumpEntry]) -> list[list[DumpEntry]]:
     """Entries that are one call: the collectives of a batch have one number; what only ends a batch of messages is left out."""
-    found: list[list[Entry]] = []
-    last: dict[str, list[Entry]] = {}
+    found: list[list[DumpEntry]] = []
+    last: dict[str, list[DumpEntry]] = {}
     for entry in entries:
         before = last.get(entry.group)
         if entry.is_p2p:
@@ -279,7 +279,7 @@ def _calls(entries: list[Entry]) -> list[list[Entry]]:
     return found
 
 
-def _op(call: list[Entry], inner: list[Entry]) -> str:
+def _op(call: list[DumpEntry], inner: list[DumpEntry]) -> str:
     names = {each.op for each in inner}
     if len(call) == 1:
         return call[0].op
@@ -321,13 +321,13 @@ def _own_place(value: Any, *, is_cursor: bool = False) -> dict[str, Any] | None:
         and _is_text(of("group"))
         and all(of(name) is None or _is_text(of(name)) for name in _OWN_TEXTS)
         and all(_is_shapes(of(name)) for name in ("shapes", "out_shapes"))
-        and (of("peer") is None or _is_number(of("peer"), TALLY_RANKS))
+        and (of("peer") is None or _is_number(of("peer"), COUNTER_RANKS))
         and _is_number(of("number"))
         and _is_number(of("bytes"))
         and type(of("async")) is bool
     )
-    aim = of("for")
-    is_aim = aim is None or _is_text(aim) or (type(aim) is list and all(map(_is_text, aim)))
+    beneficiary = of("for")
+    is_aim = beneficiary is None or _is_text(beneficiary) or (type(beneficiary) is list and all(map(_is_text, beneficiary)))
     return value if is_place and is_call and is_aim else None
 
 
@@ -340,4 +340,4 @@ def _own_group(value: Any) -> dict[str, Any] | None:
         return None
     texts = {name: value.get(name) if _is_text(value.get(name)) else None for name in ("desc", "backend", "mesh_dim")}
     ranks = tuple(value["ranks"])
-    return {"name": value["name"], "ranks": ranks, **texts} if all(_is_number(rank, TALLY_RANKS) for rank in ranks) else None
+    return {"name": value["name"], "ranks": ranks, **texts} if all(_is_number(rank, COUNTER_RANKS) for rank in ranks) else None

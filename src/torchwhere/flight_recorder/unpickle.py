@@ -35,11 +35,11 @@ _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LONG_BYTES = 16  # of an integer; a dump needs 8
 
 
-class RefusedError(TorchwhereError):
+class RefusedFileError(TorchwhereError):
     """A file that is not read; the text says why, and at which byte."""
 
 
-class CutShortError(RefusedError):
+class CutShortError(RefusedFileError):
     """A file that ends too early. `partial` is what was whole of it: a dict, without what was still being built."""
 
     def __init__(self, text: str, partial: dict[str, Any]) -> None:
@@ -52,10 +52,10 @@ class _EndError(Exception):
 
 
 def loads(data: bytes, *, caps: Caps = CAPS) -> Any:
-    """The value of a pickle. Raises `RefusedError`, or `CutShortError` where the file ends before its value does."""
+    """The value of a pickle. Raises `RefusedFileError`, or `CutShortError` where the file ends before its value does."""
     if len(data) > caps.bytes:
-        raise RefusedError(f"{len(data)} bytes; at most {caps.bytes} are read")
-    machine = _Machine(data, caps)
+        raise RefusedFileError(f"{len(data)} bytes; at most {caps.bytes} are read")
+    machine = _PickleMachine(data, caps)
     try:
         return machine.run()
     except _EndError:
@@ -83,7 +83,7 @@ _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
-class _Machine:
+class _PickleMachine:
     __slots__ = ("at", "caps", "containers", "data", "marks", "memo", "ready", "shared", "stack", "weights")
 
     def __init__(self, data: bytes, caps: Caps) -> None:
@@ -102,7 +102,7 @@ class _Machine:
         numbers. All else, and every odd case of these, goes through the table."""
         data, memo, ready, end, most = self.data, self.memo, self.ready, len(self.data), self.caps.memo
         if data[:1] != b"\x80":
-            raise RefusedError("not a pickle: it does not begin with a protocol")
+            raise RefusedFileError("not a pickle: it does not begin with a protocol")
         at, stack = 0, self.stack
         for _ in range(self.caps.items):
             if at >= end:
@@ -129,10 +129,10 @@ class _Machine:
                 self.at = at + 1
                 _TABLE[code](self)
                 at, stack = self.at, self.stack
-        raise RefusedError(f"more than {self.caps.items} instructions")
+        raise RefusedFileError(f"more than {self.caps.items} instructions")
 
-    def refuse(self, why: str) -> RefusedError:
-        return RefusedError(f"{why}, at byte {max(self.at - 1, 0)}")
+    def refuse(self, why: str) -> RefusedFileError:
+        return RefusedFileError(f"{why}, at byte {max(self.at - 1, 0)}")
 
     def _result(self) -> Any:
         self.add(0)  # what the hot path has added
@@ -335,8 +335,8 @@ class _Machine:
         return weight, deepest
 
 
-def _refuser(code: int) -> Callable[[_Machine], None]:
-    def refuse(machine: _Machine) -> None:
+def _refuser(code: int) -> Callable[[_PickleMachine], None]:
+    def refuse(machine: _PickleMachine) -> None:
         if code in _EXECUTES:
             raise machine.refuse(f"it {_EXECUTES[code]}, which no dump does and torchwhere never obeys")
         raise machine.refuse(f"instruction 0x{code:02x}, which no dump has")
@@ -344,10 +344,10 @@ def _refuser(code: int) -> Callable[[_Machine], None]:
     return refuse
 
 
-_KNOWN: dict[int, Callable[[_Machine], None]] = {
-    0x80: _Machine.protocol,
+_KNOWN: dict[int, Callable[[_PickleMachine], None]] = {
+    0x80: _PickleMachine.protocol,
     0x95: lambda m: m.number(_U64) and None,  # a frame: how many bytes follow; they are here anyway
-    ord("("): _Machine.mark,
+    ord("("): _PickleMachine.mark,
     ord("}"): lambda m: m.container({}),
     ord("]"): lambda m: m.container([]),
     ord(")"): lambda m: m.make_tuple([]),
@@ -356,16 +356,16 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     0x86: lambda m: m.make_tuple_of(2),
     0x87: lambda m: m.make_tuple_of(3),
     ord("e"): lambda m: m.extend(m.since_mark()),
-    ord("a"): _Machine.append_one,
+    ord("a"): _PickleMachine.append_one,
     ord("u"): lambda m: m.update(m.since_mark()),
-    ord("s"): _Machine.set_one,
+    ord("s"): _PickleMachine.set_one,
     ord("X"): lambda m: m.text(m.number(_U32)),
     0x8C: lambda m: m.text(m.take(1)[0]),
     0x8D: lambda m: m.text(m.number(_U64)),
     ord("K"): lambda m: m.push(m.take(1)[0]),
-    ord("M"): _Machine.short,
+    ord("M"): _PickleMachine.short,
     ord("J"): lambda m: m.push(m.number(_I32)),
-    0x8A: _Machine.long,
+    0x8A: _PickleMachine.long,
     ord("G"): lambda m: m.push(m.number(_F64)),
     ord("N"): lambda m: m.push(None),
     0x88: lambda m: m.push(True),
@@ -374,6 +374,6 @@ _KNOWN: dict[int, Callable[[_Machine], None]] = {
     ord("r"): lambda m: m.put(m.number(_U32)),
     0x94: lambda m: m.put(len(m.memo)),
     ord("h"): lambda m: m.get(m.take(1)[0]),
-    ord("j"): _Machine.get_far,
+    ord("j"): _PickleMachine.get_far,
 }
 _TABLE = [_KNOWN.get(code) or _refuser(code) for code in range(256)]

@@ -13,9 +13,9 @@ from typing import Any
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.rank_calls import Group
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.doctor.wait_text import ranks_said
+from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.load import Progress
 
@@ -48,7 +48,7 @@ def with_dumps(verdict: Verdict, folder: str | Path, *, on_progress: Progress | 
 
 def _examine(run: Dumps) -> Verdict:
     # A dump does not say when it was made. It was made because something had waited too long: every wait in it counts.
-    return examine(run, now_ns=run.moment_ns, stall_s=0.0)
+    return diagnose(run, now_ns=run.moment_ns, stall_s=0.0)
 
 
 def _without_the_waiting(verdict: Verdict, run: Dumps) -> Verdict:
@@ -61,15 +61,15 @@ def _without_the_waiting(verdict: Verdict, run: Dumps) -> Verdict:
         return verdict
     if left:
         late = (
-            f"{ranks_said(list(held)).capitalize()} did not come either: still in an earlier collective that all have issued."
+            f"{ranks_text(list(held)).capitalize()} did not come either: still in an earlier collective that all have issued."
         )
         return replace(verdict, culprits=left, explanation=(*verdict.explanation, late))
     rank, name = next(iter(held.items()))
     number, title = run.dumps[rank].accounts[name].issued, _title(run, rank, name)
     past = [other for other in run.dumps[rank].members(name) or () if other in run.boxes and other not in held]
-    who = f"{ranks_said(list(held)).capitalize()} {'is' if len(held) == 1 else 'are'} still in #{number}"
+    who = f"{ranks_text(list(held)).capitalize()} {'is' if len(held) == 1 else 'are'} still in #{number}"
     said = (
-        f'{who} of group "{title}", which all have issued; {ranks_said(past)} went on. No rank is missing from it.',
+        f'{who} of group "{title}", which all have issued; {ranks_text(past)} went on. No rank is missing from it.',
         "Likely: ranks gave it another root or reduce op, which dumps do not have; or the network, or a device.",
     )
     common = verdict.last_common or {}
@@ -158,7 +158,7 @@ def _sentence(group: dict[str, Any]) -> str:
     for each in group["ranks"]:
         by_completed.setdefault(each["completed"], []).extend(each["ranks"])
     parts = [
-        f"{f'up to #{number}' if number >= 0 else 'nothing'} on {ranks_said(sorted(ranks))}"
+        f"{f'up to #{number}' if number >= 0 else 'nothing'} on {ranks_text(sorted(ranks))}"
         for number, ranks in sorted(by_completed.items(), reverse=True)
     ]
     return f'Completed in group "{group["group"]}", by the flight recorder: {"; ".join(parts[:4])}.'

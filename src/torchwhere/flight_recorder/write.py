@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import shown
@@ -36,7 +36,7 @@ Stream = tuple[str, int, int]  # a group; and of a message, from and to, else -1
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenDumps:
     """What was written, and what was not."""
 
     folder: Path
@@ -58,7 +58,7 @@ class Written:
         }
 
 
-def write_dumps(run: Run, *, folder: str | Path) -> Written:
+def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
     """Write a run into a folder, which must be new or empty."""
     folder = Path(folder)
     check_empty(folder)
@@ -70,7 +70,7 @@ def write_dumps(run: Run, *, folder: str | Path) -> Written:
         (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(dump.to_dict(), protocol=2))
         entries += len(dump.entries)
         left_out += dump.left_out
-    return Written(folder, tuple(sorted(run.boxes)), entries, dict(left_out))
+    return WrittenDumps(folder, tuple(sorted(run.boxes)), entries, dict(left_out))
 
 
 def check_empty(folder: Path) -> None:
@@ -79,7 +79,7 @@ def check_empty(folder: Path) -> None:
         raise TorchwhereError(f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give another one")
 
 
-def _common_beginnings(run: Run) -> dict[tuple[Stream, tuple[int, ...]], int]:
+def _common_beginnings(run: BoxRun) -> dict[tuple[Stream, tuple[int, ...]], int]:
     """Of each stream, the first number that all ranks still have which have any of it."""
     found: dict[tuple[Stream, tuple[int, ...]], int] = {}
     for box in run.boxes.values():
@@ -109,7 +109,7 @@ def _members(box: Box, event: Event) -> tuple[int, ...]:
 class _Dump:
     """One rank's dump in the making."""
 
-    def __init__(self, run: Run, box: Box, first: dict[tuple[Stream, tuple[int, ...]], int]) -> None:
+    def __init__(self, run: BoxRun, box: Box, first: dict[tuple[Stream, tuple[int, ...]], int]) -> None:
         self.run, self.box = run, box
         self.entries: list[dict[str, Any]] = []
         self.left_out: Counter[str] = Counter()

@@ -18,10 +18,10 @@ import torch
 from torchwhere.blackbox.file_format import CALL_MASK, CURSOR_LINE, CURSOR_TIME, MODULE_SHIFT, NO_CALL
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.backward_spans import Spans, spans_of
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.hooks.fast_path import Passes
-from torchwhere.hooks.leftover_wrappers import looked_through, retire
+from torchwhere.hooks.backward_spans import BackwardSpans, spans_of
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.fast_path import FastPath
+from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import BACKWARD_WORD, Track
@@ -36,10 +36,10 @@ class _Begun(NamedTuple):
     track: Track
     below: int
     handles: list[Any]
-    spans: Spans | None
+    spans: BackwardSpans | None
 
 
-class BackwardSense:
+class BackwardHook:
     """Marks a thread as being in backward while it is in the engine."""
 
     def __init__(
@@ -47,7 +47,7 @@ class BackwardSense:
         box: BoxWriter,
         locator: Locator,
         listeners: Listeners,
-        passes: Passes,
+        fast_path: FastPath,
         *,
         on_error: OnBackwardError,
         on_begin: Callable[[], bool],
@@ -56,11 +56,11 @@ class BackwardSense:
         self._box = box
         self._locator = locator
         self._listeners = listeners
-        self._passes = passes
+        self._passes = fast_path
         self._on_error = on_error
         self._on_begin = on_begin  # says whether it knows all there is to know, and need not be asked before the next
         self._on_end = on_end
-        self.trouble = Trouble("backward", self.remove)
+        self.errors = ErrorLimiter("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
         self._wrapped: list[tuple[Any, Any, Any]] = []  # the module, what it had, and what it has instead
         self._is_on = False
@@ -70,7 +70,7 @@ class BackwardSense:
         if _torch.private("run_backward") is not None:
             self._is_on = True
             for module in (torch.autograd, torch.autograd.graph):
-                original = looked_through(module._engine_run_backward)  # type: ignore[attr-defined]
+                original = unwrap(module._engine_run_backward)  # type: ignore[attr-defined]
                 made = next((wrapper for _, had, wrapper in self._wrapped if had is original), None)
                 wrapper = made or self._make_wrapper(original)
                 self._wrapped.append((module, original, wrapper))
@@ -87,10 +87,10 @@ class BackwardSense:
                 retire(wrapper, original)
 
     def _make_wrapper(self, original: Any) -> Any:
-        enter, leave, trouble, listeners, here = (
+        enter, leave, errors, listeners, here = (
             self._enter,
             self._leave,
-            self.trouble,
+            self.errors,
             self._listeners,
             self._locator.threads.here,
         )
@@ -104,7 +104,7 @@ class BackwardSense:
                 below = None if listeners.of_backward else begin(args)
                 begun = enter(t_outputs, args, kwargs) if below is None else None
             except Exception as error:
-                trouble(error)
+                errors(error)
                 return original(t_outputs, *args, **kwargs)
             try:
                 try:
@@ -122,7 +122,7 @@ class BackwardSense:
                     elif below is not None and end(below):
                         on_end()
                 except Exception as error:
-                    trouble(error)
+                    errors(error)
 
         return _engine_run_backward
 
@@ -137,8 +137,8 @@ class BackwardSense:
         looked = python_stack.read(frame)
         line = self._locator.line_id(looked.file, looked.line)
         if below != BACKWARD_WORD:
-            self._passes.is_aside = False  # before: another thread may meet something new meanwhile
-            self._passes.is_aside = not self._on_begin() or self._passes.is_aside
+            self._passes.is_paused = False  # before: another thread may meet something new meanwhile
+            self._passes.is_paused = not self._on_begin() or self._passes.is_paused
         self._move(track, BACKWARD_WORD, line=line)
         if self._box.native is not None:
             self._passes.learn_line(frame, line)
@@ -153,7 +153,7 @@ class BackwardSense:
             self._on_end()
 
     def _move(self, track: Track, word: int, *, line: int) -> None:
-        if self._box.pen is not None and track.move(self._box.pen, word, line):
+        if self._box.native_box is not None and track.move(self._box.native_box, word, line):
             return
         track.top = word
         track.log(self._sequence_nr(), word)
@@ -179,7 +179,7 @@ class BackwardSense:
         try:
             self._locator.threads.here().log(self._sequence_nr(), word)
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
 
 def graph_of(outputs: Iterable[Any]) -> list[Any]:

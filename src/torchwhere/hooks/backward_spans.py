@@ -40,7 +40,9 @@ class Span:
             above.left += 1
 
 
-def spans_of(listeners: Listeners, track: Track, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Spans | None:
+def spans_of(
+    listeners: Listeners, track: Track, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BackwardSpans | None:
     """What listeners are to be told of a backward, from the arguments of the engine; None if that is nothing.
 
     A backward that is compiled (compiled autograd) would take hooks of its nodes into its graph, and one that a compiler runs
@@ -48,23 +50,23 @@ def spans_of(listeners: Listeners, track: Track, outputs: Any, args: tuple[Any, 
     """
     if not listeners.of_backward or _torch.private("compiled_autograd") or _is_fake():
         return None
-    spans = Spans(listeners, track)
+    spans = BackwardSpans(listeners, track)
     inputs = tuple(args[3]) if len(args) > 3 and args[3] is not None else ()
     try:
         return spans if spans.prepare(outputs, inputs, accumulates=bool(kwargs.get("accumulate_grad"))) else None
     except Exception as error:
         spans.close()
-        listeners.trouble(error)
+        listeners.errors(error)
         return None
 
 
-class Spans:
+class BackwardSpans:
     """The spans of one backward: of one run of the engine."""
 
     def __init__(self, listeners: Listeners, track: Track) -> None:
         self._listeners = listeners
         self._track = track
-        self._made_by = listeners.nestings.made_by
+        self._made_by = listeners.call_chains.made_by
         self._of_call: dict[Made, Span | None] = {}
         self._nodes: list[Any] = []
         self._handles: list[Any] = []
@@ -103,7 +105,7 @@ class Spans:
         """
         if made in self._of_call:
             return self._of_call[made]
-        around = self._listeners.nestings.around(made)
+        around = self._listeners.call_chains.around(made)
         above = self._span(around) if around is not None else None
         owner = self._listeners.owner(made)
         span = self._of_call[made] = Span(*owner, above) if owner is not None else above
@@ -124,7 +126,7 @@ class Spans:
             if ended:  # its end is that of these calls; a hook added now is still called
                 self._handles.append(self._nodes[index].register_hook(partial(self._node_ended, ended)))
         except Exception as error:
-            self._listeners.trouble(error)
+            self._listeners.errors(error)
             return
         for each in begun:
             self._tell_entered(each)

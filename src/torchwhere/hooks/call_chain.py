@@ -48,7 +48,7 @@ class Made(NamedTuple):
         return self.track.marks[self.begin & LOG_MASK]
 
 
-class Nesting:
+class CallChain:
     """What one track's log says about calls inside calls. Read by any thread."""
 
     def __init__(self, track: Track) -> None:
@@ -128,20 +128,20 @@ class Nesting:
         return begin if begin >= self._oldest() else _NONE
 
 
-class Nestings:
+class CallChains:
     """The chain of calls at any point of any thread. Costs nothing until it is asked."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
-        self._of: weakref.WeakKeyDictionary[Track, Nesting] = weakref.WeakKeyDictionary()
+        self._of: weakref.WeakKeyDictionary[Track, CallChain] = weakref.WeakKeyDictionary()
         self._names: dict[Made, frozenset[str]] = {}
         self._task_id = _torch.private("graph_task_id") or (lambda: -1)
         self._node = _torch.private("current_node") or (lambda: None)
 
-    def of(self, track: Track) -> Nesting:
+    def of(self, track: Track) -> CallChain:
         found = self._of.get(track)
         if found is None:
-            found = self._of[track] = Nesting(track)
+            found = self._of[track] = CallChain(track)
         return found
 
     def made_at(self, track: Track, position: int) -> Made | None:

@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_SHADOW, Sort
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_SHADOW, EntryType
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
 from torchwhere.hooks.ddp import Bucket
-from torchwhere.hooks.error_limiter import Trouble, log
-from torchwhere.hooks.groups import WHOLE_GROUP, Group, Groups, Stream
+from torchwhere.hooks.error_limiter import ErrorLimiter, log
+from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import Kernels, below_backend_select
-from torchwhere.hooks.native_all_reduce import REDUCED, Reductions
+from torchwhere.hooks.native_all_reduce import REDUCED, NativeAllReduce
 from torchwhere.hooks.schemas import Op, all_ops
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
@@ -33,28 +33,28 @@ _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill
 _MOST_SPLITS = 1024  # and the sizes of the parts that an all_to_all is split into repeat even less
 
 
-class Call(NamedTuple):
+class IssuedCall(NamedTuple):
     """One collective as it is issued, ready to be recorded. Its number is the next one of its stream."""
 
     op: Op
-    group: Group
-    stream: Stream
+    group: WatchedGroup
+    stream: StreamCounter
     signature: int
     flags: int
     stack: stack.Stack
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
 
 
-class CollectiveSense:
+class CollectiveHook:
     """Hands every collective to `on_call` before it is launched."""
 
     def __init__(
         self,
         box: BoxWriter,
-        groups: Groups,
+        groups: WatchedGroups,
         *,
         bucket_of: Callable[[torch.Tensor], Bucket | None],
-        on_call: Callable[[Call], None],
+        on_call: Callable[[IssuedCall], None],
         on_bucket: Callable[[Bucket], None],
         turns: Any = None,
     ) -> None:
@@ -64,9 +64,9 @@ class CollectiveSense:
         self._on_call = on_call
         self._on_bucket = on_bucket
         self._turns = turns
-        self._reductions: Reductions | None = None
+        self._reductions: NativeAllReduce | None = None
         self._kernels: CollectiveKernels | None = None
-        self.trouble = Trouble("collectives", self.switch_off)
+        self.errors = ErrorLimiter("collectives", self.switch_off)
 
     def install(self) -> list[str]:
         lacking = _torch.missing("collectives")
@@ -77,14 +77,14 @@ class CollectiveSense:
         self._kernels.report_to(self)
         return lacking
 
-    def _begin_natively(self) -> Reductions | None:
+    def _begin_natively(self) -> NativeAllReduce | None:
         """Leave all-reduces to the native part's kernel, which calls back for all but DDP's known buckets."""
         if self._box.native is None:
             return None
         op = next(op for op in all_ops() if op.raw == REDUCED)
         try:
-            reductions = Reductions(self._box, turns=self._turns)
-            reductions.install(partial(self.issue, op), self.trouble)
+            reductions = NativeAllReduce(self._box, turns=self._turns)
+            reductions.install(partial(self.issue, op), self.errors)
         except Exception as error:
             log.warning("torchwhere: reductions are recorded by Python's own code, the native part could not: %s", error)
             return None
@@ -142,7 +142,7 @@ class CollectiveSense:
         stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
         flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (FLAG_SHADOW if looked.is_shadow else 0)
-        call = Call(op, group, stream, signature, flags, looked, bucket)
+        call = IssuedCall(op, group, stream, signature, flags, looked, bucket)
         if bucket is not None:
             bucket.call = call._replace(stack=stack.Stack(), bucket=None)  # nothing of this moment is kept alive
         self._on_call(call)
@@ -150,7 +150,7 @@ class CollectiveSense:
     def _signature(
         self,
         op: Op,
-        group: Group,
+        group: WatchedGroup,
         args: tuple[Any, ...],
         inputs: list[torch.Tensor],
         outputs: list[torch.Tensor],
@@ -181,7 +181,7 @@ class CollectiveSense:
             }
             if splits is not None:
                 fields |= {"splits": splits[0], "out_splits": splits[1]}
-            known = self._box.intern(Sort.COLLECTIVE, json.dumps(fields))
+            known = self._box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             if len(group.signatures) < _MOST_SIGNATURES:
                 group.signatures[key] = known
         return known
@@ -190,7 +190,7 @@ class CollectiveSense:
 class CollectiveKernels(Kernels):
     """A Python kernel on every op, but on the one that the native part has taken, if it has."""
 
-    told: CollectiveSense | None
+    told: CollectiveHook | None
 
     def __init__(self, *, native: Any) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ class CollectiveKernels(Kernels):
                 try:
                     told.issue(op, args)
                 except Exception as error:
-                    told.trouble(error)
+                    told.errors(error)
             else:
                 self._untold += 1
             return redispatch(keyset & below, *args, **kwargs)

@@ -11,10 +11,10 @@ from typing import Any
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.compiled_graphs import Ledger
-from torchwhere.hooks.error_limiter import Trouble, log
+from torchwhere.hooks.error_limiter import ErrorLimiter, log
 
 
-class CompilationSense:
+class CompilationHook:
     """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is known about it by then."""
 
     def __init__(self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]) -> None:
@@ -22,7 +22,7 @@ class CompilationSense:
         self._on_end = on_end
         self._handler: Any = None
         self.ledger = Ledger()
-        self.trouble = Trouble("compilation", self.remove)
+        self.errors = ErrorLimiter("compilation", self.remove)
 
     def install(self) -> None:
         """Call once dynamo is loaded."""
@@ -55,14 +55,14 @@ class CompilationSense:
             self._on_begin(str(getattr(args, "compile_id", "?")), _known_at_begin(args))
             self.ledger.collect()
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
     @_torch.unseen
     def _end(self, args: Any) -> None:
         try:
             self._on_end(str(getattr(args, "compile_id", "?")))
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
 
 def _known_at_begin(args: Any) -> dict[str, str]:

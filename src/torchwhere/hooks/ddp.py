@@ -43,7 +43,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Progress:
+class BucketProgress:
     """How far a backward is in the buckets of one DDP instance. The native part has its own, and moves it on by itself."""
 
     task: int = -1
@@ -149,7 +149,7 @@ class Reducers:
 
     def __init__(self, names: NameTable, native: Any = None) -> None:
         self._names = names
-        self._make_progress: Callable[[], Any] = Progress if native is None else native.Buckets
+        self._make_progress: Callable[[], Any] = BucketProgress if native is None else native.Buckets
         self.turns: Any = itertools.count(1) if native is None else native.Count(1)  # one for each reduction, of all instances
         self._of_param: dict[int, Reducer] = {}
         self._seen: dict[int, Reducer] = {}  # by the id of the DDP instance, while that is there

@@ -17,7 +17,7 @@ log = logging.getLogger("torchwhere")
 FEW = 3
 
 
-class Trouble:
+class ErrorLimiter:
     """The errors of one sense. Call it with an exception; `switch_off` is called at the third."""
 
     def __init__(self, sense: str, switch_off: Callable[[], None]) -> None:

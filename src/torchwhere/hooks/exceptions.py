@@ -18,9 +18,9 @@ from torch import nn
 from torchwhere.blackbox.file_format import FLAG_INFERRED
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.failing_node import frontier
-from torchwhere.hooks.locate import Locator, Spot
+from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 
 NOTE_START = "torchwhere: "
@@ -30,17 +30,17 @@ _CONTROL_FLOW = (GeneratorExit, StopIteration)
 _CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
 
 # Called with the exception, the thread's track, where it was raised and the user's line; adds note and event.
-Report = Callable[[BaseException, Track, Spot, str | None], None]
+Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
 
 
-class ExceptionSense:
+class ExceptionHook:
     """Sees exceptions leave a module call or a backward."""
 
     def __init__(self, locator: Locator, *, report: Report) -> None:
         self._locator = locator
         self._report = report
         self.active = True
-        self.trouble = Trouble("exceptions", self.remove)
+        self.errors = ErrorLimiter("exceptions", self.remove)
         self._thread_hook: Any = None
         self._below: Any = None
 
@@ -66,7 +66,7 @@ class ExceptionSense:
             try:
                 self._tell(error, track, self._locator.spot(track))
             except Exception as own:
-                self.trouble(own)
+                self.errors(own)
 
     @_torch.unseen
     def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
@@ -75,9 +75,9 @@ class ExceptionSense:
             try:
                 self._tell(error, track, self._spot_in_backward(error, track, outputs))
             except Exception as own:
-                self.trouble(own)
+                self.errors(own)
 
-    def _tell(self, error: BaseException, track: Track, spot: Spot) -> None:
+    def _tell(self, error: BaseException, track: Track, spot: PlaceIds) -> None:
         found = python_stack.deepest_user_line(error.__traceback__)
         if found is None:  # raised by torch itself: the user's line is further out, where it has not come yet
             looked = python_stack.read(python_stack.caller(1))
@@ -85,10 +85,10 @@ class ExceptionSense:
         line = python_stack.shortened(*found, folder=self._locator.folder) if found is not None else None
         self._report(error, track, spot, line)
 
-    def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> Spot:
+    def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
         return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(outputs, track)
 
-    def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> Spot | None:
+    def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> PlaceIds | None:
         """From what the Python code that raised was given: a node (`ctx`), a module's hook, a parameter."""
         found = None
         while traceback is not None:
@@ -97,20 +97,20 @@ class ExceptionSense:
             traceback = traceback.tb_next
         return found
 
-    def _spot_of_value(self, value: Any, track: Track) -> Spot | None:
+    def _spot_of_value(self, value: Any, track: Track) -> PlaceIds | None:
         if isinstance(value, torch.autograd.graph.Node):
             return self._locator.spot_of_node(value, track)
         if isinstance(value, nn.Parameter) and (names := self._locator.names.params.of(value)):
             return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
         module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
         if module is not None and (names := self._locator.names.module_names(module)):
-            return Spot(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
+            return PlaceIds(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
         return None
 
-    def _spot_of_frontier(self, outputs: Any, track: Track) -> Spot:
+    def _spot_of_frontier(self, outputs: Any, track: Track) -> PlaceIds:
         node = frontier(outputs)
         if node is None:
-            return Spot(Pass.BACKWARD)
+            return PlaceIds(Pass.BACKWARD)
         return self._locator.spot_of_node(node, track)._replace(flags=FLAG_INFERRED)
 
 

@@ -19,11 +19,11 @@ _MOST_CODES = 1 << 12  # on the ways that are learned; whatever comes then is le
 _NONE: tuple[str, ...] = ()
 
 
-class Passes:
+class FastPath:
     """What the native part does instead of Python, which is nothing: its own class has these names too, and comes first."""
 
     __slots__ = _NONE
-    is_aside: bool  # the next backward is Python's: something may be new
+    is_paused: bool  # the next backward is Python's: something may be new
     ends_after_backward: bool  # `end_backward` is to say that there is more to do
 
     def begin_backward(self, _args: tuple[Any, ...]) -> int | None:
@@ -59,16 +59,16 @@ class Passes:
         """The id of an optimizer's name."""
 
 
-class PythonPasses(Passes):
+class PythonFastPath(FastPath):
     """All of it is Python's."""
 
-    __slots__ = ("ends_after_backward", "is_aside")
+    __slots__ = ("ends_after_backward", "is_paused")
 
     def __init__(self) -> None:
-        self.is_aside = self.ends_after_backward = False
+        self.is_paused = self.ends_after_backward = False
 
 
-class _Learning(Passes):
+class _Learning(FastPath):
     """The half of the native one that is Python's."""
 
     __slots__ = _NONE
@@ -91,18 +91,18 @@ class _Learning(Passes):
 
 @cache
 def _type_of(native: Any) -> Any:
-    return type("NativePasses", (native.Passes, _Learning), {"__slots__": ("_codes", "_lines", "_names")})
+    return type("NativePasses", (native.FastPath, _Learning), {"__slots__": ("_codes", "_lines", "_names")})
 
 
-def make_passes(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> Passes:
+def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> FastPath:
     """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have stepped in this one."""
     if box.native is None or steps.under_way is None:
-        return PythonPasses()
+        return PythonFastPath()
     lines, names = box.native.Words(), dict[str, int]()
-    passes: Any = _type_of(box.native)(
-        *(box.pen, calls, lines, names, steppers, steps, steps.ended, steps.under_way, BACKWARD_WORD, OPTIMIZER_WORD),
+    fast_path: Any = _type_of(box.native)(
+        *(box.native_box, calls, lines, names, steppers, steps, steps.ended, steps.under_way, BACKWARD_WORD, OPTIMIZER_WORD),
         *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
     )
-    passes._codes, passes._lines, passes._names = {}, lines, names
-    made: Passes = passes
+    fast_path._codes, fast_path._lines, fast_path._names = {}, lines, names
+    made: FastPath = fast_path
     return made

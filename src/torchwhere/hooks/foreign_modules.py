@@ -44,7 +44,7 @@ class _Numbers:
         heapq.heappush(self._free, number)
 
 
-class Strangers:
+class ForeignModules:
     """Names them in angle brackets: not a state_dict name."""
 
     def __init__(self, names: NameTable) -> None:

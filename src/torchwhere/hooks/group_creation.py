@@ -14,14 +14,14 @@ from typing import Any
 import torch.distributed as dist
 
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 
 _MOST_RANKS = 64  # of a group, that are written down
 
 OnBegin = Callable[[str, int, list[int] | None], None]  # what is called, how many were made before, for which ranks
 
 
-class GatheringSense:
+class GroupCreationHook:
     """Tells when this rank begins to make a group that all ranks must make, and when it is made."""
 
     def __init__(self, *, on_begin: OnBegin, on_end: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class GatheringSense:
         self._depth = 0
         self._active = False
         self._patched: list[tuple[Any, str, Any, Any]] = []  # where, name, the original, ours
-        self.trouble = Trouble("gathering", self.switch_off)
+        self.errors = ErrorLimiter("gathering", self.switch_off)
 
     def install(self) -> list[str]:
         if not dist.is_available():
@@ -63,7 +63,7 @@ class GatheringSense:
 
     def _wrapped(self, op: str, original: Any) -> Any:
         @wraps(original)
-        def making(*args: Any, **kwargs: Any) -> Any:
+        def group_creation(*args: Any, **kwargs: Any) -> Any:
             begun = self._begin(op, args, kwargs)
             try:
                 return original(*args, **kwargs)
@@ -71,7 +71,7 @@ class GatheringSense:
                 if begun:
                     self._end()
 
-        return making
+        return group_creation
 
     @_torch.unseen
     def _begin(self, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -84,7 +84,7 @@ class GatheringSense:
             few = list(map(int, ranks))[:_MOST_RANKS] if ranks is not None else None
             self._on_begin(op, self._made - 1, few)
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
         return True
 
     @_torch.unseen
@@ -94,4 +94,4 @@ class GatheringSense:
             if self._active:
                 self._on_end()
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 
@@ -31,15 +31,15 @@ _MOST_COUNTS = 32  # of groups, in the header of a box
 
 
 @dataclass(slots=True)
-class Stream:
+class StreamCounter:
     """What is counted in one sequence: the collectives of a group, or the messages from one rank to another."""
 
     numbers: Iterator[int]  # the next is that of the next collective
-    tally: int | None  # index of its words in the box; None when there are more streams than room for them
+    counter: int | None  # index of its words in the box; None when there are more streams than room for them
 
 
 @dataclass(slots=True)
-class Group:
+class WatchedGroup:
     """One process group as seen from this rank."""
 
     name: str
@@ -49,7 +49,7 @@ class Group:
     mesh_dim: str | None
     entry: int = 0  # id in the table
     signatures: dict[Any, int] = field(default_factory=dict)  # what repeats of a collective, to its id in the table
-    streams: dict[tuple[int, int], Stream] = field(default_factory=dict)  # by (source, destination), or WHOLE_GROUP
+    streams: dict[tuple[int, int], StreamCounter] = field(default_factory=dict)  # by (source, destination), or WHOLE_GROUP
 
     def global_rank(self, rank: int) -> int:
         return self.ranks[rank] if 0 <= rank < len(self.ranks) else rank
@@ -64,27 +64,27 @@ class Group:
         }
 
 
-class Groups:
+class WatchedGroups:
     """All groups of this process, those made before the watch began too."""
 
     def __init__(self, box: BoxWriter, *, on_new: Callable[[], None]) -> None:
         self._box = box
         self._on_new = on_new
-        self._known: dict[int, Group] = {}  # by the id of the process group, while that is there
+        self._known: dict[int, WatchedGroup] = {}  # by the id of the process group, while that is there
         self._alive: dict[int, Any] = {}
         self._has_new = False
         self._count_from: Callable[[int], Iterator[int]] = itertools.count if box.native is None else box.native.Count
 
-    def of(self, boxed: Any) -> Group:
+    def of(self, boxed: Any) -> WatchedGroup:
         """The group of a c10d call, from the boxed process group in its arguments."""
         pg = dist.ProcessGroup.unbox(boxed)
         return self._known.get(id(pg)) or self._meet(pg)
 
-    def stream(self, group: Group, ends: tuple[int, int], *, first: int = 0) -> Stream:
+    def stream(self, group: WatchedGroup, ends: tuple[int, int], *, first: int = 0) -> StreamCounter:
         """The sequence that messages between `ends` are counted in, from `first` on."""
         stream = group.streams.get(ends)
         if stream is None:
-            stream = group.streams[ends] = Stream(self._count_from(first), self._box.tally_at((group.entry, *ends)))
+            stream = group.streams[ends] = StreamCounter(self._count_from(first), self._box.counter_at((group.entry, *ends)))
         return stream
 
     def refresh(self) -> None:
@@ -110,22 +110,22 @@ class Groups:
         for group in list(self._known.values()):
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = dims[group.name]
-                self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+                self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
 
     def finish(self) -> None:
         """At the end: a mesh may have been made over groups that were known before it."""
         self._has_new = True
         self.refresh()
 
-    def _meet(self, pg: Any) -> Group:
-        group = Group(
+    def _meet(self, pg: Any) -> WatchedGroup:
+        group = WatchedGroup(
             name=pg.group_name,
             desc=pg.group_desc,
             ranks=_ranks(pg),
             backend=_backend(pg),
             mesh_dim=_mesh_dim(pg.group_desc),
         )
-        group.entry = self._box.intern(Sort.GROUP, json.dumps(group.to_dict()))
+        group.entry = self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
         counted = _counted_so_far(pg, group.backend)
         self.stream(group, WHOLE_GROUP, first=counted)
         if counted:
@@ -135,7 +135,7 @@ class Groups:
         self._on_new()
         return group
 
-    def _keep(self, pg: Any, group: Group) -> None:
+    def _keep(self, pg: Any, group: WatchedGroup) -> None:
         """Until the job destroys it: held by us, its threads and connections would outlive it. One that only C++ holds has no
         Python object but this; it would be another one the next time."""
         world = _torch.private("process_groups")

@@ -9,15 +9,15 @@ from types import ModuleType
 from typing import Any
 
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 
 
-class Imports:
+class LateImports:
     """Calls back once when a named module has been imported: at once if it is there already."""
 
     def __init__(self, waiting: dict[str, Callable[[], object]]) -> None:
         self._waiting = dict(waiting)
-        self.trouble = Trouble("imports", self.remove)
+        self.errors = ErrorLimiter("imports", self.remove)
 
     def install(self) -> None:
         for name in [name for name in self._waiting if name in sys.modules]:
@@ -58,4 +58,4 @@ class Imports:
         try:
             callback()
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)

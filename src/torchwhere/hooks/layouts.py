@@ -10,28 +10,28 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.stored_layouts import pack
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.hooks.modules import ModuleSense
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.modules import ModuleHook
 from torchwhere.model.module_names import NameTable, wrapped
 from torchwhere.model.read_layout import layout_of
 from torchwhere.model.units import stage_around
 
 
-class LayoutSense:
+class LayoutHook:
     """Takes the layouts of a session's models."""
 
-    def __init__(self, box: BoxWriter, names: NameTable, modules: ModuleSense) -> None:
+    def __init__(self, box: BoxWriter, names: NameTable, modules: ModuleHook) -> None:
         self._box = box
         self._names = names
         self._modules = modules
         self._count = 0
         self._last: dict[str, Any] = {}
         self._is_off = box.path is None
-        self.trouble = Trouble("layouts", self.remove)
+        self.errors = ErrorLimiter("layouts", self.remove)
 
     def remove(self) -> None:
         self._is_off = True
@@ -58,11 +58,11 @@ class LayoutSense:
             if models:
                 layout = layout_of(models).to_dict()
                 if layout != self._last:
-                    self._box.intern_many(Sort.LAYOUT, pack(self._count, layout))
+                    self._box.intern_many(EntryType.LAYOUT, pack(self._count, layout))
                     self._last, self._count = layout, self._count + 1
         except Exception as error:
             self._is_off = True  # what failed once fails again: it is said, and not tried in every step
-            self.trouble(error)
+            self.errors(error)
 
     def _models(self) -> list[tuple[str, nn.Module, object]]:
         """The models with parameters, each in the outermost wrapper that was called, with the pipeline stage around it."""

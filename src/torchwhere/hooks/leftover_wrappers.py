@@ -17,7 +17,7 @@ def retire(wrapper: Any, original: Any) -> None:
     _inside[wrapper] = original
 
 
-def looked_through(function: Any) -> Any:
+def unwrap(function: Any) -> Any:
     """A function, or what is inside it if it is a wrapper that was left."""
     while (inside := _inside.get(function)) is not None:
         function = inside

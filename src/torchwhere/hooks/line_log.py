@@ -21,7 +21,7 @@ from torchwhere.hooks import _torch, python_stack
 _MOST = 1 << 20  # spans of numbers kept per thread, 12 MB
 
 
-class Written(NamedTuple):
+class UserLine(NamedTuple):
     """A line of the user's code."""
 
     file: str
@@ -33,7 +33,7 @@ class LineLog:
     """The lines of one thread: from `seqs[i]` on, nodes were made by line `lines[i]` of the table; 0 is none that is known."""
 
     def __init__(self) -> None:
-        self.table: list[Written | None] = [None]
+        self.table: list[UserLine | None] = [None]
         self.seqs = array("Q")
         self.lines = array("I")
         self.end = 0  # the number the next node will get, as of the last look
@@ -53,11 +53,11 @@ class LineLog:
         known = self._ids.get(key)
         if known is None:
             known = self._ids[key] = len(self.table)
-            self.table.append(Written(code.co_filename, line, code.co_name))
+            self.table.append(UserLine(code.co_filename, line, code.co_name))
             self._codes.append(code)
         return known
 
-    def find(self, seq: int) -> Written | None:
+    def find(self, seq: int) -> UserLine | None:
         at = bisect_right(self.seqs, seq) - 1
         return self.table[self.lines[at]] if at >= 0 and seq < self.end else None
 
@@ -151,7 +151,7 @@ def end() -> None:
         del _local.tracer
 
 
-def find(seq: int) -> tuple[Written | None, bool]:
+def find(seq: int) -> tuple[UserLine | None, bool]:
     """The line that made the node with this number, and whether only one thread could have: the calling thread is likelier."""
     own = _logs.get(threading.get_ident())
     found = [line for log in _logs.values() if (line := log.find(seq)) is not None]
@@ -170,6 +170,6 @@ def forget() -> None:
     _logs.clear()
 
 
-def shortened(written: Written, folder: str | None = None) -> str:
+def shortened(written: UserLine, folder: str | None = None) -> str:
     """`file:line`, relative to a folder: the watch's, or the one the process is in."""
     return python_stack.shortened(written.file, written.line, folder=folder or python_stack.current_folder())

@@ -17,10 +17,10 @@ from torch import nn
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL
 from torchwhere.core.place import Pass, shown
 from torchwhere.hooks import _torch
-from torchwhere.hooks.call_chain import Made, Nestings
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.call_chain import CallChains, Made
+from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.locate import Locator
-from torchwhere.hooks.modules import ModuleSense
+from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.threads import FIRST_MODULE_WORD, LOG_LENGTH, LOG_MASK, Track, pass_of
 from torchwhere.model.module_names import innermost
 
@@ -46,7 +46,7 @@ class ModuleCall(NamedTuple):
         return {"name": self.name, "call": self.call, "pass": self.pass_, "step": self.step}
 
 
-class Entry(NamedTuple):
+class ModuleEntry(NamedTuple):
     """A module that was entered, as a listener is told."""
 
     module: nn.Module  # what was called
@@ -63,10 +63,10 @@ class Listener(Protocol):
     is_active: bool
     wants_backward: bool
 
-    def entered(self, entry: Entry) -> None:
+    def entered(self, entry: ModuleEntry) -> None:
         """A module was entered."""
 
-    def left(self, entry: Entry, output: Any) -> None:
+    def left(self, entry: ModuleEntry, output: Any) -> None:
         """It was left, by an exception if `output` is None."""
 
     def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:
@@ -79,9 +79,11 @@ class Listener(Protocol):
 class Listeners:
     """All who listen to one session."""
 
-    def __init__(self, locator: Locator, nestings: Nestings, modules: ModuleSense, *, current_step: Callable[[], int]) -> None:
+    def __init__(
+        self, locator: Locator, call_chains: CallChains, modules: ModuleHook, *, current_step: Callable[[], int]
+    ) -> None:
         self._locator = locator
-        self.nestings = nestings
+        self.call_chains = call_chains
         self._modules = modules
         self._current_step = current_step
         self._lock = threading.Lock()
@@ -89,7 +91,7 @@ class Listeners:
         self.of_backward: tuple[Listener, ...] = ()
         self._owners: weakref.WeakKeyDictionary[Track, list[tuple[int, Owner] | None]] = weakref.WeakKeyDictionary()
         self.backwards: dict[int | None, object] = {}  # the engine's runs that are told of
-        self.trouble = Trouble("module callbacks", self.clear)
+        self.errors = ErrorLimiter("module callbacks", self.clear)
 
     def add(self, listener: Listener) -> None:
         with self._lock:
@@ -117,7 +119,7 @@ class Listeners:
 
         @_torch.stepped_over
         def tell(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            told: list[tuple[Listener, Entry]] = []
+            told: list[tuple[Listener, ModuleEntry]] = []
             output = None
             try:
                 tell_entered(self, args, kwargs, told)
@@ -133,11 +135,11 @@ class Listeners:
         return tell
 
     @_torch.unseen
-    def _tell_entered(self, module: nn.Module, args: Any, kwargs: Any, told: list[tuple[Listener, Entry]]) -> None:
+    def _tell_entered(self, module: nn.Module, args: Any, kwargs: Any, told: list[tuple[Listener, ModuleEntry]]) -> None:
         try:
             entry = self._entry(module, args, kwargs)
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
             return
         for listener in self._all:
             if entry is not None and listener.is_active:
@@ -145,7 +147,7 @@ class Listeners:
                 told.append((listener, entry))
 
     @_torch.unseen
-    def _tell_left(self, told: list[tuple[Listener, Entry]], output: Any) -> None:
+    def _tell_left(self, told: list[tuple[Listener, ModuleEntry]], output: Any) -> None:
         """The last to hear of a call is the first to hear of its end; all of them hear of it, whatever one raises."""
         while told:
             listener, entry = told.pop()
@@ -158,7 +160,7 @@ class Listeners:
 
     # -- what they are told ------------------------------------------------------------------------------------------
 
-    def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry | None:
+    def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleEntry | None:
         """The call that began just now; None for a graph of a compiler's, which is nobody's module."""
         track = self._locator.threads.here()
         word = track.top
@@ -169,7 +171,7 @@ class Listeners:
         if self.of_backward:
             self._remember(own, track, begin)
         is_one_call = track.marks[(begin - 1) & LOG_MASK] == word
-        return Entry(module, own, None if is_one_call else self._call(word, track, pass_of(word)), args, kwargs, track)
+        return ModuleEntry(module, own, None if is_one_call else self._call(word, track, pass_of(word)), args, kwargs, track)
 
     def _call(self, word: int, track: Track, pass_: int) -> ModuleCall:
         call = track.recomputed_call(word) if pass_of(word) == Pass.RECOMPUTE else word & CALL_MASK

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.file_format import CALL_MASK, FLAG_INFERRED, FLAG_UNKNOWN, MODULE_SHIFT, NO_CALL, Sort
+from torchwhere.blackbox.file_format import CALL_MASK, FLAG_INFERRED, FLAG_UNKNOWN, MODULE_SHIFT, NO_CALL, EntryType
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
@@ -24,7 +24,7 @@ _OPTIMIZER_FRAMES = (
 )
 
 
-class Spot(NamedTuple):
+class PlaceIds(NamedTuple):
     """A place in numbers: table ids, with the flags of its certainty."""
 
     pass_: int
@@ -34,7 +34,7 @@ class Spot(NamedTuple):
     flags: int = 0
 
 
-_PLAIN = {int(pass_): Spot(int(pass_)) for pass_ in Pass}
+_PLAIN = {int(pass_): PlaceIds(int(pass_)) for pass_ in Pass}
 
 
 class Locator:
@@ -49,11 +49,11 @@ class Locator:
         self._node = _torch.private("current_node") or (lambda: None)
         self._texts: dict[int, str] = {}
         self._lines: dict[tuple[str, int], int] = {}
-        self._params: dict[tuple[str, int], Spot] = {}
+        self._params: dict[tuple[str, int], PlaceIds] = {}
 
     # -- numbers -----------------------------------------------------------------------------------------------------
 
-    def spot(self, track: Track) -> Spot:
+    def spot(self, track: Track) -> PlaceIds:
         top = track.top
         if top >= FIRST_MODULE_WORD:
             return self.spot_of_word(top, track, pass_of(top))
@@ -68,25 +68,25 @@ class Locator:
             return _PLAIN[pass_]
         node = self._node()
         pass_ = pass_ if pass_ == Pass.OPTIMIZER else int(Pass.BACKWARD)
-        return Spot(pass_) if node is None else self.spot_of_node(node, track, pass_)
+        return PlaceIds(pass_) if node is None else self.spot_of_node(node, track, pass_)
 
-    def spot_in_optimizer(self, track: Track) -> Spot:
+    def spot_in_optimizer(self, track: Track) -> PlaceIds:
         """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
         return self.spot(track) if track.top != OPTIMIZER_WORD or self._task_id() != -1 else _PLAIN[Pass.OPTIMIZER]
 
-    def spot_of_word(self, word: int, track: Track, pass_: int) -> Spot:
+    def spot_of_word(self, word: int, track: Track, pass_: int) -> PlaceIds:
         """What a word of a track's log says."""
         if word < FIRST_MODULE_WORD:
-            return Spot(pass_)
+            return PlaceIds(pass_)
         call, flags = word & CALL_MASK, 0
         if pass_of(word) == Pass.RECOMPUTE:
             call = track.recomputed_call(word)
             flags = FLAG_INFERRED if call == NO_CALL else 0
-        elif pass_ == Pass.REHEARSAL:
+        elif pass_ == Pass.SHAPE_INFERENCE:
             pass_ = int(Pass.FORWARD)
-        return Spot(pass_, word >> MODULE_SHIFT, call, 0, flags)
+        return PlaceIds(pass_, word >> MODULE_SHIFT, call, 0, flags)
 
-    def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> Spot:
+    def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """The place an autograd node belongs to: the call it was made in, or the parameter it accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
@@ -94,28 +94,28 @@ class Locator:
         maker, certain = self.threads.maker(seq, track)
         word = maker.word_at(seq) if maker is not None else None
         if maker is None or word is None:
-            return Spot(pass_, flags=FLAG_UNKNOWN)
+            return PlaceIds(pass_, flags=FLAG_UNKNOWN)
         spot = self.spot_of_word(word, maker, pass_)
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
-    def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> Spot:
+    def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """Where a gradient is accumulated: the parameter, in the module that holds it."""
         names = self.names.param_names(param)
-        return self.spot_of_param_name(names[0], pass_) if names else Spot(pass_, flags=FLAG_UNKNOWN)
+        return self.spot_of_param_name(names[0], pass_) if names else PlaceIds(pass_, flags=FLAG_UNKNOWN)
 
-    def spot_of_param_name(self, name: str, pass_: int) -> Spot:
+    def spot_of_param_name(self, name: str, pass_: int) -> PlaceIds:
         known = self._params.get((name, pass_))
         if known is None:
-            known = self._params[name, pass_] = Spot(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
+            known = self._params[name, pass_] = PlaceIds(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
         return known
 
     # -- names and lines ---------------------------------------------------------------------------------------------
 
     def module_id(self, name: str) -> int:
-        return self._keep(self._box.intern(Sort.MODULE, name), name)
+        return self._keep(self._box.intern(EntryType.MODULE, name), name)
 
     def param_id(self, name: str) -> int:
-        return self._keep(self._box.intern(Sort.PARAM, name), name)
+        return self._keep(self._box.intern(EntryType.PARAM, name), name)
 
     def _keep(self, entry_id: int, text: str) -> int:
         self._texts[entry_id] = text
@@ -130,7 +130,7 @@ class Locator:
         known = self._lines.get((file, line))
         if known is None:
             text = python_stack.shortened(file, line, folder=self.folder)
-            known = self._lines[file, line] = self._keep(self._box.intern(Sort.LINE, text), text)
+            known = self._lines[file, line] = self._keep(self._box.intern(EntryType.LINE, text), text)
         return known
 
     # -- a whole place -----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Locator:
         return self.place_of_spot(spot, track, rank=rank, step=step, line=line, graph=looked.graph)
 
     def place_of_spot(
-        self, spot: Spot, track: Track, *, rank: int, step: int, line: str | None, graph: str | None = None
+        self, spot: PlaceIds, track: Track, *, rank: int, step: int, line: str | None, graph: str | None = None
     ) -> Place:
         module = self.text_of(spot.module) if spot.module else None
         return Place(

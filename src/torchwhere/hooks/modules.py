@@ -24,12 +24,12 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, native_calls, python_stack
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.hooks.foreign_modules import OUTSIDE, Strangers
-from torchwhere.hooks.leftover_wrappers import looked_through, retire
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
+from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
-from torchwhere.hooks.shape_inference import PIPELINING, rehearses
-from torchwhere.hooks.threads import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, REHEARSAL_BITS, Track, pass_of
+from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
+from torchwhere.hooks.threads import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, SHAPE_INFERENCE_BITS, Track, pass_of
 from torchwhere.model.module_names import NameTable, innermost, wrapped
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
@@ -39,7 +39,7 @@ _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user'
 OnError = Callable[[BaseException, Track], None]
 
 
-class ModuleSense:
+class ModuleHook:
     """Keeps every thread's track and cursor on the module it is in."""
 
     def __init__(
@@ -65,9 +65,9 @@ class ModuleSense:
         self._root: weakref.ref[nn.Module] | None = None
         self._naming = threading.RLock()
         self._root_is_given = False
-        self._strangers = Strangers(locator.names)
+        self._strangers = ForeignModules(locator.names)
         self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()  # of each module in this step
-        self.trouble = Trouble("modules", self.remove)
+        self.errors = ErrorLimiter("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
         self._wrapper: Any = None
@@ -78,7 +78,7 @@ class ModuleSense:
     def install(self, model: nn.Module | None) -> list[str]:
         if model is not None:
             self.add_model(model)
-        self._original = looked_through(nn.Module.__call__)
+        self._original = unwrap(nn.Module.__call__)
         make = self._make_wrapper if self._box.native is None else self._make_native_wrapper
         self._wrapper, self._call_through, self._retire = make()
         nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
@@ -100,11 +100,11 @@ class ModuleSense:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
         return is_on
 
-    def step_aside(self) -> None:
+    def pause(self) -> None:
         """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when the watch is over."""
         self._is_aside = self._take_off() or self._is_aside
 
-    def step_back(self) -> None:
+    def resume(self) -> None:
         if self._is_aside and nn.Module.__call__ is self._original:
             nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
         self._is_aside = False
@@ -162,7 +162,7 @@ class ModuleSense:
     # -- the hot path ------------------------------------------------------------------------------------------------
 
     def _make_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-        original, slowly, on_error, trouble = self._original, self._enter_slowly, self._on_error, self.trouble
+        original, slowly, on_error, errors = self._original, self._enter_slowly, self._on_error, self.errors
         local, here = self._locator.threads.local, self._locator.threads.here
         base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
         sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
@@ -211,7 +211,7 @@ class ModuleSense:
                     number = word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
                     emit(ENTER, t_ns, word, number, track.number)
             except Exception as error:
-                trouble(error)
+                errors(error)
                 return original(self, *args, **kwargs)
             try:
                 if inner is None:
@@ -236,14 +236,14 @@ class ModuleSense:
                     words[cursor] = below
                     words[cursor + CURSOR_TIME] = t_ns
                 except Exception as error:
-                    trouble(error)
+                    errors(error)
 
         return __call__, call_through, retire
 
     def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
         kinds = (ENTER, EXIT) if self._events else (0, 0)
         calls = self._box.native.Calls(
-            *(self._box.pen, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), PIPELINING, *kinds)
+            *(self._box.native_box, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), PIPELINING, *kinds)
         )
         here, entered = self._locator.threads.here, calls.entered
 
@@ -258,7 +258,7 @@ class ModuleSense:
             slowly=slowly,
             on_error=self._on_error,
             here=here,
-            trouble=self.trouble,
+            errors=self.errors,
             runs_directly=self._runs_directly(),
         )
 
@@ -280,8 +280,8 @@ class ModuleSense:
                 return base | below & INHERITED
         elif self._in_backward(below):
             return base | RECOMPUTE_BIT | self._new_region(track)
-        elif rehearses():
-            return base | REHEARSAL_BITS | NO_CALL
+        elif infers_shapes():
+            return base | SHAPE_INFERENCE_BITS | NO_CALL
         call = self.calls.get(base, 0)
         if not is_wrapper:  # a wrapper's call is that of the module inside it
             self.calls[base] = call + 1

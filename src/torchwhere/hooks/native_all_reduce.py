@@ -15,17 +15,17 @@ import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 
 REDUCED = "allreduce_"
 
 Issue = Callable[[tuple[Any, ...]], None]
 
 _ours: Any = None  # the library of our own op
-_told: tuple[Issue, Trouble] | None = None  # who is told of the calls that come there
+_told: tuple[Issue, ErrorLimiter] | None = None  # who is told of the calls that come there
 
 
-class Reductions:
+class NativeAllReduce:
     """The kernel of one watch."""
 
     def __init__(self, box: BoxWriter, *, turns: Any) -> None:
@@ -33,13 +33,13 @@ class Reductions:
         self.native = box.native
         self._turns = turns
 
-    def install(self, issue: Issue, trouble: Trouble) -> None:
+    def install(self, issue: Issue, errors: ErrorLimiter) -> None:
         """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets, or a new one."""
         global _told
-        _told = issue, trouble
+        _told = issue, errors
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
-        self.native.begin(self._box.pen, engine.__code__, self._turns)
+        self.native.begin(self._box.native_box, engine.__code__, self._turns)
 
     def switch_off(self) -> None:
         global _told

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
+from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.threads import Track
 
 
-class _Rarely(NamedTuple):
+class _SlowPath(NamedTuple):
     """What the wrapper needs now and then. In one object: at every call Python touches all that a function has around it."""
 
     original: Any
     slowly: Callable[[nn.Module], int]
     on_error: Callable[[BaseException, Track], None]
     here: Callable[[], Track]
-    trouble: Trouble
+    errors: ErrorLimiter
 
 
 def make_wrapper(
@@ -34,11 +34,11 @@ def make_wrapper(
     slowly: Callable[[nn.Module], int],
     on_error: Callable[[BaseException, Track], None],
     here: Callable[[], Track],
-    trouble: Trouble,
+    errors: ErrorLimiter,
     runs_directly: bool,
 ) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
     """The wrapper, `call_through` and `retire`, as `ModuleSense._make_wrapper` gives them."""
-    enter, leave, rarely = calls.enter, calls.leave, _Rarely(original, slowly, on_error, here, trouble)
+    enter, leave, rarely = calls.enter, calls.leave, _SlowPath(original, slowly, on_error, here, errors)
     compiling = torch.compiler.is_dynamo_compiling
     plain = inner = None if runs_directly else original
 
@@ -59,7 +59,7 @@ def make_wrapper(
             if below is None:  # unknown, or called from outside in a way that is not the usual one
                 below = rarely.slowly(self)
         except Exception as error:
-            rarely.trouble(error)
+            rarely.errors(error)
             return rarely.original(self, *args, **kwargs)
         try:
             if inner is None:
@@ -74,7 +74,7 @@ def make_wrapper(
             try:
                 leave(below)
             except Exception as error:
-                rarely.trouble(error)
+                rarely.errors(error)
 
     return __call__, call_through, retire
 

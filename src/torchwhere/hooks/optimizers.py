@@ -15,19 +15,19 @@ from torch.compiler import is_dynamo_compiling
 
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.hooks.fast_path import Passes
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.threads import OPTIMIZER_WORD, Track, pass_of
 
 
-class OptimizerSense:
+class OptimizerHook:
     """Tells when an optimizer step begins and ends, and when a training step has ended."""
 
     def __init__(
         self,
         locator: Locator,
-        passes: Passes,
+        fast_path: FastPath,
         steppers: set[int],
         *,
         on_move: Callable[[Track, int], None],
@@ -35,7 +35,7 @@ class OptimizerSense:
         on_step_end: Callable[[Any], None],
     ) -> None:
         self._locator = locator
-        self._passes = passes
+        self._passes = fast_path
         self._on_move = on_move
         self._on_optimizer = on_optimizer
         self._on_step_end = on_step_end
@@ -44,7 +44,7 @@ class OptimizerSense:
         self._driving = False  # inside the step of a DeepSpeed engine
         self._engine_step: Any = None
         self._engine_wrapper: Any = None
-        self.trouble = Trouble("optimizers", self.remove)
+        self.errors = ErrorLimiter("optimizers", self.remove)
 
     def install(self) -> list[str]:
         before, after = _torch.private("step_pre_hook"), _torch.private("step_post_hook")
@@ -60,7 +60,7 @@ class OptimizerSense:
             engine.step = self._engine_step
 
     def _make_before(self) -> Any:
-        natively, slowly, trouble = self._passes.begin_optimizer, self._begin, self.trouble
+        natively, slowly, errors = self._passes.begin_optimizer, self._begin, self.errors
 
         @_torch.unseen
         def before(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -70,12 +70,12 @@ class OptimizerSense:
                 if not natively():
                     slowly()
             except Exception as error:
-                trouble(error)
+                errors(error)
 
         return before
 
     def _make_after(self) -> Any:
-        natively, slowly, trouble = self._passes.end_optimizer, self._end, self.trouble
+        natively, slowly, errors = self._passes.end_optimizer, self._end, self.errors
 
         @_torch.unseen
         def after(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -85,7 +85,7 @@ class OptimizerSense:
                 if not natively(optimizer):
                     slowly(optimizer)
             except Exception as error:
-                trouble(error)
+                errors(error)
 
         return after
 
@@ -125,7 +125,7 @@ class OptimizerSense:
             self._passes.wake()  # the steps of the optimizers inside do not count
             return int(engine.global_steps)
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
             return None
 
     @_torch.unseen
@@ -137,7 +137,7 @@ class OptimizerSense:
             if begun is not None and engine.global_steps > begun:
                 self._on_step_end(None)
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
     def _count(self, stepper: int, seen: Any, *, in_backward: bool) -> None:
         """`seen` is what `on_optimizer` gave: a step that ends here ends at that place."""

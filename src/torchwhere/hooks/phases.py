@@ -17,13 +17,13 @@ from time import monotonic_ns
 from types import CodeType, FrameType
 from typing import Any
 
-from torchwhere.blackbox.file_format import CURSOR_PHASE, CURSOR_RECORD, Sort
+from torchwhere.blackbox.file_format import CURSOR_PHASE, CURSOR_RECORD, EntryType
 from torchwhere.blackbox.phase_sums import ENDED, ENDED_ELSEWHERE, MOST_PATHS, OTHERS, PhaseKey, PhaseSum
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.hooks.locate import Locator, Spot
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 
 _BEGIN, _END = int(Kind.PHASE_BEGIN), int(Kind.PHASE_END)
@@ -34,10 +34,10 @@ _NONE: tuple[str, ...] = ()
 _OTHERS = ("ended", "entry", "inner", "lock", "name", "path", "under_way")  # what a node has besides its sums
 
 
-class Node:
+class PhaseNode:
     """A phase by its path, on the main thread or on the others: its sums, and the phases inside it.
 
-    A class without slots of its own: the sums are in Python's slots (`PythonNode`), those of the steps in the native part's.
+    A class without slots of its own: the sums are in Python's slots (`PythonPhaseNode`), those of the steps in the native part's.
     """
 
     __slots__ = _NONE
@@ -52,7 +52,7 @@ class Node:
         self.name = path[-1] if path else ""
         self.entry = entry  # id of the name
         self.lock = lock  # none where one thread alone writes
-        self.inner: dict[str, Node] = {}
+        self.inner: dict[str, PhaseNode] = {}
         self.count = self.total_ns = self.max_ns = self.running = self.begun_ns = 0
         self.ended = 0  # where its words are in the box
         self.under_way: int | None = None  # None: there was no room for either
@@ -61,16 +61,16 @@ class Node:
         return PhaseSum(self.count, self.total_ns, self.max_ns, self.running, self.begun_ns)
 
 
-class PythonNode(Node):
+class PythonPhaseNode(PhaseNode):
     """A node all of whose parts are Python's."""
 
     __slots__ = ("begun_ns", "count", "max_ns", "running", "total_ns", *_OTHERS)
 
 
 @cache
-def _type_of_steps(native: Any) -> type[Node]:
+def _type_of_steps(native: Any) -> type[PhaseNode]:
     """The class of the node that the native part counts steps in; None: Python's own."""
-    return PythonNode if native is None else type("NativeNode", (native.Sum, Node), {"__slots__": _OTHERS})
+    return PythonPhaseNode if native is None else type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
 
 
 class Open:
@@ -79,7 +79,16 @@ class Open:
     __slots__ = ("entry", "graph", "line", "name", "node", "outer", "spot", "t_ns", "track")
 
     def __init__(
-        self, name: str, entry: int, node: Node, outer: Open | None, track: Track, spot: Spot, line: int, graph: int, t_ns: int
+        self,
+        name: str,
+        entry: int,
+        node: PhaseNode,
+        outer: Open | None,
+        track: Track,
+        spot: PlaceIds,
+        line: int,
+        graph: int,
+        t_ns: int,
     ) -> None:
         self.name = name
         self.entry = entry  # id of the name
@@ -95,7 +104,7 @@ class Open:
 _innermost: ContextVar[Open | None] = ContextVar("torchwhere_phase", default=None)
 
 
-class Phases:
+class PhaseRecorder:
     """The phases of one watch. Its sums stay when the watch is over."""
 
     def __init__(self, box: BoxWriter, locator: Locator, *, rank: int) -> None:
@@ -103,12 +112,12 @@ class Phases:
         self._locator: Locator | None = locator
         self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may have phases of its own
         self.steps = self._node((), ENDED, _type_of_steps(box.native))  # the root on the main thread
-        self._elsewhere = PythonNode((), 0)
+        self._elsewhere = PythonPhaseNode((), 0)
         self._nodes = {PhaseKey((), True): self.steps}
         self._lines: dict[tuple[int, int], tuple[int, int]] = {}
         self._codes: list[CodeType] = []  # kept, so that their ids stay their own
         self._ended_ns: int | None = None
-        self.trouble = Trouble("phases", self.close)
+        self.errors = ErrorLimiter("phases", self.close)
         self.rank = rank
         self._counter = box.counter
         _latest[:] = [self]
@@ -137,7 +146,7 @@ class Phases:
                 outer, around = None, self.steps if track.name == "MainThread" else self._elsewhere
             node = around.inner.get(name) or self._meet(around, name, is_main=track.name == "MainThread")
             spot, (line, graph) = locator.spot(track), self._line(locator, frame)
-            entry = node.entry if node.name == name else box.intern(Sort.PHASE, name)
+            entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
             _innermost.set(Open(name, entry, node, outer, track, spot, line, graph, now))
             if node.lock is None:
@@ -153,7 +162,7 @@ class Phases:
             )
             # fmt: on
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
     @_torch.unseen
     def end(self, name: str) -> None:
@@ -184,9 +193,9 @@ class Phases:
             )
             # fmt: on
         except Exception as error:
-            self.trouble(error)
+            self.errors(error)
 
-    def _open(self, node: Node, now: int) -> None:
+    def _open(self, node: PhaseNode, now: int) -> None:
         running = node.running = node.running + 1
         begun_ns = node.begun_ns = node.begun_ns + now
         at, box = node.under_way, self._box
@@ -195,7 +204,7 @@ class Phases:
             words[at + 1] = running
             words[at + 2] = begun_ns
 
-    def _add(self, node: Node, took: int, begun_ns: int) -> None:
+    def _add(self, node: PhaseNode, took: int, begun_ns: int) -> None:
         running = node.running = node.running - 1
         begun_ns = node.begun_ns = node.begun_ns - begun_ns
         count = node.count = node.count + 1
@@ -219,7 +228,7 @@ class Phases:
         known = self._lines.get(key)
         if known is None:
             looked = python_stack.read(frame)
-            graph = self._box.intern(Sort.GRAPH, looked.graph) if looked.graph and self._box is not None else 0
+            graph = self._box.intern(EntryType.GRAPH, looked.graph) if looked.graph and self._box is not None else 0
             known = locator.line_id(looked.file, looked.line), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
@@ -231,7 +240,7 @@ class Phases:
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def _meet(self, around: Node, name: str, *, is_main: bool) -> Node:
+    def _meet(self, around: PhaseNode, name: str, *, is_main: bool) -> PhaseNode:
         """A phase that was not there before. A program that makes up names without end gets one node for the rest."""
         with self._lock:
             node = around.inner.get(name)
@@ -245,14 +254,14 @@ class Phases:
                     around.inner[name] = node
             return node
 
-    def _node(self, path: tuple[str, ...], which: int, node_type: type[Node] = PythonNode) -> Node:
+    def _node(self, path: tuple[str, ...], which: int, node_type: type[PhaseNode] = PythonPhaseNode) -> PhaseNode:
         box = self._box
         if box is None:
-            return PythonNode(path, 0)
+            return PythonPhaseNode(path, 0)
         lock = None if which == ENDED else self._lock
-        node = node_type(path, box.intern(Sort.PHASE, path[-1]) if path else 0, lock)
-        entry = box.intern(Sort.PHASE_PATH, json.dumps(path))
-        ended, under_way = (box.tally_at((entry, slot, -1)) for slot in (which, which + 1))
+        node = node_type(path, box.intern(EntryType.PHASE, path[-1]) if path else 0, lock)
+        entry = box.intern(EntryType.PHASE_PATH, json.dumps(path))
+        ended, under_way = (box.counter_at((entry, slot, -1)) for slot in (which, which + 1))
         if ended is not None and under_way is not None:
             node.ended, node.under_way = ended, under_way
         return node
@@ -273,16 +282,16 @@ class Phases:
         """The watch is over: keep the sums, let go of the rest."""
         with self._lock:
             self._ended_ns = self._ended_ns or monotonic_ns()
-            self.trouble.is_over = True
+            self.errors.is_over = True
             self._box = self._locator = None
             self._lines.clear()
             self._codes.clear()
 
 
-_latest: list[Phases] = []
+_latest: list[PhaseRecorder] = []
 
 
-def latest() -> Phases | None:
+def latest() -> PhaseRecorder | None:
     """Those of the watch that is running, or ran last, in this process."""
     return _latest[0] if _latest else None
 

@@ -10,7 +10,7 @@ PIPELINING = "torch.distributed.pipelining.stage"
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
 
 
-def rehearses() -> bool:
+def infers_shapes() -> bool:
     """Whether the call that runs is one."""
     fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
     if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:

@@ -1,4 +1,4 @@
-"""Where a rank stands that has come to rest: the stack of its main thread, in `rank<N>.rest`, for a doctor who comes too late.
+"""Where a rank stands that has come to rest: the stack of its main thread, in `rank<N>.stall`, for a doctor who comes too late.
 
 One at a time: the file is written anew at each rest, and is gone when the watch has ended. It looks as Python's fault handler
 shows a stack, after a line with the moment; but it is written by Python itself, which can do so for one thread.
@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from torchwhere.blackbox.writer import REST_MARK
+from torchwhere.blackbox.writer import STALL_MARK
 
 _MOST_FRAMES = 64
 
 
-class RestFile:
+class StallStackFile:
     """One process's."""
 
     def __init__(self, path: Path) -> None:
@@ -29,7 +29,7 @@ class RestFile:
     def write(self) -> None:
         """From any thread: where the main thread is."""
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
-        lines = [f"{REST_MARK}{time.time_ns()}"]
+        lines = [f"{STALL_MARK}{time.time_ns()}"]
         while frame is not None and len(lines) <= _MOST_FRAMES:
             lines.append(f'  File "{frame.f_code.co_filename}", line {frame.f_lineno} in {frame.f_code.co_name}')
             frame = frame.f_back

@@ -31,8 +31,8 @@ FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
 BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
 OPTIMIZER_WORD = Pass.OPTIMIZER << PASS_SHIFT
 RECOMPUTE_BIT = (Pass.RECOMPUTE ^ Pass.FORWARD) << PASS_SHIFT  # set in a rehearsal too
-REHEARSAL_BITS = (Pass.REHEARSAL ^ Pass.FORWARD) << PASS_SHIFT
-INHERITED = REHEARSAL_BITS | CALL_MASK  # what a module called inside a recomputation or rehearsal has from its caller
+SHAPE_INFERENCE_BITS = (Pass.SHAPE_INFERENCE ^ Pass.FORWARD) << PASS_SHIFT
+INHERITED = SHAPE_INFERENCE_BITS | CALL_MASK  # what a module called inside a recomputation or rehearsal has from its caller
 
 
 def pass_of(word: int) -> int:
@@ -98,7 +98,7 @@ class Track:
         """Go to a word outside any module; given a line, by way of the log. Whether it was done: only the native part can."""
         return False
 
-    def is_here(self, pen: Any) -> None:
+    def is_here(self, native_box: Any) -> None:
         """Told that this is the calling thread's track, while the box of that pen is written."""
 
     def log(self, seq: int, word: int) -> None:
@@ -181,7 +181,7 @@ def track_type(native: Any) -> type[Track]:
     """The class of tracks whose hot parts are the native part's; None: Python's own."""
     if native is None:
         return PythonTrack
-    return type("NativeTrack", (native.Tape, Track), {"__slots__": _COLD})
+    return type("NativeTrack", (native.ThreadTrack, Track), {"__slots__": _COLD})
 
 
 class Tracks(threading.local):
@@ -259,9 +259,9 @@ class Threads:
         if own.count and len(self._all) == 1:
             return (own, True) if own.position(seq) is not None else (None, False)
         able = [(track, at) for track in self._all if track.count and (at := track.position(seq)) is not None]
-        within = [claim for claim in able if seq < claim[0].newest()] or able
+        within = [lock_new_file for lock_new_file in able if seq < lock_new_file[0].newest()] or able
         # At 0 a log says no more than that its thread had called no module yet: any other log knows better.
-        within = [claim for claim in within if claim[1]] or within
+        within = [lock_new_file for lock_new_file in within if lock_new_file[1]] or within
         return self._likeliest([track for track, _ in within], own)
 
     def _likeliest(self, within: list[Track], own: Track) -> tuple[Track | None, bool]:

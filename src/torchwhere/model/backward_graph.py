@@ -51,7 +51,7 @@ class Lines(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class NodeSources:
     """Who to ask about the nodes of a graph; each is asked once for all of them."""
 
     places: Callable[[NDArray[np.uint64]], Places]  # from sequence numbers
@@ -227,7 +227,7 @@ class _Table:
         return list(self.found)
 
 
-def read(trail: Trail, roots: Sequence[Any], known: Known) -> BackwardGraph:
+def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGraph:
     """Everything there is to know about the nodes of a trail, with nothing of torch's kept."""
     nodes, count = trail.nodes, len(trail.nodes)
     ops, outputs = _Table(""), _Table(((), None))

@@ -58,7 +58,7 @@ def graph_name(code: CodeType) -> str | None:
 
 def graph_inputs(code: CodeType) -> list[Expression] | None:
     """What `code` passes to its graph; None where that cannot be told."""
-    machine = _Machine()
+    machine = _BytecodeMachine()
     try:
         for instruction in dis.get_instructions(code):
             found = machine.run(instruction)
@@ -69,7 +69,7 @@ def graph_inputs(code: CodeType) -> list[Expression] | None:
     return None
 
 
-class _Machine:
+class _BytecodeMachine:
     """A stack of expressions instead of values."""
 
     def __init__(self) -> None:

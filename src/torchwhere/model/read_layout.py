@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.core.model_layout import Branch, Folder, Layout, Node, Param
+from torchwhere.core.model_layout import Branch, Layout, Node, Param, TreeFolder
 from torchwhere.model import units
 from torchwhere.model.fsdp import UNSETTLED, Held, class_name
 from torchwhere.model.meshes import Meshes
@@ -96,7 +96,7 @@ class _Walk:
     def __init__(self, meshes: Meshes, *, prefix: str) -> None:
         self._meshes = meshes
         self._prefix = prefix
-        self._folder = Folder()
+        self._folder = TreeFolder()
         self._around: list[Manager] = []  # units that we are inside of, outermost first
         self._modules: dict[int, str] = {}  # first name of each module
         self._params: dict[object, str] = {}  # first name of each parameter

@@ -10,14 +10,14 @@ _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class LeadState:
     """What the monitor of host 0 says to all others, again every second."""
 
     token: str = ""  # of this monitor
     run: str = ""  # of which run and restart
     number: int = 0
     t_ns: int = 0  # its wall clock
-    asked: int = 0  # how often letters were asked for
+    asked: int = 0  # how often snapshots were asked for
     spared: tuple[int, ...] = ()  # who need not answer, having written just now
     stacks: tuple[int, ...] = ()  # ranks whose Python stack is wanted
     said: tuple[str, ...] = ()  # verdicts it has told
@@ -30,7 +30,7 @@ class Word:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Word | None:
+    def from_json(cls, text: str | bytes) -> LeadState | None:
         """Of whatever came; None if it is no word."""
         try:
             value = json.loads(text) if len(text) <= _MOST_BYTES else None
@@ -40,8 +40,8 @@ class Word:
             return None
         known = {each.name: value.get(each.name, each.default) for each in fields(cls)}
         known = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
-        word = cls(**known)
-        return word if word._is_sound() else None
+        state = cls(**known)
+        return state if state._is_sound() else None
 
     def _is_sound(self) -> bool:
         numbers = (self.number, self.t_ns, self.asked, self.age_ns, self.gone_ns)

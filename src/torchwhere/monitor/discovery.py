@@ -39,7 +39,7 @@ class Rendezvous(NamedTuple):
         return [_PORTS[0] + first + index for index in range(_MOST_PORTS)]
 
 
-class Found(NamedTuple):
+class ServerAddress(NamedTuple):
     """Where an office is."""
 
     addresses: tuple[str, ...]
@@ -47,6 +47,6 @@ class Found(NamedTuple):
     token: str | None = None  # of the monitor there; None: whoever has an office for this run
 
     @classmethod
-    def from_json(cls, data: bytes) -> Found:
+    def from_json(cls, data: bytes) -> ServerAddress:
         value = json.loads(data[:_MOST_BYTES])
         return cls(tuple(str(address) for address in value["addresses"][:8]), (int(value["port"]),), str(value["token"]))

@@ -9,32 +9,32 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.run import Run
-from torchwhere.monitor.broadcast import Word, run_key
+from torchwhere.blackbox.run import BoxRun
+from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
-from torchwhere.monitor.roles import GRACE_S, LINGER_S, MOST_LINGER_S, WORD_FILE, Alone, Assembly, Gathering, Span
-from torchwhere.monitor.transport import Post, ready_for
-from torchwhere.processes.status import Sighting
-from torchwhere.snapshots.encode import CALLS, MOST_BYTES, Letter, transcribe, write_letter
+from torchwhere.monitor.roles import GRACE_S, LINGER_S, MOST_LINGER_S, WORD_FILE, Inputs, Lifetime, MultiHostRun, SingleHost
+from torchwhere.monitor.transport import FollowerClient, ready_for
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.encode import CALLS, MOST_BYTES, HostSnapshot, encode_snapshot, transcribe
 
 SILENCE_S = 30.0  # of the lead, before a deputy speaks
 SHARED_GRACE_S = 4.0  # where there is a word in the folder, of this lead or of an earlier one
 
 
-class Deputy(Alone):
+class Follower(SingleHost):
     """The monitor of another host."""
 
     def __init__(self, folder: Path, *, rendezvous: Rendezvous | None, address: tuple[str, int] | None = None) -> None:
         self._folder = folder
         self._rendezvous, self._address = rendezvous, address
         self._began = self._heard_at = time.monotonic()
-        self._span = Span()
-        self._in_file: Word | None = None  # the first one may be an earlier run's
+        self._span = Lifetime()
+        self._in_file: LeadState | None = None  # the first one may be an earlier run's
         self._since_ns = time.time_ns()  # what was written later is not
         self._own: frozenset[int] = frozenset()  # ranks whose boxes are in the folder
-        self._word: Word | None = None
+        self._state: LeadState | None = None
         self._answered = -1  # it writes once unasked, so that the lead knows of it
-        self._post: Post | None = None
+        self._post: FollowerClient | None = None
         self._is_shared = False
         if address is not None:
             self._open()
@@ -43,17 +43,17 @@ class Deputy(Alone):
     def speaks(self) -> bool:  # type: ignore[override]
         """When nothing was heard of the lead for a while, or it has said that it leaves."""
         is_gone = time.monotonic() - self._heard_at > SILENCE_S
-        return is_gone or (self._word is not None and self._word.is_over)
+        return is_gone or (self._state is not None and self._state.is_over)
 
     @property
     def stacks(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self._word.stacks if self._word is not None else ()
+        return self._state.stacks if self._state is not None else ()
 
     @property
     def ends(self) -> bool:  # type: ignore[override]
-        return self._word is not None and self._word.ends
+        return self._state is not None and self._state.ends
 
-    def tend(self, run: Run | None) -> bool:
+    def tend(self, run: BoxRun | None) -> bool:
         self._read_file()
         if run is not None and not self._span.has_met:
             # The file system may have a clock of its own: by that one, an earlier run's files are older than our own boxes.
@@ -66,37 +66,37 @@ class Deputy(Alone):
         knows_where = self._rendezvous is not None or self._address is not None  # a script may say it only when it starts
         if self._post is None and knows_where and not self._is_shared and time.monotonic() - self._began > grace_s:
             self._open()
-        if self._post is not None and self._post.word is not None and self._post.heard_at is not None:
-            self._hear(self._post.word, self._post.heard_at)
-        if self._word is None or self._word.asked <= self._answered:
+        if self._post is not None and self._post.state is not None and self._post.heard_at is not None:
+            self._hear(self._post.state, self._post.heard_at)
+        if self._state is None or self._state.asked <= self._answered:
             return False
-        if self._post is not None and self._post.host in self._word.spared:
-            self._answered = self._word.asked
+        if self._post is not None and self._post.host in self._state.spared:
+            self._answered = self._state.asked
             return False
         return self._post is None or self._is_shared or self._post.ahead_ns is not None
 
-    def gather(self, run: Run) -> Gathering:
+    def gather(self, run: BoxRun) -> Inputs:
         """Asked only when the lead is gone."""
         if not run.missing:
-            return Gathering(run)
+            return Inputs(run)
         lacks = "nothing from the monitor of host 0: this one tells what it knows by itself"
-        return Gathering(Assembly(run.folder, run.boxes, run.earlier, list(run.unreadable), (lacks,)))
+        return Inputs(MultiHostRun(run.folder, run.boxes, run.earlier, list(run.unreadable), (lacks,)))
 
     def may_tell(self, culprits: Sequence[int]) -> bool:
         """When all is over here, not of ranks of other hosts: it may only be their monitor that was not heard in time."""
         return not self._span.has_ended or all(rank in self._own for rank in culprits)
 
     def has_said(self, verdict: str) -> bool:
-        return self._word is not None and verdict in self._word.said
+        return self._state is not None and verdict in self._state.said
 
-    def report(self, boxes: Mapping[int, Box], sightings: Mapping[int, Sighting], *, is_last: bool = False) -> None:
+    def report(self, boxes: Mapping[int, Box], statuses: Mapping[int, ProcessStatus], *, is_last: bool = False) -> None:
         if self._post is not None and not self._is_shared and self._post.ahead_ns is None and not is_last:
             return  # it would tell wrong times
-        asked = self._word.asked if self._word is not None else 0
+        asked = self._state.asked if self._state is not None else 0
         answers, self._answered = asked if asked > self._answered else 0, max(asked, self._answered)
         if self._post is None or self._is_shared:
             return
-        self._post.send(_written(boxes, sightings, answers=answers, is_last=is_last, ahead_ns=self._post.ahead_ns or 0))
+        self._post.send(_written(boxes, statuses, answers=answers, is_last=is_last, ahead_ns=self._post.ahead_ns or 0))
         if is_last:
             self._post.flush(patience_s=2.0)
 
@@ -107,42 +107,42 @@ class Deputy(Alone):
         return is_well or is_heard or min(gone_s, ready_for(self._post)) > LINGER_S or gone_s > MOST_LINGER_S
 
     def describe(self) -> dict[str, Any]:
-        return {"role": "deputy", "hears": ["host 0"] if self._word is not None and not self.speaks else []}
+        return {"role": "follower", "connected_to": ["host 0"] if self._state is not None and not self.speaks else []}
 
     def close(self) -> bool:
         return self._post is None or self._post.close()
 
     def _open(self) -> None:
-        self._post = Post(self._rendezvous, self._address, accepts=self._is_of_this_life)
+        self._post = FollowerClient(self._rendezvous, self._address, accepts=self._is_of_this_life)
         self._post.open()
 
     def _read_file(self) -> None:
         """The lead's word, where it is in this folder: a file that changes is not an earlier run's."""
         try:
-            word = Word.from_json((self._folder / WORD_FILE).read_bytes())
+            state = LeadState.from_json((self._folder / WORD_FILE).read_bytes())
         except OSError:
             return
-        if word is None or word == self._in_file or word.run != run_key() or not self._is_of_this_life(word):
+        if state is None or state == self._in_file or state.run != run_key() or not self._is_of_this_life(state):
             return
-        is_first, self._in_file = self._in_file is None and _changed_ns(self._folder / WORD_FILE) <= self._since_ns, word
-        if not is_first or (self._word is not None and word.token == self._word.token):
+        is_first, self._in_file = self._in_file is None and _changed_ns(self._folder / WORD_FILE) <= self._since_ns, state
+        if not is_first or (self._state is not None and state.token == self._state.token):
             self._is_shared = True
             if self._post is not None:
                 self._post.stop()
-            self._hear(word, time.monotonic())
+            self._hear(state, time.monotonic())
 
-    def _is_of_this_life(self, word: Word) -> bool:
+    def _is_of_this_life(self, state: LeadState) -> bool:
         """Whether ranks of the lead and of this host were there together: after a restart, an earlier lead may still linger."""
-        if self._word is not None and word.token == self._word.token:
+        if self._state is not None and state.token == self._state.token:
             return True
-        return word.gone_ns <= self._span.age_s * 1e9 and word.age_ns >= self._span.gone_s * 1e9
+        return state.gone_ns <= self._span.age_s * 1e9 and state.age_ns >= self._span.gone_s * 1e9
 
-    def _hear(self, word: Word, at: float) -> None:
-        known, self._heard_at = self._word, max(at, self._heard_at)
-        if known is not None and word.t_ns <= known.t_ns:
+    def _hear(self, state: LeadState, at: float) -> None:
+        known, self._heard_at = self._state, max(at, self._heard_at)
+        if known is not None and state.t_ns <= known.t_ns:
             return
-        self._word = word
-        if known is not None and known.token != word.token:
+        self._state = state
+        if known is not None and known.token != state.token:
             self._answered = -1  # another lead
 
 
@@ -154,15 +154,15 @@ def _changed_ns(path: Path) -> int:
 
 
 def _written(
-    boxes: Mapping[int, Box], sightings: Mapping[int, Sighting], *, answers: int, is_last: bool, ahead_ns: int
+    boxes: Mapping[int, Box], statuses: Mapping[int, ProcessStatus], *, answers: int, is_last: bool, ahead_ns: int
 ) -> bytes:
-    """A letter that is not too large."""
+    """A snapshot that is not too large."""
     calls = CALLS
     while True:
-        transcript, is_cut = transcribe(boxes.values(), calls=calls)
-        seen = {rank: sighting for rank, sighting in sightings.items() if rank in boxes}
-        letter = Letter(socket.gethostname(), transcript, seen, answers, is_last, is_cut, ahead_ns)
-        data = write_letter(letter)
+        batch, is_cut = transcribe(boxes.values(), calls=calls)
+        seen = {rank: status for rank, status in statuses.items() if rank in boxes}
+        snapshot = HostSnapshot(socket.gethostname(), batch, seen, answers, is_last, is_cut, ahead_ns)
+        data = encode_snapshot(snapshot)
         if len(data) <= MOST_BYTES or calls <= 1:
             return data
         calls //= 2

@@ -20,22 +20,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.progress import Pulse, take_pulse
-from torchwhere.blackbox.run import Run, read_run
-from torchwhere.blackbox.summary import Labelled
+from torchwhere.blackbox.progress import Progress, read_progress
+from torchwhere.blackbox.run import BoxRun, read_run
+from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.exits import ended_well
 from torchwhere.diagnose.doctor.rules import STALL_S
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.monitor.roles import Alone, with_hosts
-from torchwhere.pipeline.verdict import judge, kept_sightings
-from torchwhere.processes.exit_waiter import Vigil
+from torchwhere.monitor.roles import SingleHost, with_hosts
+from torchwhere.pipeline.verdict import diagnose_run, saved_statuses
+from torchwhere.processes.exit_waiter import ExitWaiter
 from torchwhere.processes.look import is_running, look
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict import verdict_json, verdict_text
 from torchwhere.snapshots.read import MONITOR
-from torchwhere.snapshots.write import MOST_RANKS, Diary, as_kept, write_whole
+from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter, as_saved, write_whole
 
 PULSE_S = 0.25
 KEEP_S = 1.0
@@ -44,7 +44,7 @@ _MOST_SHARE = 0.02  # of one core: an examination that takes long is made less o
 _MOST_SHARE_LOOKING = 0.05  # likewise, of a job with thousands of boxes in one folder
 _AT_ONCE_S = 0.05  # who is gone so soon after another one was killed with it
 _BOX_NS = 10_000_000_000  # whoever starts a monitor has a box by then, or gets none
-_UNSEEN = Sighting()
+_UNSEEN = ProcessStatus()
 _CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 _MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 
@@ -59,12 +59,12 @@ class Monitor:
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201 - its one job
     say_verdict: Callable[[Verdict], None] | None = None  # for programs, instead of saying its text
     launcher: int | None = None  # the process that started it: while it is there, ranks may still come
-    others: Alone = field(default_factory=Alone)  # the monitors of other hosts
-    _run: Run | None = None
-    _labels: dict[int, Labelled] = field(default_factory=dict)  # of the run; also of boxes that are gone since
-    _sightings: dict[int, Sighting] = field(default_factory=dict)
-    _pulses: dict[Path, tuple[Pulse, float]] = field(default_factory=dict)  # the last one, and since when it is the same
-    _diary: Diary = field(init=False)
+    others: SingleHost = field(default_factory=SingleHost)  # the monitors of other hosts
+    _run: BoxRun | None = None
+    _labels: dict[int, BoxOrSummary] = field(default_factory=dict)  # of the run; also of boxes that are gone since
+    _statuses: dict[int, ProcessStatus] = field(default_factory=dict)
+    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)  # the last one, and since when it is the same
+    _snapshot_writer: SnapshotWriter = field(init=False)
     _said: set[str] = field(default_factory=set)
     _waits: Verdict | None = None  # what was told last, if it is a wait that may pass
     _has_ended: bool = False
@@ -76,11 +76,11 @@ class Monitor:
     _started_ns: int = field(default_factory=time.time_ns)
 
     def __post_init__(self) -> None:
-        self._diary = Diary(self.folder)
+        self._snapshot_writer = SnapshotWriter(self.folder)
 
     def watch(self) -> bool:
         """Until all is over. False if a thread is left that waits for another host."""
-        with Vigil() as vigil:
+        with ExitWaiter() as vigil:
             while True:
                 began = time.monotonic()
                 died = self._look()
@@ -88,7 +88,7 @@ class Monitor:
                 self._note(vigil.exit_codes())
                 stalled = self._feel()
                 took = time.monotonic() - began
-                if self._pulses and self._diary.is_due(max(moved_at for _, moved_at in self._pulses.values())):
+                if self._progress and self._snapshot_writer.is_due(max(moved_at for _, moved_at in self._progress.values())):
                     self._try(lambda: self._write_down(*self._read_anew()))
                 called = self.others.tend(self._run)
                 self._has_news = self._has_news or died
@@ -122,40 +122,40 @@ class Monitor:
             self._take(self._read())
         if self._run is None:
             return False
-        before, now = self._sightings, look(self._labels)
+        before, now = self._statuses, look(self._labels)
         died = [rank for rank, seen in now.items() if seen.alive is False and before.get(rank, seen).alive]
         if died:  # of those who are killed together somebody is the first, for a moment
             time.sleep(_AT_ONCE_S)
             again = look(self._labels)
             are_left = any(seen.alive for seen in again.values())
             now = again | {rank: now[rank] for rank in died} if are_left else again
-        self._sightings = {rank: _remembered(before.get(rank), seen) for rank, seen in now.items()}
+        self._statuses = {rank: _remembered(before.get(rank), seen) for rank, seen in now.items()}
         if died or time.monotonic() - self._kept_at > KEEP_S:
             self._keep()
         return bool(died)
 
     def _note(self, exit_codes: dict[int, int]) -> None:
         """Add how processes ended that are gone: which signal ended a rank says whether the launcher did."""
-        for rank, seen in self._sightings.items():
+        for rank, seen in self._statuses.items():
             pid = self._labels[rank].meta.get("pid")
             if pid in exit_codes:
-                self._sightings[rank] = replace(seen, exit_code=exit_codes[pid])
+                self._statuses[rank] = replace(seen, exit_code=exit_codes[pid])
 
-    def _take(self, run: Run | None) -> None:
+    def _take(self, run: BoxRun | None) -> None:
         """A run that was just read. A process whose box is gone is still there to be looked at."""
         if run is not None:
             is_same = self._run is not None and _is_one_life(run, self._run)
             self._labels = (self._labels if is_same else {}) | dict(run.labels)
-            self._sightings = self._sightings if is_same else {}
+            self._statuses = self._statuses if is_same else {}
             self._run = run
 
     def _feel(self) -> bool:
         """Take every pulse; whether one has stood still for as long as a stall."""
         now, stalled = time.monotonic(), False
         for path in self._paths() if self.others.speaks else self._own_paths():
-            pulse, known = take_pulse(path), self._pulses.get(path)
-            if known is None or pulse.counts != known[0].counts:
-                self._pulses[path] = pulse, now
+            progress, known = read_progress(path), self._progress.get(path)
+            if known is None or progress.counts != known[0].counts:
+                self._progress[path] = progress, now
             else:
                 stalled = stalled or now - known[1] > self.stall_s
         return stalled and now - self._examined_at > self.stall_s / 2
@@ -166,13 +166,13 @@ class Monitor:
     def _own_paths(self) -> list[Path]:
         """Boxes of this host: in a shared folder, those of others are looked at by others."""
         boxes = self._run.labels if self._run is not None else {}
-        return [boxes[rank].path for rank, seen in self._sightings.items() if seen.alive is not None and rank in boxes]
+        return [boxes[rank].path for rank, seen in self._statuses.items() if seen.alive is not None and rank in boxes]
 
     def _pids(self) -> set[int]:
-        alive = [self._labels[rank].meta.get("pid") for rank, seen in self._sightings.items() if seen.alive]
+        alive = [self._labels[rank].meta.get("pid") for rank, seen in self._statuses.items() if seen.alive]
         return {pid for pid in alive if isinstance(pid, int)}
 
-    def _read(self) -> Run | None:
+    def _read(self) -> BoxRun | None:
         try:
             run = read_run(self.folder)
         except TorchwhereError:
@@ -183,7 +183,7 @@ class Monitor:
             return None  # a restart, which has a monitor of its own
         return run if self._run is not None or self._is_ours(run) else None
 
-    def _is_ours(self, run: Run) -> bool:
+    def _is_ours(self, run: BoxRun) -> bool:
         """Whether the process that started this monitor is one of the run: it is not in one that came before or after it. If it
         has no box, as on a full disk, ranks that began with it are watched."""
         here = (socket.gethostname(), self.launcher)
@@ -196,13 +196,13 @@ class Monitor:
     def _is_over(self) -> bool:
         # One that has ended and whose parent reads our stderr to its end first must not keep us: a zombie counts as gone.
         launched = self.launcher is not None and is_running(self.launcher)
-        return not launched and not any(sighting.alive for sighting in self._sightings.values())
+        return not launched and not any(status.alive for status in self._statuses.values())
 
     def _has_ended_well(self) -> bool:
         """Whether all ranks that were seen here say so."""
-        run = (self._read() or self._run) if self._sightings else None  # a restart may have taken the folder over
+        run = (self._read() or self._run) if self._statuses else None  # a restart may have taken the folder over
         boxes = (
-            [run.boxes[rank] for rank, seen in self._sightings.items() if seen.alive is False and rank in run.boxes]
+            [run.boxes[rank] for rank, seen in self._statuses.items() if seen.alive is False and rank in run.boxes]
             if run
             else []
         )
@@ -219,8 +219,8 @@ class Monitor:
         if self._run is None:
             return
         found = self.others.gather(self._run)
-        kept = kept_sightings(self.folder) | found.kept | self._seen()
-        verdict = judge(found.run, kept, stall_s=self.stall_s, hearing=found.hearing, ask=self.others.ask)
+        kept = saved_statuses(self.folder) | found.kept | self._seen()
+        verdict = diagnose_run(found.run, kept, stall_s=self.stall_s, job_calls=found.job_calls, ask=self.others.ask)
         verdict = with_hosts(verdict, found.run)
         self._write_down(read_ns, read_at)
         self._keep_stacks(verdict)
@@ -243,13 +243,13 @@ class Monitor:
         self._examined_at = time.monotonic()
         if self._run is None:
             return
-        own = {rank: box for rank, box in self._run.labels.items() if self._sightings.get(rank, _UNSEEN).alive is not None}
+        own = {rank: box for rank, box in self._run.labels.items() if self._statuses.get(rank, _UNSEEN).alive is not None}
         seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
-        self._sightings |= {rank: _remembered(self._sightings.get(rank), each) for rank, each in seen.items()}
+        self._statuses |= {rank: _remembered(self._statuses.get(rank), each) for rank, each in seen.items()}
         self._keep()
         self._write_down(*self._read_anew())  # after the look: of a process that is gone, with its last words
         boxes = {rank: self._run.boxes[rank] for rank in own if rank in self._run.boxes}
-        self.others.report(boxes, self._sightings, is_last=is_last)
+        self.others.report(boxes, self._statuses, is_last=is_last)
 
     def _leave(self) -> bool:
         self._keep()
@@ -288,15 +288,15 @@ class Monitor:
 
     def _write_down(self, read_ns: int, read_at: float) -> None:
         """What the ranks of this host did last, for a doctor who has no box of one. If one is gone, what was written stays."""
-        own = [rank for rank, seen in self._sightings.items() if seen.alive is not None]
+        own = [rank for rank, seen in self._statuses.items() if seen.alive is not None]
         if self._run is not None and len(own) <= MOST_RANKS and all(rank in self._run.boxes for rank in own):
-            self._diary.write({rank: self._run.boxes[rank] for rank in own}, read_ns=read_ns, read_at=read_at)
+            self._snapshot_writer.write({rank: self._run.boxes[rank] for rank in own}, read_ns=read_ns, read_at=read_at)
 
     def _keep_stacks(self, verdict: Verdict) -> None:
         """What suspects answered: after they are gone, nobody can ask."""
-        stacks = {rank: report.stack for rank, report in verdict.ranks.items() if report.stack and rank in self._sightings}
+        stacks = {rank: report.stack for rank, report in verdict.ranks.items() if report.stack and rank in self._statuses}
         for rank, stack in stacks.items():
-            self._sightings[rank] = replace(self._sightings[rank], stack=stack, stack_ns=time.time_ns())
+            self._statuses[rank] = replace(self._statuses[rank], stack=stack, stack_ns=time.time_ns())
         if stacks:
             self._keep()
 
@@ -305,9 +305,9 @@ class Monitor:
         if self._has_ended:
             return
         self._has_ended = True
-        for rank, sighting in self._sightings.items():
+        for rank, status in self._statuses.items():
             box = self._labels.get(rank)
-            if sighting.alive and box is not None and isinstance(pid := box.meta.get("pid"), int):
+            if status.alive and box is not None and isinstance(pid := box.meta.get("pid"), int):
                 self.say(f"torchwhere: ending rank {rank} (process {pid}) with {number.name}")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -316,23 +316,23 @@ class Monitor:
         """What was seen, for a doctor who comes when all is over. Who came too late to see anything leaves what others saw."""
         self._kept_at = time.monotonic()
         path = self.folder / f"{MONITOR}-{socket.gethostname()}.json"
-        came_late = self.launcher is None and not any(seen.alive_ns is not None for seen in self._sightings.values())
+        came_late = self.launcher is None and not any(seen.alive_ns is not None for seen in self._statuses.values())
         if not (came_late and path.exists()):
             write_whole(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
 
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""
-        seen = {rank: sighting for rank, sighting in self._sightings.items() if sighting.alive is not None}
-        return {rank: as_kept(self._labels[rank], sighting) for rank, sighting in seen.items()}
+        seen = {rank: status for rank, status in self._statuses.items() if status.alive is not None}
+        return {rank: as_saved(self._labels[rank], status) for rank, status in seen.items()}
 
 
-def _is_one_life(run: Run, other: Run) -> bool:
+def _is_one_life(run: BoxRun, other: BoxRun) -> bool:
     """Whether two readings are of one run, with no restart in between: no rank of both is another process."""
     common = [(box, other.labels[rank]) for rank, box in run.labels.items() if rank in other.labels]
     return all(_who(one) == _who(another) for one, another in common)
 
 
-def _who(box: Labelled) -> tuple[Any, ...]:
+def _who(box: BoxOrSummary) -> tuple[Any, ...]:
     return *box.run, box.meta.get("host"), box.meta.get("pid")
 
 
@@ -345,5 +345,5 @@ def _is_news(verdict: Verdict) -> bool:
     return "gathering" in verdict.facts or bool(verdict.facts.get("exit_codes"))
 
 
-def _remembered(before: Sighting | None, seen: Sighting) -> Sighting:
+def _remembered(before: ProcessStatus | None, seen: ProcessStatus) -> ProcessStatus:
     return seen if before is None else seen.after(before)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from torchwhere.monitor.discovery import Rendezvous
-from torchwhere.monitor.follower import Deputy
+from torchwhere.monitor.follower import Follower
 from torchwhere.monitor.lead import Lead
-from torchwhere.monitor.roles import Alone
+from torchwhere.monitor.roles import SingleHost
 from torchwhere.processes.launcher import launch
 
 
-def role(folder: Path, *, stall_s: float) -> Alone:
+def role(folder: Path, *, stall_s: float) -> SingleHost:
     """What a launcher's environment makes of the monitor that was started in it."""
     launched = launch()
     if not launched.has_other_hosts:
-        return Alone()
+        return SingleHost()
     rendezvous = Rendezvous.from_environment()
     if launched.is_on_first_host:
         return Lead(folder, stall_s=stall_s, rendezvous=rendezvous)
-    return Deputy(folder, rendezvous=rendezvous)
+    return Follower(folder, rendezvous=rendezvous)

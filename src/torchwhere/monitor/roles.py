@@ -1,6 +1,6 @@
 """What a monitor needs of the monitors of other hosts, and the plain case: that there are none.
 
-`Lead` and `Deputy` are the other two roles. `Gathering` is what there is to judge, in all of them.
+`Lead` and `Follower` are the other two roles. `Inputs` is what there is to judge, in all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.lazy_boxes import Shelf
-from torchwhere.blackbox.run import Roster, Run
-from torchwhere.diagnose.calls.load import hear_folder
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.blackbox.lazy_boxes import LazyBoxes
+from torchwhere.blackbox.run import BoxRun, RunSummary
+from torchwhere.diagnose.calls.load import load_calls
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
-WORD_FILE = ".monitor-word.json"
+WORD_FILE = ".monitor-lead.json"
 GRACE_S = 1.0  # before other hosts are looked for: those that share the folder are mostly there by then
 _MOST_NAMED = 16
 LINGER_S = 8.0  # after its own ranks, and since others could hear it, while there is something to say or to hear
@@ -28,36 +28,36 @@ Kept = dict[int, dict[str, Any]]
 
 
 @dataclass(slots=True)
-class Assembly(Roster[Any]):
-    """A job of several hosts: boxes of this one, labels that came in letters, and what is not known."""
+class MultiHostRun(RunSummary[Any]):
+    """A job of several hosts: boxes of this one, labels that came in snapshots, and what is not known."""
 
-    noun: ClassVar[str] = "box or letter"
+    noun: ClassVar[str] = "box or snapshot"
 
     lacks: tuple[str, ...] = ()
 
     def caveats(self) -> list[str]:
         # Not super(): a dataclass with slots is made anew, and the name of the class no longer means it.
-        return [*Roster.caveats(self), *self.lacks]
+        return [*RunSummary.caveats(self), *self.lacks]
 
 
 @dataclass(frozen=True, slots=True)
-class Gathering:
+class Inputs:
     """What there is to judge."""
 
-    run: Roster[Any]
-    hearing: Hearing | None = None
+    run: RunSummary[Any]
+    job_calls: JobCalls | None = None
     kept: Kept = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class Span:
+class Lifetime:
     """For how long ranks of this host have been there, and been gone: durations, which hosts can compare without a clock."""
 
     _began: float = field(default_factory=time.monotonic)  # not later than this monitor, which a rank has started
     _left: float | None = None
     has_met: bool = False  # a run
 
-    def meet(self, run: Run) -> None:
+    def meet(self, run: BoxRun) -> None:
         host, now = socket.gethostname(), time.monotonic()
         own = [box.meta.get("started_ns") for box in run.labels.values() if box.meta.get("host") == host]
         ages = [(time.time_ns() - started) / 1e9 for started in own if isinstance(started, int)]
@@ -81,23 +81,23 @@ class Span:
         return self._left is not None
 
 
-class Alone:
+class SingleHost:
     """The one monitor of a job."""
 
     speaks = True
     stacks: tuple[int, ...] = ()
     ends = False
 
-    def tend(self, run: Run | None) -> bool:
+    def tend(self, run: BoxRun | None) -> bool:
         """Called often: whether somebody wants an examination, or a report."""
         return False
 
     def prepare(self) -> None:
         """Before the boxes are read."""
 
-    def gather(self, run: Run) -> Gathering:
+    def gather(self, run: BoxRun) -> Inputs:
         """A large job is heard by several processes; a small one by whoever judges."""
-        return Gathering(*hear_folder(run.folder)) if isinstance(run.boxes, Shelf) else Gathering(run)
+        return Inputs(*load_calls(run.folder)) if isinstance(run.boxes, LazyBoxes) else Inputs(run)
 
     def ask(self, ranks: Sequence[int]) -> Kept:
         """Have these ranks' stacks, where other hosts can see them."""
@@ -113,7 +113,7 @@ class Alone:
     def told(self, verdict: str, *, ends: bool) -> None:
         """A verdict was given."""
 
-    def report(self, boxes: Mapping[int, Box], sightings: Mapping[int, Sighting], *, is_last: bool = False) -> None:
+    def report(self, boxes: Mapping[int, Box], statuses: Mapping[int, ProcessStatus], *, is_last: bool = False) -> None:
         """To whom speaks."""
 
     def may_leave(self, *, is_well: bool) -> bool:
@@ -129,7 +129,7 @@ class Alone:
         return True
 
 
-def with_hosts(verdict: Verdict, run: Roster[Any]) -> Verdict:
+def with_hosts(verdict: Verdict, run: RunSummary[Any]) -> Verdict:
     """The verdict with where its culprits are, if the job has several hosts: somebody has to go there."""
     hosts = {rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()}
     if len(set(hosts.values())) < 2:

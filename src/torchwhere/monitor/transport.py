@@ -1,7 +1,7 @@
 """How monitors of several hosts write to each other where they share no folder: through a c10d TCPStore of their own.
 
-The monitor of host 0 has an `Office`: it serves the store, says a `Word` every second, and takes letters. The others have a
-`Post`. They find the office in the job's own store, at MASTER_ADDR and MASTER_PORT, under one key; nothing else there is
+The monitor of host 0 has an `LeadServer`: it serves the store, says a `LeadState` every second, and takes snapshots. The others have a
+`FollowerClient`. They find the office in the job's own store, at MASTER_ADDR and MASTER_PORT, under one key; nothing else there is
 touched. A job that dies in its first seconds takes that store with it: then they look where the office is likely to be. All of
 it happens in threads: a network that fails or hangs holds up nobody, and what was received last is there to be looked at. This
 is the one part of a monitor that imports torch.
@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torchwhere.monitor.broadcast import Word, run_key
-from torchwhere.monitor.discovery import Found, Rendezvous
+from torchwhere.monitor.broadcast import LeadState, run_key
+from torchwhere.monitor.discovery import Rendezvous, ServerAddress
 
 TICK_S = 1.0
 _POLL_S = 0.1
@@ -39,13 +39,13 @@ _FAILURES = (RuntimeError, OSError, ValueError, TypeError, LookupError, ImportEr
 
 @dataclass(slots=True)
 class Received:
-    """The last letter of a host, as it came."""
+    """The last snapshot of a host, as it came."""
 
     data: bytes
     at: float  # monotonic
 
 
-def ready_for(correspondent: Office | Post | None) -> float:
+def ready_for(correspondent: LeadServer | FollowerClient | None) -> float:
     """For how many seconds it could have been heard; without end if there is none. To import torch takes a second, or ten
     where many do so at once."""
     if correspondent is None:
@@ -59,7 +59,7 @@ def _store(address: str, port: int, *, serves: bool = False) -> Any:
     return TCPStore(address, port, None, serves, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
 
 
-class _Worker:
+class _StoreThread:
     """A thread that does one thing for as long as it says that there is more to do; what fails is tried again."""
 
     def __init__(self, name: str, do: Callable[[], bool]) -> None:
@@ -93,7 +93,7 @@ class _Worker:
                 self._over.wait(_RETRY_S)
 
 
-def _stop(workers: list[_Worker]) -> bool:
+def _stop(workers: list[_StoreThread]) -> bool:
     for worker in workers:
         worker.stop()
     deadline = time.monotonic() + _CLOSE_S
@@ -106,32 +106,32 @@ def _stop(workers: list[_Worker]) -> bool:
 
 
 @dataclass(slots=True)
-class Office:
-    """Where letters arrive, and words go out."""
+class LeadServer:
+    """Where snapshots arrive, and words go out."""
 
     token: str
     rendezvous: Rendezvous | None = None
     port: int = 0  # 0: a free one
-    letters: dict[int, Received] = field(default_factory=dict)  # the newest of each host
+    snapshots: dict[int, Received] = field(default_factory=dict)  # the newest of each host
     ready_at: float | None = None  # monotonic
     _store: Any = None
-    _word: Word | None = None
+    _state: LeadState | None = None
     _is_new: threading.Event = field(default_factory=threading.Event)
     _said: int = 0
     _spoke_at: float = 0.0
     _arrivals: int = 0
     _taken: dict[int, int] = field(default_factory=dict)
-    _workers: list[_Worker] = field(default_factory=list)
+    _workers: list[_StoreThread] = field(default_factory=list)
 
     def open(self) -> None:
-        self._workers = [_Worker("office", self._work)]
+        self._workers = [_StoreThread("office", self._work)]
         if self.rendezvous is not None:
-            self._workers.append(_Worker("announcer", self._announce))
+            self._workers.append(_StoreThread("announcer", self._announce))
         for worker in self._workers:
             worker.start()
 
-    def say(self, word: Word) -> None:
-        self._word = word
+    def say(self, state: LeadState) -> None:
+        self._state = state
         self._is_new.set()
 
     def close(self) -> bool:
@@ -147,9 +147,9 @@ class Office:
             self._store = self._serve()
             self.port, self.ready_at = self._store.port, time.monotonic()
         is_new = self._is_new.wait(_POLL_S)
-        if self._word is not None and (is_new or time.monotonic() - self._spoke_at > TICK_S):
+        if self._state is not None and (is_new or time.monotonic() - self._spoke_at > TICK_S):
             self._is_new.clear()
-            self._speak(self._word)
+            self._speak(self._state)
         arrivals = self._store.add("arrivals", 0)
         if arrivals != self._arrivals:
             self._arrivals = arrivals
@@ -163,10 +163,10 @@ class Office:
                 return _store("127.0.0.1", port, serves=True)
         return _store("127.0.0.1", self.port, serves=True)
 
-    def _speak(self, word: Word) -> None:
+    def _speak(self, state: LeadState) -> None:
         self._said += 1
         self._spoke_at = time.monotonic()
-        told = asdict(word) | {"number": self._said, "t_ns": time.time_ns()}
+        told = asdict(state) | {"number": self._said, "t_ns": time.time_ns()}
         self._store.set(f"word/{self._said}", json.dumps(told))
         self._store.set("newest", str(self._said))
         if self._said > _WORDS_KEPT:
@@ -174,8 +174,8 @@ class Office:
 
     def _take(self) -> None:
         for host in range(1, min(int(self._store.add("hosts", 0)), _MOST_HOSTS) + 1):
-            while self._store.check([key := f"letter/{host}/{self._taken.get(host, 0)}"]):
-                self.letters[host] = Received(bytes(self._store.get(key)), time.monotonic())
+            while self._store.check([key := f"snapshot/{host}/{self._taken.get(host, 0)}"]):
+                self.snapshots[host] = Received(bytes(self._store.get(key)), time.monotonic())
                 self._store.delete_key(key)
                 self._taken[host] = self._taken.get(host, 0) + 1
 
@@ -204,33 +204,33 @@ class Office:
 
 
 @dataclass(slots=True)
-class Post:
-    """Sends letters to the office, and hears its words."""
+class FollowerClient:
+    """Sends snapshots to the office, and hears its words."""
 
     rendezvous: Rendezvous | None = None
     address: tuple[str, int] | None = None  # of the office itself, where it is known
-    word: Word | None = None  # the last one
+    state: LeadState | None = None  # the last one
     heard_at: float | None = None  # monotonic
     ahead_ns: int | None = None  # of the office's clock; None: not known yet
-    accepts: Callable[[Word], bool] = lambda word: True  # whether this is a monitor of the same life of the job
+    accepts: Callable[[LeadState], bool] = lambda state: True  # whether this is a monitor of the same life of the job
     host: int = 0  # the number it was given
     ready_at: float | None = None  # monotonic
     _delays: deque[int] = field(default_factory=lambda: deque(maxlen=64))
-    _letter: bytes = b""
+    _snapshot: bytes = b""
     _written: int = 0
     _delivered: int = 0
     _line: Any = None  # a second connection: the first one waits for words
     _sent: int = 0
-    _workers: list[_Worker] = field(default_factory=list)
+    _workers: list[_StoreThread] = field(default_factory=list)
 
     def open(self) -> None:
-        self._workers = [_Worker("listener", self._listen), _Worker("sender", self._send)]
+        self._workers = [_StoreThread("listener", self._listen), _StoreThread("sender", self._send)]
         for worker in self._workers:
             worker.start()
 
-    def send(self, letter: bytes) -> None:
+    def send(self, snapshot: bytes) -> None:
         """Soon, if there is a way; of two that wait the newer one."""
-        self._letter = letter
+        self._snapshot = snapshot
         self._written += 1
 
     def flush(self, *, patience_s: float) -> None:
@@ -248,7 +248,7 @@ class Post:
         return _stop(self._workers)
 
     def _listen(self) -> bool:
-        address, port = self._office_at()
+        address, port = self._server_at()
         store = _store(address, port)
         self.host, self._sent, self._delays = int(store.add("hosts", 1)), 0, deque(maxlen=64)
         self._line = _store(address, port)
@@ -262,13 +262,13 @@ class Post:
                 elif (newest := int(store.get("newest"))) > number + 1:  # some were missed
                     number = newest
                     self._hear(store.get(f"word/{number}"))
-                if self.word is not None and self.word.is_over:
+                if self.state is not None and self.state.is_over:
                     raise ValueError("the monitor of host 0 has left")
         finally:
             self._line = None
         return False
 
-    def _office_at(self) -> tuple[str, int]:
+    def _server_at(self) -> tuple[str, int]:
         import torch.distributed  # noqa: F401 - before anything is looked for: meanwhile it may be gone
 
         self.ready_at = self.ready_at or time.monotonic()
@@ -279,27 +279,27 @@ class Post:
         for address, port in itertools.product(found.addresses, found.ports):
             with contextlib.suppress(OSError, RuntimeError):
                 _reach(address, port)
-                word = _first_word(_store(address, port))
-                if word is not None and self._is_meant(found, word):
+                state = _first_word(_store(address, port))
+                if state is not None and self._is_meant(found, state):
                     return address, port
         addresses, ports = ", ".join(found.addresses), ", ".join(map(str, found.ports))
         raise ValueError(f"the monitor of host 0 is not to be reached at {addresses}, port {ports}")
 
-    def _is_meant(self, found: Found, word: Word) -> bool:
+    def _is_meant(self, found: ServerAddress, state: LeadState) -> bool:
         """Whether the one that was reached is the one that was looked for, in this life of the job."""
-        is_it = word.token == found.token if found.token is not None else word.run == run_key()
-        return is_it and not word.is_over and self.accepts(word)
+        is_it = state.token == found.token if found.token is not None else state.run == run_key()
+        return is_it and not state.is_over and self.accepts(state)
 
     def _hear(self, data: bytes, *, came_ns: int | None = None) -> None:
-        word = Word.from_json(data)
-        if word is None:
+        state = LeadState.from_json(data)
+        if state is None:
             return
         if came_ns is not None:  # it was waited for: the least delay is the difference of the clocks, and the way
-            self._delays.append(came_ns - word.t_ns)
+            self._delays.append(came_ns - state.t_ns)
             self.ahead_ns = min(self._delays)
-        self.word, self.heard_at = word, time.monotonic()
+        self.state, self.heard_at = state, time.monotonic()
 
-    def _look_up(self) -> Found:
+    def _look_up(self) -> ServerAddress:
         """As the job's own store says; if there is none any more, or not yet, where it is likely to be."""
         if self.rendezvous is None:
             raise ValueError("no launcher says where the job's store is")
@@ -309,9 +309,9 @@ class Post:
             job = _store(address, port)
             while not self._workers[0].is_stopping:
                 if _comes(job, key, within_s=_WAIT_S):
-                    return Found.from_json(bytes(job.get(key)))
+                    return ServerAddress.from_json(bytes(job.get(key)))
         except (OSError, RuntimeError):
-            return Found((address,), tuple(self.rendezvous.likely_ports))
+            return ServerAddress((address,), tuple(self.rendezvous.likely_ports))
         raise ValueError("the monitor of host 0 is not to be found in the job's store")
 
     def _send(self) -> bool:
@@ -322,7 +322,7 @@ class Post:
         line = self._line
         if line is None:
             raise ValueError("no way to the monitor of host 0")
-        line.set(f"letter/{self.host}/{self._sent}", self._letter)
+        line.set(f"snapshot/{self.host}/{self._sent}", self._snapshot)
         self._sent += 1
         line.add("arrivals", 1)
         self._delivered = written
@@ -334,8 +334,8 @@ def _reach(address: str, port: int) -> None:
     socket.create_connection((address, port), timeout=_PROBE_S).close()
 
 
-def _first_word(store: Any) -> Word | None:
-    return Word.from_json(store.get(f"word/{int(store.get('newest'))}"))
+def _first_word(store: Any) -> LeadState | None:
+    return LeadState.from_json(store.get(f"word/{int(store.get('newest'))}"))
 
 
 def _comes(store: Any, key: str, *, within_s: float) -> bool:

@@ -17,8 +17,8 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a box is little-endian
 struct __attribute__((packed)) Record {
   uint64_t number, t_ns;
   uint8_t kind, pass, flags, thread;
-  uint32_t step, module, call, line, graph, what, aim, param;
-  uint64_t more;
+  uint32_t step, module, call, line, graph, subject, beneficiary, param;
+  uint64_t extra;
   uint32_t crc;
 };
 static_assert(sizeof(Record) == 64, "RECORD_BYTES");
@@ -26,7 +26,7 @@ static_assert(sizeof(Record) == 64, "RECORD_BYTES");
 constexpr int PASS_SHIFT = 32, MODULE_SHIFT = 36;
 constexpr uint64_t PASS_MASK = 0xF, CALL_MASK = 0xFFFFFFFF;
 constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2, CURSOR_LINE = 4, CURSOR_RECORD = 5;
-constexpr int TALLY_COUNT = 1, TALLY_TIME = 2, TALLY_RECORD = 3;
+constexpr int COUNTER_COUNT = 1, COUNTER_TIME = 2, COUNTER_RECORD = 3;
 
 // zlib's CRC, a byte at a time: this table is 16 cache lines. One that takes eight bytes at a time has 128 of them, and where
 // a record is written the cache is cold.
@@ -132,9 +132,9 @@ constexpr Field fields[] = {
     {16, 1}, {8, 8}, {17, 1}, {18, 1}, {19, 1}, {20, 4}, {24, 4},
     {28, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}, {48, 4}, {52, 8}};
 constexpr Py_ssize_t FIELDS = sizeof(fields) / sizeof(Field);
-static_assert(offsetof(Record, step) == 20 && offsetof(Record, more) == 52, "the fields are where they were");
+static_assert(offsetof(Record, step) == 20 && offsetof(Record, extra) == 52, "the fields are where they were");
 
-// record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more) -> number; from the third on
+// record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, subject, beneficiary, param, extra) -> number; from the third on
 // each may be left out. A value that does not fit is an error, as it is for struct.pack.
 inline PyObject* box_record(Box* self, PyObject* const* args, Py_ssize_t given) {
   if (given < 2 || given > FIELDS) return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);

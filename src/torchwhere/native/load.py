@@ -32,7 +32,7 @@ BUILDING = "building-"  # begins the name of a folder that a library is built in
 _loaded: dict[Path, Any] = {}  # a library that was refused: None
 
 
-class RefusedError(Exception):
+class RefusedLibraryError(Exception):
     """A library that is there and is not used; the message says why."""
 
 
@@ -92,20 +92,20 @@ def checksum(path: Path) -> str:
 
 
 def load(path: Path) -> Any:
-    """Load a library that is whole and was built for this. Raises `RefusedError`, or what the system's loader says."""
+    """Load a library that is whole and was built for this. Raises `RefusedLibraryError`, or what the system's loader says."""
     try:
         expected = checksum_file(path).read_text().strip()
     except OSError:
-        raise RefusedError(f"{path} has no checksum beside it") from None
+        raise RefusedLibraryError(f"{path} has no checksum beside it") from None
     if checksum(path) != expected:
-        raise RefusedError(f"{path} is damaged")
+        raise RefusedLibraryError(f"{path} is damaged")
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None
     module: Any = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     if module.built_for != built_for():
-        raise RefusedError(f"{path} was built for {module.built_for}, this is {built_for()}")
+        raise RefusedLibraryError(f"{path} was built for {module.built_for}, this is {built_for()}")
     if not module.check_frames(sys._getframe().f_code):
-        raise RefusedError("this Python lays out its frames in another way than the native part knows")
+        raise RefusedLibraryError("this Python lays out its frames in another way than the native part knows")
     return module

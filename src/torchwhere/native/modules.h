@@ -6,7 +6,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "tape.h"
+#include "track.h"
 
 namespace torchwhere {
 
@@ -261,10 +261,10 @@ inline void calls_dealloc(Calls* self) {
 }
 
 // The record of an enter or exit. Which call a recomputed one was in the forward is for Python to find out.
-inline bool tell(Calls* self, Tape* tape, int kind, uint64_t t_ns, uint64_t word) {
+inline bool tell(Calls* self, ThreadTrack* track, int kind, uint64_t t_ns, uint64_t word) {
   uint64_t call = word & CALL_MASK;
   if (word & self->recompute_bit) {
-    PyObject* found = PyObject_CallMethod(reinterpret_cast<PyObject*>(tape), "call_of", "K", word);
+    PyObject* found = PyObject_CallMethod(reinterpret_cast<PyObject*>(track), "call_of", "K", word);
     call = found == nullptr ? 0 : PyLong_AsUnsignedLongLong(found);
     Py_XDECREF(found);
     if (PyErr_Occurred()) return false;
@@ -277,7 +277,7 @@ inline bool tell(Calls* self, Tape* tape, int kind, uint64_t t_ns, uint64_t word
   record.kind = static_cast<uint8_t>(kind);
   record.t_ns = t_ns;
   record.pass = word >> PASS_SHIFT & PASS_MASK;
-  record.thread = static_cast<uint8_t>(tape->number);
+  record.thread = static_cast<uint8_t>(track->number);
   record.step = static_cast<uint32_t>(self->box->step);
   record.module = static_cast<uint32_t>(word >> MODULE_SHIFT);
   record.call = static_cast<uint32_t>(call);
@@ -285,11 +285,11 @@ inline bool tell(Calls* self, Tape* tape, int kind, uint64_t t_ns, uint64_t word
   return true;
 }
 
-inline PyObject* entered(Calls* self, Tape* tape, uint64_t word, uint64_t below) {
+inline PyObject* entered(Calls* self, ThreadTrack* track, uint64_t word, uint64_t below) {
   uint64_t t_ns = now_ns();
-  note(tape, word);
-  show(tape, self->box, word, t_ns);
-  if (self->enter_kind && word != below && !tell(self, tape, self->enter_kind, t_ns, word)) return nullptr;
+  note(track, word);
+  show(track, self->box, word, t_ns);
+  if (self->enter_kind && word != below && !tell(self, track, self->enter_kind, t_ns, word)) return nullptr;
   return PyLong_FromUnsignedLongLong(below);
 }
 
@@ -302,18 +302,18 @@ inline bool may_be_odd(const Calls* self, uint64_t below) {
 
 // enter(module) -> where the thread was before; None: this is not for us, but for `ModuleSense._enter_slowly`.
 inline PyObject* calls_enter(Calls* self, PyObject* module) {
-  Tape* tape = tape_of(self->box);
-  if (tape == nullptr) Py_RETURN_NONE;
-  uint64_t below = tape->top;
+  ThreadTrack* track = tape_of(self->box);
+  if (track == nullptr) Py_RETURN_NONE;
+  uint64_t below = track->top;
   Table::Slot* found = self->bases->of.find(reinterpret_cast<uint64_t>(module));
   if (found == nullptr || found->value == 0) Py_RETURN_NONE;
   if (below < FIRST_MODULE_WORD && may_be_odd(self, below)) Py_RETURN_NONE;
   bool is_wrapper = found->value < 0;  // its call is that of the module inside it
   auto word = static_cast<uint64_t>(is_wrapper ? -found->value : found->value);
-  if (below >= FIRST_MODULE_WORD && below & self->recompute_bit) return entered(self, tape, word | (below & self->inherited), below);
+  if (below >= FIRST_MODULE_WORD && below & self->recompute_bit) return entered(self, track, word | (below & self->inherited), below);
   uint64_t call = self->calls->get(word);
   if (!is_wrapper) self->calls->set(word, call + 1);
-  return entered(self, tape, word | call, below);
+  return entered(self, track, word | call, below);
 }
 
 // entered(word, below) -> below: what `_enter_slowly` has found.
@@ -321,23 +321,23 @@ inline PyObject* calls_entered(Calls* self, PyObject* const* args, Py_ssize_t gi
   if (given != 2) return PyErr_Format(PyExc_TypeError, "a word and the one below, not %zd arguments", given);
   uint64_t word = PyLong_AsUnsignedLongLong(args[0]), below = PyLong_AsUnsignedLongLong(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  Tape* tape = tape_of(self->box);
-  if (tape == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
-  return entered(self, tape, word, below);
+  ThreadTrack* track = tape_of(self->box);
+  if (track == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
+  return entered(self, track, word, below);
 }
 
 // leave(below): a call that began there has ended. Does nothing once the watch is over.
 inline PyObject* calls_leave(Calls* self, PyObject* under) {
   uint64_t below = PyLong_AsUnsignedLongLong(under);
   if (PyErr_Occurred()) return nullptr;
-  Tape* tape = tape_of(self->box);
-  if (tape == nullptr) Py_RETURN_NONE;
-  uint64_t t_ns = now_ns(), word = tape->top;
+  ThreadTrack* track = tape_of(self->box);
+  if (track == nullptr) Py_RETURN_NONE;
+  uint64_t t_ns = now_ns(), word = track->top;
   // A wrapper and what it wraps are one call.
-  bool is_told = !self->exit_kind || word == below || tell(self, tape, self->exit_kind, t_ns, word);
-  if ((tape = tape_of(self->box)) != nullptr) {
-    note(tape, below);
-    show(tape, self->box, below, t_ns);
+  bool is_told = !self->exit_kind || word == below || tell(self, track, self->exit_kind, t_ns, word);
+  if ((track = tape_of(self->box)) != nullptr) {
+    note(track, below);
+    show(track, self->box, below, t_ns);
   }
   if (!is_told) return nullptr;
   Py_RETURN_NONE;

@@ -5,7 +5,7 @@
 #include "modules.h"
 #include "passes.h"
 #include "reductions.h"
-#include "tape.h"
+#include "track.h"
 
 namespace {
 
@@ -14,7 +14,7 @@ PyMethodDef functions[] = {
     {"pause", torchwhere::pause, METH_NOARGS, nullptr},
     {"abandon", torchwhere::abandon, METH_NOARGS, nullptr},
     {"end", torchwhere::end, METH_NOARGS, nullptr},
-    {"step_aside", torchwhere::step_aside, METH_O, nullptr},
+    {"defer_to_python", torchwhere::defer_to_python, METH_O, nullptr},
     {"recorded", torchwhere::recorded, METH_NOARGS, nullptr},
     {"passed", torchwhere::passed, METH_NOARGS, nullptr},
     {"recent", torchwhere::recent, METH_NOARGS, nullptr},

@@ -48,7 +48,7 @@ struct Passes {
   uint64_t backward_word, optimizer_word;
   int optimizer_kind, step_end_kind, step_begin_kind;
   unsigned long long resting_until;  // before that time Python need not be asked between steps, if all sizes are the same
-  bool is_aside;                     // the next backward is for Python: something may be new
+  bool is_paused;                     // the next backward is for Python: something may be new
   bool ends_after_backward;          // Python wants to hear when a backward has ended: with it ends a step
   bool counts_steps;                 // optimizers do, not the user
   Sized looked_at[MOST_SIZED];       // what Python looks at between steps, and how much that was
@@ -159,8 +159,8 @@ inline bool is_resting(Passes* self, uint64_t now) {
 }
 
 // Whether the thread came into this optimizer step, and into no other, from outside everything.
-inline bool came_from_outside(Tape* tape) {
-  PyObject* below = tape->below_optimizer;
+inline bool came_from_outside(ThreadTrack* track) {
+  PyObject* below = track->below_optimizer;
   return below != nullptr && PyList_GET_SIZE(below) == 1 && PyLong_AsUnsignedLongLong(PyList_GET_ITEM(below, 0)) == 0;
 }
 
@@ -183,18 +183,18 @@ inline bool name_of(Passes* self, PyObject* optimizer, uint32_t* entry) {
 
 // -- what is written -------------------------------------------------------------------------------------------------
 
-inline Record record_at(Passes* self, Tape* tape, int kind, uint64_t t_ns, uint32_t line) {
+inline Record record_at(Passes* self, ThreadTrack* track, int kind, uint64_t t_ns, uint32_t line) {
   Record record{};
   record.kind = static_cast<uint8_t>(kind);
   record.t_ns = t_ns;
-  record.thread = static_cast<uint8_t>(tape->number);
+  record.thread = static_cast<uint8_t>(track->number);
   record.step = static_cast<uint32_t>(self->box->step);
   record.line = line;
   return record;
 }
 
-inline void put(Passes* self, Tape* tape, Record record) {
-  self->box->words[tape->cursor + CURSOR_RECORD] = self->box->put(record);
+inline void put(Passes* self, ThreadTrack* track, Record record) {
+  self->box->words[track->cursor + CURSOR_RECORD] = self->box->put(record);
 }
 
 // As `Phases.step_begins`.
@@ -217,11 +217,11 @@ inline void add_step(Passes* self, uint64_t now) {
 }
 
 // As `Session.next_step`, at one place and one time: the end of a step is the begin of the next.
-inline void go_to_step(Passes* self, Tape* tape, uint64_t step, uint32_t line, uint64_t now) {
-  put(self, tape, record_at(self, tape, self->step_end_kind, now, line));
+inline void go_to_step(Passes* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
+  put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
-  self->box->words[tape->cursor + CURSOR_STEP] = step;
-  put(self, tape, record_at(self, tape, self->step_begin_kind, now, line));
+  self->box->words[track->cursor + CURSOR_STEP] = step;
+  put(self, track, record_at(self, track, self->step_begin_kind, now, line));
   add_step(self, now);
   self->calls->forget();
 }
@@ -230,13 +230,13 @@ inline void go_to_step(Passes* self, Tape* tape, uint64_t step, uint32_t line, u
 
 // begin_backward(args) -> where the thread was before, None: this is for Python. The arguments of the engine, without the first.
 inline PyObject* passes_begin_backward(Passes* self, PyObject* args) {
-  Tape* tape = tape_of(self->box);
+  ThreadTrack* track = tape_of(self->box);
   bool creates_graph = PyTuple_GET_SIZE(args) > 2 && PyTuple_GET_ITEM(args, 2) != Py_False;
-  if (tape == nullptr || creates_graph || self->is_aside || tape->top == self->backward_word) Py_RETURN_NONE;
+  if (track == nullptr || creates_graph || self->is_paused || track->top == self->backward_word) Py_RETURN_NONE;
   uint32_t line;
   if (!line_of(self, &line)) Py_RETURN_NONE;
-  uint64_t below = tape->top;
-  move(tape, self->box, self->backward_word, line);
+  uint64_t below = track->top;
+  move(track, self->box, self->backward_word, line);
   return PyLong_FromUnsignedLongLong(below);
 }
 
@@ -244,51 +244,51 @@ inline PyObject* passes_begin_backward(Passes* self, PyObject* args) {
 inline PyObject* passes_end_backward(Passes* self, PyObject* below) {
   uint64_t word = PyLong_AsUnsignedLongLong(below);
   if (PyErr_Occurred()) return nullptr;
-  if (Tape* tape = tape_of(self->box)) move(tape, self->box, word, 0);
+  if (ThreadTrack* track = tape_of(self->box)) move(track, self->box, word, 0);
   return PyBool_FromLong(self->ends_after_backward);
 }
 
 // begin_optimizer() -> whether it was done
 inline PyObject* passes_begin_optimizer(Passes* self, PyObject*) {
-  Tape* tape = tape_of(self->box);
-  if (tape == nullptr || tape->below_optimizer == nullptr) Py_RETURN_FALSE;
-  PyObject* below = PyLong_FromUnsignedLongLong(tape->top);
-  bool is_kept = below != nullptr && PyList_Append(tape->below_optimizer, below) == 0;
+  ThreadTrack* track = tape_of(self->box);
+  if (track == nullptr || track->below_optimizer == nullptr) Py_RETURN_FALSE;
+  PyObject* below = PyLong_FromUnsignedLongLong(track->top);
+  bool is_kept = below != nullptr && PyList_Append(track->below_optimizer, below) == 0;
   Py_XDECREF(below);
   if (!is_kept) return nullptr;
-  show(tape, self->box, self->optimizer_word, now_ns());
+  show(track, self->box, self->optimizer_word, now_ns());
   Py_RETURN_TRUE;
 }
 
 // end_optimizer(optimizer) -> whether it was done, and with it the end of the step, if that is one
 inline PyObject* passes_end_optimizer(Passes* self, PyObject* optimizer) {
-  Tape* tape = tape_of(self->box);
+  ThreadTrack* track = tape_of(self->box);
   uint64_t now = now_ns();
   uint32_t line, entry;
-  if (tape == nullptr || !is_resting(self, now) || tape->top != self->optimizer_word || is_in_engine() ||
-      !came_from_outside(tape) || (self->counts_steps && !is_only_stepper(self, optimizer)) ||
+  if (track == nullptr || !is_resting(self, now) || track->top != self->optimizer_word || is_in_engine() ||
+      !came_from_outside(track) || (self->counts_steps && !is_only_stepper(self, optimizer)) ||
       !name_of(self, optimizer, &entry) || !line_of(self, &line)) {
     if (PyErr_Occurred()) PyErr_Clear();
     Py_RETURN_FALSE;
   }
-  Record record = record_at(self, tape, self->optimizer_kind, now, line);
+  Record record = record_at(self, track, self->optimizer_kind, now, line);
   record.pass = self->optimizer_word >> PASS_SHIFT & PASS_MASK;
-  record.what = entry;
-  put(self, tape, record);
-  if (PyList_SetSlice(tape->below_optimizer, 0, 1, nullptr) < 0) return nullptr;
-  show(tape, self->box, 0, now);
-  if (self->counts_steps) go_to_step(self, tape, self->box->step + 1, line, now);
+  record.subject = entry;
+  put(self, track, record);
+  if (PyList_SetSlice(track->below_optimizer, 0, 1, nullptr) < 0) return nullptr;
+  show(track, self->box, 0, now);
+  if (self->counts_steps) go_to_step(self, track, self->box->step + 1, line, now);
   Py_RETURN_TRUE;
 }
 
 // next_step(step) -> whether it was done: the user counts them.
 inline PyObject* passes_next_step(Passes* self, PyObject* step) {
-  Tape* tape = tape_of(self->box);
+  ThreadTrack* track = tape_of(self->box);
   uint64_t number = PyLong_AsUnsignedLongLong(step), now = now_ns();
   if (PyErr_Occurred()) return nullptr;
   uint32_t line;
-  bool is_ours = tape != nullptr && is_resting(self, now) && tape->top == 0 && !is_in_engine() && line_of(self, &line);
-  if (is_ours) go_to_step(self, tape, number, line, now);
+  bool is_ours = track != nullptr && is_resting(self, now) && track->top == 0 && !is_in_engine() && line_of(self, &line);
+  if (is_ours) go_to_step(self, track, number, line, now);
   return PyBool_FromLong(is_ours);
 }
 
@@ -302,7 +302,7 @@ inline PyMethodDef passes_methods[] = {
     {"next_step", method(passes_next_step), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef passes_members[] = {
-    {const_cast<char*>("is_aside"), T_BOOL, offsetof(Passes, is_aside), 0, nullptr},
+    {const_cast<char*>("is_paused"), T_BOOL, offsetof(Passes, is_paused), 0, nullptr},
     {const_cast<char*>("ends_after_backward"), T_BOOL, offsetof(Passes, ends_after_backward), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot passes_slots[] = {

@@ -17,7 +17,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "tape.h"
+#include "track.h"
 
 namespace torchwhere {
 
@@ -37,7 +37,7 @@ struct Learned {
   c10::intrusive_ptr_target* group_at;
   int64_t numel;
   Record record;   // all that repeats
-  int64_t tally;   // index of the stream's words; negative: it has none
+  int64_t counter;   // index of the stream's words; negative: it has none
   Count* numbers;  // of the stream; a reference of ours
   uint64_t label;  // what the recorder calls it
 };
@@ -59,7 +59,7 @@ struct Kernel {
   std::atomic<Box*> box{nullptr};  // null: nothing is recorded, all-reduces pass
   std::atomic<int> inside{0};      // threads that may be using `box` and are not holding the GIL
   std::atomic<uint64_t> passed{0};  // calls that came while nothing was recorded
-  std::atomic<bool> is_aside{false};  // somebody in Python wants to be told of every collective
+  std::atomic<bool> is_paused{false};  // somebody in Python wants to be told of every collective
   PyObject* engine_code = nullptr;  // the code of the frame that calls the engine
   Count* turns = nullptr;
   // Guards the tables. Nobody stores to the map, or waits for the GIL, while holding it: a store may fault, and the handler of
@@ -116,7 +116,7 @@ inline Launch launch_of(const std::vector<c10::IValue>& stack, size_t arguments)
 // -- the kernel ------------------------------------------------------------------------------------------------------
 
 // Finds the bucket, counts it, and gives what to write. Under the lock, touching no page of the map.
-inline bool find(const Launch& launch, Record* record, int64_t* tally) {
+inline bool find(const Launch& launch, Record* record, int64_t* counter) {
   std::lock_guard<std::mutex> guard(kernel.lock);
   auto found = kernel.reducer_of.find(launch.param);
   if (found == kernel.reducer_of.end()) return false;
@@ -130,9 +130,9 @@ inline bool find(const Launch& launch, Record* record, int64_t* tally) {
   buckets->next = static_cast<long long>(index) + 1;
   buckets->turn = kernel.turns->next.fetch_add(1);
   *record = known.record;
-  *tally = known.tally;
-  record->more = known.numbers->next.fetch_add(1);
-  kernel.recent[kernel.recorded % 3] = {0, record->more, known.label};
+  *counter = known.counter;
+  record->extra = known.numbers->next.fetch_add(1);
+  kernel.recent[kernel.recorded % 3] = {0, record->extra, known.label};
   record->number = kernel.recorded++;  // where `recent` wants the number that `put` will find
   return true;
 }
@@ -140,22 +140,22 @@ inline bool find(const Launch& launch, Record* record, int64_t* tally) {
 inline bool write(Box* box, const Launch& launch) {
   if (here.box != box->id || box->step >> 32) return false;
   Record record;
-  int64_t tally;
-  if (!find(launch, &record, &tally)) return false;
+  int64_t counter;
+  if (!find(launch, &record, &counter)) return false;
   uint64_t at = record.number;
-  uint64_t* cursor = box->words + here.tape->cursor;
+  uint64_t* cursor = box->words + here.track->cursor;
   record.t_ns = now_ns();
-  record.thread = static_cast<uint8_t>(here.tape->number);
+  record.thread = static_cast<uint8_t>(here.track->number);
   record.step = static_cast<uint32_t>(box->step);
   uint64_t line = cursor[CURSOR_LINE];
   if (!line && box->main_cursor) line = box->words[box->main_cursor + CURSOR_LINE];
   record.line = static_cast<uint32_t>(line);
   uint64_t number = box->put(record);
   kernel.recent[at % 3].number = number;
-  if (tally >= 0) {
-    box->words[tally + TALLY_COUNT] = record.more + 1;
-    box->words[tally + TALLY_TIME] = record.t_ns;
-    box->words[tally + TALLY_RECORD] = number;
+  if (counter >= 0) {
+    box->words[counter + COUNTER_COUNT] = record.extra + 1;
+    box->words[counter + COUNTER_TIME] = record.t_ns;
+    box->words[counter + COUNTER_RECORD] = number;
   }
   cursor[CURSOR_RECORD] = number;
   cursor[CURSOR_PLACE] = static_cast<uint64_t>(record.module) << MODULE_SHIFT |
@@ -177,7 +177,7 @@ inline bool recorded_natively(const c10::OperatorHandle& op, const torch::jit::S
   }
   try {
     *launch = launch_of(stack, op.schema().arguments().size());
-    return launch->param != nullptr && !kernel.is_aside.load() && write(box, *launch);
+    return launch->param != nullptr && !kernel.is_paused.load() && write(box, *launch);
   } catch (const std::exception&) {  // a tensor that has no numel, say
     return false;
   }
@@ -232,7 +232,7 @@ inline PyObject* begin(PyObject*, PyObject* args) {
     kernel.turns = reinterpret_cast<Count*>(turns);
     Py_XDECREF(before);
     kernel.recorded = 0;
-    kernel.is_aside = false;
+    kernel.is_paused = false;
     Py_INCREF(box);
     kernel.box = reinterpret_cast<Box*>(box);
     if (!kernel.registration) {  // it may have been left by a watch that ended while threads were on their way to it
@@ -272,8 +272,8 @@ inline PyObject* end(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
-inline PyObject* step_aside(PyObject*, PyObject* whether) {
-  kernel.is_aside = PyObject_IsTrue(whether) == 1;
+inline PyObject* defer_to_python(PyObject*, PyObject* whether) {
+  kernel.is_paused = PyObject_IsTrue(whether) == 1;
   Py_RETURN_NONE;
 }
 
@@ -338,15 +338,15 @@ inline void buckets_dealloc(Buckets* self) {
   Py_DECREF(type);
 }
 
-// learn(index, label, numbers, tally, kind, pass, flags, module, call, what, aim, param): what Python has found out about the
-// launch it is being asked about. tally: -1 for none.
+// learn(index, label, numbers, counter, kind, pass, flags, module, call, subject, beneficiary, param): what Python has found out about the
+// launch it is being asked about. counter: -1 for none.
 inline PyObject* buckets_learn(Buckets* self, PyObject* args) {
   unsigned long long index, label;
-  long long tally;
-  unsigned int kind, pass, flags, module, call, what, aim, param;
+  long long counter;
+  unsigned int kind, pass, flags, module, call, subject, beneficiary, param;
   PyObject* numbers;
   if (!PyArg_ParseTuple(
-          args, "KKOLIIIIIIII", &index, &label, &numbers, &tally, &kind, &pass, &flags, &module, &call, &what, &aim, &param))
+          args, "KKOLIIIIIIII", &index, &label, &numbers, &counter, &kind, &pass, &flags, &module, &call, &subject, &beneficiary, &param))
     return nullptr;
   if (asked.param == nullptr || index > 1u << 20) Py_RETURN_NONE;
   Record record{};
@@ -355,8 +355,8 @@ inline PyObject* buckets_learn(Buckets* self, PyObject* args) {
   record.flags = static_cast<uint8_t>(flags);
   record.module = module;
   record.call = call;
-  record.what = what;
-  record.aim = aim;
+  record.subject = subject;
+  record.beneficiary = beneficiary;
   record.param = param;
   Py_INCREF(numbers);
   std::optional<Learned> gone{Learned{
@@ -366,7 +366,7 @@ inline PyObject* buckets_learn(Buckets* self, PyObject* args) {
       asked.group,
       asked.numel,
       record,
-      tally,
+      counter,
       reinterpret_cast<Count*>(numbers),
       label}};
   {

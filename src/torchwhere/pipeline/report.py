@@ -11,11 +11,11 @@ from typing import Any
 
 from torchwhere.core.gc_pause import nothing_collected
 from torchwhere.core.version import __version__
-from torchwhere.diagnose.calls.load import Progress, hear_folder
+from torchwhere.diagnose.calls.load import Progress, load_calls
 from torchwhere.diagnose.doctor.rules import STALL_S
 from torchwhere.diagnose.report.digest import Digest
 from torchwhere.diagnose.report.report import Report, make_report
-from torchwhere.pipeline.verdict import judge, kept_sightings
+from torchwhere.pipeline.verdict import diagnose_run, saved_statuses
 from torchwhere.render.verdict import verdict_json
 
 
@@ -25,9 +25,9 @@ def report_on(folder: str | Path, *, on_progress: Progress | None = None, stall_
     `on_progress` is told how many boxes have been read, of how many; `stall_s` is how long a wait is a hang.
     """
     with nothing_collected():
-        run, hearing = hear_folder(folder, on_progress=on_progress, aside=Digest)
-        verdict = judge(run, kept_sightings(run.folder), stall_s=stall_s, hearing=hearing)
-        return make_report(run, hearing=hearing, verdict=verdict)
+        run, job_calls = load_calls(folder, on_progress=on_progress, extra=Digest)
+        verdict = diagnose_run(run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls)
+        return make_report(run, job_calls=job_calls, verdict=verdict)
 
 
 def report_json(report: Report) -> dict[str, Any]:

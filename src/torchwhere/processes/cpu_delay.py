@@ -8,7 +8,7 @@ from pathlib import Path
 _OF_MAIN_THREAD = Path("/proc/self/schedstat")  # whoever reads it
 
 
-def queued_ns() -> int | None:
+def cpu_delay_ns() -> int | None:
     """Since it began; None where the kernel does not tell."""
     try:
         _ran, queued, _times = _OF_MAIN_THREAD.read_bytes().split()

@@ -20,14 +20,14 @@ _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 
 
-class Vigil:
+class ExitWaiter:
     """Some processes, each by a file descriptor that can be read when it ends; before Linux 5.3 there is none, and it waits."""
 
     def __init__(self) -> None:
         self._watched: dict[int, int] = {}  # descriptor of each process
         self._ended: dict[int, int] = {}  # likewise, as long as its exit code is not known; then -1
 
-    def __enter__(self) -> Vigil:
+    def __enter__(self) -> ExitWaiter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -19,21 +19,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.summary import Labelled
-from torchwhere.blackbox.writer import REST_MARK, fault_file, rest_file
+from torchwhere.blackbox.summary import BoxOrSummary
+from torchwhere.blackbox.writer import STALL_MARK, fault_file, stall_file
 from torchwhere.processes import py_spy
 from torchwhere.processes.cgroup import limit_bytes, oom_kills
 from torchwhere.processes.namespace import pid_namespace
-from torchwhere.processes.py_spy import Frame, MainThread
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.py_spy import MainThread, PySpyFrame
+from torchwhere.processes.status import ProcessStatus
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _MOST_FRAMES = 64
-_UNSEEN = Sighting()
+_UNSEEN = ProcessStatus()
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # what runs a script, outside it
 
 
-def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_s: float = 1.0) -> dict[int, Sighting]:
+def look(boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patience_s: float = 1.0) -> dict[int, ProcessStatus]:
     """See every process of this host, and ask those of the ranks in `stacks` for their Python stack."""
     wanted = set(stacks)
     asked = {rank: size for rank, box in boxes.items() if rank in wanted and (size := _ask(box)) is not None}
@@ -52,7 +52,7 @@ def look(boxes: Mapping[int, Labelled], *, stacks: Iterable[int] = (), patience_
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
     notes = _Notes()
     seen = {
-        rank: _sighting(box, found.get(rank, ()), counts, notes, now_ns) if rank in here else _unseen(box, notes)
+        rank: _status(box, found.get(rank, ()), counts, notes, now_ns) if rank in here else _unseen(box, notes)
         for rank, box in boxes.items()
     }
     return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
@@ -65,7 +65,7 @@ class _Notes:
     def __init__(self) -> None:
         self._names: dict[str, frozenset[str]] = {}  # by folder
 
-    def of(self, box: Labelled, name_of: Callable[[Path], Path]) -> str:
+    def of(self, box: BoxOrSummary, name_of: Callable[[Path], Path]) -> str:
         folder, _ = os.path.split(box.path)
         if folder not in self._names:
             with contextlib.suppress(OSError):
@@ -74,7 +74,9 @@ class _Notes:
         return _read(path) if path is not None and path.name in self._names[folder] else ""
 
 
-def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | None], notes: _Notes, now_ns: int) -> Sighting:
+def _status(
+    box: BoxOrSummary, stack: tuple[str, ...], counts: dict[str, int | None], notes: _Notes, now_ns: int
+) -> ProcessStatus:
     state, exit_code = _stat(box)
     alive = state not in (None, "Z", "X")
     counter = box.meta.get("oom_counter")
@@ -83,7 +85,7 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
     kills = counts.get(counter) if isinstance(counter, str) else None
     ended, crashed_at = _last_words(box, notes) if state in (None, "Z") else (None, ())
     rested_at, rested_ns = _rest(box, notes) if state in (None, "Z") and ended is None else ((), None)
-    return Sighting(
+    return ProcessStatus(
         alive=alive,
         state=state,
         ended=ended,
@@ -97,7 +99,7 @@ def _sighting(box: Labelled, stack: tuple[str, ...], counts: dict[str, int | Non
     )
 
 
-def _out_of_memory(box: Labelled, kills: int | None) -> str | None:
+def _out_of_memory(box: BoxOrSummary, kills: int | None) -> str | None:
     """That a process which is gone was killed for want of memory: since it began, a process of its cgroup was."""
     counter, before = box.meta.get("oom_counter"), box.meta.get("oom_kills")
     if kills is None or not isinstance(counter, str) or not isinstance(before, int) or kills <= before:
@@ -115,7 +117,7 @@ def _is_dying(pid: Any) -> bool:
     return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
 
 
-def _is_near(box: Labelled) -> bool:
+def _is_near(box: BoxOrSummary) -> bool:
     """Whether the processes that this one sees are those that the writer of a box saw: not so from another container."""
     namespace = box.meta.get("pid_namespace")
     return namespace is None or namespace == pid_namespace()
@@ -128,12 +130,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _state(box: Labelled) -> str | None:
+def _state(box: BoxOrSummary) -> str | None:
     """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is another's now."""
     return _stat(box)[0]
 
 
-def _stat(box: Labelled) -> tuple[str | None, int | None]:
+def _stat(box: BoxOrSummary) -> tuple[str | None, int | None]:
     """The same, and the exit code of a process that has ended and that its parent has not yet asked for it."""
     pid = box.meta.get("pid")
     if not isinstance(pid, int):
@@ -149,7 +151,7 @@ def _stat(box: Labelled) -> tuple[str | None, int | None]:
     return stat[0], (os.waitstatus_to_exitcode(int(stat[49])) or None) if stat[0] == "Z" else None
 
 
-def _last_words(box: Labelled, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:
+def _last_words(box: BoxOrSummary, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:
     """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the stack of that thread."""
     text = notes.of(box, fault_file)
     crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
@@ -159,18 +161,18 @@ def _last_words(box: Labelled, notes: _Notes) -> tuple[str | None, tuple[str, ..
     return crash[1], _shown(_frames(current[1])) if current is not None else ()
 
 
-def _rest(box: Labelled, notes: _Notes) -> tuple[tuple[str, ...], int | None]:
+def _rest(box: BoxOrSummary, notes: _Notes) -> tuple[tuple[str, ...], int | None]:
     """Where a process stood when it last came to rest, by its own words, and when that was; nothing if it has moved since."""
-    first, _, text = notes.of(box, rest_file).partition("\n")
-    moment = first.removeprefix(REST_MARK)
+    first, _, text = notes.of(box, stall_file).partition("\n")
+    moment = first.removeprefix(STALL_MARK)
     is_last = moment.isdecimal() and int(moment) > box.last_ns > 0  # of a box that is gone it is not known when it last moved
     return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
 
 
-def _unseen(box: Labelled, notes: _Notes) -> Sighting:
+def _unseen(box: BoxOrSummary, notes: _Notes) -> ProcessStatus:
     """A process of another host: all there is are its own words."""
     rested_at, rested_ns = _rest(box, notes)
-    return Sighting(stack=rested_at, stack_ns=rested_ns) if rested_at else _UNSEEN
+    return ProcessStatus(stack=rested_at, stack_ns=rested_ns) if rested_at else _UNSEEN
 
 
 def _read(path: Path, *, start: int = 0) -> str:
@@ -185,7 +187,7 @@ def _read(path: Path, *, start: int = 0) -> str:
 # -- stacks ----------------------------------------------------------------------------------------------------------------
 
 
-def _ask(box: Labelled) -> int | None:
+def _ask(box: BoxOrSummary) -> int | None:
     """Have a process write its stack; the size of its file before it does. None where it cannot be asked."""
     number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
     if not isinstance(number, int) or not isinstance(pid, int) or box.meta.get("host") != socket.gethostname():
@@ -210,7 +212,7 @@ def _catches(pid: int, number: int) -> bool:
     return caught is not None and bool(int(caught.group(1), 16) >> (number - 1) & 1)
 
 
-def _answer(box: Labelled, size: int) -> tuple[str, ...]:
+def _answer(box: BoxOrSummary, size: int) -> tuple[str, ...]:
     """The main thread's frames, once they are written."""
     return main_thread(_read(fault_file(box.path), start=size))
 
@@ -221,11 +223,11 @@ def main_thread(text: str) -> tuple[str, ...]:
     return _shown(_frames(blocks[-1])) if len(blocks) > 1 else ()
 
 
-def _frames(text: str) -> list[Frame]:
-    return [Frame(match[1], int(match[2]), match[3]) for line in text.splitlines() if (match := _FRAME.match(line))]
+def _frames(text: str) -> list[PySpyFrame]:
+    return [PySpyFrame(match[1], int(match[2]), match[3]) for line in text.splitlines() if (match := _FRAME.match(line))]
 
 
-def _shown(frames: list[Frame]) -> tuple[str, ...]:
+def _shown(frames: list[PySpyFrame]) -> tuple[str, ...]:
     """A stack without what runs the script, and without torchwhere's own."""
     while frames and any(part in frames[-1].file for part in _LAUNCHERS):
         frames.pop()
@@ -233,17 +235,17 @@ def _shown(frames: list[Frame]) -> tuple[str, ...]:
     return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)
 
 
-def _spied(boxes: Mapping[int, Labelled]) -> dict[int, MainThread]:
+def _spied(boxes: Mapping[int, BoxOrSummary]) -> dict[int, MainThread]:
     """What py-spy sees of ranks: their stacks, stopped and deaf as they may be, and who holds the GIL."""
     ranks = {int(box.meta["pid"]): rank for rank, box in boxes.items() if _state(box) not in (None, "Z", "X")}
     return {ranks[pid]: main for pid, main in py_spy.main_threads(ranks).items()} if ranks else {}
 
 
-def merged(seen: Mapping[int, Sighting], kept: Mapping[int, dict[str, Any]]) -> dict[int, Sighting]:
+def merged(seen: Mapping[int, ProcessStatus], kept: Mapping[int, dict[str, Any]]) -> dict[int, ProcessStatus]:
     """What is seen now, and where nobody can look or all is over, what a monitor saw and kept."""
     found = dict(seen)
     for rank, value in kept.items():
-        now, then = found.get(rank, Sighting()), Sighting.from_dict(value)
+        now, then = found.get(rank, ProcessStatus()), ProcessStatus.from_dict(value)
         if not now.alive:
             found[rank] = now.after(then)
     return found

@@ -21,7 +21,7 @@ _PATIENCE_S = 5.0
 _MOST_BYTES = 4 << 20
 
 
-class Frame(NamedTuple):
+class PySpyFrame(NamedTuple):
     """One line of a stack."""
 
     file: str
@@ -38,7 +38,7 @@ def program() -> str | None:
 class MainThread(NamedTuple):
     """Its frames, innermost first."""
 
-    frames: list[Frame]
+    frames: list[PySpyFrame]
     holds_gil: bool
 
 
@@ -77,5 +77,5 @@ def _main_thread(text: bytes, pid: int) -> MainThread | None:
         return None
 
 
-def _frame(value: dict[str, Any]) -> Frame:
-    return Frame(str(value["filename"]), int(value["line"]), str(value["name"]))
+def _frame(value: dict[str, Any]) -> PySpyFrame:
+    return PySpyFrame(str(value["filename"]), int(value["line"]), str(value["name"]))

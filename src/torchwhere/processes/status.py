@@ -13,7 +13,7 @@ STOPPED = frozenset("Tt")
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class ProcessStatus:
     """One process. `alive` is None where nobody could look: another host, another user."""
 
     alive: bool | None = None
@@ -33,7 +33,7 @@ class Sighting:
         """Whether it is stopped by a signal, or was until it was gone."""
         return self.state in STOPPED
 
-    def after(self, before: Sighting) -> Sighting:
+    def after(self, before: ProcessStatus) -> ProcessStatus:
         """This look, with what an earlier one knew and this one cannot: when it was last alive, how it ended, its stack."""
         alive = before.alive if self.alive is None else self.alive
         is_settled = before.alive is False  # it was found gone by then: what was killed since is another one
@@ -41,7 +41,7 @@ class Sighting:
         is_newer = self.stack_ns is None or self.stack_ns >= (before.stack_ns or 0)  # a crash has no moment, and is the last
         stack = self if self.stack and (is_newer or not before.stack) else before
         grew = self.oom_kills is None or before.oom_kills is None or is_more
-        return Sighting(
+        return ProcessStatus(
             alive=alive,
             state=self.state if self.alive else before.state,
             ended=self.ended or before.ended,
@@ -59,7 +59,7 @@ class Sighting:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> Sighting:
+    def from_dict(cls, value: dict[str, Any]) -> ProcessStatus:
         """Of whatever a file holds: what has not the right form is left out."""
         alive, state, ended, stack = (value.get(name) for name in ("alive", "state", "ended", "stack"))
         oom_kills, out_of_memory, exit_code = (value.get(name) for name in ("oom_kills", "out_of_memory", "exit_code"))

@@ -2,7 +2,7 @@
 
 When all processes of a job have been killed, the boxes alone tell whether it hung or was only passing through: by how long
 the last beat came after the last thing that was recorded. A process whose main thread waits, in a collective or a lock, beats
-on; one that is stopped, or holds the GIL in C, does not. A rank that has come to rest has time to do more: `on_rest`.
+on; one that is stopped, or holds the GIL in C, does not. A rank that has come to rest has time to do more: `on_stall`.
 
 Beside each beat it writes for how long the main thread was ready to run and had no CPU: who is late for that is not to blame.
 """
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.hooks.error_limiter import Trouble
-from torchwhere.processes.cpu_delay import queued_ns
+from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.processes.cpu_delay import cpu_delay_ns
 
 BEAT_S = 1.0
 _REST_BEATS = 2  # without anything recorded: the job may have come to rest
@@ -27,12 +27,12 @@ _FORK_S = 2.0  # a fork is held up for at most so long
 _KEPT_OPEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}  # faults of its own
 
 
-class Heart:
-    """Beats from `start` to `stop`. While nothing moves, `on_rest` is called, in its thread: after 2 beats, 4, 8 and so on."""
+class Heartbeat:
+    """Beats from `start` to `stop`. While nothing moves, `on_stall` is called, in its thread: after 2 beats, 4, 8 and so on."""
 
-    def __init__(self, box: BoxWriter, *, on_rest: Callable[[], None]) -> None:
+    def __init__(self, box: BoxWriter, *, on_stall: Callable[[], None]) -> None:
         self._box = box
-        self._on_rest = on_rest
+        self._on_rest = on_stall
         self._over = threading.Event()
         # Held while it does more than beat: it may import, and a child must not inherit half of that. A thread that has forked
         # lets go of it if it has it, which this kind of lock knows.
@@ -40,8 +40,8 @@ class Heart:
         self._thread: threading.Thread | None = None
         self._rests, self._looks = True, False
         self._queued_ns = 0
-        self._trouble = Trouble("the heartbeat", self._over.set)
-        self._trouble_at_rest = Trouble("what a rank leaves that stands still", self._rest_no_more)
+        self._trouble = ErrorLimiter("the heartbeat", self._over.set)
+        self._trouble_at_rest = ErrorLimiter("what a rank leaves that stands still", self._rest_no_more)
 
     def start(self) -> None:
         """Once; a second time changes nothing."""
@@ -54,7 +54,7 @@ class Heart:
                 self._trouble(error)
 
     def stop(self, *, looks: bool = False) -> None:
-        """No beat after this. With `looks`, a last `on_rest`: a rank that has failed leaves what one that stands still does."""
+        """No beat after this. With `looks`, a last `on_stall`: a rank that has failed leaves what one that stands still does."""
         self._looks = looks
         self._over.set()
         if self._thread is not None:
@@ -92,10 +92,10 @@ class Heart:
             self._rest()
 
     def _beat(self) -> None:
-        queued = queued_ns()
+        queued = cpu_delay_ns()
         if queued is not None:
             waited, self._queued_ns = queued - (self._queued_ns or queued), queued
-            self._box.beat(time.monotonic_ns(), queued_ns=waited)
+            self._box.beat(time.monotonic_ns(), cpu_delay_ns=waited)
         else:
             self._box.beat(time.monotonic_ns())
 

@@ -18,6 +18,9 @@ import torch
 
 from torchwhere.blackbox.file_format import (
     CALL_MASK,
+    COUNTER_COUNT,
+    COUNTER_RECORD,
+    COUNTER_TIME,
     CURSOR_LINE,
     CURSOR_PHASE,
     CURSOR_RECORD,
@@ -29,25 +32,22 @@ from torchwhere.blackbox.file_format import (
     MODULE_SHIFT,
     NO_CALL,
     PASS_SHIFT,
-    TALLY_COUNT,
-    TALLY_RECORD,
-    TALLY_TIME,
-    Sort,
+    EntryType,
 )
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import described
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Pass, Place
 from torchwhere.hooks import _torch, compilation, compiled_graphs, python_stack
-from torchwhere.hooks.collectives import Call
+from torchwhere.hooks.collectives import IssuedCall
 from torchwhere.hooks.ddp import Bucket, Reducers
 from torchwhere.hooks.exceptions import NOTE_START
-from torchwhere.hooks.fast_path import Passes, PythonPasses
-from torchwhere.hooks.locate import Locator, Spot
-from torchwhere.hooks.phases import Phases
+from torchwhere.hooks.fast_path import FastPath, PythonFastPath
+from torchwhere.hooks.locate import Locator, PlaceIds
+from torchwhere.hooks.phases import PhaseRecorder
 from torchwhere.hooks.threads import Track
 
-Tap = Callable[[int, Call], None]  # the number of the record, and the call
+Tap = Callable[[int, IssuedCall], None]  # the number of the record, and the call
 Seen = tuple[int, int]  # the line and the graph that were found there a moment ago
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
@@ -68,7 +68,7 @@ class Recorder:
         self._step_is_users = False
         self._native = box.native
         self.reducers = Reducers(locator.names, box.native)
-        self.phases = Phases(box, locator, rank=rank)
+        self.phases = PhaseRecorder(box, locator, rank=rank)
         self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)  # number of the record, op, index, group
         self._labels: list[tuple[str, str]] = []  # op and group of the reductions that the native part has learned
         self._aims: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Recorder:
         self._taps: list[Tap] = []
         self._here = locator.threads.here
         self._node = _torch.private("current_node") or (lambda: None)
-        self.passes: Passes = PythonPasses()
+        self.fast_path: FastPath = PythonFastPath()
 
     @property
     def step(self) -> int:
@@ -92,7 +92,7 @@ class Recorder:
     def step_is_users(self, whether: bool) -> None:
         if whether != self._step_is_users:
             self._step_is_users = whether
-            self.passes.wake()
+            self.fast_path.wake()
 
     @property
     def taps(self) -> list[Tap]:
@@ -103,27 +103,27 @@ class Recorder:
     def taps(self, taps: list[Tap]) -> None:
         self._taps = taps
         if self._native is not None:
-            self._native.step_aside(bool(taps))
+            self._native.defer_to_python(bool(taps))
 
     # -- threads -----------------------------------------------------------------------------------------------------
 
     def meet_thread(self, track: Track) -> None:
         track.cursor = self.box.cursor_at(track.slot)
-        self.box.intern(Sort.THREAD, f"{track.number}\t{track.name}")
+        self.box.intern(EntryType.THREAD, f"{track.number}\t{track.name}")
         words, cursor = self.box.words, track.cursor
         for word in (CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE):  # the slot may have been another thread's
             words[cursor + word] = 0
         words[cursor + CURSOR_THREAD] = track.number + 1
         words[cursor + CURSOR_STEP] = self.step
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
-        if self.box.pen is not None:
-            track.is_here(self.box.pen)
+        if self.box.native_box is not None:
+            track.is_here(self.box.native_box)
             if track.name == "MainThread":
-                self.box.pen.main_cursor = cursor
+                self.box.native_box.main_cursor = cursor
 
     def move(self, track: Track, word: int) -> None:
         """A thread went from one pass to another, outside any module."""
-        if self.box.pen is not None and track.move(self.box.pen, word):
+        if self.box.native_box is not None and track.move(self.box.native_box, word):
             return
         track.top = word
         self.box.words[track.cursor] = word
@@ -136,7 +136,7 @@ class Recorder:
         track, spot, line, graph = self._look_around(frame or python_stack.caller(1))
         return self._write(kind, track, spot, line=line, graph=graph, what=what, more=self._text(text))
 
-    def _look_around(self, frame: FrameType | None) -> tuple[Track, Spot, int, int]:
+    def _look_around(self, frame: FrameType | None) -> tuple[Track, PlaceIds, int, int]:
         """Track, spot, line and graph of the calling thread."""
         track = self._here()
         return track, self.locator.spot(track), *self._see(frame)
@@ -146,7 +146,9 @@ class Recorder:
         graph = self._graph_id(looked.graph) if looked.graph is not None or self._compiling else 0
         return self.locator.line_id(looked.file, looked.line), graph
 
-    def _write(self, kind: Kind, track: Track, spot: Spot, *, line: int, graph: int = 0, what: int = 0, more: int = 0) -> int:
+    def _write(
+        self, kind: Kind, track: Track, spot: PlaceIds, *, line: int, graph: int = 0, what: int = 0, more: int = 0
+    ) -> int:
         number = self.box.record(
             *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call),
             *(line, graph, what, 0, spot.param, more),
@@ -165,19 +167,19 @@ class Recorder:
 
     def _graph_id(self, graph: str | None) -> int:
         graph = graph or compilation.being_compiled()
-        return self.box.intern(Sort.GRAPH, graph) if graph else 0
+        return self.box.intern(EntryType.GRAPH, graph) if graph else 0
 
     def note(self, text: str, fields: dict[str, Any], *, frame: FrameType | None) -> None:
         self.event(Kind.NOTE, text={TEXT_FIELD[Kind.NOTE]: text, **fields}, frame=frame)
 
     def compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self._compiling += 1
-        self.passes.wake()
-        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(Sort.GRAPH, compile_id), text=known)
+        self.fast_path.wake()
+        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(EntryType.GRAPH, compile_id), text=known)
 
     def compile_ends(self, compile_id: str) -> None:
         self._compiling = max(0, self._compiling - 1)
-        self.event(Kind.COMPILE_END, what=self.box.intern(Sort.GRAPH, compile_id))
+        self.event(Kind.COMPILE_END, what=self.box.intern(EntryType.GRAPH, compile_id))
 
     def group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
         """A process group is about to be made: from here on this rank waits for the others."""
@@ -191,11 +193,11 @@ class Recorder:
     def optimizer_stepped(self, name: str) -> Seen:
         frame = python_stack.caller(1)
         track, (line, graph) = self._here(), self._see(frame)
-        spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(Sort.PHASE, name)
+        spot, entry = self.locator.spot_in_optimizer(track), self.box.intern(EntryType.PHASE, name)
         self._write(Kind.OPTIMIZER, track, spot, line=line, graph=graph, what=entry)
         if self._native is not None:
-            self.passes.learn_line(frame, line)
-            self.passes.learn_name(name, entry)
+            self.fast_path.learn_line(frame, line)
+            self.fast_path.learn_name(name, entry)
         return line, graph
 
     def set_step(self, step: int, *, seen: Seen | None = None) -> None:
@@ -204,7 +206,7 @@ class Recorder:
             frame = python_stack.caller(1)
             track, spot, line, graph = self._look_around(frame)
             if self._native is not None:
-                self.passes.learn_line(frame, line)
+                self.fast_path.learn_line(frame, line)
         else:
             track, (line, graph) = self._here(), seen
             spot = self.locator.spot(track)
@@ -221,7 +223,7 @@ class Recorder:
     def rest(self, looked_at: tuple[Any, ...]) -> None:
         """All is done that there is to do between steps: have the native part go from step to step, if that can be."""
         if not self._compiling:
-            self.passes.rest(self._check_file_at, not self.step_is_users, looked_at)
+            self.fast_path.rest(self._check_file_at, not self.step_is_users, looked_at)
 
     def begin_step(self) -> None:
         """The first one."""
@@ -231,7 +233,7 @@ class Recorder:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def collective(self, call: Call) -> None:
+    def collective(self, call: IssuedCall) -> None:
         locator, looked = self.locator, call.stack
         track = self._here()
         track.may_issue = True
@@ -243,7 +245,7 @@ class Recorder:
             graph = compiled_graphs.backward_graph(self._node())
         line = locator.line_id(looked.file, looked.line) or self._line_of_backward(track, spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
-        self._issued(call, track, spot, line, graph_id, self._aim(call))
+        self._issued(call, track, spot, line, graph_id, self._beneficiary(call))
 
     def bucket(self, bucket: Bucket) -> None:
         """DDP reduces a bucket that it has reduced before: only the number is new. About half the cost of `collective`."""
@@ -253,14 +255,14 @@ class Recorder:
         if self._native is not None and bucket.spot is not None:
             self._teach(bucket, bucket.call, bucket.spot)
 
-    def _teach(self, bucket: Bucket, call: Call, spot: Spot) -> None:
+    def _teach(self, bucket: Bucket, call: IssuedCall, spot: PlaceIds) -> None:
         """Have the native part record the next reduction that is like the one that runs."""
         label = (call.op.name, call.group.desc)
         if label not in self._labels:
             self._labels.append(label)
         stream = call.stream
         bucket.progress.learn(
-            *(bucket.index, self._labels.index(label), stream.numbers, -1 if stream.tally is None else stream.tally),
+            *(bucket.index, self._labels.index(label), stream.numbers, -1 if stream.counter is None else stream.counter),
             *(_COLLECTIVE, spot.pass_, spot.flags | call.flags, spot.module, spot.call & CALL_MASK),
             *(call.signature, bucket.entry, spot.param),
         )
@@ -271,33 +273,33 @@ class Recorder:
             last += [(number, self._labels[at][0], index, self._labels[at][1]) for number, index, at in self._native.recent()]
         return sorted(last)[-_LAST_COLLECTIVES:]
 
-    def _spot_of_bucket(self, bucket: Bucket, track: Track) -> Spot:
+    def _spot_of_bucket(self, bucket: Bucket, track: Track) -> PlaceIds:
         param, bucket.param = bucket.param, None
         if param is None:  # launched at the end of the backward, by no parameter
             return self.locator.spot(track)
         spot = bucket.spot = self.locator.spot_of_param(param)
         return spot
 
-    def _spot_of_unit(self, unit: torch.nn.Module, spot: Spot) -> Spot:
+    def _spot_of_unit(self, unit: torch.nn.Module, spot: PlaceIds) -> PlaceIds:
         """FSDP1 reduces where a gradient of its flat parameter is ready; nobody but the unit knows that parameter."""
         names = self.locator.names.module_names(unit)
-        return Spot(spot.pass_, self.locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED) if names else spot
+        return PlaceIds(spot.pass_, self.locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED) if names else spot
 
-    def _issued(self, call: Call, track: Track, spot: Spot, line: int, graph: int, aim: int) -> None:
+    def _issued(self, call: IssuedCall, track: Track, spot: PlaceIds, line: int, graph: int, beneficiary: int) -> None:
         """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""
         stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
         index = next(stream.numbers)
         # fmt: off
         number = self.box.record(  # plain positions: unpacking two tuples takes 0.4 us more
             _COLLECTIVE, t_ns, spot.pass_, spot.flags | call.flags, track.number, self._counter.step, spot.module, spot.call,
-            line, graph, call.signature, aim, spot.param, index,
+            line, graph, call.signature, beneficiary, spot.param, index,
         )
         # fmt: on
-        tally, cursor = stream.tally, track.cursor
-        if tally is not None:
-            words[tally + TALLY_COUNT] = index + 1
-            words[tally + TALLY_TIME] = t_ns
-            words[tally + TALLY_RECORD] = number
+        counter, cursor = stream.counter, track.cursor
+        if counter is not None:
+            words[counter + COUNTER_COUNT] = index + 1
+            words[counter + COUNTER_TIME] = t_ns
+            words[counter + COUNTER_RECORD] = number
         words[cursor + CURSOR_RECORD] = number
         if spot.pass_ == Pass.BACKWARD:  # where nothing but a collective says where it is: show it to those who read the cursor
             words[cursor] = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
@@ -306,7 +308,7 @@ class Recorder:
         for tap in self._taps:
             tap(number, call)
 
-    def _line_of_backward(self, track: Track, spot: Spot) -> int:
+    def _line_of_backward(self, track: Track, spot: PlaceIds) -> int:
         """Out of the engine there is no Python stack of use: the line that called backward led here."""
         if spot.pass_ != Pass.BACKWARD:
             return 0
@@ -314,7 +316,7 @@ class Recorder:
         line = words[track.cursor + CURSOR_LINE]
         return line or (words[main.cursor + CURSOR_LINE] if main is not None else 0)
 
-    def _aim(self, call: Call) -> int:
+    def _beneficiary(self, call: IssuedCall) -> int:
         looked = call.stack
         if looked.unit is not None:
             names = self.locator.names.module_names(looked.unit)
@@ -324,27 +326,27 @@ class Recorder:
         bucket = call.bucket
         if bucket is None:
             return 0
-        bucket.entry = bucket.entry or self.box.intern(Sort.AIM, json.dumps(bucket.names))
+        bucket.entry = bucket.entry or self.box.intern(EntryType.BENEFICIARY, json.dumps(bucket.names))
         return bucket.entry
 
     def _aim_id(self, unit: str) -> int:
         known = self._aims.get(unit)
         if known is None:
-            known = self._aims[unit] = self.box.intern(Sort.AIM, json.dumps(unit))
+            known = self._aims[unit] = self.box.intern(EntryType.BENEFICIARY, json.dumps(unit))
         return known
 
     def _aim_of_params(self, params: list[torch.Tensor]) -> int:
         names = [found[0] for param in params if (found := self.locator.names.params.of(param))]
-        return self.box.intern(Sort.AIM, json.dumps(names)) if names else 0
+        return self.box.intern(EntryType.BENEFICIARY, json.dumps(names)) if names else 0
 
     # -- exceptions --------------------------------------------------------------------------------------------------
 
-    def exception(self, error: BaseException, track: Track, spot: Spot, line: str | None) -> None:
+    def exception(self, error: BaseException, track: Track, spot: PlaceIds, line: str | None) -> None:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
         last = [f"{op} #{number} on {group}" for _, op, number, group in self._last_collectives()]
         error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
         text = {"text": described(error), "type": type(error).__name__, "last": last}
-        line_id = self.box.intern(Sort.LINE, line) if line else 0
+        line_id = self.box.intern(EntryType.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
 
     def place_of_node(self, node: Any) -> Place:

@@ -16,38 +16,38 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file, rest_file
+from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file, stall_file
 from torchwhere.core.errors import FAILED, TorchwhereError, failure
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.hooks import python_stack
-from torchwhere.hooks.backward import BackwardSense
-from torchwhere.hooks.call_chain import Nestings
-from torchwhere.hooks.collectives import CollectiveSense
-from torchwhere.hooks.compilation import CompilationSense
+from torchwhere.hooks.backward import BackwardHook
+from torchwhere.hooks.call_chain import CallChains
+from torchwhere.hooks.collectives import CollectiveHook
+from torchwhere.hooks.compilation import CompilationHook
 from torchwhere.hooks.compiled_graphs import Ledger
 from torchwhere.hooks.error_limiter import log
-from torchwhere.hooks.exceptions import ExceptionSense
-from torchwhere.hooks.fast_path import make_passes
+from torchwhere.hooks.exceptions import ExceptionHook
+from torchwhere.hooks.fast_path import make_fast_path
 from torchwhere.hooks.fault_stack import Faults
-from torchwhere.hooks.group_creation import GatheringSense
-from torchwhere.hooks.groups import Groups
-from torchwhere.hooks.late_imports import Imports
-from torchwhere.hooks.layouts import LayoutSense
+from torchwhere.hooks.group_creation import GroupCreationHook
+from torchwhere.hooks.groups import WatchedGroups
+from torchwhere.hooks.late_imports import LateImports
+from torchwhere.hooks.layouts import LayoutHook
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import Locator
-from torchwhere.hooks.modules import ModuleSense
-from torchwhere.hooks.optimizers import OptimizerSense
-from torchwhere.hooks.stall_stack import RestFile
+from torchwhere.hooks.modules import ModuleHook
+from torchwhere.hooks.optimizers import OptimizerHook
+from torchwhere.hooks.stall_stack import StallStackFile
 from torchwhere.hooks.threads import Threads, Track
 from torchwhere.model import watched
 from torchwhere.model.module_names import NameTable
 from torchwhere.native.load import native
 from torchwhere.recorder import identity
-from torchwhere.recorder.heartbeat import Heart
+from torchwhere.recorder.heartbeat import Heartbeat
 from torchwhere.recorder.recorder import Recorder, Seen
 
 if TYPE_CHECKING:
-    from torchwhere.snapshots.on_stall import Witness
+    from torchwhere.snapshots.on_stall import StallSnapshot
 
 
 class Session:
@@ -58,7 +58,7 @@ class Session:
     ) -> None:
         self.out = out
         self.depth = 1
-        self._witness: Witness | None = None
+        self._stall_snapshot: StallSnapshot | None = None
         self._on_exit = on_exit
         meta = identity.describe()
         self._box = _open_box(out, meta, records)
@@ -66,15 +66,15 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
-        self._rest_file = RestFile(rest_file(self._box.path)) if self._box.path is not None else None
-        self.heart = Heart(self._box, on_rest=self._rest)
-        self._make_senses(locator, module_events)
+        self._rest_file = StallStackFile(stall_file(self._box.path)) if self._box.path is not None else None
+        self.heartbeat = Heartbeat(self._box, on_stall=self._rest)
+        self._make_hooks(locator, module_events)
         self._install(model)
 
-    def _make_senses(self, locator: Locator, module_events: bool) -> None:
+    def _make_hooks(self, locator: Locator, module_events: bool) -> None:
         recorder, counter = self.recorder, self._box.counter
-        self._exceptions = ExceptionSense(locator, report=recorder.exception)
-        self.modules = ModuleSense(
+        self._exceptions = ExceptionHook(locator, report=recorder.exception)
+        self.modules = ModuleHook(
             self._box,
             locator,
             on_error=self._exceptions.in_module,
@@ -82,25 +82,25 @@ class Session:
             current_step=lambda: counter.step,
             events=module_events,
         )
-        self.listeners = Listeners(locator, Nestings(locator), self.modules, current_step=lambda: counter.step)
+        self.listeners = Listeners(locator, CallChains(locator), self.modules, current_step=lambda: counter.step)
         steppers: set[int] = set()
-        self._passes = make_passes(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
-        recorder.passes = self._passes
-        self._optimizers = OptimizerSense(
+        self._passes = make_fast_path(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
+        recorder.fast_path = self._passes
+        self._optimizers = OptimizerHook(
             *(locator, self._passes, steppers),
             on_move=recorder.move,
             on_optimizer=recorder.optimizer_stepped,
             on_step_end=self._step_ended,
         )
-        self._backward = BackwardSense(
+        self._backward = BackwardHook(
             *(self._box, locator, self.listeners, self._passes),
             on_error=self._exceptions.in_backward,
             on_begin=recorder.reducers.look,
             on_end=self._optimizers.backward_ended,
         )
-        self._groups = Groups(self._box, on_new=self._settle_rank)
-        self._layouts = LayoutSense(self._box, locator.names, self.modules)
-        self._collectives = CollectiveSense(
+        self._groups = WatchedGroups(self._box, on_new=self._settle_rank)
+        self._layouts = LayoutHook(self._box, locator.names, self.modules)
+        self._collectives = CollectiveHook(
             self._box,
             self._groups,
             bucket_of=recorder.reducers.bucket,
@@ -108,9 +108,9 @@ class Session:
             on_bucket=recorder.bucket,
             turns=recorder.reducers.turns,
         )
-        self._gathering = GatheringSense(on_begin=self._group_begins, on_end=recorder.group_ends)
-        self._compilation = CompilationSense(on_begin=self._compile_begins, on_end=self._compile_ends)
-        self._imports = Imports(
+        self._gathering = GroupCreationHook(on_begin=self._group_begins, on_end=recorder.group_ends)
+        self._compilation = CompilationHook(on_begin=self._compile_begins, on_end=self._compile_ends)
+        self._imports = LateImports(
             {
                 "torch._dynamo": self._compilation.install,
                 "deepspeed.runtime.engine": self._optimizers.watch_deepspeed,
@@ -145,10 +145,10 @@ class Session:
 
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
-        self.heart.stop()
-        senses = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
-        for sense in (*senses, self._gathering):
-            sense.trouble.is_over = True
+        self.heartbeat.stop()
+        hooks = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
+        for sense in (*hooks, self._gathering):
+            sense.errors.is_over = True
         atexit.unregister(self._at_exit)
         watched.end()
         self._imports.remove()
@@ -176,7 +176,7 @@ class Session:
             if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
-            self.heart.stop(looks=reason.startswith(FAILED))
+            self.heartbeat.stop(looks=reason.startswith(FAILED))
         except Exception as error:
             log.warning("torchwhere: the end of the watch could not be recorded: %s", error)
         finally:
@@ -184,7 +184,7 @@ class Session:
 
     def abandon(self) -> None:
         """In a forked child: leave the parent's box alone."""
-        self.heart.abandon()
+        self.heartbeat.abandon()
         self._collectives.abandon()
         self._gathering.remove()
         watched.end()
@@ -214,11 +214,11 @@ class Session:
     # -- what the senses tell ----------------------------------------------------------------------------------------
 
     def _compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
-        self.modules.step_aside()
+        self.modules.pause()
         self.recorder.compile_begins(compile_id, known)
 
     def _compile_ends(self, compile_id: str) -> None:
-        self.modules.step_back()
+        self.modules.resume()
         self.recorder.compile_ends(compile_id)
 
     def _group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
@@ -229,7 +229,7 @@ class Session:
         """Only a rank among several has a heart, and only once there is a group, or about to be: from then on there are threads
         in its process anyway. A job that forks finds nothing new."""
         if world > 1 and self._box.path is not None:
-            self.heart.start()
+            self.heartbeat.start()
 
     def _rest(self) -> None:
         """In the thread of the heart: nothing moves, or this rank has failed. Leave where it stands, and what it sees of those
@@ -237,15 +237,15 @@ class Session:
         if self._rest_file is None or self._box.path is None:
             return
         self._rest_file.write()
-        if self._witness is None:
-            from torchwhere.snapshots.on_stall import Witness  # reads boxes: a job that never rests needs nothing of that
+        if self._stall_snapshot is None:
+            from torchwhere.snapshots.on_stall import StallSnapshot  # reads boxes: a job that never rests needs nothing of that
 
-            self._witness = Witness(self._box.path, rank=self.recorder.rank)
-        self._witness.look_around()
+            self._stall_snapshot = StallSnapshot(self._box.path, rank=self.recorder.rank)
+        self._stall_snapshot.take()
 
     def _meet_module(self, module: nn.Module) -> None:
         self.recorder.reducers.meet(module)
-        self._passes.is_aside = True
+        self._passes.is_paused = True
 
     def _meet_thread(self, track: Track) -> None:
         self.recorder.meet_thread(track)
@@ -294,7 +294,7 @@ class Session:
             if self._faults is not None:
                 self._faults.rename(fault_file(path))
             if self._rest_file is not None:
-                self._rest_file.rename(rest_file(path))
+                self._rest_file.rename(stall_file(path))
         except (TorchwhereError, OSError) as error:
             log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchwhere.diagnose.diff.cohorts import Comparison, Entry, Parting, Version, ranks_named
+from torchwhere.diagnose.diff.cohorts import ComparedItem, Comparison, Divergence, Version, ranks_named
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.log_lines import stripped
 from torchwhere.render.text import GAP, Cell, Column, Line, fitted, module_cell, plain, plural, table, what
@@ -27,21 +27,21 @@ def diff_lines(diff: Diff, *, width: int | None) -> Iterator[Line]:
             yield [(f"{name}: nothing to compare", _SAME)]
         else:
             yield from _comparison_lines(name, found, width)
-            if found.partings and name == "events":
+            if found.divergences and name == "events":
                 yield []
 
 
 def _comparison_lines(name: str, found: Comparison, width: int | None) -> Iterator[Line]:
     yield fitted(_title(name, found), width)
-    for parting in found.partings[:_MOST_PARTINGS]:
+    for divergence in found.divergences[:_MOST_PARTINGS]:
         yield []
-        yield fitted([(_INDENT, ""), *_headline(parting)], width)
-        lines = _event_lines(parting, width) if name == "events" else _log_lines(parting, width)
+        yield fitted([(_INDENT, ""), *_headline(divergence)], width)
+        lines = _event_lines(divergence, width) if name == "events" else _log_lines(divergence, width)
         yield from ([(_INDENT, ""), *line] for line in lines)
-        yield from (fitted([(_INDENT + plain(remark), "yellow")], width) for remark in parting.remarks)
-    if len(found.partings) > _MOST_PARTINGS:
-        yield [(f"{_INDENT}{len(found.partings) - _MOST_PARTINGS} more: --json has them all", "yellow")]
-    if found.partings and found.remarks:
+        yield from (fitted([(_INDENT + plain(remark), "yellow")], width) for remark in divergence.remarks)
+    if len(found.divergences) > _MOST_PARTINGS:
+        yield [(f"{_INDENT}{len(found.divergences) - _MOST_PARTINGS} more: --json has them all", "yellow")]
+    if found.divergences and found.remarks:
         yield []
     yield from (fitted([(f"{_INDENT}{plain(remark)}", "yellow")], width) for remark in found.remarks)
 
@@ -51,7 +51,7 @@ def _title(name: str, found: Comparison) -> Line:
     steps = "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
     unit = "event" if name == "events" else "line"
     title = f"{name} of {plural(len(found.ranks), 'rank')}{steps}, {found.compared:,} {unit}{'s' * (found.compared != 1)}"
-    if not found.partings:
+    if not found.divergences:
         return [(title, "bold"), (": no difference", "green")]
     cohorts = "; ".join(ranks_named(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS])
     more = "; ..." if len(found.cohorts) > _MOST_VERSIONS else ""
@@ -66,13 +66,13 @@ _VERBS = {
 }
 
 
-def _headline(parting: Parting) -> Line:
-    step = "" if parting.step is None else f" in step {parting.step}"
-    of_one, of_several, of_equals = _VERBS[parting.kind]
-    most, least = parting.versions[0].ranks, parting.minority.ranks
-    if len(parting.versions) > 2:
-        everybody = ranks_named([rank for version in parting.versions for rank in version.ranks])
-        return [(f"{everybody} {of_equals} in {len(parting.versions)} ways{step}", _DIFFERS)]
+def _headline(divergence: Divergence) -> Line:
+    step = "" if divergence.step is None else f" in step {divergence.step}"
+    of_one, of_several, of_equals = _VERBS[divergence.kind]
+    most, least = divergence.versions[0].ranks, divergence.minority.ranks
+    if len(divergence.versions) > 2:
+        everybody = ranks_named([rank for version in divergence.versions for rank in version.ranks])
+        return [(f"{everybody} {of_equals} in {len(divergence.versions)} ways{step}", _DIFFERS)]
     if len(least) < len(most):
         return [(f"{ranks_named(least)} {of_one if len(least) == 1 else of_several} {ranks_named(most)}{step}", _DIFFERS)]
     return [(f"{ranks_named(most)} and {ranks_named(least)} {of_equals}{step}", _DIFFERS)]
@@ -81,7 +81,7 @@ def _headline(parting: Parting) -> Line:
 # -- events ------------------------------------------------------------------------------------------------------------------
 
 
-def _event_lines(parting: Parting, width: int | None) -> Iterator[Line]:
+def _event_lines(divergence: Divergence, width: int | None) -> Iterator[Line]:
     columns = [
         Column("ranks"),
         Column("step", right=True),
@@ -90,13 +90,13 @@ def _event_lines(parting: Parting, width: int | None) -> Iterator[Line]:
         Column("module", keep_end=True),
         Column("event"),
     ]
-    rows: list[list[Cell]] = [["same", *_event_cells(entry)] for entry in parting.before]
+    rows: list[list[Cell]] = [["same", *_event_cells(entry)] for entry in divergence.before]
     rows = [[[(str(cell), _SAME)] for cell in row] for row in rows]
-    versions = parting.versions[:_MOST_VERSIONS]
-    cells = [_version_cells(version, with_shapes=parting.kind == "group") for version in versions]
+    versions = divergence.versions[:_MOST_VERSIONS]
+    cells = [_version_cells(version, with_shapes=divergence.kind == "group") for version in versions]
     rows += [[_ranks(version), *marked] for version, marked in zip(versions, _marked(cells), strict=True)]
     yield from table(columns, rows, width=None if width is None else width - len(_INDENT), narrowing=_EVENT_NARROWING)
-    yield from _more_versions(parting)
+    yield from _more_versions(divergence)
 
 
 def _version_cells(version: Version, *, with_shapes: bool) -> list[str]:
@@ -108,7 +108,7 @@ def _version_cells(version: Version, *, with_shapes: bool) -> list[str]:
     return [*place, f"instead: {text}"]
 
 
-def _event_cells(entry: Entry, *, with_shapes: bool = False) -> list[str]:
+def _event_cells(entry: ComparedItem, *, with_shapes: bool = False) -> list[str]:
     event = entry.event
     if event is None:  # of a job that runs, and has gone on
         return ["", "", "", "", entry.text]
@@ -140,23 +140,23 @@ def _marked(rows: Sequence[Sequence[str]]) -> list[list[Cell]]:
 # -- logs --------------------------------------------------------------------------------------------------------------------
 
 
-def _log_lines(parting: Parting, width: int | None) -> Iterator[Line]:
+def _log_lines(divergence: Divergence, width: int | None) -> Iterator[Line]:
     columns = [Column("ranks"), Column("line", right=True), Column("text")]
     same: Line = [("same", _SAME)]
-    rows: list[list[Cell]] = [_log_row(same, entry, [(plain(entry.text), _SAME)]) for entry in parting.before]
-    versions = parting.versions[:_MOST_VERSIONS]
+    rows: list[list[Cell]] = [_log_row(same, entry, [(plain(entry.text), _SAME)]) for entry in divergence.before]
+    versions = divergence.versions[:_MOST_VERSIONS]
     for version, text in zip(versions, _marked_words([_words(version) for version in versions]), strict=True):
         if version.entry is None:
             rows.append([_ranks(version), "", [("nothing more", _DIFFERS)]])
             continue
         rows.append(_log_row(_ranks(version), version.entry, text))
-        if parting.kind == "flow":
+        if divergence.kind == "flow":
             rows += [_log_row("", entry, [(plain(entry.text), "")]) for entry in version.after]
     yield from table(columns, rows, width=None if width is None else width - len(_INDENT), narrowing=_LOG_NARROWING)
-    yield from _more_versions(parting)
+    yield from _more_versions(divergence)
 
 
-def _log_row(name: Cell, entry: Entry, text: Line) -> list[Cell]:
+def _log_row(name: Cell, entry: ComparedItem, text: Line) -> list[Cell]:
     return [name, [(str(entry.number), _SAME)], text]
 
 
@@ -184,8 +184,8 @@ def _ranks(version: Version) -> str:
     return ranks_named(version.ranks).partition(" ")[2]
 
 
-def _more_versions(parting: Parting) -> Iterator[Line]:
-    rest: Iterable[Version] = parting.versions[_MOST_VERSIONS:]
+def _more_versions(divergence: Divergence) -> Iterator[Line]:
+    rest: Iterable[Version] = divergence.versions[_MOST_VERSIONS:]
     ranks = [rank for version in rest for rank in version.ranks]
     if ranks:
-        yield [(f"and {len(parting.versions) - _MOST_VERSIONS} more versions, of {ranks_named(ranks)}", "yellow")]
+        yield [(f"and {len(divergence.versions) - _MOST_VERSIONS} more versions, of {ranks_named(ranks)}", "yellow")]

@@ -1,6 +1,6 @@
 """The text of a test that failed: what was expected of the collectives, what was found, and where each came from.
 
-Takes a `Verdict` or the differences to a snapshot, gives one text. Long lists are cut: the first rows are enough to begin with.
+Takes a `Expectation` or the differences to a snapshot, gives one text. Long lists are cut: the first rows are enough to begin with.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.cells import cell_len
 
 from torchwhere.core.place import shown
-from torchwhere.diagnose.comms.expect import Check, Verdict
+from torchwhere.diagnose.comms.expect import Check, Expectation
 from torchwhere.diagnose.comms.outline import params_text
-from torchwhere.diagnose.comms.snapshot import Difference, Row
-from torchwhere.diagnose.comms.tree import Aim, Comms, CommsKey, Tally
+from torchwhere.diagnose.comms.snapshot import CommsDifference, SnapshotRow
+from torchwhere.diagnose.comms.tree import Aim, Comms, CommsKey, CommsSum
 from torchwhere.render.text import amount, plain
 
 _MOST_ROWS = 40
@@ -21,7 +21,7 @@ _MOST_LINES = 3  # of the user's code for one row
 _WORDS = {"module": "in", "pass_": "in", "group": "on", "for_": "for"}
 
 
-def failure(verdict: Verdict) -> str:
+def failure(verdict: Expectation) -> str:
     """Why an expectation does not hold."""
     where = "".join(f" {_WORDS[name]} {plain(shown(value))}" for name, value in verdict.filters.items())
     said = [f"the collectives{where} are not as expected:"]
@@ -45,7 +45,7 @@ def _check_row(check: Check) -> list[str]:
 
 
 def _found(comms: Comms) -> list[str]:
-    rows = [_found_row(module, key, tally) for module, key, tally in comms.walk()]
+    rows = [_found_row(module, key, counter) for module, key, counter in comms.walk()]
     return _aligned(rows[:_MOST_ROWS]) + _rest(rows) if rows else ["  no collectives"]
 
 
@@ -53,9 +53,9 @@ def _rest(rows: Sequence[object]) -> list[str]:
     return [f"  … and {len(rows) - _MOST_ROWS} more rows"] if len(rows) > _MOST_ROWS else []
 
 
-def _found_row(module: str | None, key: CommsKey, tally: Tally) -> list[str]:
-    lines = ", ".join(map(plain, list(tally.lines)[:_MOST_LINES])) + (" …" if len(tally.lines) > _MOST_LINES else "")
-    what = _what(key.op, key.group, key.aim, tally.count, tally.bytes, module)
+def _found_row(module: str | None, key: CommsKey, counter: CommsSum) -> list[str]:
+    lines = ", ".join(map(plain, list(counter.lines)[:_MOST_LINES])) + (" …" if len(counter.lines) > _MOST_LINES else "")
+    what = _what(key.op, key.group, key.beneficiary, counter.count, counter.bytes, module)
     return ["", *what[:2], _place(module, key.pass_), *what[2:], f"at {lines}" if lines else ""]
 
 
@@ -65,19 +65,19 @@ def _place(module: str | None, pass_: str) -> str:
     return "outside any module" if pass_ == "outside" else f"{pass_}, outside any module"
 
 
-def _what(op: str, group: str, aim: Aim, count: int, nbytes: int, module: str | None) -> list[str]:
+def _what(op: str, group: str, beneficiary: Aim, count: int, nbytes: int, module: str | None) -> list[str]:
     """The cells that a row found and a row of a snapshot share."""
-    named = params_text(aim) if isinstance(aim, tuple) else shown(aim)
+    named = params_text(beneficiary) if isinstance(beneficiary, tuple) else shown(beneficiary)
     return [
         f"{count} x",
         plain(op),
         amount(nbytes) if nbytes else "",
         f"on {plain(group)}",
-        "" if aim in (None, module) else f"for {plain(named)}",
+        "" if beneficiary in (None, module) else f"for {plain(named)}",
     ]
 
 
-def difference_text(path: object, differences: Sequence[Difference]) -> str:
+def difference_text(path: object, differences: Sequence[CommsDifference]) -> str:
     """How the collectives differ from a snapshot."""
     said = [f"the collectives are not those of {path} (- expected, + found)"]
     rows = [line for difference in differences for line in _difference_lines(difference)]
@@ -86,14 +86,14 @@ def difference_text(path: object, differences: Sequence[Difference]) -> str:
     return "\n".join(said)
 
 
-def _difference_lines(difference: Difference) -> Iterator[str]:
+def _difference_lines(difference: CommsDifference) -> Iterator[str]:
     yield f"  {_place(difference.module, difference.pass_)}"
     rows = [*_signed("-", difference.expected), *_signed("+", difference.found)]
     yield from (f"  {line}" for line in _aligned(rows))
 
 
-def _signed(sign: str, rows: Iterable[Row]) -> list[list[str]]:
-    return [["", sign, *_what(row.op, row.group, row.aim, row.count, row.bytes, row.module)] for row in rows]
+def _signed(sign: str, rows: Iterable[SnapshotRow]) -> list[list[str]]:
+    return [["", sign, *_what(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)] for row in rows]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -31,14 +31,14 @@ class Step(NamedTuple):
     times: int
 
 
-class Names(NamedTuple):
+class NumberedNames(NamedTuple):
     """Texts with their numbers taken out."""
 
     key: str
     numbers: tuple[int, ...]
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Names:
+    def of(cls, texts: Iterable[str]) -> NumberedNames:
         joined = _BETWEEN.join(texts)
         return cls(_NUMBER.sub(_HOLE, joined), tuple(map(int, _NUMBER.findall(joined))))
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchwhere.core.place import shown
-from torchwhere.render.folds import Fold, Names, Step, fold
+from torchwhere.render.folds import Fold, NumberedNames, Step, fold
 
 _FARTHEST = 40  # rows; an edge over more is told by number alone
 # What shows a leaf in another shape or type: not worth a line of its own.
@@ -166,7 +166,7 @@ class _Page:
         self.graph = graph
         self.rows = _rows(graph)
         texts = [(_module(graph, node), leaves) for node, leaves in zip(self.rows.nodes, self.rows.leaves, strict=True)]
-        known = {pair: Names.of(map(plain, pair)) for pair in set(texts)}
+        known = {pair: NumberedNames.of(map(plain, pair)) for pair in set(texts)}
         self._names = [known[pair] for pair in texts]
 
     def folded(self) -> list[int | Fold]:
@@ -219,7 +219,7 @@ class _Page:
         return steps
 
 
-def _keys(graph: Graph, rows: _Rows, names: Sequence[Names]) -> list[Any]:
+def _keys(graph: Graph, rows: _Rows, names: Sequence[NumberedNames]) -> list[Any]:
     """What two rows have in common if one repeats the other: all but the numbers in their names.
 
     The rows it leads to are told by distance, but those that many lead to by where they are.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.core.place import ROOT
-from torchwhere.diagnose.layout.layouts import Cohort, Layouts
-from torchwhere.diagnose.layout.shard_check import ranks_words
+from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
+from torchwhere.diagnose.layout.shard_check import ranks_phrase
 from torchwhere.render.text import Cell, Column, Line, amount, plain, plural, table
 
 _MOST_COHORTS = 20  # that differ
@@ -22,7 +22,7 @@ HEADINGS = ("how", "shape", "here", "dtype", "bytes here", "bytes")
 
 
 @dataclass(slots=True)
-class Row:
+class LayoutRow:
     """A line: its name, what stands in the columns, and what is below it."""
 
     label: str
@@ -35,7 +35,7 @@ class Row:
     bytes: int | None = None
     is_param: bool = False
     asides: list[str] = field(default_factory=list)  # sentences below its name: the units that begin there
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LayoutRow] = field(default_factory=list)
 
     def cells(self) -> list[str]:
         sizes = ["" if size is None else amount(size) for size in (self.local_bytes, self.bytes)]
@@ -45,16 +45,16 @@ class Row:
 # -- the outline -----------------------------------------------------------------------------------------------------------
 
 
-def outline(layout: Layout) -> list[Row]:
+def outline(layout: Layout) -> list[LayoutRow]:
     """The tree as it is shown."""
     return [_row(root, "", 1, layout.meshes, is_inside=False) for root in layout.roots]
 
 
-def _row(branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_inside: bool) -> Row:
+def _row(branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_inside: bool) -> LayoutRow:
     """A line for a module, or for several that are alike."""
     node, times = branch.node, times * branch.count
     label = above + branch.label or ROOT
-    row = Row(
+    row = LayoutRow(
         label=f"{label} x{branch.count}" if branch.count > 1 else label,
         cls=node.cls,
         asides=_asides(node, meshes),
@@ -66,7 +66,7 @@ def _row(branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_i
     return row
 
 
-def _below(node: Node, above: str, times: int, meshes: Sequence[Mesh], is_inside: bool) -> Iterator[Row]:
+def _below(node: Node, above: str, times: int, meshes: Sequence[Mesh], is_inside: bool) -> Iterator[LayoutRow]:
     """The lines below a module: its parameters, and what is in the modules it holds."""
     for param in node.params:
         yield _param_row(param, above, times, meshes, node.plan, is_inside)
@@ -88,7 +88,7 @@ def _is_plain_run(branch: Branch) -> bool:
     return not branch.node.units and not branch.node.note
 
 
-def _joined(row: Row) -> Row:
+def _joined(row: LayoutRow) -> LayoutRow:
     """A run of modules with one parameter each is one line."""
     if len(row.rows) != 1 or row.rows[0].rows or not row.rows[0].is_param:
         return row
@@ -98,7 +98,7 @@ def _joined(row: Row) -> Row:
     return only
 
 
-def _param_row(param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool) -> Row:
+def _param_row(param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool) -> LayoutRow:
     count = f"{times} x " if times > 1 else ""
     said = [_placed(param, meshes)]
     if param.tied is not None:
@@ -106,7 +106,7 @@ def _param_row(param: Param, above: str, times: int, meshes: Sequence[Mesh], pla
     elif is_inside and param.unit is None:
         said.append("in no unit")
     said += ["frozen"] * (not param.requires_grad) + [param.note] + ([f"({plan.partition(':')[0]})"] if plan else [])
-    return Row(
+    return LayoutRow(
         label=above + param.name,
         how=", ".join(filter(None, said)).replace(", (", " ("),
         shape=count + _shape(param.shape),
@@ -209,7 +209,7 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
         yield [(plain(note), "yellow")]
 
 
-def _table_rows(row: Row, twig: Line, guide: str) -> Iterator[tuple[list[Cell], list[Line]]]:
+def _table_rows(row: LayoutRow, twig: Line, guide: str) -> Iterator[tuple[list[Cell], list[Line]]]:
     """The cells of a line, and the lines that stand below it on their own, of a row and of all below it."""
     style = "" if row.is_param else "bold"
     label: Line = [*twig, (plain(row.label), style)]
@@ -259,14 +259,14 @@ def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
     yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in found.remarks)
     yield from ([("  differs as it must: ", "dim"), (plain(text), "dim")] for text in found.expected)
     if found.changed:
-        yield [(f"  the layout of {ranks_words(found.changed)} changed after the first step; this is the last one", "yellow")]
+        yield [(f"  the layout of {ranks_phrase(found.changed)} changed after the first step; this is the last one", "yellow")]
     if found.missing:
-        yield [(f"  no layout of {ranks_words(found.missing)}", "yellow")]
+        yield [(f"  no layout of {ranks_phrase(found.missing)}", "yellow")]
 
 
-def _cohort_lines(cohort: Cohort) -> Iterator[Line]:
+def _cohort_lines(cohort: LayoutCohort) -> Iterator[Line]:
     first, *others = cohort.differences
-    yield [("  " + ranks_words(cohort.ranks), "bold red"), (" first in ", ""), (plain(first), "")]
+    yield [("  " + ranks_phrase(cohort.ranks), "bold red"), (" first in ", ""), (plain(first), "")]
     yield from ([("    also ", "dim"), (plain(difference), "")] for difference in others[:_MOST_DIFFERENCES])
     left = len(others) - _MOST_DIFFERENCES
     if left > 0 or cohort.has_more:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torchwhere.core.model_layout import Layout
 from torchwhere.render.html import escaped, fragment, isolated
-from torchwhere.render.layout import HEADINGS, Row, mesh_texts, outline
+from torchwhere.render.layout import HEADINGS, LayoutRow, mesh_texts, outline
 
 _WIDEST = 44  # characters of a column; what is longer is cut, and shown whole when pointed at
 _STYLE = (
@@ -35,7 +35,7 @@ def layout_html(layout: Layout) -> str:
     return fragment(said, f"<div>{heading}</div>", tree, notes, style=_STYLE, name="torchwhere-layout", inline=inline)
 
 
-def _widths(title: str, rows: Sequence[Row]) -> str:
+def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
     """How wide the columns are: as wide as what is in them."""
     every = list(_all(rows, 0))
     name = max([len(title), *(2 * depth + len(f"{row.label} {row.cls}") for row, depth in every)])
@@ -45,13 +45,13 @@ def _widths(title: str, rows: Sequence[Row]) -> str:
     return f"--n:{min(2 * _WIDEST, name + 2)}ch;--c:{' '.join(f'{width}ch' for width in columns)}"
 
 
-def _all(rows: Iterable[Row], depth: int) -> Iterator[tuple[Row, int]]:
+def _all(rows: Iterable[LayoutRow], depth: int) -> Iterator[tuple[LayoutRow, int]]:
     for row in rows:
         yield row, depth
         yield from _all(row.rows, depth + 1)
 
 
-def _html(row: Row, depth: int) -> Iterator[str]:
+def _html(row: LayoutRow, depth: int) -> Iterator[str]:
     asides = "".join(f'<div class="a">{isolated(text)}</div>' for text in row.asides)
     if not row.rows:
         yield f"<div>{_html_cells(row.label, row.cls, row.cells(), 'r p' if row.is_param else 'r u p', depth)}{asides}</div>"

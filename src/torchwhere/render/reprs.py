@@ -12,15 +12,15 @@ from functools import singledispatch
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.run import Roster, Run
+from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, shown
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
-from torchwhere.diagnose.diff.cohorts import Comparison, Parting, Version
+from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.groups import Groups
-from torchwhere.diagnose.layout.layouts import Cohort, Layouts
+from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.render import html as page
 from torchwhere.render import text as view
@@ -108,23 +108,23 @@ def _(result: Box) -> str:
 
 
 @brief.register
-def _(result: Roster) -> str:  # type: ignore[type-arg]
+def _(result: RunSummary) -> str:  # type: ignore[type-arg]
     return plain(f"<{type(result).__name__} {result.folder}: {_ranks_of(result)}>")
 
 
-def _ranks_of(roster: Roster[Any]) -> str:
-    ranks = f"{len(roster.boxes):,} of {roster.world_size:,} ranks"
-    events = sum(box.counts.good for box in roster.labels.values())
+def _ranks_of(run: RunSummary[Any]) -> str:
+    ranks = f"{len(run.boxes):,} of {run.world_size:,} ranks"
+    events = sum(box.counts.good for box in run.labels.values())
     return f"{ranks}, {events:,} events"
 
 
 @text.register
-def _(result: Roster) -> str:  # type: ignore[type-arg]
+def _(result: RunSummary) -> str:  # type: ignore[type-arg]
     return "\n".join(map(plain, [f"{result.folder}: {_ranks_of(result)}", *result.caveats()]))
 
 
 @html.register
-def _(result: Run) -> str:
+def _(result: BoxRun) -> str:
     columns = [
         Column("rank", right=True),
         Column("host"),
@@ -270,7 +270,7 @@ def _(result: Layouts) -> str:
 
 
 @brief.register
-def _(result: Cohort) -> str:
+def _(result: LayoutCohort) -> str:
     return plain(f"<Cohort of {_few(result.ranks)}: {result.layout!r}>")
 
 
@@ -290,17 +290,17 @@ def _(result: Layouts) -> str:
 @brief.register
 def _(result: Diff) -> str:
     found = [(name, one) for name, one in (("events", result.events), ("logs", result.logs)) if one is not None]
-    said = [f"{name} of {plural(len(one.ranks), 'rank')} {_parted(len(one.partings))}" for name, one in found]
+    said = [f"{name} of {plural(len(one.ranks), 'rank')} {_parted(len(one.divergences))}" for name, one in found]
     return f"<Diff: {', '.join(said)}>"
 
 
 @brief.register
 def _(result: Comparison) -> str:
-    return f"<Comparison of {plural(len(result.ranks), 'rank')}: {_parted(len(result.partings))}>"
+    return f"<Comparison of {plural(len(result.ranks), 'rank')}: {_parted(len(result.divergences))}>"
 
 
 @brief.register
-def _(result: Parting) -> str:
+def _(result: Divergence) -> str:
     step = "" if result.step is None else f" in step {result.step}"
     return plain(f"<Parting{step}: {'; '.join(map(_version, result.versions[:_MOST_SHOWN]))}>")
 

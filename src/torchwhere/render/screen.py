@@ -28,7 +28,7 @@ _CULPRIT = {True: "1;37;41", False: "1;7"}  # with colour, and without
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.)|\x1b|.", re.DOTALL)
 _ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
 _KEYS = {
-    **{f"\x1b{lead}{letter}": name for lead in "[O" for letter, name in _ARROWS.items()},
+    **{f"\x1b{lead}{snapshot}": name for lead in "[O" for snapshot, name in _ARROWS.items()},
     "\x1b[1~": "home",
     "\x1b[7~": "home",
     "\x1b[4~": "end",

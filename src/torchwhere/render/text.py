@@ -24,8 +24,8 @@ from torchwhere.core.place import ROOT, Certainty, shown
 from torchwhere.core.rank_text import ranks_text as ranks_text
 from torchwhere.core.units import amount as amount
 from torchwhere.core.units import duration as duration
-from torchwhere.diagnose.comms.outline import Branch, outline, params_text
-from torchwhere.diagnose.comms.tree import Comms, CommsKey, Tally
+from torchwhere.diagnose.comms.outline import OutlineLine, outline, params_text
+from torchwhere.diagnose.comms.tree import Comms, CommsKey, CommsSum
 
 PASS_STYLE = {"forward": "green", "backward": "magenta", "recompute": "yellow", "optimizer": "cyan", "outside": "dim"}
 _DETAIL_KEYS = ("text", "reason", "phase", "what")
@@ -219,13 +219,13 @@ def _collective(fields: dict[str, Any], module: str | None) -> str:
     if fields.get("bytes"):
         parts.append(f"{amount(fields['bytes'])} {fields.get('dtype')}")
     if fields.get("for") not in (None, module):
-        parts.append(f"for {_aim(fields['for'])}")
+        parts.append(f"for {_beneficiary(fields['for'])}")
     parts.append(f"on {fields.get('mesh_dim') or fields.get('group_desc') or fields.get('group')}")
     return GAP.join(parts)
 
 
-def _aim(aim: Any) -> str:
-    return params_text(map(str, aim)) if isinstance(aim, (list, tuple)) else shown(aim)
+def _beneficiary(beneficiary: Any) -> str:
+    return params_text(map(str, beneficiary)) if isinstance(beneficiary, (list, tuple)) else shown(beneficiary)
 
 
 # -- comms -----------------------------------------------------------------------------------------------------------------
@@ -272,13 +272,13 @@ def _comms_rows(comms: Comms) -> Iterator[list[Cell]]:
             yield from _branch_rows(outline(node), [(label, "bold")], "", comms)
 
 
-def _branch_rows(branch: Branch, label: Line, guide: str, comms: Comms) -> Iterator[list[Cell]]:
+def _branch_rows(branch: OutlineLine, label: Line, guide: str, comms: Comms) -> Iterator[list[Cell]]:
     total = branch.total()
     yield [label, "", "", "", [(str(total.count), "bold")], [(amount(total.bytes), "bold")], "", ""]
     entries, below = list(branch.entries()), branch.branches
     left = len(entries) + len(below)
-    for key, tally in entries:
-        yield _entry_row(key, tally, twig(guide, left), branch, comms)
+    for key, counter in entries:
+        yield _entry_row(key, counter, twig(guide, left), branch, comms)
         left -= 1
     widest = max((cell_len(plain(inner.label)) for inner in below if inner.is_single), default=0)
     for inner in below:
@@ -286,7 +286,7 @@ def _branch_rows(branch: Branch, label: Line, guide: str, comms: Comms) -> Itera
         left -= 1
         if inner.is_single:
             name.append((" " * (widest - cell_len(plain(inner.label)) + len(GAP)), ""))
-            yield from (_entry_row(key, tally, name, inner, comms) for key, tally in inner.entries())
+            yield from (_entry_row(key, counter, name, inner, comms) for key, counter in inner.entries())
         else:
             yield from _branch_rows(inner, name, inset, comms)
 
@@ -295,20 +295,20 @@ def twig(guide: str, left: int) -> Line:
     return [(guide + ("├ " if left > 1 else "└ "), "dim")]
 
 
-def _entry_row(key: CommsKey, tally: Tally, label: Line, branch: Branch, comms: Comms) -> list[Cell]:
+def _entry_row(key: CommsKey, counter: CommsSum, label: Line, branch: OutlineLine, comms: Comms) -> list[Cell]:
     label = [*label, (f"{key.pass_:<9} ", PASS_STYLE.get(key.pass_, "")), (plain(key.op), "")]
-    aim = "" if key.aim is None or key.aim == branch.name else plain(_aim(key.aim))
-    only = "" if tally.ranks == comms.ranks else f"(rank {ranks_text(tally.ranks)} only)"
-    each = amount(tally.bytes / tally.count) if tally.bytes else ""
+    beneficiary = "" if key.beneficiary is None or key.beneficiary == branch.name else plain(_beneficiary(key.beneficiary))
+    only = "" if counter.ranks == comms.ranks else f"(rank {ranks_text(counter.ranks)} only)"
+    each = amount(counter.bytes / counter.count) if counter.bytes else ""
     return [
         label,
-        f"{round(tally.count / tally.steps, 1):g}",
-        f"{round(tally.steps / len(tally.ranks), 1):g}",
-        f"~{each}" if len(tally.sizes) > 1 else each,
-        str(tally.count),
-        amount(tally.bytes) if tally.bytes else "",
+        f"{round(counter.count / counter.steps, 1):g}",
+        f"{round(counter.steps / len(counter.ranks), 1):g}",
+        f"~{each}" if len(counter.sizes) > 1 else each,
+        str(counter.count),
+        amount(counter.bytes) if counter.bytes else "",
         plain(key.group) if len(comms.groups) > 1 else "",
-        f"{aim} {only}".strip(),
+        f"{beneficiary} {only}".strip(),
     ]
 
 

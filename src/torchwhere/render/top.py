@@ -17,7 +17,7 @@ from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.render.text import Column, Line, fitted, plain, plural, ranks_text, table
 from torchwhere.render.top_rows import (
-    Letters,
+    Charset,
     age,
     cell,
     collective_text,
@@ -113,80 +113,80 @@ def remarks(run: RunNow) -> list[str]:
 # -- the screen ------------------------------------------------------------------------------------------------------------
 
 
-def body_height(run: RunNow, verdict: Verdict | None, width: int, height: int, letters: Letters) -> int:
+def body_height(run: RunNow, verdict: Verdict | None, width: int, height: int, snapshots: Charset) -> int:
     """How many rows have room."""
-    return max(1, height - len(_head(run, verdict, width, height, letters, View())) - 2)
+    return max(1, height - len(_head(run, verdict, width, height, snapshots, View())) - 2)
 
 
 def screen_lines(
-    run: RunNow, view: View, *, verdict: Verdict | None, width: int, height: int, letters: Letters, page: Sequence[Line] = ()
+    run: RunNow, view: View, *, verdict: Verdict | None, width: int, height: int, snapshots: Charset, page: Sequence[Line] = ()
 ) -> list[Line]:
     """Exactly so many lines, none wider than the screen. `page` is what stands on a page other than the list."""
-    head = _head(run, verdict, width, height, letters, view)
+    head = _head(run, verdict, width, height, snapshots, view)
     room = max(1, height - len(head) - 2)
     if view.page == "list":
-        body = _list(run, view, verdict, width, room, letters)
+        body = _list(run, view, verdict, width, room, snapshots)
     else:
-        page = _help(letters) if view.page == "help" else page
+        page = _help(snapshots) if view.page == "help" else page
         view.top = max(0, min(view.top, len(page) - room - 1))
         body = list(page[view.top : view.top + room + 1])
     body += [[] for _ in range(room + 1 - len(body))]
-    foot: Line = [(letters.fit(letters.of(_foot(run, view)), width), "reverse")]
+    foot: Line = [(snapshots.fit(snapshots.of(_foot(run, view)), width), "reverse")]
     lines = [*head, *body[: room + 1], foot]
-    return [fitted_in(line, width, letters) for line in lines[: height - 1]] + [lines[-1]] if height > 1 else lines[:1]
+    return [fitted_in(line, width, snapshots) for line in lines[: height - 1]] + [lines[-1]] if height > 1 else lines[:1]
 
 
-def fitted_in(line: Line, width: int, letters: Letters) -> Line:
+def fitted_in(line: Line, width: int, snapshots: Charset) -> Line:
     """Cut with a mark that the terminal can show."""
-    return [(letters.of(text) if letters.is_ascii else text, style) for text, style in fitted(line, width)]
+    return [(snapshots.of(text) if snapshots.is_ascii else text, style) for text, style in fitted(line, width)]
 
 
-def _head(run: RunNow, verdict: Verdict | None, width: int, height: int, letters: Letters, view: View) -> list[Line]:
+def _head(run: RunNow, verdict: Verdict | None, width: int, height: int, snapshots: Charset, view: View) -> list[Line]:
     said, style = impression(run)
     is_roomy = height >= _SMALL
-    lines: list[Line] = [[(_first_line(run, width, letters), "bold")]]
-    lines.append([("PAUSED  " if view.is_paused else "", "reverse"), (letters.fit(letters.of(said), width), style)])
+    lines: list[Line] = [[(_first_line(run, width, snapshots), "bold")]]
+    lines.append([("PAUSED  " if view.is_paused else "", "reverse"), (snapshots.fit(snapshots.of(said), width), style)])
     if verdict is not None and (is_roomy or not run.culprits):
-        words = textwrap.wrap(letters.of(verdict_sentence(verdict)), max(width, 10))
+        words = textwrap.wrap(snapshots.of(verdict_sentence(verdict)), max(width, 10))
         is_well = verdict.get("kind") == "healthy"
         most = 3 if height >= 20 else 1
         lines += [[(line, "" if is_well else "bold")] for line in words[: most if not is_well else 1]]
     elif run.culprits and is_roomy:
         lines.append([("asking the doctor", "dim")])
-    lines += [[(letters.fit(letters.of(said), width), "yellow")] for said in remarks(run)[: 2 if is_roomy else 0]]
+    lines += [[(snapshots.fit(snapshots.of(said), width), "yellow")] for said in remarks(run)[: 2 if is_roomy else 0]]
     return lines[: max(1, height - 3)]
 
 
-def _first_line(run: RunNow, width: int, letters: Letters) -> str:
+def _first_line(run: RunNow, width: int, snapshots: Charset) -> str:
     """Which run, how many ranks, how far; of a long folder's name the end."""
     said = title(run) + (f"  {run.unread} boxes to read" if run.unread else "")
     if width < 60:
-        return letters.fit(f"{letters.of(run.folder.rstrip('/').rpartition('/')[2])} {said}", width)
-    clock, name = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9)), letters.of(run.folder)
+        return snapshots.fit(f"{snapshots.of(run.folder.rstrip('/').rpartition('/')[2])} {said}", width)
+    clock, name = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9)), snapshots.of(run.folder)
     room = max(8, width - len(f"torchwhere top    {said} {clock}"))
-    name = letters.fit(name, room, keep_end=True) if cell_len(name) > room else name
-    return letters.fit(f"torchwhere top  {name}  {said}", width - len(clock) - 1) + f" {clock}"
+    name = snapshots.fit(name, room, keep_end=True) if cell_len(name) > room else name
+    return snapshots.fit(f"torchwhere top  {name}  {said}", width - len(clock) - 1) + f" {clock}"
 
 
-def _list(run: RunNow, view: View, verdict: Verdict | None, width: int, height: int, letters: Letters) -> list[Line]:
+def _list(run: RunNow, view: View, verdict: Verdict | None, width: int, height: int, snapshots: Charset) -> list[Line]:
     rows = view.rows(run, height)
     if not rows:
         said = f"nothing has {view.typing if view.typing is not None else view.filter!r}" if run.ranks else ""
-        return [[], [(letters.fit(letters.of(said), width), "")]]
+        return [[], [(snapshots.fit(snapshots.of(said), width), "")]]
     shown = rows[view.top : view.top + height]
     columns = widths(rows, width, step=max((rank.step or 0 for rank in run.ranks), default=0))
-    lines = [row_line(row, columns, letters, is_selected=row.id == view.selected) for row in shown]
-    return [heading(columns, letters), *lines, *_rest(run, verdict, width, height - len(lines), letters)]
+    lines = [row_line(row, columns, snapshots, is_selected=row.id == view.selected) for row in shown]
+    return [heading(columns, snapshots), *lines, *_rest(run, verdict, width, height - len(lines), snapshots)]
 
 
-def _rest(run: RunNow, verdict: Verdict | None, width: int, room: int, letters: Letters) -> list[Line]:
+def _rest(run: RunNow, verdict: Verdict | None, width: int, room: int, snapshots: Charset) -> list[Line]:
     """Where there is room below the ranks, all that the doctor says of their trouble."""
     if verdict is None or not run.culprits or room < 4:
         return []
     lines: list[Line] = [[]]
     for said in str(verdict.get("text") or "").splitlines():
         inset = " " * (len(said) - len(said.lstrip()) + 2)
-        lines += [[(line, "")] for line in textwrap.wrap(letters.of(said), max(width, 20), subsequent_indent=inset)]
+        lines += [[(line, "")] for line in textwrap.wrap(snapshots.of(said), max(width, 20), subsequent_indent=inset)]
     return lines
 
 
@@ -199,8 +199,8 @@ def _foot(run: RunNow, view: View) -> str:
     return f"{found}q quit  ? help  s sort:{view.sort}  / filter  n slowest  enter open  p pause"
 
 
-def _help(letters: Letters) -> list[Line]:
-    return [[(letters.fit(key, 22), "bold"), (letters.of(text), "")] for key, text in HELP]
+def _help(snapshots: Charset) -> list[Line]:
+    return [[(snapshots.fit(key, 22), "bold"), (snapshots.of(text), "")] for key, text in HELP]
 
 
 # -- plain text ------------------------------------------------------------------------------------------------------------

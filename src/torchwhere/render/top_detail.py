@@ -8,23 +8,23 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.render.text import Line, events_lines, plain, ranks_text
-from torchwhere.render.top_rows import Letters, age, collective_text, module_text, speed, state_word
+from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_word
 
 _EVENTS = 12
 _FRAMES = 24
 
 
 def detail_lines(
-    rank: RankNow, box: Box | None, *, verdict: dict[str, Any] | None, width: int, letters: Letters
+    rank: RankNow, box: Box | None, *, verdict: dict[str, Any] | None, width: int, snapshots: Charset
 ) -> Iterator[Line]:
     """`box` is what was read of it; None where that was not possible."""
     lines = (*_facts(rank), *_threads(box), *_stack(rank.rank, verdict), *_events(box, width), *_verdict(verdict))
     for line in lines:
-        yield [(letters.of(text), style) for text, style in line]
+        yield [(snapshots.of(text), style) for text, style in line]
 
 
 def _facts(rank: RankNow) -> Iterator[Line]:
-    place, meta = rank.place, rank.glance.meta
+    place, meta = rank.place, rank.live_box.meta
     yield [(f"rank {rank.rank}", "bold"), (f"  {state_word(rank)}", "bold red" if rank.is_trouble else "bold")]
     if rank.detail:
         yield _fact("detail", rank.detail)

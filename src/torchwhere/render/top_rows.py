@@ -1,7 +1,7 @@
 """The rows of the live screen as lines: which columns have room at a width, and what stands in each.
 
 The widths depend on the screen and on how long ranks and steps are, not on the rest: a screen that is painted twice a second
-must not jump. Everything that comes from the job is made harmless first (`Letters`).
+must not jump. Everything that comes from the job is made harmless first (`Charset`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from rich.cells import cell_len, set_cell_size
 
 from torchwhere.core.place import Certainty, shown
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.cohorts import Cohort
+from torchwhere.diagnose.live.cohorts import LiveCohort
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import is_culprit
 from torchwhere.render.text import Line, plain, ranks_text
-from torchwhere.render.top_view import Row
+from torchwhere.render.top_view import TopRow
 
 _SHORT_PASS = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "recompute": "rec", "outside": "-"}
 VARIOUS = "(various)"
@@ -25,7 +25,7 @@ _MOST_RANKS = 24  # cells of a cohort's ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Letters:
+class Charset:
     """What a terminal can show: all of Unicode, or ASCII alone."""
 
     is_ascii: bool = False
@@ -79,7 +79,7 @@ def state_word(rank: RankNow) -> str:
     return "BEHIND" if rank.is_blamed else str(rank.state)
 
 
-def _state(cohort: Cohort, width: int) -> str:
+def _state(cohort: LiveCohort, width: int) -> str:
     rank = cohort.ranks[0]
     word = state_word(rank)
     if rank.waits_for and rank.state is State.WAITING and len({other.waits_for for other in cohort.ranks[:64]}) == 1:
@@ -92,7 +92,7 @@ def _some(ranks: Sequence[int]) -> str:
     return ranks_text(ranks) if len(ranks) <= 4 else f"{len(ranks)} ranks"
 
 
-def _ranks(row: Row, width: int) -> str:
+def _ranks(row: TopRow, width: int) -> str:
     ranks = [rank.rank for rank in row.cohort.ranks]
     if len(ranks) == 1:
         return f"  {ranks[0]}" if row.is_inner and width > 5 else str(ranks[0])
@@ -113,7 +113,7 @@ def module_text(rank: RankNow) -> str:
     place = rank.place
     if place.module is None and place.certainty is Certainty.UNKNOWN:
         return "?"
-    phase = rank.glance.phase() if place.module is None else None
+    phase = rank.live_box.phase() if place.module is None else None
     return f"({phase})" if phase else shown(place.module) + (f" call {place.call}" if place.call else "")
 
 
@@ -121,7 +121,7 @@ def collective_text(rank: RankNow) -> str:
     return f"{rank.issued.op} #{rank.issued.number} {rank.group}" if rank.issued is not None else "-"
 
 
-def _place(cohort: Cohort, text: Callable[[RankNow], str]) -> str:
+def _place(cohort: LiveCohort, text: Callable[[RankNow], str]) -> str:
     """Ranks that stand still have one place; of many that move, what a few of them have in common."""
     return text(cohort.ranks[0]) if not cohort.is_moving else _same(text(rank) for rank in cohort.ranks[:8])
 
@@ -157,7 +157,7 @@ _WANTED = {"last": 24, "line": 20, "state": 14, "module": 16}  # before anything
 MARKS = 2  # cells before the first column
 
 
-def widths(rows: Sequence[Row], width: int, *, step: int) -> dict[str, int]:
+def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
     """How wide each column is; those without room are not there."""
     specs = {spec.key: spec for spec in _COLUMNS}
     many = [row for row in rows if len(row.cohort.ranks) > 1]
@@ -179,19 +179,19 @@ def widths(rows: Sequence[Row], width: int, *, step: int) -> dict[str, int]:
     return {spec.key: found[spec.key] for spec in _COLUMNS if spec.key in found}
 
 
-def heading(columns: dict[str, int], letters: Letters) -> Line:
+def heading(columns: dict[str, int], snapshots: Charset) -> Line:
     specs = {spec.key: spec for spec in _COLUMNS}
-    cells = [letters.fit(specs[key].heading, width, right=specs[key].right) for key, width in columns.items()]
+    cells = [snapshots.fit(specs[key].heading, width, right=specs[key].right) for key, width in columns.items()]
     return [(" " * MARKS + " ".join(cells), "bold")]
 
 
-def row_line(row: Row, columns: dict[str, int], letters: Letters, *, is_selected: bool) -> Line:
+def row_line(row: TopRow, columns: dict[str, int], snapshots: Charset, *, is_selected: bool) -> Line:
     lead = row.cohort.lead
     specs = {spec.key: spec for spec in _COLUMNS}
     cells = []
     for key, width in columns.items():
-        text = letters.of(cell(row, key, width))
-        cells.append(letters.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end))
+        text = snapshots.of(cell(row, key, width))
+        cells.append(snapshots.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end))
     mark = "!" if lead.is_trouble else "+" if len(row.cohort.ranks) > 1 and not row.is_open else " "
     style = row_style(lead)
     text = (">" if is_selected else " ") + mark + " ".join(cells)
@@ -206,7 +206,7 @@ def row_style(rank: RankNow) -> str:
     return "dim" if rank.state is State.FINISHED else ""
 
 
-def cell(row: Row, key: str, width: int) -> str:
+def cell(row: TopRow, key: str, width: int) -> str:
     cohort = row.cohort
     rank = cohort.lead
     if key == "rank":

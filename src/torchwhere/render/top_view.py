@@ -11,7 +11,7 @@ from typing import Any
 
 from torchwhere.core.place import shown
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.cohorts import Cohort, cohorts, single
+from torchwhere.diagnose.live.cohorts import LiveCohort, cohorts, single
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import RunNow, is_culprit
 
@@ -19,10 +19,10 @@ Id = tuple[str, int]  # "cohort" or "rank", and the lowest rank
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TopRow:
     """One line: a rank, several that do the same, or a rank out of such a cohort that is opened."""
 
-    cohort: Cohort
+    cohort: LiveCohort
     is_inner: bool = False
     is_open: bool = False
 
@@ -76,16 +76,16 @@ class View:
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
-    def rows(self, run: RunNow, height: int) -> list[Row]:
+    def rows(self, run: RunNow, height: int) -> list[TopRow]:
         ranks = sorted(self.kept(run), key=SORTS[self.sort])
         folds = self.folds if self.folds is not None else len(ranks) > max(height, 1)
-        found: list[Row] = []
+        found: list[TopRow] = []
         for cohort in cohorts(ranks) if folds else map(single, ranks):
-            row = Row(cohort)
+            row = TopRow(cohort)
             is_open = row.id[0] == "cohort" and row.id[1] in self.opened
-            found.append(Row(cohort, is_open=is_open))
+            found.append(TopRow(cohort, is_open=is_open))
             if is_open:
-                found += [Row(single(rank), is_inner=True) for rank in cohort.ranks]
+                found += [TopRow(single(rank), is_inner=True) for rank in cohort.ranks]
         self._follow(found, height)
         return found
 
@@ -94,7 +94,7 @@ class View:
         words = (self.typing if self.typing is not None else self.filter).lower().split()
         return [rank for rank in run.ranks if all(map(_texts(rank).__contains__, words))] if words else list(run.ranks)
 
-    def _follow(self, rows: list[Row], height: int) -> None:
+    def _follow(self, rows: list[TopRow], height: int) -> None:
         """Keep the selection on what was selected, and on the screen."""
         ids = [row.id for row in rows]
         if self.selected in ids:
@@ -160,7 +160,7 @@ class View:
             slowest = max(range(len(rows)), key=lambda at: max(map(slowness, rows[at].cohort.ranks)))
             self.index, self.selected = slowest, rows[slowest].id
 
-    def _open(self, row: Row) -> None:
+    def _open(self, row: TopRow) -> None:
         kind, rank = row.id
         if kind == "cohort":
             self.opened ^= {rank}

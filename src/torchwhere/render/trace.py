@@ -18,14 +18,14 @@ from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
 from torchwhere.core.events import Kind, json_text
 from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
-from torchwhere.diagnose.clocks.arrivals import Stream
+from torchwhere.diagnose.clocks.arrivals import ClockStream
 from torchwhere.diagnose.clocks.meetings import Meeting
 from torchwhere.diagnose.timeline.load import Survey
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
 _TIDS = 2_000_000  # beyond all ranks: Perfetto takes a thread whose number is that of its process for the main thread
 _THREADS = 256  # numbers of threads are below this
-_OF_PLACE = ("what", "module", "line", "graph", "aim", "param", "pass", "flags")
+_OF_PLACE = ("subject", "module", "line", "graph", "beneficiary", "param", "pass", "flags")
 _LATER_NS = {"s": 0, "t": 1, "f": 2}  # of points at the same time, Perfetto may take the last for the first
 _MOST_NAME = 256
 _MOST_LISTED = 16
@@ -42,7 +42,7 @@ _KINETO = {"step": "user_annotation", "phase": "user_annotation", "module": "pyt
 
 
 @dataclass(slots=True)
-class Tally:
+class TraceCounts:
     """What was written."""
 
     slices: int = 0
@@ -66,7 +66,7 @@ def head(box: Box, found: Survey) -> str:
     """The beginning of a file. HTA takes the first `"rank": N` in it, with the space, for the rank of the trace."""
     backend = next((str(group["backend"]) for group in box.groups().values() if group.get("backend")), "")
     begin_ns, clocks = found.begin_ns, found.clocks.to_dict()
-    info = {"backend": backend, "rank": box.rank, "world_size": found.roster.world_size}
+    info = {"backend": backend, "rank": box.rank, "world_size": found.run.world_size}
     return (
         f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms", '
         f'"baseTimeNanoseconds": {begin_ns}, "otherData": {_compact({"torchwhere": __version__, "clocks": clocks})},\n'
@@ -92,14 +92,14 @@ def joined(events: Iterable[str], *, is_first: bool) -> Iterator[str]:
 class RankWriter:
     """The events of one rank."""
 
-    def __init__(self, box: Box, found: Timeline, survey: Survey, *, tally: Tally, is_kineto: bool = False) -> None:
-        self._box, self._found, self._survey, self._tally = box, found, survey, tally
+    def __init__(self, box: Box, found: Timeline, survey: Survey, *, counter: TraceCounts, is_kineto: bool = False) -> None:
+        self._box, self._found, self._survey, self._tally = box, found, survey, counter
         self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
         self._pid = _process(box) if is_kineto else box.rank
         self._said: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
         self._places = list(zip(*(rows[name].tolist() for name in _OF_PLACE), strict=True))
-        self._own = list(zip(*(rows[name].tolist() for name in ("step", "more", "call")), strict=True))
+        self._own = list(zip(*(rows[name].tolist() for name in ("step", "extra", "call")), strict=True))
 
         tracks = {(each.thread, each.lane) for each in found.slices} | {(each.thread, 0) for each in found.instants}
         self._tracks = {track: f'"pid":{self._pid},"tid":{_tid(*track)}' for track in tracks}
@@ -154,10 +154,10 @@ class RankWriter:
             late_us = (begin_ns - meeting.first_ns) / 1000
             args = f'{args},"arrived":{meeting.came},"last":{meeting.last_rank},"after_first_us":{late_us:.3f}'
         step_said = f',"step":{step}' if step != NO_STEP else ""
-        call_said = f',"call":{call}' if call != NO_CALL and self._places[at][1] else ""
+        call_text = f',"call":{call}' if call != NO_CALL and self._places[at][1] else ""
         when = f'"ts":{(begin_ns - self._begin_ns) / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
         marked = ',"end":"estimated"' if marks == Mark.ESTIMATED else self._marked(marks) if marks else ""
-        return f'{start}"ph":"X",{when},{self._tracks[thread, lane]},"args":{{{args}{step_said}{call_said}{marked}}}}}'
+        return f'{start}"ph":"X",{when},{self._tracks[thread, lane]},"args":{{{args}{step_said}{call_text}{marked}}}}}'
 
     def _marked(self, marks: int) -> str:
         said = ""
@@ -202,10 +202,10 @@ class RankWriter:
             return {}
         said = {k: fields[k] for k in _OF_COLLECTIVE if fields.get(k) not in (None, [])}
         said |= {k: fields[k] for k in ("group_desc", "mesh_dim", "group_size") if fields.get(k) is not None}
-        aim = fields.get("for")
-        if isinstance(aim, list) and len(aim) > _MOST_LISTED:
-            aim = f"{aim[0]} .. {aim[-1]} ({len(aim)} parameters)"
-        return said | ({"for": aim} if aim is not None else {}) | {"async": fields["async"]}
+        beneficiary = fields.get("for")
+        if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
+            beneficiary = f"{beneficiary[0]} .. {beneficiary[-1]} ({len(beneficiary)} parameters)"
+        return said | ({"for": beneficiary} if beneficiary is not None else {}) | {"async": fields["async"]}
 
     # -- instants ----------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class RankWriter:
         if survey.shown is survey.meetings:
             return [each.meeting for each in slices]
         found: list[Meeting | None] = [None] * len(slices)
-        by_stream: dict[Stream, list[int]] = {}
+        by_stream: dict[ClockStream, list[int]] = {}
         for index, each in enumerate(slices):
             if each.stream is not None and not each.marks & Mark.CUT_BEGIN:
                 by_stream.setdefault(each.stream, []).append(index)
@@ -251,7 +251,7 @@ class RankWriter:
             return self._point("message", "s", each.begin_ns, each, meeting)
         return self._received(each, stream, meeting)
 
-    def _received(self, each: Slice, stream: Stream, meeting: Meeting) -> str:
+    def _received(self, each: Slice, stream: ClockStream, meeting: Meeting) -> str:
         """A recv that has waited for its send. Perfetto draws from what began first to what began later: the arrow ends at a
         slice of its own, from when the message can have come."""
         self._tally.slices += 1

@@ -1,7 +1,7 @@
-"""Opens a letter, which came over a network from anybody.
+"""Opens a snapshot, which came over a network from anybody.
 
-Takes bytes, gives a `Letter`, or a `Refusal` that says why. It never raises: sizes are bounded before anything is unpacked,
-every value has the type and the range that whoever reads transcripts relies on, and nothing in a letter is ever run. A letter
+Takes bytes, gives a `HostSnapshot`, or a `InvalidSnapshot` that says why. It never raises: sizes are bounded before anything is unpacked,
+every value has the type and the range that whoever reads transcripts relies on, and nothing in a snapshot is ever run. A snapshot
 is good as a whole or not at all.
 """
 
@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
 from torchwhere.core.place import Certainty, Place
-from torchwhere.diagnose.calls.encode import Making, Part, Statement, Transcript
-from torchwhere.diagnose.calls.keys import Group, Signature, Signatures, Spot, StreamKey
-from torchwhere.processes.status import Sighting
-from torchwhere.snapshots.encode import ARRAYS, HEAD, MAGIC, MOST_BYTES, SEAL, Letter
+from torchwhere.diagnose.calls.encode import CallBatch, GroupCreation, RankSummary, StreamSlice
+from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, Signatures, StreamKey
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.encode import ARRAYS, HEAD, MAGIC, MOST_BYTES, SEAL, HostSnapshot
 
 _MOST_UNPACKED = 64 << 20
-_MOST_RANKS = 1 << 20  # as many as a tally can tell apart
+_MOST_RANKS = 1 << 20  # as many as a counter can tell apart
 _MOST_MADE = 64  # of a group in the making
 _MOST_MEMBERS = 4 << 20  # of all groups together
 _MOST_NUMBER = 1 << 62
@@ -41,44 +41,44 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """A letter that is none."""
+class InvalidSnapshot:
+    """A snapshot that is none."""
 
     reason: str
 
 
-class _WrongError(Exception):
-    """What makes a letter none."""
+class _InvalidError(Exception):
+    """What makes a snapshot none."""
 
 
-def open_letter(data: bytes) -> Letter | Refusal:
+def decode_snapshot(data: bytes) -> HostSnapshot | InvalidSnapshot:
     try:
-        return _letter(data)
-    except _WrongError as wrong:
-        return Refusal(str(wrong))
+        return _snapshot(data)
+    except _InvalidError as wrong:
+        return InvalidSnapshot(str(wrong))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
-        return Refusal(f"not a letter: {type(error).__name__}")
+        return InvalidSnapshot(f"not a snapshot: {type(error).__name__}")
 
 
-def _letter(data: bytes) -> Letter:
+def _snapshot(data: bytes) -> HostSnapshot:
     head, rest = _unpacked(data)
     arrays = _arrays(head["arrays"], rest)
     groups = _groups(head["groups"])
     host, ahead_ns = _text(head["host"], most=256), _int(head["ahead_ns"], low=-_MOST_NUMBER)
     signatures = [_signature(each, len(groups)) for each in _list(head["signatures"])]
-    spots = [_spot(each) for each in _list(head["spots"])]
-    statements = [_statement(each, host, ahead_ns) for each in _list(head["ranks"], most=_MOST_RANKS)]
+    call_sites = [_call_site(each) for each in _list(head["call_sites"])]
+    rank_summaries = [_statement(each, host, ahead_ns) for each in _list(head["ranks"], most=_MOST_RANKS)]
     codes, steps, records, ticks, pairs = arrays
-    transcript = Transcript(statements, codes, steps, records, ticks, pairs, groups, signatures, spots)
-    _check(transcript)
-    ranks = {said.label.rank for said in statements}
-    _need(len(ranks) == len(statements), "a rank is in it twice")
-    sightings = {int(rank): _sighting(value, ahead_ns) for rank, value in _dict(head["sightings"]).items()}
-    _need(sightings.keys() <= ranks, "it has seen a rank of which it says nothing")
-    return Letter(
+    batch = CallBatch(rank_summaries, codes, steps, records, ticks, pairs, groups, signatures, call_sites)
+    _check(batch)
+    ranks = {said.label.rank for said in rank_summaries}
+    _need(len(ranks) == len(rank_summaries), "a rank is in it twice")
+    statuses = {int(rank): _status(value, ahead_ns) for rank, value in _dict(head["statuses"]).items()}
+    _need(statuses.keys() <= ranks, "it has seen a rank of which it says nothing")
+    return HostSnapshot(
         host=host,
-        transcript=transcript,
-        sightings=sightings,
+        batch=batch,
+        statuses=statuses,
         answers=_int(head["answers"]),
         is_last=_bool(head["is_last"]),
         is_cut=_bool(head["is_cut"]),
@@ -89,7 +89,7 @@ def _letter(data: bytes) -> Letter:
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     _need(len(data) <= SEAL.size + MOST_BYTES, f"larger than {MOST_BYTES} bytes")
-    _need(len(data) >= SEAL.size and data[: len(MAGIC)] == MAGIC, "not a letter, or of another version")
+    _need(len(data) >= SEAL.size and data[: len(MAGIC)] == MAGIC, "not a snapshot, or of another version")
     _, length, crc = SEAL.unpack_from(data)
     body = data[SEAL.size :]
     _need(length == len(body), "cut short")
@@ -98,7 +98,7 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     try:
         whole = unpacking.decompress(body, _MOST_UNPACKED)
     except zlib.error:
-        raise _WrongError("damaged") from None
+        raise _InvalidError("damaged") from None
     _need(unpacking.eof and not unpacking.unused_data, f"more than {_MOST_UNPACKED} bytes when unpacked")
     _need(len(whole) >= HEAD.size, "no head")
     (head_bytes,) = HEAD.unpack_from(whole)
@@ -152,22 +152,22 @@ def _signature(value: Any, groups: int) -> Signature:
     return found._replace(group=_int(group, high=groups))
 
 
-def _spot(value: Any) -> Spot:
-    module, pass_, line, aim, call, graph, thread, certainty, param, is_async, is_shadow = value
-    meaning = (_text_or_none(module), _int(pass_, high=256), _text_or_none(line), _text_or_none(aim))
+def _call_site(value: Any) -> CallSite:
+    module, pass_, line, beneficiary, call, graph, thread, certainty, param, is_async, is_shadow = value
+    site_id = (_text_or_none(module), _int(pass_, high=256), _text_or_none(line), _text_or_none(beneficiary))
     named = (_text_or_none(graph), _text_or_none(thread))
     flagged = _bool(is_async), _bool(is_shadow)
-    return Spot(meaning, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), *flagged)
+    return CallSite(site_id, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), *flagged)
 
 
 # -- ranks -----------------------------------------------------------------------------------------------------------------
 
 
-def _statement(value: Any, host: str, ahead_ns: int) -> Statement:
+def _statement(value: Any, host: str, ahead_ns: int) -> RankSummary:
     said = _dict(value)
     label = _label(_dict(said["label"]), host, ahead_ns)
     since, last = _or_none(_int, said["in_collective_since_ns"]), said["last"]
-    return Statement(
+    return RankSummary(
         label=label,
         parts=tuple(_part(each) for each in _list(said["parts"])),
         last=(_key(last[:3]), _int(last[3])) if last is not None else None,
@@ -176,7 +176,7 @@ def _statement(value: Any, host: str, ahead_ns: int) -> Statement:
         place=_or_none(_place, said["place"]),
         in_collective_since_ns=since - ahead_ns if since is not None else None,
         unnamed=tuple(map(_int, _list(said["unnamed"]))) if said.get("unnamed") is not None else None,
-        makings=tuple(_making(each, ahead_ns) for each in _list(said.get("makings", []), most=64)),
+        group_creations=tuple(_group_creation(each, ahead_ns) for each in _list(said.get("group_creations", []), most=64)),
         is_compiling=_bool(said["is_compiling"]),
         last_line=_text_or_none(said["last_line"]),
         steppers=tuple(map(_text, _list(said["steppers"], most=256))),
@@ -188,13 +188,13 @@ def _statement(value: Any, host: str, ahead_ns: int) -> Statement:
     )
 
 
-def _making(value: Any, ahead_ns: int) -> Making:
+def _group_creation(value: Any, ahead_ns: int) -> GroupCreation:
     op, number, ranks, since_ns, place, is_made = _list(value)
     members = tuple(_int(rank, high=_MOST_RANKS) for rank in _list(ranks, most=_MOST_MADE)) if ranks is not None else None
-    return Making(_text(op), _int(number), members, _int(since_ns) - ahead_ns, _place(place), _bool(is_made))
+    return GroupCreation(_text(op), _int(number), members, _int(since_ns) - ahead_ns, _place(place), _bool(is_made))
 
 
-def _label(value: dict[str, Any], host: str, ahead_ns: int) -> Label:
+def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
     meta, counts = _dict(value["meta"]), _dict(value["counts"])
     rank, (run_id, restart) = _int(value["rank"], high=_MOST_RANKS), value["run"]
     known = {
@@ -208,23 +208,23 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> Label:
         "counted": {_text(name): _int(count) for name, count in _dict(meta.get("counted", {})).items()},
         "told_by": host,  # not "host": nobody here can look at its process
     }
-    return Label(
+    return BoxSummary(
         path=Path(f"{host}:{_text(value['path'])}"),
         rank=rank,
         run=(run_id, restart),
         is_readable=True,
         last_ns=_int(value["last_ns"]) - ahead_ns,
         lacks_counts=_bool(value["lacks_counts"]),
-        pulse=0,  # as of a file that is not here: nobody tries to read it again
+        progress=0,  # as of a file that is not here: nobody tries to read it again
         meta=known,
         counts=Counts(**{each.name: _int(counts[each.name]) for each in fields(Counts)}),
         problems=tuple(_text(each) for each in _list(value["problems"], most=64)),
     )
 
 
-def _part(value: Any) -> Part:
+def _part(value: Any) -> StreamSlice:
     *key, issued, first, at, length, signature = value
-    return Part(_key(key), _int(issued), _int(first), _int(at), _int(length), _int(signature, low=-1))
+    return StreamSlice(_key(key), _int(issued), _int(first), _int(at), _int(length), _int(signature, low=-1))
 
 
 def _key(value: Any) -> StreamKey:
@@ -252,8 +252,8 @@ def _place(value: Any) -> Place:
     )
 
 
-def _sighting(value: Any, ahead_ns: int) -> Sighting:
-    seen = Sighting.from_dict(_dict(value))
+def _status(value: Any, ahead_ns: int) -> ProcessStatus:
+    seen = ProcessStatus.from_dict(_dict(value))
     stack = tuple(line[:_MOST_TEXT] for line in seen.stack[:_MOST_FRAMES])
     alive_ns, gone_ns, stack_ns = (
         _int(moment - ahead_ns) if moment is not None else None for moment in (seen.alive_ns, seen.gone_ns, seen.stack_ns)
@@ -261,16 +261,16 @@ def _sighting(value: Any, ahead_ns: int) -> Sighting:
     return replace(seen, stack=stack, alive_ns=alive_ns, gone_ns=gone_ns, stack_ns=stack_ns)
 
 
-def _check(transcript: Transcript) -> None:
+def _check(batch: CallBatch) -> None:
     """That whoever follows a number comes to something."""
-    pairs, codes = transcript.pairs, transcript.codes
-    is_known = (pairs >= 0) & (pairs < [len(transcript.signatures), len(transcript.spots)])
+    pairs, codes = batch.pairs, batch.codes
+    is_known = (pairs >= 0) & (pairs < [len(batch.signatures), len(batch.call_sites)])
     _need(bool(is_known.all()), "a call of which it does not say what it is")
-    for said in transcript.statements:
+    for said in batch.rank_summaries:
         told: set[StreamKey] = set()
         for part in said.parts:
-            _need(part.key.group < len(transcript.groups), "a collective of no group")
-            _need(part.signature < len(transcript.signatures), "a call of which it does not say what it is")
+            _need(part.key.group < len(batch.groups), "a collective of no group")
+            _need(part.signature < len(batch.signatures), "a call of which it does not say what it is")
             _need(part.at + part.length <= len(codes) and part.first + part.length <= _MOST_NUMBER, "calls that are not there")
             own = codes[part.at : part.at + part.length]
             _need(said.pairs_at + int(own.max(initial=0)) < max(len(pairs), 1), "a call of which it does not say what it is")
@@ -287,7 +287,7 @@ def _check(transcript: Transcript) -> None:
 
 def _need(is_so: bool, reason: str) -> None:
     if not is_so:
-        raise _WrongError(reason)
+        raise _InvalidError(reason)
 
 
 def _int(value: Any, *, low: int = 0, high: int = _MOST_NUMBER) -> int:

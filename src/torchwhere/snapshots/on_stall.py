@@ -1,8 +1,8 @@
 """What a rank that has come to rest sees of the ranks around it, for a doctor who comes when one of their boxes is gone.
 
 A job that nobody watches has no monitor to keep a diary. But a rank that stands still has time: its heart (`recorder/heartbeat.py`) reads
-the boxes of its host and looks at their processes, once, and writes down what a monitor would have: `witness-<host>.letter` and
-`witness-<host>.json`. Any rank may do it; one a second is enough.
+the boxes of its host and looks at their processes, once, and writes down what a monitor would have: `stall-<host>.snapshot` and
+`stall-<host>.json`. Any rank may do it; one a second is enough.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import socket
 import time
 from pathlib import Path
 
-from torchwhere.blackbox.lazy_boxes import Shelf
+from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_header
-from torchwhere.blackbox.summary import Label, label
+from torchwhere.blackbox.summary import BoxSummary, label
 from torchwhere.blackbox.writer import box_name
 from torchwhere.processes.look import look
-from torchwhere.snapshots.read import WITNESS
-from torchwhere.snapshots.write import Diary
+from torchwhere.snapshots.read import STALL
+from torchwhere.snapshots.write import SnapshotWriter
 
 _AROUND = 32  # ranks before and after its own: those of its host, on most hosts
 _JUST_NOW_S = 1.5
 
 
-class Witness:
+class StallSnapshot:
     """One rank, its folder, and the neighbours it has met."""
 
     def __init__(self, box: Path, *, rank: int) -> None:
         self._box, self._rank = box, rank
         self._host = socket.gethostname()
-        self._diary = Diary(box.parent, teller=WITNESS)
+        self._snapshot_writer = SnapshotWriter(box.parent, teller=STALL)
         self._met: set[int] = set()
 
-    def look_around(self) -> None:
+    def take(self) -> None:
         """Write down what is there now, unless somebody has just done so. If a box is gone by now, what was written stays."""
         if self._was_done():
             return
@@ -41,16 +41,16 @@ class Witness:
         if len(labels) < 2 or not self._met <= labels.keys():
             return
         self._met = set(labels)
-        self._diary.write_seen(labels, look(labels))
-        self._diary.write(Shelf(labels, kept=1), read_ns=read_ns, read_at=read_at)  # one box in memory at a time
+        self._snapshot_writer.write_seen(labels, look(labels))
+        self._snapshot_writer.write(LazyBoxes(labels, kept=1), read_ns=read_ns, read_at=read_at)  # one box in memory at a time
 
     def _was_done(self) -> bool:
         try:
-            return 0 <= time.time() - self._diary.path.stat().st_mtime < _JUST_NOW_S
+            return 0 <= time.time() - self._snapshot_writer.path.stat().st_mtime < _JUST_NOW_S
         except OSError:
             return False
 
-    def _labels(self) -> dict[int, Label]:
+    def _labels(self) -> dict[int, BoxSummary]:
         """Of the boxes of this life of this job on this host, its own among them."""
         own = read_header(self._box)
         found = {}

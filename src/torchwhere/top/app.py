@@ -19,10 +19,10 @@ from torchwhere.render.screen import Screen, has_colour, is_ascii
 from torchwhere.render.text import Line
 from torchwhere.render.top import body_height, screen_lines
 from torchwhere.render.top_detail import detail_lines
-from torchwhere.render.top_rows import Letters
+from torchwhere.render.top_rows import Charset
 from torchwhere.render.top_view import View
-from torchwhere.top.background_doctor import DoctorOnCall
-from torchwhere.top.poller import Ward
+from torchwhere.top.background_doctor import BackgroundDoctor
+from torchwhere.top.poller import RunPoller
 
 _MOST_SHARE = 0.5  # of the time: of a job so large that a visit takes long, there are fewer
 _READ_S = 1.0  # the box of a rank whose page is open is read this often
@@ -32,7 +32,7 @@ _WHOLE_S = 120.0  # for a look that is printed: nobody waits for keys to be obey
 def watch_screen(folder: str | Path, *, stall_s: float, interval_s: float) -> None:
     """Until somebody presses `q`."""
     screen = Screen(colour=has_colour())
-    live = LiveScreen(folder, screen, stall_s=stall_s, interval_s=interval_s)
+    live = TopApp(folder, screen, stall_s=stall_s, interval_s=interval_s)
     try:
         with screen.taken():
             live.watch()
@@ -40,14 +40,14 @@ def watch_screen(folder: str | Path, *, stall_s: float, interval_s: float) -> No
         live.close()
 
 
-class LiveScreen:
+class TopApp:
     """A ward, a doctor on call, and a screen to show them on."""
 
     def __init__(self, folder: str | Path, screen: Screen, *, stall_s: float, interval_s: float) -> None:
         self._screen, self._interval_s = screen, interval_s
-        self._ward = Ward(folder, stall_s=stall_s)
-        self._doctor = DoctorOnCall(folder, stall_s=stall_s)
-        self._view, self._letters = View(), Letters(is_ascii=is_ascii())
+        self._ward = RunPoller(folder, stall_s=stall_s)
+        self._doctor = BackgroundDoctor(folder, stall_s=stall_s)
+        self._view, self._snapshots = View(), Charset(is_ascii=is_ascii())
         self._run = RunNow(str(folder), time.time_ns())
         self._box: tuple[int, float, Box | None] = (-1, 0.0, None)
 
@@ -60,16 +60,16 @@ class LiveScreen:
             begin = time.monotonic()
             if begin >= due_s:
                 if not self._view.is_paused:
-                    self._visit()
+                    self._poll()
                 due_s = begin + max(self._interval_s, (time.monotonic() - begin) / _MOST_SHARE)
             width, height = self._paint()
             for key in self._screen.keys(due_s - time.monotonic()):
-                room = body_height(self._run, self._doctor.verdict, width, height, self._letters)
+                room = body_height(self._run, self._doctor.verdict, width, height, self._snapshots)
                 if not self._view.press(key, self._run, room):
                     return
 
-    def _visit(self) -> None:
-        self._run = self._ward.visit(most_s=self._interval_s / 2)
+    def _poll(self) -> None:
+        self._run = self._ward.poll(most_s=self._interval_s / 2)
         if self._run.ranks and not self._run.unread:
             self._doctor.see(self._run.troubled)
 
@@ -82,7 +82,7 @@ class LiveScreen:
             verdict=self._doctor.verdict,
             width=width,
             height=height,
-            letters=self._letters,
+            snapshots=self._snapshots,
             page=page,
         )
         self._screen.paint(lines)
@@ -95,7 +95,7 @@ class LiveScreen:
             return [[(f"rank {number} is not there any more", "bold")]]
         if self._box[0] != number or (now > self._box[1] + _READ_S and not self._view.is_paused):
             self._box = number, now, self._read(number)
-        return list(detail_lines(rank, self._box[2], verdict=self._doctor.verdict, width=width, letters=self._letters))
+        return list(detail_lines(rank, self._box[2], verdict=self._doctor.verdict, width=width, snapshots=self._snapshots))
 
     def _read(self, rank: int) -> Box | None:
         path = self._ward.path_of(rank)
@@ -111,13 +111,13 @@ Look = tuple[RunNow, dict[str, Any] | None]
 def looks(folder: str | Path, *, stall_s: float, interval_s: float | None, count: int | None) -> Iterator[Look]:
     """One look after the other with the verdict there is, until the job is over, or so many. Without an interval: one, with
     the verdict on it. Raises `TorchwhereError` where there is no run then; otherwise it waits for one."""
-    ward, doctor = Ward(folder, stall_s=stall_s), DoctorOnCall(folder, stall_s=stall_s)
+    poller, doctor = RunPoller(folder, stall_s=stall_s), BackgroundDoctor(folder, stall_s=stall_s)
     is_once = interval_s is None and count is None
     pause_s = interval_s if interval_s is not None else 0.5
     try:
         for number in itertools.count(1):
             begin = time.monotonic()
-            run = ward.visit(most_s=_WHOLE_S)
+            run = poller.poll(most_s=_WHOLE_S)
             is_last = is_once or run.is_over or number == count
             if run.problem is not None and (is_last or run.ranks):
                 raise TorchwhereError(_nothing(run))

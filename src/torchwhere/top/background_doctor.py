@@ -22,7 +22,7 @@ _MOST_AGAIN_S = 60.0
 _MOST_SHARE = 0.05  # of the time
 
 
-class DoctorOnCall:
+class BackgroundDoctor:
     """Asked again and again whether there is something new; starts at most one process at a time."""
 
     def __init__(self, folder: str | Path, *, stall_s: float) -> None:
@@ -34,14 +34,14 @@ class DoctorOnCall:
         self._called_at = self._due_at = 0.0
         self._pause_s = _AGAIN_S
 
-    def see(self, trouble: Hashable) -> bool:
+    def see(self, errors: Hashable) -> bool:
         """Tell who is in trouble; whether there is a new verdict."""
         now = time.monotonic()
         news = self._collect(now)
-        if trouble != self._seen:
-            if not (trouble and self._seen):
+        if errors != self._seen:
+            if not (errors and self._seen):
                 self.verdict = None  # it was on something else
-            self._seen, self._due_at, self._pause_s = trouble, 0.0, _AGAIN_S
+            self._seen, self._due_at, self._pause_s = errors, 0.0, _AGAIN_S
         if self._process is None and now >= self._due_at:
             self._call(now)
         return news

@@ -13,41 +13,41 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.live_box import Glance
-from torchwhere.blackbox.live_names import Names
-from torchwhere.blackbox.run import Roster, choose
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.live_box import LiveBox
+from torchwhere.blackbox.live_names import NameReader
+from torchwhere.blackbox.run import RunSummary, choose
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.live.ranks import STALL_S, LiveRanks
 from torchwhere.diagnose.live.run import RunNow
-from torchwhere.pipeline.verdict import kept_sightings
+from torchwhere.pipeline.verdict import saved_statuses
 from torchwhere.processes.look import look, merged
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 _LIST_S = 1.0  # new boxes are looked for this often, and what monitors have written is read
 _MOST_SHARE = 0.1  # of the time, for each of them
 _MOST_CAVEATS = 8
 
 
-class Ward:
+class RunPoller:
     """One folder, visited again and again."""
 
     def __init__(self, folder: str | Path, *, stall_s: float = STALL_S) -> None:
         self.folder = Path(folder)
         self._live = LiveRanks(stall_s=stall_s)
-        self._names = Names()
-        self._glances: dict[Path, Glance] = {}
+        self._names = NameReader()
+        self._glances: dict[Path, LiveBox] = {}
         self._files: set[str] = set()
         self._order: list[Path] = []
         self._next = 0
         self._unseen: set[Path] = set()
-        self._roster: Roster[Label] | None = None
+        self._roster: RunSummary[BoxSummary] | None = None
         self._kept: dict[int, dict[str, Any]] = {}
         self._list_at = self._kept_at = 0.0
         self._was_there = False
         self._problem: str | None = None
 
-    def visit(self, *, most_s: float = 0.2) -> RunNow:
+    def poll(self, *, most_s: float = 0.2) -> RunNow:
         """Look around for at most so long."""
         begin = time.monotonic()
         has_news = self._list(begin)
@@ -82,7 +82,7 @@ class Ward:
         for path in self._glances.keys() - paths:
             del self._glances[path]
         for path in paths - self._glances.keys():
-            self._glances[path] = Glance(path, self._names)
+            self._glances[path] = LiveBox(path, self._names)
             self._unseen.add(path)
         self._unseen &= paths
         self._order = sorted(paths, key=lambda path: (len(path.name), path.name))
@@ -97,23 +97,23 @@ class Ward:
         """Look at the next boxes, each at most once; whether one has another header than before."""
         has_news = False
         for _ in range(len(self._order)):
-            glance = self._glances[self._order[self._next % len(self._order)]]
+            live_box = self._glances[self._order[self._next % len(self._order)]]
             self._next = (self._next + 1) % len(self._order)
-            before = glance.meta
-            has_moved = glance.look()
+            before = live_box.meta
+            has_moved = live_box.look()
             now_s = time.monotonic()
-            has_news |= glance.meta is not before or glance.path in self._unseen
-            self._unseen.discard(glance.path)
-            self._live.looked(glance, has_moved=has_moved, now_s=now_s, now_ns=time.time_ns())
+            has_news |= live_box.meta is not before or live_box.path in self._unseen
+            self._unseen.discard(live_box.path)
+            self._live.looked(live_box, has_moved=has_moved, now_s=now_s, now_ns=time.time_ns())
             if now_s > until_s:
                 break
         return has_news
 
     def _choose(self) -> None:
         """Of all boxes, those of the newest run. Those that were chosen just now have been looked at already."""
-        labels = [glance.label() for path, glance in self._glances.items() if path not in self._unseen]
+        labels = [live_box.label() for path, live_box in self._glances.items() if path not in self._unseen]
         try:
-            self._roster = Roster(self.folder, *choose(self.folder, labels))
+            self._roster = RunSummary(self.folder, *choose(self.folder, labels))
         except TorchwhereError as error:
             self._roster, self._problem = None, str(error)
             return
@@ -124,33 +124,33 @@ class Ward:
     # -- all together ------------------------------------------------------------------------------------------------
 
     def _now(self) -> RunNow:
-        t_ns, roster = time.time_ns(), self._roster
-        if roster is None:
+        t_ns, run = time.time_ns(), self._roster
+        if run is None:
             problem = self._problem or f"{self.folder} holds no black box (*.box) yet"
             return RunNow(str(self.folder), t_ns, problem=problem)
-        ranks = self._live.now(sorted(roster.boxes), self._sightings(roster), now_s=time.monotonic())
+        ranks = self._live.now(sorted(run.boxes), self._statuses(run), now_s=time.monotonic())
         unread = len(self._unseen)
         return RunNow(
             folder=str(self.folder),
             t_ns=t_ns,
             ranks=tuple(ranks),
-            world_size=roster.world_size,
-            missing=tuple(roster.missing) if not unread else (),
-            caveats=self._caveats(roster),
+            world_size=run.world_size,
+            missing=tuple(run.missing) if not unread else (),
+            caveats=self._caveats(run),
             unread=unread,
             problem=self._problem,
         )
 
-    def _caveats(self, roster: Roster[Label]) -> tuple[str, ...]:
-        glances = ((f"rank {rank}", self._glances.get(box.path)) for rank, box in sorted(roster.boxes.items()))
-        said = [f"{who}: {glance.problem}" for who, glance in glances if glance is not None and glance.problem]
-        said += [f"{box.path.name}: {problem}" for box in roster.unreadable for problem in box.problems]
+    def _caveats(self, run: RunSummary[BoxSummary]) -> tuple[str, ...]:
+        glances = ((f"rank {rank}", self._glances.get(box.path)) for rank, box in sorted(run.boxes.items()))
+        said = [f"{who}: {live_box.problem}" for who, live_box in glances if live_box is not None and live_box.problem]
+        said += [f"{box.path.name}: {problem}" for box in run.unreadable for problem in box.problems]
         return tuple(said[:_MOST_CAVEATS])
 
-    def _sightings(self, roster: Roster[Label]) -> dict[int, Sighting]:
+    def _statuses(self, run: RunSummary[BoxSummary]) -> dict[int, ProcessStatus]:
         """What is seen of the processes here, and what monitors saw elsewhere."""
         begin = time.monotonic()
         if begin > self._kept_at:
-            self._kept = kept_sightings(self.folder)
+            self._kept = saved_statuses(self.folder)
             self._kept_at = begin + max(_LIST_S, (time.monotonic() - begin) / _MOST_SHARE)
-        return merged(look(roster.boxes), self._kept)
+        return merged(look(run.boxes), self._kept)

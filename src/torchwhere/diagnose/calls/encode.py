@@ -1,6 +1,6 @@
 """What boxes say, written down: the collectives of many ranks in a few arrays, everything else of a rank in a few words.
 
-Takes boxes one after another, gives `Transcript`s. A transcript needs no box any more and can be sent to another process: about
+Takes boxes one after another, gives `CallBatch`s. A transcript needs no box any more and can be sent to another process: about
 10 bytes a collective. Ids are a box's own; here they become numbers of the clerk who reads (of groups, signatures and spots),
 and a transcript brings along what its clerk has not told before. `testimony.py` makes them mean the same for all clerks.
 """
@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.summary import Label, label
+from torchwhere.blackbox.summary import BoxSummary, label
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.ids import Vocabulary
-from torchwhere.diagnose.calls.keys import Group, Signature, Spot, StreamKey
-from torchwhere.diagnose.calls.order import Sorted, Sorter, narrow
+from torchwhere.diagnose.calls.ids import LocalIds
+from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, StreamKey
+from torchwhere.diagnose.calls.order import SortedCalls, Sorter, narrow
 
 _SAME_MOMENT_NS = 1_000_000
 _STEPS = 50  # the last so many make the pace
@@ -30,7 +30,7 @@ _EXCEPTIONS = 4
 _MAKINGS = 16
 
 
-class Part(NamedTuple):
+class StreamSlice(NamedTuple):
     """What one rank issued in one stream, as far as its ring goes back without a hole; `at` is where in the arrays."""
 
     key: StreamKey  # its group is the clerk's number
@@ -41,7 +41,7 @@ class Part(NamedTuple):
     signature: int = -1  # of all these calls, if they have but one
 
 
-class Making(NamedTuple):
+class GroupCreation(NamedTuple):
     """A process group that a rank began to make: all ranks must come there."""
 
     op: str
@@ -52,18 +52,18 @@ class Making(NamedTuple):
     is_made: bool
 
 
-class Statement(NamedTuple):
+class RankSummary(NamedTuple):
     """One rank. What the arrays of its calls count from, and everything that is not in them."""
 
-    label: Label
-    parts: tuple[Part, ...] = ()
+    label: BoxSummary
+    parts: tuple[StreamSlice, ...] = ()
     last: tuple[StreamKey, int] | None = None  # its last collective: stream and number
     end: Event | None = None
     exceptions: tuple[Event, ...] = ()  # the last few
     place: Place | None = None  # where its main thread is
     in_collective_since_ns: int | None = None
     unnamed: tuple[int, ...] | None = None  # how many it issued in each group, where it is lost which groups these are
-    makings: tuple[Making, ...] = ()  # the last few
+    group_creations: tuple[GroupCreation, ...] = ()  # the last few
     is_compiling: bool = False
     last_line: str | None = None
     steps_per_s: float | None = None
@@ -78,10 +78,10 @@ class Statement(NamedTuple):
 
 
 @dataclass(slots=True)
-class Transcript:
+class CallBatch:
     """Some ranks. The arrays of calls have one length: all of the first rank, stream by stream, then the next one's."""
 
-    statements: list[Statement]
+    rank_summaries: list[RankSummary]
     codes: npt.NDArray[Any]  # which of its rank's pairs
     steps: npt.NDArray[Any]
     records: npt.NDArray[Any]
@@ -89,11 +89,11 @@ class Transcript:
     pairs: npt.NDArray[np.int32]  # signature and spot of each code
     groups: list[Group] = field(default_factory=list)  # what is new since the transcript before
     signatures: list[Signature] = field(default_factory=list)
-    spots: list[Spot] = field(default_factory=list)
-    aside: Any = None  # what somebody else took from the same boxes
+    call_sites: list[CallSite] = field(default_factory=list)
+    extra: Any = None  # what somebody else took from the same boxes
 
 
-class _Said(NamedTuple):
+class _Columns(NamedTuple):
     """The arrays of one rank."""
 
     codes: npt.NDArray[Any]
@@ -102,42 +102,42 @@ class _Said(NamedTuple):
     ticks: npt.NDArray[Any]
 
 
-_NOTHING = _Said(*(np.empty(0, np.uint8) for _ in range(4)))
+_NOTHING = _Columns(*(np.empty(0, np.uint8) for _ in range(4)))
 
 
-class Clerk:
+class Encoder:
     """Writes down boxes, and remembers what it has told."""
 
     def __init__(self) -> None:
         self.decoded = 0  # records, so far
         self._sorter = Sorter()
-        self._vocabulary = Vocabulary()
+        self._vocabulary = LocalIds()
 
-    def write_down(self, boxes: Iterable[Box]) -> Transcript:
-        statements: list[Statement] = []
-        said: list[_Said] = []
+    def encode(self, boxes: Iterable[Box]) -> CallBatch:
+        rank_summaries: list[RankSummary] = []
+        said: list[_Columns] = []
         pairs: list[tuple[int, int]] = []
         at = 0
         for box in boxes:
-            statement, calls = self._hear(box, at, pairs)
-            statements.append(statement)
+            rank_summary, calls = self._encode(box, at, pairs)
+            rank_summaries.append(rank_summary)
             said.append(calls)
             at += len(calls.codes)
         codes, steps, records, ticks = map(np.concatenate, zip(*said, strict=True)) if said else _NOTHING
         table = np.array(pairs, np.int32).reshape(-1, 2)
-        return Transcript(statements, codes, steps, records, ticks, table, *self._vocabulary.news())
+        return CallBatch(rank_summaries, codes, steps, records, ticks, table, *self._vocabulary.news())
 
-    def _hear(self, box: Box, at: int, pairs: list[tuple[int, int]]) -> tuple[Statement, _Said]:
+    def _encode(self, box: Box, at: int, pairs: list[tuple[int, int]]) -> tuple[RankSummary, _Columns]:
         records, known = box.records, self._vocabulary
         self.decoded += len(records)
         groups = known.groups_of(box)
         classes = self._sorter.alike(records)
         own_pairs, keys = known.pairs(box, records, classes, groups)
-        found = self._sorter.sort(records["more"], classes, keys)
+        found = self._sorter.sort(records["extra"], classes, keys)
         counts = known.counts(box, groups)
         said, base = _said(box, found)
         own_label = label(box)
-        statement = Statement(
+        rank_summary = RankSummary(
             label=own_label,
             parts=_parts(found, counts, at, _single(keys, own_pairs)),
             last=found.last,
@@ -148,10 +148,10 @@ class Clerk:
             **_besides(box),
         )
         pairs += own_pairs
-        return statement, said
+        return rank_summary, said
 
 
-def _said(box: Box, found: Sorted) -> tuple[_Said, dict[str, Any]]:
+def _said(box: Box, found: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
     """The arrays of a rank, and what they count from."""
     records, order = box.records, found.order
     times = records["t_ns"].astype(np.int64)[order]
@@ -159,7 +159,7 @@ def _said(box: Box, found: Sorted) -> tuple[_Said, dict[str, Any]]:
     tick = 1 + (span >> 32)
     steps, step = narrow(records["step"][order])
     numbers, number = narrow(records["number"][order])
-    said = _Said(found.codes, steps, numbers, ((times - start) // tick).astype(np.uint32))
+    said = _Columns(found.codes, steps, numbers, ((times - start) // tick).astype(np.uint32))
     return said, {"record": number, "step": step, "start_ns": box.wall_ns(start), "tick_ns": tick}
 
 
@@ -172,20 +172,22 @@ def _single(keys: list[StreamKey | None], pairs: list[tuple[int, int]]) -> dict[
     return found
 
 
-def _parts(found: Sorted, counts: dict[StreamKey, int], at: int, single: dict[StreamKey | None, int]) -> tuple[Part, ...]:
+def _parts(
+    found: SortedCalls, counts: dict[StreamKey, int], at: int, single: dict[StreamKey | None, int]
+) -> tuple[StreamSlice, ...]:
     """The streams of a rank: those that its ring still has, and those that it has only counted."""
     parts = []
     for key, first, begin, length in found.stretches:
         issued = max(counts.pop(key, 0), first + length)
-        parts.append(Part(key, issued, first, at + begin, length, single[key]))
-    return (*parts, *(Part(key, count) for key, count in counts.items()))
+        parts.append(StreamSlice(key, issued, first, at + begin, length, single[key]))
+    return (*parts, *(StreamSlice(key, count) for key, count in counts.items()))
 
 
 def _unnamed(box: Box) -> tuple[int, ...] | None:
-    """The counts of a box that was cut behind its tallies: what they count was in the part that is lost."""
+    """The counts of a box that was cut behind its counters: what they count was in the part that is lost."""
     if box.geometry is None or len(box._head) < box.geometry.ring_at:
         return None
-    return tuple(count for (_, source, destination), count in box.tallies().items() if source == destination == -1)
+    return tuple(count for (_, source, destination), count in box.counters().items() if source == destination == -1)
 
 
 # -- what is not a collective ----------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def _besides(box: Box) -> dict[str, Any]:
         "exceptions": _last_of(box, Kind.EXCEPTION) if kinds[Kind.EXCEPTION] else (),
         "place": cursor.place if cursor is not None else None,
         "in_collective_since_ns": _in_collective_since(box, max((cursor.t_ns for cursor in cursors), default=0)),
-        "makings": _makings(box) if kinds[Kind.GROUP_BEGIN] else (),
+        "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "last_line": _last_line(box),
         "steps_per_s": steps_per_s,
@@ -218,17 +220,17 @@ def _last_of(box: Box, kind: Kind) -> tuple[Event, ...]:
     return tuple(box.event(int(row)) for row in rows[-_EXCEPTIONS:])
 
 
-def _makings(box: Box) -> tuple[Making, ...]:
+def _group_creations(box: Box) -> tuple[GroupCreation, ...]:
     kinds = box.records["kind"]
     rows = np.flatnonzero(kinds == int(Kind.GROUP_BEGIN))[-_MAKINGS:]
     is_made = bool((kinds[rows[-1] :] == int(Kind.GROUP_END)).any())
-    return tuple(_making(box.event(int(row)), is_made or row != rows[-1]) for row in rows)
+    return tuple(_group_creation(box.event(int(row)), is_made or row != rows[-1]) for row in rows)
 
 
-def _making(event: Event, is_made: bool) -> Making:
+def _group_creation(event: Event, is_made: bool) -> GroupCreation:
     op, number, ranks = (event.fields.get(name) for name in ("op", "number", "ranks"))
     members = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
-    return Making(str(op), number if isinstance(number, int) else 0, members, event.t_ns, event.place, bool(is_made))
+    return GroupCreation(str(op), number if isinstance(number, int) else 0, members, event.t_ns, event.place, bool(is_made))
 
 
 def _in_collective_since(box: Box, moved_ns: int) -> int | None:

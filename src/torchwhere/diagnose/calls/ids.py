@@ -13,36 +13,36 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_INFERRED, FLAG_SHADOW, FLAG_UNKNOWN, NO_CALL, Sort
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_INFERRED, FLAG_SHADOW, FLAG_UNKNOWN, NO_CALL, EntryType
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Certainty, Pass
-from torchwhere.diagnose.calls.keys import Group, Signature, Signatures, Spot, StreamKey, group_of
+from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, Signatures, StreamKey, group_of
 from torchwhere.diagnose.calls.order import Classes
 
 _PASSES = frozenset(map(int, Pass))
-_NAMED = ("module", "line", "graph", "aim", "param")
+_NAMED = ("module", "line", "graph", "beneficiary", "param")
 
 
-class News(NamedTuple):
+class NewIds(NamedTuple):
     """What nobody was told yet, in the order of its numbers."""
 
     groups: list[Group]
     signatures: list[Signature]
-    spots: list[Spot]
+    call_sites: list[CallSite]
 
 
 class _Last(NamedTuple):
     """The classes of records of the box before, and what its table had to say of them."""
 
     examples: npt.NDArray[np.int64]
-    whats: list[int]  # ids of their signatures
+    packed_ids: list[int]  # ids of their signatures
     ids: list[int]  # of all names
     names: list[tuple[int, str] | None]
     threads: dict[int, str | None]
-    spots: list[int]
+    call_sites: list[int]
 
 
-class Vocabulary:
+class LocalIds:
     """Numbers for what the names in boxes stand for."""
 
     def __init__(self) -> None:
@@ -52,26 +52,26 @@ class Vocabulary:
         self._drafts: dict[str, tuple[Signature | None, str]] = {}  # of what group, is another matter: names are a rank's own
         self._signatures: dict[tuple[str, int], int] = {}
         self._told: list[Signature] = []
-        self._spots: dict[tuple[Any, ...], int] = {}
+        self._call_sites: dict[tuple[Any, ...], int] = {}
         self._last: _Last | None = None
-        self._news = News([], [], [])
+        self._news = NewIds([], [], [])
 
-    def news(self) -> News:
-        found, self._news = self._news, News([], [], [])
+    def news(self) -> NewIds:
+        found, self._news = self._news, NewIds([], [], [])
         return found
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
     def groups_of(self, box: Box) -> dict[str, int]:
         """The groups that a rank knew, by name; the latest entry of a name wins."""
-        texts = sorted([(entry_id, text) for entry_id, (sort, text) in box.names.items() if sort == Sort.GROUP])
+        texts = sorted([(entry_id, text) for entry_id, (sort, text) in box.names.items() if sort == EntryType.GROUP])
         latest = {group.name: text for _, text in texts if (group := self._group(text)) is not None}
         return {name: self._number_of_group(text) for name, text in latest.items()}
 
     def counts(self, box: Box, groups: dict[str, int]) -> dict[StreamKey, int]:
         """What a rank has counted, by stream."""
         found = {}
-        for (entry_id, source, destination), count in box.tallies().items():
+        for (entry_id, source, destination), count in box.counters().items():
             group = self._group(box.name(entry_id) or "")
             if group is not None and group.name in groups:
                 found[StreamKey(groups[group.name], source, destination)] = count
@@ -100,13 +100,15 @@ class Vocabulary:
     ) -> tuple[list[tuple[int, int]], list[StreamKey | None]]:
         """Signature and spot of every class of records; and the streams they are counted in: None for what is no collective,
         and where the group is not known."""
-        whats, spots = self._spots_of(box, records, classes)
+        packed_ids, call_sites = self._call_sites_of(box, records, classes)
         known: dict[int, tuple[int, StreamKey | None]] = {}
-        for what in whats:
+        for what in packed_ids:
             if what not in known:
                 number = self._signature(box.name(what) or "", groups)
                 known[what] = number, self._told[number].key(box.rank) if number >= 0 else None
-        return [(known[what][0], spot) for what, spot in zip(whats, spots, strict=True)], [known[what][1] for what in whats]
+        return [(known[what][0], call_site) for what, call_site in zip(packed_ids, call_sites, strict=True)], [
+            known[what][1] for what in packed_ids
+        ]
 
     def _signature(self, text: str, groups: dict[str, int]) -> int:
         if text not in self._drafts:
@@ -121,7 +123,7 @@ class Vocabulary:
             self._news.signatures.append(self._told[-1])
         return number
 
-    def _spots_of(self, box: Box, records: npt.NDArray[Any], classes: Classes) -> tuple[list[int], list[int]]:
+    def _call_sites_of(self, box: Box, records: npt.NDArray[Any], classes: Classes) -> tuple[list[int], list[int]]:
         """Of every class of records, the id of its signature, 0 for what is no collective; and the number of its spot."""
         last, name_of = self._last, box.names.get
         if (
@@ -130,30 +132,41 @@ class Vocabulary:
             and all(map(is_, map(name_of, last.ids), last.names))
             and all(box.thread(number) == name for number, name in last.threads.items())
         ):
-            return last.whats, last.spots
+            return last.packed_ids, last.call_sites
         examples = records[classes.examples]
         rows = examples.tolist()
         ids = sorted({int(entry_id) for name in _NAMED for entry_id in examples[name].tolist()})
         self._last = _Last(
             examples=classes.examples,
-            whats=[row[11] if row[2] == Kind.COLLECTIVE else 0 for row in rows],
+            packed_ids=[row[11] if row[2] == Kind.COLLECTIVE else 0 for row in rows],
             ids=ids,
             names=[name_of(entry_id) for entry_id in ids],
             threads={row[5]: box.thread(row[5]) for row in rows},
-            spots=[self._spot(box, row) if row[2] == Kind.COLLECTIVE else -1 for row in rows],
+            call_sites=[self._call_site(box, row) if row[2] == Kind.COLLECTIVE else -1 for row in rows],
         )
-        return self._last.whats, self._last.spots
+        return self._last.packed_ids, self._last.call_sites
 
-    def _spot(self, box: Box, row: tuple[Any, ...]) -> int:
-        _, _, _, pass_, flags, thread, _, module, call, line, graph, _, aim, param, _, _ = row
+    def _call_site(self, box: Box, row: tuple[Any, ...]) -> int:
+        _, _, _, pass_, flags, thread, _, module, call, line, graph, _, beneficiary, param, _, _ = row
         named, name = box.name(module), box.name
-        found = (named, pass_, name(line), name(aim), name(graph), box.thread(thread), name(param), call, flags, bool(module))
-        number = self._spots.get(found)
+        found = (
+            named,
+            pass_,
+            name(line),
+            name(beneficiary),
+            name(graph),
+            box.thread(thread),
+            name(param),
+            call,
+            flags,
+            bool(module),
+        )
+        number = self._call_sites.get(found)
         if number is None:
-            number = self._spots[found] = len(self._spots)
+            number = self._call_sites[found] = len(self._call_sites)
             is_lost = flags & FLAG_UNKNOWN or (module and named is None) or pass_ not in _PASSES
             sure = Certainty.UNKNOWN if is_lost else Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
             at = None if named is None or call == NO_CALL else call
             flagged = bool(flags & FLAG_ASYNC), bool(flags & FLAG_SHADOW)
-            self._news.spots.append(Spot(found[:4], at, found[4], found[5], sure, found[6], *flagged))
+            self._news.call_sites.append(CallSite(found[:4], at, found[4], found[5], sure, found[6], *flagged))
         return number

@@ -8,32 +8,32 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.encode import Statement, Transcript
-from torchwhere.diagnose.calls.keys import Signature, Spot
+from torchwhere.diagnose.calls.encode import CallBatch, RankSummary
+from torchwhere.diagnose.calls.keys import CallSite, Signature
 
 FORM_SHIFT, _MEANING_MASK = np.uint64(32), np.uint64(0xFFFFFFFF)  # of a word that says what a call is
 
 
 @dataclass(slots=True)
-class Clerks:
+class IdMap:
     """What one clerk has numbered, and what we call it."""
 
     groups: list[int] = field(default_factory=list)
     signatures: list[Signature] = field(default_factory=list)
-    spots: list[Spot] = field(default_factory=list)
+    call_sites: list[CallSite] = field(default_factory=list)
     # The numbers of both in our own language, one further on: a call whose group is not known has the signature -1.
-    forms: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    meanings: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    has_meaning: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))  # of signatures
+    signature_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    site_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    has_site_id: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))  # of signatures
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class DecodedBatch:
     """The arrays of a transcript, and what their codes stand for."""
 
-    transcript: Transcript
-    clerk: Clerks
-    whats: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
+    batch: CallBatch
+    encoder: IdMap
+    packed_ids: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
 
 
 class Counted(NamedTuple):
@@ -44,20 +44,20 @@ class Counted(NamedTuple):
     counts: npt.NDArray[np.int64]
     within: npt.NDArray[np.int64]  # of these, in the steps that were asked for
     signatures: list[Signature]
-    spots: list[Spot]
+    call_sites: list[CallSite]
     groups: list[int]  # of the signatures' groups, the numbers in our own language
 
 
 @dataclass(slots=True)  # not frozen: that takes four times as long to make, and there are hundreds of thousands
-class Calls:
+class StreamCalls:
     """The collectives that one rank issued in one stream, as far as its ring goes back without a hole, in order."""
 
     first: int  # number
-    form: int  # of all of them, if they have but one; else -1
+    signature_id: int  # of all of them, if they have but one; else -1
     _length: int
     _at: int
-    _statement: Statement
-    _page: Page
+    _statement: RankSummary
+    _page: DecodedBatch
 
     def __len__(self) -> int:
         return self._length
@@ -74,27 +74,27 @@ class Calls:
         begin = self._at + (0 if first is None else first - self.first)
         return slice(begin, self._at + (self._length if end is None else end - self.first))
 
-    def whats(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.uint64]:
+    def packed_ids(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.uint64]:
         """Form and meaning of the calls from number `first` to before `end`, in one word: equal if ranks issued the same."""
-        found: npt.NDArray[np.uint64] = self._page.whats[self._statement.pairs_at :][
-            self._page.transcript.codes[self._cut(first, end)]
+        found: npt.NDArray[np.uint64] = self._page.packed_ids[self._statement.pairs_at :][
+            self._page.batch.codes[self._cut(first, end)]
         ]
         return found
 
     def codes(self) -> npt.NDArray[Any]:
         """Equal for calls of this rank that are the same in all but number, step and time."""
-        found: npt.NDArray[Any] = self._page.transcript.codes[self._cut(None, None)]
+        found: npt.NDArray[Any] = self._page.batch.codes[self._cut(None, None)]
         return found
 
     def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
-        return self._page.transcript.steps[self._cut(first, end)].astype(np.int64) + self._statement.step
+        return self._page.batch.steps[self._cut(first, end)].astype(np.int64) + self._statement.step
 
     def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
         """Wall clock of the rank's host."""
         said = self._statement
-        return self._page.transcript.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns + said.start_ns
+        return self._page.batch.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns + said.start_ns
 
-    def set_back(self, by_ns: int) -> Calls:
+    def set_back(self, by_ns: int) -> StreamCalls:
         """The same by another clock, of which that of the rank's host is ahead."""
         said = self._statement
         return self if not by_ns else replace(self, _statement=said._replace(start_ns=said.start_ns - by_ns))
@@ -102,42 +102,42 @@ class Calls:
     def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Of the calls from number `first` to before `end`, whether it is no chance in which step they were issued; and whether
         they are shadows, which belong to a step of others."""
-        spots, which = self._spots(first, end)
-        is_counted = np.array([spot.is_counted_by(self._statement.steppers) for spot in spots], np.bool_)
-        return is_counted[which], np.array([spot.is_shadow for spot in spots], np.bool_)[which]
+        call_sites, which = self._call_sites(first, end)
+        is_counted = np.array([call_site.is_counted_by(self._statement.steppers) for call_site in call_sites], np.bool_)
+        return is_counted[which], np.array([call_site.is_shadow for call_site in call_sites], np.bool_)[which]
 
     def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
         """Whether the calls from number `first` to before `end` returned at once."""
-        spots, which = self._spots(first, end)
-        return np.array([spot.is_async for spot in spots], np.bool_)[which]
+        call_sites, which = self._call_sites(first, end)
+        return np.array([call_site.is_async for call_site in call_sites], np.bool_)[which]
 
-    def _spots(self, first: int, end: int) -> tuple[list[Spot], npt.NDArray[np.int64]]:
+    def _call_sites(self, first: int, end: int) -> tuple[list[CallSite], npt.NDArray[np.int64]]:
         """The spots that some calls were issued from, and which of them each call was."""
         page, said = self._page, self._statement
-        used, which = np.unique(page.transcript.codes[self._cut(first, end)], return_inverse=True)
-        numbers = page.transcript.pairs[said.pairs_at + used.astype(np.int64), 1]
-        return [page.clerk.spots[number] for number in numbers.tolist()], which
+        used, which = np.unique(page.batch.codes[self._cut(first, end)], return_inverse=True)
+        numbers = page.batch.pairs[said.pairs_at + used.astype(np.int64), 1]
+        return [page.encoder.call_sites[number] for number in numbers.tolist()], which
 
     def record(self, number: int) -> int:
         """The number of the record: when it came among all that the rank did."""
-        return int(self._page.transcript.records[self._at + number - self.first]) + self._statement.record
+        return int(self._page.batch.records[self._at + number - self.first]) + self._statement.record
 
     def records(self) -> npt.NDArray[np.int64]:
         """The numbers of the records of all of them."""
-        return self._page.transcript.records[self._cut(None, None)].astype(np.int64) + self._statement.record
+        return self._page.batch.records[self._cut(None, None)].astype(np.int64) + self._statement.record
 
-    def of(self, number: int) -> tuple[Signature, Spot]:
+    def of(self, number: int) -> tuple[Signature, CallSite]:
         """What was issued, and from where."""
         page, said = self._page, self._statement
-        signature, spot = page.transcript.pairs[said.pairs_at + int(page.transcript.codes[self._at + number - self.first])]
-        return page.clerk.signatures[signature], page.clerk.spots[spot]
+        signature, call_site = page.batch.pairs[said.pairs_at + int(page.batch.codes[self._at + number - self.first])]
+        return page.encoder.signatures[signature], page.encoder.call_sites[call_site]
 
 
-def forms(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """What ranks must agree on, of words as `Calls.whats` gives them."""
-    return (whats >> FORM_SHIFT).astype(np.int64)
+def signature_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """What ranks must agree on, of words as `StreamCalls.whats` gives them."""
+    return (packed_ids >> FORM_SHIFT).astype(np.int64)
 
 
-def meanings(whats: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+def site_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     """Module, pass, line and beneficiary: what ranks agree on in a sound program. 0 where that is not known."""
-    return (whats & _MEANING_MASK).astype(np.int64)
+    return (packed_ids & _MEANING_MASK).astype(np.int64)

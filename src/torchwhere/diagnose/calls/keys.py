@@ -64,7 +64,7 @@ class Signature(NamedTuple):
 
     text: str  # the JSON object of the box
     group: int
-    form: tuple[str, str]  # what ranks must agree on
+    signature_id: tuple[str, str]  # what ranks must agree on
     op: str
     peer: int
 
@@ -87,10 +87,10 @@ class Signature(NamedTuple):
         return StreamKey(self.group, rank, self.peer) if self.op == "send" else StreamKey(self.group, self.peer, rank)
 
 
-class Spot(NamedTuple):
+class CallSite(NamedTuple):
     """A place, less its rank and step, and what was issued there was for."""
 
-    meaning: tuple[str | None, int, str | None, str | None]  # module, pass, line, beneficiary: a sound program's ranks agree
+    site_id: tuple[str | None, int, str | None, str | None]  # module, pass, line, beneficiary: a sound program's ranks agree
     call: int | None
     graph: str | None
     thread: str | None
@@ -107,10 +107,10 @@ class Spot(NamedTuple):
         and it is chance whether it runs there or inside the call. Where it is known whose data moves, it does not matter in
         which module the program was just then: DDP reduces a bucket when the last of its gradients happens to be there.
         """
-        module, pass_, line, aim = self.meaning
-        if self.is_shadow or (module is None and line is None and aim is None):
+        module, pass_, line, beneficiary = self.site_id
+        if self.is_shadow or (module is None and line is None and beneficiary is None):
             return None
-        return (None if aim is not None else module), pass_, line, aim
+        return (None if beneficiary is not None else module), pass_, line, beneficiary
 
     def is_counted_by(self, steppers: tuple[str, ...]) -> bool:
         """Whether the step it was issued in is its own: another thread comes to a call in whatever step the counting one is
@@ -121,7 +121,7 @@ class Spot(NamedTuple):
 
     @property
     def is_of_engine(self) -> bool:
-        return self.meaning[1] == Pass.BACKWARD and self.thread is not None and self.thread.startswith("native-")
+        return self.site_id[1] == Pass.BACKWARD and self.thread is not None and self.thread.startswith("native-")
 
 
 def group_of(text: str) -> Group | None:
@@ -163,9 +163,13 @@ class Signatures:
         key = (head, middle, tail, "" if op in P2P else peer)
         if key not in self._forms:
             found = _signature(text, fields)[0] if isinstance(fields := parsed(text), dict) else None
-            self._forms[key] = found.form if found is not None else None
-        form = self._forms[key]
-        return (Signature(text, -1, form, op, -1 if peer == "null" else int(peer)), group) if form is not None else (None, "")
+            self._forms[key] = found.signature_id if found is not None else None
+        signature_id = self._forms[key]
+        return (
+            (Signature(text, -1, signature_id, op, -1 if peer == "null" else int(peer)), group)
+            if signature_id is not None
+            else (None, "")
+        )
 
 
 def must_agree(op: str) -> tuple[str, ...]:
@@ -176,8 +180,8 @@ def must_agree(op: str) -> tuple[str, ...]:
 def _signature(text: str, fields: dict[str, Any]) -> tuple[Signature, str]:
     op, peer = str(fields.get("op")), fields.get("peer")
     agreed = {name: fields.get(name) for name in must_agree(op)}
-    form = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
-    return Signature(text, -1, form, op, peer if isinstance(peer, int) else -1), str(fields.get("group"))
+    signature_id = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
+    return Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1), str(fields.get("group"))
 
 
 def parsed(text: str | None) -> Any:

@@ -40,7 +40,7 @@ class Stretch(NamedTuple):
     length: int
 
 
-class Sorted(NamedTuple):
+class SortedCalls(NamedTuple):
     """The calls of a rank, stream by stream; those of no known group, and those before a hole, are left out."""
 
     order: npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class Sorter:
         self._columns, self._classes = columns, _classes(columns)
         return self._classes
 
-    def sort(self, numbers: npt.NDArray[Any], classes: Classes, keys: Sequence[StreamKey | None]) -> Sorted:
+    def sort(self, numbers: npt.NDArray[Any], classes: Classes, keys: Sequence[StreamKey | None]) -> SortedCalls:
         """By stream, and in each by number. `keys` are the streams of the classes; None is none."""
         index = {key: number for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))}
         streams = [len(index) if key is None else index[key] for key in keys]
@@ -90,7 +90,7 @@ class Sorter:
             return _with_holes(found, in_order, list(index))
         columns = (in_order[found.begins].tolist(), found.begins.tolist(), (found.ends - found.begins).tolist())
         stretches = [Stretch(key, *each) for key, *each in zip(index, *columns, strict=True)]
-        return Sorted(found.order, found.codes, stretches, _last(found.order, stretches))
+        return SortedCalls(found.order, found.codes, stretches, _last(found.order, stretches))
 
     def _by_stream(self, streams: list[int], codes: npt.NDArray[np.int64], count: int) -> _Order:
         known, of = self._order, self._classes.codes
@@ -117,7 +117,7 @@ def _classes(columns: npt.NDArray[np.uint64]) -> Classes:
     return Classes(codes, np.minimum.reduceat(order, starts) if len(order) else order)
 
 
-def _with_holes(found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]) -> Sorted:
+def _with_holes(found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]) -> SortedCalls:
     """Of each stream, the newest calls without a hole between them."""
     pieces: list[npt.NDArray[np.int64]] = []
     stretches: list[Stretch] = []
@@ -128,7 +128,7 @@ def _with_holes(found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[St
         stretches.append(Stretch(key, int(numbers[chosen[0]]), at, len(chosen)))
         begin, at = end, at + len(chosen)
     kept = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    return Sorted(found.order[kept], found.codes[kept], stretches, _last(found.order[kept], stretches))
+    return SortedCalls(found.order[kept], found.codes[kept], stretches, _last(found.order[kept], stretches))
 
 
 def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -13,36 +13,36 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torchwhere.diagnose.calls.job_calls import Calls
+from torchwhere.diagnose.calls.job_calls import StreamCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 
 COUNTED = "counted"  # in a box's header: what groups had done when the watch began, where that is not nothing
 
 
-def counted_alike(hearing: Hearing) -> Hearing:
+def rebase_numbers(job_calls: JobCalls) -> JobCalls:
     """The same testimonies; each group whose ranks agree only if each begins at its own count is counted from there."""
-    late = {rank: counted for rank, said in hearing.testimonies.items() if (counted := _counted(said))}
+    late = {rank: counted for rank, said in job_calls.by_rank.items() if (counted := _counted(said))}
     if not late:
-        return hearing
-    found = hearing.copy()
-    for key in {key for rank in late for key in hearing.testimonies[rank].calls if key.source == -1}:
-        name = hearing.group(key).name
-        calls = {rank: said.calls[key] for rank, said in hearing.testimonies.items() if key in said.calls}
+        return job_calls
+    found = job_calls.copy()
+    for key in {key for rank in late for key in job_calls.by_rank[rank].calls if key.source == -1}:
+        name = job_calls.group(key).name
+        calls = {rank: said.calls[key] for rank, said in job_calls.by_rank.items() if key in said.calls}
         begins = {rank: late.get(rank, {}).get(name, 0) for rank in calls}
         if len(set(begins.values())) > 1 and _likeness(calls, begins) > _likeness(calls, dict.fromkeys(calls, 0)):
             for rank, begin in begins.items():
-                found.testimonies[rank] = _from(found.testimonies[rank], key, begin)
+                found.by_rank[rank] = _from(found.by_rank[rank], key, begin)
     return found
 
 
-def _counted(said: Testimony) -> dict[str, int]:
+def _counted(said: RankCalls) -> dict[str, int]:
     counted = said.label.meta.get(COUNTED)
     known = counted.items() if isinstance(counted, dict) else ()
     return {name: number for name, number in known if isinstance(name, str) and type(number) is int and number > 0}
 
 
-def _likeness(calls: Mapping[int, Calls], begins: Mapping[int, int]) -> tuple[int, int]:
+def _likeness(calls: Mapping[int, StreamCalls], begins: Mapping[int, int]) -> tuple[int, int]:
     """How many collectives are as on the rank that has most of them, less those that are not; where that does not tell,
     how little the last ones are apart."""
     first = max(calls, key=lambda rank: len(calls[rank]))
@@ -51,14 +51,14 @@ def _likeness(calls: Mapping[int, Calls], begins: Mapping[int, int]) -> tuple[in
         begin = max(own.first - begins[rank], usual.first - begins[first])
         end = min(own.last - begins[rank], usual.last - begins[first]) + 1
         if begin < end and rank != first:
-            here = own.whats(begin + begins[rank], end + begins[rank])
-            there = usual.whats(begin + begins[first], end + begins[first])
+            here = own.packed_ids(begin + begins[rank], end + begins[rank])
+            there = usual.packed_ids(begin + begins[first], end + begins[first])
             score += 2 * int(np.count_nonzero(here == there)) - len(here)
     lasts = [own.last - begins[rank] for rank, own in calls.items()]
     return score, min(lasts) - max(lasts)
 
 
-def _from(said: Testimony, key: StreamKey, begin: int) -> Testimony:
+def _from(said: RankCalls, key: StreamKey, begin: int) -> RankCalls:
     found = copy.copy(said)
     found.calls, found.counts = dict(said.calls), dict(said.counts)
     found.calls[key] = copy.copy(said.calls[key])

@@ -27,10 +27,10 @@ _MONTH_NS = 30 * 86_400 * 10**9
 _MET = ("all_", "reduce_scatter", "barrier", "monitored_barrier", "recv")
 _HOST_BACKENDS = frozenset({"gloo", "mpi"})  # whose calls end on the host; others may only go into the queue of a device
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_PLACE = ("what", "module", "line", "pass")
+_PLACE = ("subject", "module", "line", "pass")
 
 
-class Stream(NamedTuple):
+class ClockStream(NamedTuple):
     """What is counted in one sequence: the collectives of a group, or the messages from one rank to another (else -1)."""
 
     group: str
@@ -49,7 +49,7 @@ class Stream(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallTimes:
     """The calls of one rank in one stream, by number."""
 
     numbers: Times
@@ -62,7 +62,7 @@ class Calls:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def thinned(self, most: int) -> Calls:
+    def thinned(self, most: int) -> CallTimes:
         """At most about so many, strewn: every second number would be that of the same line, where a step has two calls.
         Different ranks keep the same ones."""
         if len(self) <= most:
@@ -70,7 +70,7 @@ class Calls:
         halvings = int(np.ceil(np.log2(len(self) / most)))
         strewn = self.numbers.astype(np.uint64) * _GOLDEN
         chosen = strewn >> np.uint64(64 - halvings) == 0
-        return Calls(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+        return CallTimes(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,9 @@ class Arrivals:
     rank: int
     host: str
     offset_ns: int  # from the clock of its host to wall-clock time
-    streams: dict[Stream, Calls] = field(default_factory=dict)
+    streams: dict[ClockStream, CallTimes] = field(default_factory=dict)
     step_ns: float | None = None  # how long a step takes, the median
-    unsure: frozenset[Stream] = frozenset()  # whose calls may return before all have come, for all that is known
+    unsure: frozenset[ClockStream] = frozenset()  # whose calls may return before all have come, for all that is known
 
 
 def wall_offset_ns(box: Box) -> int:
@@ -120,23 +120,23 @@ def arrivals(box: Box) -> Arrivals:
     records, times = box.records, times_ns(box)
     later = next_times_ns(box, times)
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
-    at = at[records["more"][at] < np.uint64(_MOST_NS)]
-    whats, sites = records["what"][at], _sites(box, at)
-    by_stream: dict[Stream, list[int]] = {}
+    at = at[records["extra"][at] < np.uint64(_MOST_NS)]
+    packed_ids, sites = records["subject"][at], _sites(box, at)
+    by_stream: dict[ClockStream, list[int]] = {}
     members: dict[str, tuple[int, ...]] = {}
-    for what in np.unique(whats).tolist():
+    for what in np.unique(packed_ids).tolist():
         stream = _stream_of(box, box.value(what), members)
         if stream is not None:
             by_stream.setdefault(stream, []).append(what)
     found = {}
     for stream, ids in by_stream.items():
-        own = np.flatnonzero(np.isin(whats, ids))
-        numbers, first = np.unique(records["more"][at[own]].astype(np.int64), return_index=True)
+        own = np.flatnonzero(np.isin(packed_ids, ids))
+        numbers, first = np.unique(records["extra"][at[own]].astype(np.int64), return_index=True)
         own = own[first]
         here = at[own]
-        waits = np.isin(records["what"][here], [what for what in ids if _is_met(box.value(what))])
+        waits = np.isin(records["subject"][here], [what for what in ids if _is_met(box.value(what))])
         waits &= records["flags"][here] & FLAG_ASYNC == 0
-        found[stream] = Calls(numbers, times[here], later[here], waits, here, sites[own])
+        found[stream] = CallTimes(numbers, times[here], later[here], waits, here, sites[own])
     unsure = frozenset(stream for stream in found if not _ends_on_host(box, stream.group))
     return Arrivals(box.rank, str(box.meta.get("host", "")), wall_offset_ns(box), found, _step_ns(box, times), unsure)
 
@@ -157,7 +157,7 @@ def _sites(box: Box, at: Times) -> Times:
 
 def _site(box: Box, at: int, follows: int) -> int:
     row = box.records[at]
-    signature = box.value(int(row["what"]))
+    signature = box.value(int(row["subject"]))
     op = signature.get("op") if isinstance(signature, dict) else None
     kind = int(box.records["kind"][follows]) if follows >= 0 else 0
     words = (op, box.name(int(row["module"])), box.name(int(row["line"])), int(row["pass"]), kind)
@@ -178,7 +178,7 @@ def _ends_on_host(box: Box, group: str) -> bool:
     return isinstance(backend, str) and {part.rpartition(":")[2] for part in backend.split(",")} <= _HOST_BACKENDS
 
 
-def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) -> Stream | None:
+def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) -> ClockStream | None:
     """The stream that a collective is counted in; None where its entry is lost."""
     if not isinstance(signature, dict) or not isinstance(signature.get("group"), str):
         return None
@@ -187,9 +187,9 @@ def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) ->
         ranks = box.groups().get(name, {}).get("ranks")
         members[name] = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
     if op not in P2P:
-        return Stream(name, members[name])
+        return ClockStream(name, members[name])
     other = peer if isinstance(peer, int) else -1
-    return Stream(name, members[name], *((box.rank, other) if op == "send" else (other, box.rank)))
+    return ClockStream(name, members[name], *((box.rank, other) if op == "send" else (other, box.rank)))
 
 
 def _is_met(signature: dict[str, Any]) -> bool:

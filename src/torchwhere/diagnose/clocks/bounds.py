@@ -27,7 +27,7 @@ _CONTRADICTS_NS = 200_000.0  # by less bounds may contradict each other: clocks 
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class ClockBounds:
     """Of one clock, against the reference: between which corrections it is, at some moments of the frame."""
 
     moments: Floats
@@ -52,7 +52,7 @@ class Strip:
         return Correction(begin - slope * first, slope)
 
 
-def strips(rows: Rows, fixed: Collection[int]) -> dict[int, Strip]:
+def clock_bounds(rows: Rows, fixed: Collection[int]) -> dict[int, ClockBounds]:
     """Of all clocks that can be compared with one of `fixed`, in any number of steps."""
     chosen = rows.at(rows.is_sure)
     if not len(chosen):
@@ -78,13 +78,13 @@ def strips(rows: Rows, fixed: Collection[int]) -> dict[int, Strip]:
     return {index: _spanned(moments, lower[place], upper[place], by_clock[index].came) for index, place in indexes.items()}
 
 
-def _spanned(moments: Floats, least: Floats, most: Floats, came: Floats) -> Strip:
+def _spanned(moments: Floats, least: Floats, most: Floats, came: Floats) -> ClockBounds:
     """Only the moments around those when the clock was seen: a rank may stop early."""
     first = max(0, int(np.searchsorted(moments, came.min(), side="right")) - 1)
     last = min(len(moments), int(np.searchsorted(moments, came.max())) + 1)
     middle = np.where(least > most, (least + most) / 2, np.nan)  # by a little: clocks are read a little late
     least, most = np.where(np.isnan(middle), least, middle), np.where(np.isnan(middle), most, middle)
-    return Strip(moments[first:last], least[first:last], most[first:last])
+    return ClockBounds(moments[first:last], least[first:last], most[first:last])
 
 
 def _by_clock(rows: Rows) -> dict[int, Rows]:
@@ -99,8 +99,8 @@ def _pairs(rows: Rows) -> Iterator[tuple[int, int]]:
     begins = np.flatnonzero(np.r_[True, np.diff(rows.call) != 0])
     circles = {tuple(each.tolist()) for each in np.split(rows.clock, begins[1:])}
     seen: set[tuple[int, int]] = set()
-    for circle in circles:
-        members = sorted(set(circle))
+    for cycle in circles:
+        members = sorted(set(cycle))
         for pair in itertools.combinations(members, 2) if len(members) <= _ALL_PAIRS else _spread(members):
             if pair not in seen:
                 seen.add(pair)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.clocks.arrivals import NEVER, Stream
+from torchwhere.diagnose.clocks.arrivals import NEVER, ClockStream
 from torchwhere.diagnose.clocks.line_bounds import Floats
 from torchwhere.diagnose.clocks.pairwise import Line, Series
 
@@ -71,7 +71,7 @@ class Correction:
 
 def rows_of(series: Mapping[int, Series], lines: Mapping[int, Line]) -> Rows:
     """All calls in which at least two of the clocks took part."""
-    meeting: defaultdict[Stream, list[int]] = defaultdict(list)
+    meeting: defaultdict[ClockStream, list[int]] = defaultdict(list)
     for index, each in series.items():
         for stream in each.streams:
             meeting[stream].append(index)
@@ -93,7 +93,7 @@ def rows_of(series: Mapping[int, Series], lines: Mapping[int, Line]) -> Rows:
     return found.at(at[np.argsort(found.call[at], kind="stable")])
 
 
-def _of_one(series: Series, stream: Stream, line: Line, zero_ns: int) -> Iterator[npt.NDArray[Any]]:
+def _of_one(series: Series, stream: ClockStream, line: Line, zero_ns: int) -> Iterator[npt.NDArray[Any]]:
     """When it came, when that bounds others, when it left, and from where."""
     calls = series.streams[stream]
     came = _framed(calls.issued_ns, line, zero_ns)

@@ -20,8 +20,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from torchwhere.diagnose.clocks.arrivals import Arrivals, Calls, Stream, Times
-from torchwhere.diagnose.clocks.bounds import strips
+from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream, Times
+from torchwhere.diagnose.clocks.bounds import clock_bounds
 from torchwhere.diagnose.clocks.call_table import Correction, rows_of
 from torchwhere.diagnose.clocks.joint_fit import agreed, broken
 from torchwhere.diagnose.clocks.pairwise import Fit, Line, Quality, Series, compare, shares_a_clock
@@ -136,7 +136,7 @@ class Aligner:
         self._series = [Series(sharing) for sharing in self._sharing]
         self._circles: dict[int, int] = {}  # the first of those that a clock is connected with by calls that wait
         self._qualities: dict[int, Quality] = {}
-        self._meeting: defaultdict[Stream, list[int]] = defaultdict(list)
+        self._meeting: defaultdict[ClockStream, list[int]] = defaultdict(list)
         for index, series in enumerate(self._series):
             for stream in series.streams:
                 self._meeting[stream].append(index)
@@ -185,7 +185,7 @@ class Aligner:
 
     def _grow(self, start: int, found: dict[int, Clock]) -> None:
         """From one clock on to all that can be reached. The best evidence first, then the fewest clocks in between."""
-        told: set[Stream] = set()
+        told: set[ClockStream] = set()
         waiting: list[tuple[int, int, int, int, Fit | None]] = []
         self._reach(start, 0, found, told, waiting)
         while waiting:
@@ -236,7 +236,7 @@ class Aligner:
         index: int,
         hops: int,
         found: Mapping[int, Clock],
-        told: set[Stream],
+        told: set[ClockStream],
         waiting: list[tuple[int, int, int, int, Fit | None]],
     ) -> None:
         """All that have a call in common with a clock. A group is compared with the first of it that is known."""
@@ -267,7 +267,7 @@ def _refined(
     kept = rows_of(series, lines)
     kept = kept.without(np.setdiff1d(kept.stream, used.stream))
     doubts: dict[int, float | None] = dict.fromkeys(series)
-    for index, strip in strips(kept, {first}).items():
+    for index, strip in clock_bounds(kept, {first}).items():
         if index != first:
             correction = strip.kept(Correction())
             lines[index] = correction.line(kept.zero_ns).after(lines[index])
@@ -283,7 +283,7 @@ _EVIDENCE = {
 }
 
 
-def _looks(stream: Stream, calls: Calls) -> int:
+def _looks(stream: ClockStream, calls: CallTimes) -> int:
     """How good the evidence of a stream will be at best."""
     if stream.is_message:
         return Quality.MESSAGES

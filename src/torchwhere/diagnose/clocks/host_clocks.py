@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import Roster
+from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.clocks.arrivals import Arrivals, arrivals
 from torchwhere.diagnose.clocks.clocks import Clocks, Evidence, aligned
@@ -32,12 +32,12 @@ class Moments:
     witnesses: Mapping[str, int] = field(default_factory=dict)  # the rank by which a host's clock is known
 
     def of(self, rank: int, t_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        witness = self.witnesses.get(self.hosts.get(rank, ""))
-        return t_ns if witness is None else self.clocks.aligned_ns(witness, t_ns)
+        stall_snapshot = self.witnesses.get(self.hosts.get(rank, ""))
+        return t_ns if stall_snapshot is None else self.clocks.aligned_ns(stall_snapshot, t_ns)
 
     def one(self, rank: int, t_ns: int) -> int:
-        witness = self.witnesses.get(self.hosts.get(rank, ""))
-        return t_ns if witness is None else self.clocks.aligned_ns(witness, t_ns)
+        stall_snapshot = self.witnesses.get(self.hosts.get(rank, ""))
+        return t_ns if stall_snapshot is None else self.clocks.aligned_ns(stall_snapshot, t_ns)
 
     def said(self, ranks: Iterable[int]) -> str:
         """By what clocks the times of some ranks are compared."""
@@ -52,7 +52,7 @@ class Moments:
         return f"the clocks of {len(hosts)} hosts, aligned by what their ranks did together{rest}"
 
 
-def moments(run: Roster[Any]) -> Moments:
+def moments(run: RunSummary[Any]) -> Moments:
     """The clocks of a run."""
     hosts = {rank: str(box.meta.get("host") or "") for rank, box in sorted(run.boxes.items())}
     witnesses: dict[str, int] = {}
@@ -65,7 +65,7 @@ def moments(run: Roster[Any]) -> Moments:
     return Moments(hosts, found, {host: rank for host, rank in witnesses.items() if found.of(rank) is not None})
 
 
-def _arrivals(run: Roster[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
+def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
     reader = BoxReader()
     for rank in ranks:
         try:

@@ -40,7 +40,7 @@ _LIKELY_SLOPE = 2e-4  # of one clock against another: more is seldom
 
 def agreed(rows: Rows, fixed: Collection[int], slopes: Mapping[int, float]) -> dict[int, Correction]:
     """How much each clock is to be corrected, that those of `fixed` are not. `slopes` are what was taken out already."""
-    return _Council(rows, frozenset(fixed), slopes).corrections() if len(rows) else {}
+    return _JointFit(rows, frozenset(fixed), slopes).corrections() if len(rows) else {}
 
 
 def broken(rows: Rows, found: Mapping[int, Correction]) -> Ints:
@@ -61,7 +61,7 @@ def broken(rows: Rows, found: Mapping[int, Correction]) -> Ints:
     return streams[share > _MOST_BROKEN]
 
 
-class _Council:
+class _JointFit:
     """All clocks, each between the walls that others make it. A wall is a call: who leaves it keeps behind who came last."""
 
     def __init__(self, rows: Rows, fixed: frozenset[int], slopes: Mapping[int, float]) -> None:

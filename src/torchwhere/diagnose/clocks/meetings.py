@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, Stream, Times
+from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, ClockStream, Times
 from torchwhere.diagnose.clocks.clocks import Clocks
 
 
@@ -29,7 +29,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(slots=True)
-class Table:
+class MeetingTable:
     """The calls of one stream, by number."""
 
     numbers: Times
@@ -66,8 +66,8 @@ class Meetings:
 
     def __init__(self, clocks: Clocks) -> None:
         self._clocks = clocks
-        self._tables: dict[Stream, Table] = {}
-        self._begins: dict[Stream, int] | None = None
+        self._tables: dict[ClockStream, MeetingTable] = {}
+        self._begins: dict[ClockStream, int] | None = None
 
     def add(self, found: Arrivals, *, window: tuple[int, int] | None = None) -> None:
         """The calls of one more rank; only those within a window of aligned times. Ranks come in order."""
@@ -80,11 +80,11 @@ class Meetings:
                 numbers, times, held = numbers[inside], times[inside], held[inside]
             table = self._tables.get(stream)
             if table is None:
-                table = self._tables[stream] = Table(*(np.empty(0, np.int64) for _ in fields(Table)))
+                table = self._tables[stream] = MeetingTable(*(np.empty(0, np.int64) for _ in fields(MeetingTable)))
             table.add(numbers, times, held, found.rank)
         self._begins = None
 
-    def of(self, stream: Stream, numbers: Times) -> list[Meeting | None]:
+    def of(self, stream: ClockStream, numbers: Times) -> list[Meeting | None]:
         """What is known of some calls; None for one that nobody has told of."""
         table = self._tables.get(stream)
         if table is None or not len(table.numbers):
@@ -92,11 +92,11 @@ class Meetings:
         at = np.minimum(np.searchsorted(table.numbers, numbers), len(table.numbers) - 1)
         known: npt.NDArray[np.bool_] = table.numbers[at] == numbers
         begin = self._begin(stream)
-        columns = [(at + begin).tolist(), *(getattr(table, each.name)[at].tolist() for each in fields(Table)[1:])]
+        columns = [(at + begin).tolist(), *(getattr(table, each.name)[at].tolist() for each in fields(MeetingTable)[1:])]
         rows = map(Meeting, *columns)
         return [row if is_known else None for row, is_known in zip(rows, known.tolist(), strict=True)]
 
-    def _begin(self, stream: Stream) -> int:
+    def _begin(self, stream: ClockStream) -> int:
         """The index of the first call of a stream."""
         if self._begins is None:
             ends = np.cumsum([0, *(len(table.numbers) for table in self._tables.values())]).tolist()

@@ -23,7 +23,7 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, Calls, Stream, Times
+from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, CallTimes, ClockStream, Times
 from torchwhere.diagnose.clocks.line_bounds import MOST_SLOPE, Floats, highest, nearest
 
 _SOON_NS = 50_000.0  # what comes this soon after a call came at once
@@ -82,14 +82,14 @@ class Series:
     first."""
 
     def __init__(self, sharing: Sequence[Arrivals], *, only: int | None = None) -> None:
-        found: defaultdict[Stream, list[Calls]] = defaultdict(list)
+        found: defaultdict[ClockStream, list[CallTimes]] = defaultdict(list)
         zero_ns = sharing[0].offset_ns
         for each in sharing if only is None else sharing[only : only + 1]:
             shift_ns = zero_ns - each.offset_ns
             for stream, calls in each.streams.items():
                 later = np.where(calls.next_ns == NEVER, NEVER, calls.next_ns + shift_ns)
                 found[stream].append(
-                    Calls(calls.numbers, calls.issued_ns + shift_ns, later, calls.waits, calls.at, calls.sites)
+                    CallTimes(calls.numbers, calls.issued_ns + shift_ns, later, calls.waits, calls.at, calls.sites)
                 )
         # A message between two ranks of one host says nothing of its clock.
         self.streams = {
@@ -104,7 +104,7 @@ class Series:
         return (min(seen), max(seen)) if seen else ()
 
 
-def _merged(all_calls: list[Calls]) -> Calls:
+def _merged(all_calls: list[CallTimes]) -> CallTimes:
     if len(all_calls) == 1:
         return all_calls[0]
     numbers = np.concatenate([calls.numbers for calls in all_calls])
@@ -117,14 +117,14 @@ def _merged(all_calls: list[Calls]) -> Calls:
         return how.reduceat(np.concatenate([getattr(calls, name) for calls in all_calls])[order], begins)
 
     rest = reduced(np.logical_and, "waits"), reduced(np.minimum, "at"), reduced(np.minimum, "sites")
-    return Calls(merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), *rest)
+    return CallTimes(merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), *rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Both:
     """The calls that two clocks have in common in one stream."""
 
-    stream: Stream
+    stream: ClockStream
     x_issued: Times
     x_next: Times
     y_issued: Times

@@ -1,7 +1,7 @@
 """Whether the collectives are as a test says they must be.
 
 Takes `Comms` and what is asked of it in the words of `comms.expect` (`all_reduce=2`, `bytes__le=1000`, `module="head"`), gives
-a `Verdict`. A word that means nothing is a ValueError that names the close ones: a misspelt op would count 0 for ever.
+a `Expectation`. A word that means nothing is a ValueError that names the close ones: a misspelt op would count 0 for ever.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Expectation:
     """What was expected of which collectives."""
 
     checks: tuple[Check, ...]
@@ -61,14 +61,14 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class KnownNames:
     """The names there are, whether they had to do with a collective or not."""
 
     modules: Collection[str] = ()
     groups: Collection[str] = ()
 
 
-def judge(found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: Names) -> Verdict:
+def check(found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: KnownNames) -> Expectation:
     """Hold the collectives against what is wanted."""
     kept = {name: value for name, value in filters.items() if value is not None}
     for name in ("module", "for_"):
@@ -81,7 +81,7 @@ def judge(found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[st
     looked_at = found.only(**kept)
     named = {what for what, _, _ in asked}
     checks = tuple(_checked(what, suffix, value, looked_at, named) for what, suffix, value in asked)
-    return Verdict(checks, kept, looked_at, found)
+    return Expectation(checks, kept, looked_at, found)
 
 
 def _parsed(name: str, value: Any, found: Comms) -> tuple[str, str, int]:
@@ -114,7 +114,7 @@ def _checked(what: str, suffix: str, value: int, looked_at: Comms, named: set[st
     return Check(what, sign, value, number, holds(number, value))
 
 
-def _check_filters(filters: Mapping[str, Any], found: Comms, names: Names) -> None:
+def _check_filters(filters: Mapping[str, Any], found: Comms, names: KnownNames) -> None:
     for name, value in filters.items():
         if not isinstance(value, str):
             raise TypeError(f"expect({name}={value!r}): expected a name")

@@ -1,6 +1,6 @@
 """The tree of collectives as people want to read it: layers that do exactly the same are one line, `layers.1-31`.
 
-Takes the root of a `Comms`, gives a `Branch`. Numbered neighbours are folded only if everything that is shown is the same for
+Takes the root of a `Comms`, gives a `OutlineLine`. Numbered neighbours are folded only if everything that is shown is the same for
 all of them; what each is for may be its own neighbour. A module that only holds others gets no line.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms.tree import Aim, CommsKey, CommsNode, Tally, is_number, relative
+from torchwhere.diagnose.comms.tree import Aim, CommsKey, CommsNode, CommsSum, is_number, relative
 
 
 @dataclass(slots=True)
-class Branch:
+class OutlineLine:
     """A line of the outline: one module, or several neighbours that do the same (`layers.1-31`)."""
 
     label: str  # relative to the branch above
     nodes: list[CommsNode]
-    branches: list[Branch]
+    branches: list[OutlineLine]
 
     @property
     def name(self) -> str | None:
@@ -32,40 +32,40 @@ class Branch:
         """Whether one line says it all."""
         return not self.branches and len(self.nodes[0].own) == 1
 
-    def total(self) -> Tally:
-        total = Tally()
+    def total(self) -> CommsSum:
+        total = CommsSum()
         for node in self.nodes:
             total.add(node.total())
         return total
 
-    def entries(self) -> Iterator[tuple[CommsKey, Tally]]:
+    def entries(self) -> Iterator[tuple[CommsKey, CommsSum]]:
         """What these modules issued themselves, added up; an aim that differs from one to the next is given as a span."""
         for same in zip(*(node.entries() for node in self.nodes), strict=True):
-            tally = Tally()
+            counter = CommsSum()
             for _, one in same:
-                tally.add(one)
-            tally.steps = max(one.steps for _, one in same)  # the same steps, not as many again
+                counter.add(one)
+            counter.steps = max(one.steps for _, one in same)  # the same steps, not as many again
             first, last = same[0][0], same[-1][0]
-            yield first._replace(aim=_aim_span(first.aim, last.aim)), tally
+            yield first._replace(beneficiary=_aim_span(first.beneficiary, last.beneficiary)), counter
 
 
-def outline(root: CommsNode) -> Branch:
+def outline(root: CommsNode) -> OutlineLine:
     """The tree below a root, folded."""
-    return Branch(label="", nodes=[root], branches=_branches([root]))
+    return OutlineLine(label="", nodes=[root], branches=_branches([root]))
 
 
-def _branches(nodes: list[CommsNode]) -> list[Branch]:
+def _branches(nodes: list[CommsNode]) -> list[OutlineLine]:
     """What is below some modules that do the same."""
     found = []
     for names in _alike(nodes[0]):
         label = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
         below = [node.children[name] for node in nodes for name in names]
-        branch = Branch(label=label, nodes=below, branches=_branches(below))
+        branch = OutlineLine(label=label, nodes=below, branches=_branches(below))
         found += _hoisted(branch) if _is_container(branch) else [branch]
     return found
 
 
-def _is_container(branch: Branch) -> bool:
+def _is_container(branch: OutlineLine) -> bool:
     """A module that issues nothing itself needs no line of its own if there is one thing below it, a list of layers, or
     nothing but single lines."""
     node, below = branch.nodes[0], branch.branches
@@ -75,8 +75,8 @@ def _is_container(branch: Branch) -> bool:
     return len(below) == 1 or all(map(is_number, node.children)) or (not is_layer and all(b.is_single for b in below))
 
 
-def _hoisted(branch: Branch) -> list[Branch]:
-    return [Branch(f"{branch.label}.{below.label}", below.nodes, below.branches) for below in branch.branches]
+def _hoisted(branch: OutlineLine) -> list[OutlineLine]:
+    return [OutlineLine(f"{branch.label}.{below.label}", below.nodes, below.branches) for below in branch.branches]
 
 
 def _alike(node: CommsNode) -> Iterator[list[str]]:
@@ -101,7 +101,10 @@ def _follows(name: str, following: str) -> bool:
 
 def _shape(node: CommsNode, seen_from: str) -> Any:
     """Everything a module and those below it do, with the names in it seen from one of them: equal if they do the same."""
-    own = [(*key[:3], relative(key.aim, seen_from), t.count, t.bytes, t.steps, sorted(t.ranks)) for key, t in node.own.items()]
+    own = [
+        (*key[:3], relative(key.beneficiary, seen_from), t.count, t.bytes, t.steps, sorted(t.ranks))
+        for key, t in node.own.items()
+    ]
     return sorted(own, key=repr), [(name, _shape(child, seen_from)) for name, child in node.children.items()]
 
 

@@ -18,43 +18,43 @@ VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SnapshotRow:
     """So many collectives of one sort."""
 
     module: str | None
     pass_: str
     op: str
     group: str
-    aim: Aim
+    beneficiary: Aim
     count: int
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        names = {"pass_": "pass", "aim": "for"}
+        names = {"pass_": "pass", "beneficiary": "for"}
         return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class CommsDifference:
     """What a module did not do any more in a pass, and what it did instead."""
 
     module: str | None
     pass_: str
-    expected: tuple[Row, ...]
-    found: tuple[Row, ...]
+    expected: tuple[SnapshotRow, ...]
+    found: tuple[SnapshotRow, ...]
 
 
-def rows(found: Comms) -> list[Row]:
-    return [Row(module, *key, tally.count, tally.bytes) for module, key, tally in found.walk()]
+def rows(found: Comms) -> list[SnapshotRow]:
+    return [SnapshotRow(module, *key, counter.count, counter.bytes) for module, key, counter in found.walk()]
 
 
-def dumps(kept: Iterable[Row]) -> str:
+def dumps(kept: Iterable[SnapshotRow]) -> str:
     """The text of a snapshot file."""
     lines = ",\n".join(f" {json.dumps(row.to_dict())}" for row in kept)
     return f'{{"comms snapshot": {VERSION}, "collectives": [\n{lines}\n]}}\n'
 
 
-def loads(text: str) -> list[Row]:
+def loads(text: str) -> list[SnapshotRow]:
     """The rows of a snapshot file; ValueError if it is none."""
     try:
         read = json.loads(text)
@@ -67,18 +67,18 @@ def loads(text: str) -> list[Row]:
     return kept
 
 
-def _row(fields: dict[str, Any]) -> Row:
-    aim = fields["for"]
+def _row(fields: dict[str, Any]) -> SnapshotRow:
+    beneficiary = fields["for"]
     count, size = int(fields["count"]), int(fields["bytes"])
-    aim = tuple(map(str, aim)) if isinstance(aim, list) else aim
-    return Row(fields["module"], str(fields["pass"]), str(fields["op"]), str(fields["group"]), aim, count, size)
+    beneficiary = tuple(map(str, beneficiary)) if isinstance(beneficiary, list) else beneficiary
+    return SnapshotRow(fields["module"], str(fields["pass"]), str(fields["op"]), str(fields["group"]), beneficiary, count, size)
 
 
-def differences(expected: Iterable[Row], found: Iterable[Row]) -> list[Difference]:
+def differences(expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]) -> list[CommsDifference]:
     """What is in one and not in the other, module by module, as the tree has them."""
     were, are = list(expected), list(found)
     modules = {module: at for at, module in enumerate(dict.fromkeys(row.module for row in (*are, *were)))}
-    parted: dict[tuple[str | None, str], tuple[list[Row], list[Row]]] = {}
+    parted: dict[tuple[str | None, str], tuple[list[SnapshotRow], list[SnapshotRow]]] = {}
     for side, (own, other) in enumerate(((were, set(are)), (are, set(were)))):
         for row in own:
             if row not in other:
@@ -87,4 +87,4 @@ def differences(expected: Iterable[Row], found: Iterable[Row]) -> list[Differenc
     def order(place: tuple[str | None, str]) -> tuple[int, int]:
         return modules[place[0]], PASSES.index(place[1]) if place[1] in PASSES else len(PASSES)
 
-    return [Difference(*place, *map(tuple, parted[place])) for place in sorted(parted, key=order)]
+    return [CommsDifference(*place, *map(tuple, parted[place])) for place in sorted(parted, key=order)]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
 from torchwhere.core.events import Kind
 
-ALIKE = ("pass", "module", "what", "aim", "line")
+ALIKE = ("pass", "module", "subject", "beneficiary", "line")
 _PASS, _STEP, _MODULE, _LINE, _WHAT, _AIM = 3, 6, 7, 9, 11, 12  # within an unpacked record
 
 

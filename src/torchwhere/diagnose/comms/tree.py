@@ -1,7 +1,7 @@
 """Which collectives each part of the model causes: a tree of modules, with counts and bytes per pass.
 
 Takes a run, or what was counted live (`sums.py`), gives `Comms`: the tree as recorded. Counts and bytes are added over all
-ranks; a `Tally` says which ranks, in how many steps, from which lines. `outline.py` makes of it what people want to read.
+ranks; a `CommsSum` says which ranks, in how many steps, from which lines. `outline.py` makes of it what people want to read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.place import Pass
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.comms.sums import Sums, sums
@@ -33,11 +33,11 @@ class CommsKey(NamedTuple):
     pass_: str
     op: str
     group: str
-    aim: Aim
+    beneficiary: Aim
 
 
 @dataclass(slots=True)
-class Tally:
+class CommsSum:
     """A sum over events."""
 
     count: int = 0
@@ -47,7 +47,7 @@ class Tally:
     sizes: set[int] = field(default_factory=set)  # bytes of one call
     lines: dict[str, int] = field(default_factory=dict)  # how many from each line of the user's code
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: CommsSum) -> None:
         self.count += other.count
         self.bytes += other.bytes
         self.ranks |= other.ranks
@@ -71,24 +71,24 @@ class CommsNode(Shown):
     """A module: what it issued itself, and what is below it."""
 
     name: str | None  # None: outside any module
-    own: dict[CommsKey, Tally] = field(default_factory=dict)
+    own: dict[CommsKey, CommsSum] = field(default_factory=dict)
     children: dict[str, CommsNode] = field(default_factory=dict)
 
-    def total(self) -> Tally:
+    def total(self) -> CommsSum:
         """Of this module and everything below it."""
-        total = Tally()
-        for tally in self.own.values():
-            total.add(tally)
+        total = CommsSum()
+        for counter in self.own.values():
+            total.add(counter)
         for child in self.children.values():
             total.add(child.total())
         return total
 
-    def entries(self) -> list[tuple[CommsKey, Tally]]:
+    def entries(self) -> list[tuple[CommsKey, CommsSum]]:
         """What it issued itself, in the order of a step; in the same order for modules that do the same."""
 
-        def order(entry: tuple[CommsKey, Tally]) -> tuple[Any, ...]:
-            pass_, op, group, aim = entry[0]
-            return PASSES.index(pass_), op, group, repr(relative(aim, self.name or ""))
+        def order(entry: tuple[CommsKey, CommsSum]) -> tuple[Any, ...]:
+            pass_, op, group, beneficiary = entry[0]
+            return PASSES.index(pass_), op, group, repr(relative(beneficiary, self.name or ""))
 
         return sorted(self.own.items(), key=order)
 
@@ -99,8 +99,8 @@ class CommsNode(Shown):
             "count": total.count,
             "bytes": total.bytes,
             "collectives": [
-                {"pass": key.pass_, "op": key.op, "group": key.group, "for": key.aim, **tally.to_dict()}
-                for key, tally in self.entries()
+                {"pass": key.pass_, "op": key.op, "group": key.group, "for": key.beneficiary, **counter.to_dict()}
+                for key, counter in self.entries()
             ],
             "children": [child.to_dict() for child in self.children.values()],
         }
@@ -117,12 +117,12 @@ class Comms(Shown, Tabular):
     groups: dict[str, int] = field(default_factory=dict)  # size of each group, by the label used in the keys
     overwritten: dict[int, int] = field(default_factory=dict)  # by rank: events older than its ring, not counted here
 
-    def walk(self) -> Iterator[tuple[str | None, CommsKey, Tally]]:
+    def walk(self) -> Iterator[tuple[str | None, CommsKey, CommsSum]]:
         """Everything that was counted: the module that issued it, what it is, and how much of it. In the tree's order."""
         pending = [self.outside, self.root]
         while pending:
             node = pending.pop()
-            yield from ((node.name, key, tally) for key, tally in node.entries())
+            yield from ((node.name, key, counter) for key, counter in node.entries())
             pending += reversed(node.children.values())
 
     @property
@@ -147,17 +147,17 @@ class Comms(Shown, Tabular):
     def by_line(self) -> dict[str | None, Counter[str]]:
         """By the line of the user's code that led to it; None where there is none."""
         found: defaultdict[str | None, Counter[str]] = defaultdict(Counter)
-        for _, key, tally in self.walk():
-            for line, count in tally.lines.items():
+        for _, key, counter in self.walk():
+            for line, count in counter.lines.items():
                 found[line][key.op] += count
-            if rest := tally.count - sum(tally.lines.values()):
+            if rest := counter.count - sum(counter.lines.values()):
                 found[None][key.op] += rest
         return found
 
     def _by(self, sort: Callable[[str | None, CommsKey], Sorting]) -> dict[Sorting, Counter[str]]:
         found: defaultdict[Sorting, Counter[str]] = defaultdict(Counter)
-        for module, key, tally in self.walk():
-            found[sort(module, key)][key.op] += tally.count
+        for module, key, counter in self.walk():
+            found[sort(module, key)][key.op] += counter.count
         return found
 
     @property
@@ -169,21 +169,21 @@ class Comms(Shown, Tabular):
     ) -> Comms:
         """What is left of it: issued in a module and those below it, in a pass, on a group, to serve a module."""
         found = Comms(ranks=self.ranks, steps=self.steps, groups=self.groups, overwritten=self.overwritten)
-        for name, key, tally in self.walk():
+        for name, key, counter in self.walk():
             is_wanted = (module is None or (name is not None and is_within(name, module))) and (
                 (pass_ is None or key.pass_ == pass_) and (group is None or key.group == group)
             )
-            if is_wanted and (for_ is None or _serves(key.aim, name, for_)):
+            if is_wanted and (for_ is None or _serves(key.beneficiary, name, for_)):
                 node = found.outside if name is None else descend(found.root, name)
-                node.own[key] = tally
+                node.own[key] = counter
         return found
 
     def as_rows(self) -> list[dict[str, Any]]:
         """What was counted, one a row: module, pass, op, group, what for; calls and bytes of all ranks, and of how many."""
         return [
-            {"module": module, "pass": key.pass_, "op": key.op, "group": key.group, "for": key.aim}
-            | {"count": tally.count, "bytes": tally.bytes, "ranks": len(tally.ranks), "steps": tally.steps}
-            for module, key, tally in self.walk()
+            {"module": module, "pass": key.pass_, "op": key.op, "group": key.group, "for": key.beneficiary}
+            | {"count": counter.count, "bytes": counter.bytes, "ranks": len(counter.ranks), "steps": counter.steps}
+            for module, key, counter in self.walk()
         ]
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,13 +202,13 @@ def is_within(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def _serves(aim: Aim, issuer: str | None, module: str) -> bool:
+def _serves(beneficiary: Aim, issuer: str | None, module: str) -> bool:
     """Whether a collective moves what belongs to a module. One that says nothing else serves the module that issued it."""
-    names = (issuer,) if aim is None else aim if isinstance(aim, tuple) else (aim,)
+    names = (issuer,) if beneficiary is None else beneficiary if isinstance(beneficiary, tuple) else (beneficiary,)
     return any(name is not None and is_within(name, module) for name in names)
 
 
-def comms(run: Run, *, ranks: set[int] | None = None) -> Comms:
+def comms(run: BoxRun, *, ranks: set[int] | None = None) -> Comms:
     """Add up the collectives of a run, of all its ranks or of some."""
     found = Comms()
     for rank, box in run.in_order():
@@ -227,41 +227,45 @@ def add(found: Comms, box: Box, counted: Sums) -> None:
         first, last = found.steps or span
         found.steps = min(first, span[0]), max(last, span[1])
     found.ranks.add(box.rank)
-    tallies = [_count(found, box, key, count) for key, count in zip(counted.keys, counted.counts, strict=True)]
-    _add_steps(tallies, counted.which, counted.steps)
+    counters = [_count(found, box, key, count) for key, count in zip(counted.keys, counted.counts, strict=True)]
+    _add_steps(counters, counted.which, counted.steps)
     sort_children(found.root)
 
 
-def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> Tally:
-    """Add `count` collectives that are alike to the tally they belong to."""
+def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> CommsSum:
+    """Add `count` collectives that are alike to the counter they belong to."""
     pass_, module_id, what, aim_id, line = counted
     call = box.value(what)
     call = call if isinstance(call, dict) else {}
     module = box.name(module_id) if module_id else None
     node = found.outside if module is None else descend(found.root, module)
-    aim = box.value(aim_id) if aim_id else None
+    beneficiary = box.value(aim_id) if aim_id else None
     key = CommsKey(
         _PASS_LABELS.get(pass_, "outside"),
         str(call.get("op") or "?"),
         _group_label(found, box, str(call.get("group"))),
-        tuple(map(str, aim)) if isinstance(aim, list) else aim if aim is None else str(aim),
+        tuple(map(str, beneficiary))
+        if isinstance(beneficiary, list)
+        else beneficiary
+        if beneficiary is None
+        else str(beneficiary),
     )
     size = call.get("bytes")
     size = size if isinstance(size, int) else 0
     lines = {box.name(line) or "?": count} if line else {}
-    tally = node.own.setdefault(key, Tally())
-    tally.add(Tally(count, count * size, {box.rank}, 0, {size}, lines))
-    return tally
+    counter = node.own.setdefault(key, CommsSum())
+    counter.add(CommsSum(count, count * size, {box.rank}, 0, {size}, lines))
+    return counter
 
 
-def _add_steps(tallies: list[Tally], which: Any, steps: Any) -> None:
-    """Add to each tally in how many steps it was met; `which` says for each step in `steps` the place of its tally."""
-    distinct = list({id(tally): tally for tally in tallies}.values())  # calls of several shapes share a tally
-    numbers = {id(tally): number for number, tally in enumerate(distinct)}
-    number_of = np.array([numbers[id(tally)] for tally in tallies])
+def _add_steps(counters: list[CommsSum], which: Any, steps: Any) -> None:
+    """Add to each counter in how many steps it was met; `which` says for each step in `steps` the place of its counter."""
+    distinct = list({id(counter): counter for counter in counters}.values())  # calls of several shapes share a counter
+    numbers = {id(counter): number for number, counter in enumerate(distinct)}
+    number_of = np.array([numbers[id(counter)] for counter in counters])
     met = np.unique(number_of[which] << 32 | steps) >> 32
-    for tally, count in zip(distinct, np.bincount(met, minlength=len(distinct)), strict=True):
-        tally.steps += int(count)
+    for counter, count in zip(distinct, np.bincount(met, minlength=len(distinct)), strict=True):
+        counter.steps += int(count)
 
 
 def descend(root: CommsNode, module: str) -> CommsNode:
@@ -298,14 +302,14 @@ def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
-def relative(aim: Aim, seen_from: str) -> Aim:
+def relative(beneficiary: Aim, seen_from: str) -> Aim:
     """`layers.0.up` seen from `layers.1` is `layers.<-1>.up`."""
-    if isinstance(aim, tuple):
-        return tuple(str(relative(name, seen_from)) for name in aim)
-    parts = (aim or "").split(".")
+    if isinstance(beneficiary, tuple):
+        return tuple(str(relative(name, seen_from)) for name in beneficiary)
+    parts = (beneficiary or "").split(".")
     for at, (part, own) in enumerate(zip(parts, seen_from.split("."), strict=False)):
         if is_number(part) and is_number(own):
             parts[at] = f"<{int(part) - int(own):+d}>"
         elif part != own:
             break
-    return aim if aim is None else ".".join(parts)
+    return beneficiary if beneficiary is None else ".".join(parts)

@@ -13,18 +13,18 @@ import numpy as np
 
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.diff.cohorts import Cohorts
-from torchwhere.diagnose.diff.traces import Numbers, Stream, Trace
+from torchwhere.diagnose.diff.traces import EventSequence, EventStream, Numbers
 
 Position = tuple[int, int]  # the step, and how many events of the step come before
 _NOTHING = 0  # in the place of an event
 
 
 @dataclass(slots=True)
-class Likes:
+class RankClass:
     """Ranks whose events are all alike. Columns have an item for each event, sorted by step, stream and order."""
 
     ranks: list[int]
-    trace: Trace  # of one of them
+    sequence: EventSequence  # of one of them
     steps: Numbers
     streams: Numbers
     nth: Numbers  # the how manieth of its stream in its step
@@ -43,20 +43,20 @@ class Likes:
     def count(self, step: int, stream: int) -> int:
         return int(((self.steps == step) & (self.streams == stream)).sum())
 
-    def resumes(self, spot: Spot) -> int:
+    def resumes(self, spot: AlignedEvents) -> int:
         """Where in the trace it goes on if it has nothing at a spot."""
         before = self.index(spot.step, spot.stream, spot.nth - 1) if spot.nth else None
-        first = int(np.searchsorted(self.trace.steps, spot.step))
-        return before + 1 if before is not None else min(first + spot.position[1], len(self.trace.records))
+        first = int(np.searchsorted(self.sequence.steps, spot.step))
+        return before + 1 if before is not None else min(first + spot.position[1], len(self.sequence.records))
 
-    def may_lack(self, step: int, stream: Stream) -> bool:
+    def may_lack(self, step: int, stream: EventStream) -> bool:
         """Whether having nothing there means nothing: it had not come so far, or is in no such group."""
-        has_not_come_so_far = not self.trace.has_ended and step >= self.last_step
-        return has_not_come_so_far or (stream.kind is Kind.COLLECTIVE and stream.group not in self.trace.groups)
+        has_not_come_so_far = not self.sequence.has_ended and step >= self.last_step
+        return has_not_come_so_far or (stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups)
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class AlignedEvents:
     """Events of several ranks that are compared with each other. By the index of the likes: their flow, value, and index."""
 
     step: int
@@ -71,24 +71,26 @@ class Finding:
     """Some who were together have different things at a spot; the versions are indices of likes."""
 
     kind: str  # flow or value
-    spot: Spot
+    spot: AlignedEvents
     versions: list[list[int]]
 
 
-def likes(traces: Iterable[Trace]) -> list[Likes]:
+def likes(sequences: Iterable[EventSequence]) -> list[RankClass]:
     """The traces, those together that are all alike, most ranks first."""
-    found: dict[tuple[Hashable, ...], Likes] = {}
-    for trace in traces:
-        order = np.lexsort((trace.streams, trace.steps))  # stable: within a stream the order of the program
-        steps, streams = trace.steps[order], trace.streams[order]
-        key = (*(column[order].tobytes() for column in (trace.steps, trace.streams, trace.flow, trace.value)),)
-        known = found.get((key, trace.has_ended, trace.groups))
+    found: dict[tuple[Hashable, ...], RankClass] = {}
+    for sequence in sequences:
+        order = np.lexsort((sequence.streams, sequence.steps))  # stable: within a stream the order of the program
+        steps, streams = sequence.steps[order], sequence.streams[order]
+        key = (*(column[order].tobytes() for column in (sequence.steps, sequence.streams, sequence.flow, sequence.value)),)
+        known = found.get((key, sequence.has_ended, sequence.groups))
         if known is not None:
-            known.ranks.append(trace.rank)
+            known.ranks.append(sequence.rank)
             continue
-        in_step = _since_change(trace.steps)[order] if len(order) else order
+        in_step = _since_change(sequence.steps)[order] if len(order) else order
         nth = _since_change(steps, streams)
-        found[key, trace.has_ended, trace.groups] = Likes([trace.rank], trace, steps, streams, nth, order, in_step)
+        found[key, sequence.has_ended, sequence.groups] = RankClass(
+            [sequence.rank], sequence, steps, streams, nth, order, in_step
+        )
     return sorted(found.values(), key=lambda one: (-len(one.ranks), one.ranks))
 
 
@@ -101,13 +103,13 @@ def _since_change(*columns: Numbers) -> Numbers:
     return rows - np.maximum.accumulate(np.where(changes, rows, 0))
 
 
-def spots(sides: Sequence[Likes]) -> Iterator[Spot]:
+def spots(sides: Sequence[RankClass]) -> Iterator[AlignedEvents]:
     """Where not all have the same, in the order of the program."""
     columns = [
         np.concatenate(found)
         for found in zip(
             *(
-                (one.steps, one.streams, one.nth, one.trace.flow[one.at], one.trace.value[one.at], one.at, one.in_step)
+                (one.steps, one.streams, one.nth, one.sequence.flow[one.at], one.sequence.value[one.at], one.at, one.in_step)
                 for one in sides
             ),
             strict=True,
@@ -131,10 +133,12 @@ def spots(sides: Sequence[Likes]) -> Iterator[Spot]:
         start, end = int(starts[one]), int(ends[one])
         step, rows = int(steps[start]), (column[start:end].tolist() for column in (side, flow, value, at))
         has = {who: (what, how, where) for who, what, how, where in zip(*rows, strict=True)}
-        yield Spot(step, int(streams[start]), int(nth[start]), (step, int(in_step[start])), has)
+        yield AlignedEvents(step, int(streams[start]), int(nth[start]), (step, int(in_step[start])), has)
 
 
-def part(sides: Sequence[Likes], streams: dict[int, Stream], cohorts: Cohorts, *, heeded: Iterable[int]) -> list[Finding]:
+def part(
+    sides: Sequence[RankClass], streams: dict[int, EventStream], cohorts: Cohorts, *, heeded: Iterable[int]
+) -> list[Finding]:
     """Follow the cohorts of `sides` (by index) through all spots of the streams that are heeded: where they part."""
     found: list[Finding] = []
     wanted, values_differ = set(heeded), False
@@ -151,7 +155,7 @@ def part(sides: Sequence[Likes], streams: dict[int, Stream], cohorts: Cohorts, *
     return found
 
 
-def _has(spot: Spot, sides: Sequence[Likes], stream: Stream) -> dict[int, Hashable]:
+def _has(spot: AlignedEvents, sides: Sequence[RankClass], stream: EventStream) -> dict[int, Hashable]:
     has: dict[int, Hashable] = {who: what for who, (what, _, _) in spot.has.items()}
     for who, one in enumerate(sides):
         if who not in has and not one.may_lack(spot.step, stream):
@@ -159,7 +163,7 @@ def _has(spot: Spot, sides: Sequence[Likes], stream: Stream) -> dict[int, Hashab
     return has
 
 
-def _differing_values(spot: Spot, cohorts: Cohorts) -> list[list[int]]:
+def _differing_values(spot: AlignedEvents, cohorts: Cohorts) -> list[list[int]]:
     for cohort in cohorts.all:
         versions: dict[int, list[int]] = {}
         for who in cohort:

@@ -20,7 +20,7 @@ MOST_PARTINGS = 20  # told of; those after them are counted
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ComparedItem:
     """One line of a log, or one event. `number` is that of the line in its file, or of the record in its box."""
 
     number: int
@@ -37,8 +37,8 @@ class Version(Shown):
     """What some ranks have where they part; none: nothing, or no more. `after` is what comes next on the first of them."""
 
     ranks: tuple[int, ...]
-    entry: Entry | None
-    after: tuple[Entry, ...] = ()
+    entry: ComparedItem | None
+    after: tuple[ComparedItem, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ class Version(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Parting(Shown):
+class Divergence(Shown):
     """A place where ranks that did the same until then go apart. `kind` says how:
 
     `flow`: they do, or say, different things; `value`: they say the same about different values; `group`: in one collective
@@ -58,7 +58,7 @@ class Parting(Shown):
 
     kind: str
     step: int | None
-    before: tuple[Entry, ...]  # the last that was the same
+    before: tuple[ComparedItem, ...]  # the last that was the same
     versions: tuple[Version, ...]  # most ranks first
     remarks: tuple[str, ...] = ()
 
@@ -84,7 +84,7 @@ class Comparison(Shown):
     ranks: tuple[int, ...]
     compared: int  # lines or events that were looked at, of all ranks
     cohorts: tuple[tuple[int, ...], ...]  # ranks that are the same all the way, largest first
-    partings: tuple[Parting, ...] = ()
+    divergences: tuple[Divergence, ...] = ()
     steps: tuple[int, int] | None = None  # of events: the first and the last step that were compared
     remarks: tuple[str, ...] = ()
 
@@ -94,7 +94,7 @@ class Comparison(Shown):
             "compared": self.compared,
             "steps": list(self.steps) if self.steps is not None else None,
             "cohorts": [list(cohort) for cohort in self.cohorts],
-            "partings": [parting.to_dict() for parting in self.partings],
+            "partings": [divergence.to_dict() for divergence in self.divergences],
             "remarks": list(self.remarks),
         }
 
@@ -128,7 +128,7 @@ class Cohorts:
 
         Ranks that are not in `found` stay with the most of their cohort.
         """
-        partings = []
+        divergences = []
         for cohort in sorted({self._of[rank] for rank in found}):
             versions: dict[Hashable, list[int]] = {}
             for rank in self._ranks[cohort]:
@@ -136,12 +136,12 @@ class Cohorts:
                     versions.setdefault(found[rank], []).append(rank)
             if len(versions) > 1:
                 most, *others = sorted(versions.values(), key=lambda ranks: (-len(ranks), ranks))
-                partings.append([most, *others])
+                divergences.append([most, *others])
                 leaving = {rank for ranks in others for rank in ranks}
                 self._ranks[cohort] = [rank for rank in self._ranks[cohort] if rank not in leaving]
                 for ranks in others:
                     self._add(ranks)
-        return partings
+        return divergences
 
 
 def in_order(cohorts: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.results import Shown
 from torchwhere.diagnose.diff.cohorts import Comparison
@@ -31,7 +31,7 @@ class Diff(Shown):
 
     @property
     def is_equal(self) -> bool:
-        return not any(found.partings for found in (self.logs, self.events) if found is not None)
+        return not any(found.divergences for found in (self.logs, self.events) if found is not None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -42,7 +42,7 @@ class Diff(Shown):
 
 
 def diff(
-    run: Run | None,
+    run: BoxRun | None,
     *,
     logs: Sequence[Path] = (),
     ranks: set[int] | None = None,

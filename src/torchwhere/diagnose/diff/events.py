@@ -17,8 +17,17 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.alignment import Finding, Position
-from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named
-from torchwhere.diagnose.diff.traces import Patterns, Stream, Trace, Wire, read_traces
+from torchwhere.diagnose.diff.cohorts import (
+    MOST_PARTINGS,
+    Cohorts,
+    ComparedItem,
+    Comparison,
+    Divergence,
+    Version,
+    in_order,
+    ranks_named,
+)
+from torchwhere.diagnose.diff.traces import EventSequence, EventStream, Patterns, SharedStream, read_sequences
 
 _CONTEXT = 3
 _AFTER = 2
@@ -28,18 +37,18 @@ def compare_events(
     boxes: Mapping[int, Box], ranks: Sequence[int], *, strip: Patterns = (), ignore: Patterns = ()
 ) -> Comparison:
     """Where the events of some ranks part."""
-    traces, streams = read_traces(boxes, ranks, strip=strip, ignore=ignore)
-    first, remarks = _window(traces)
-    remarks += _remarks(traces)
-    traces = [trace.from_step(first) for trace in traces]
-    search = _Search(traces, streams)
-    told = sorted([*search.partings(), *search.mismatches()], key=lambda one: one[0])
-    last = max((int(trace.steps[-1]) for trace in traces if len(trace.steps)), default=None)
+    sequences, streams = read_sequences(boxes, ranks, strip=strip, ignore=ignore)
+    first, remarks = _window(sequences)
+    remarks += _remarks(sequences)
+    sequences = [sequence.from_step(first) for sequence in sequences]
+    search = _EventSearch(sequences, streams)
+    told = sorted([*search.divergences(), *search.mismatches()], key=lambda one: one[0])
+    last = max((int(sequence.steps[-1]) for sequence in sequences if len(sequence.steps)), default=None)
     return Comparison(
-        ranks=tuple(trace.rank for trace in traces),
-        compared=sum(len(trace.flow) for trace in traces),
+        ranks=tuple(sequence.rank for sequence in sequences),
+        compared=sum(len(sequence.flow) for sequence in sequences),
         cohorts=search.cohorts.all,
-        partings=tuple(parting for _, parting in told[:MOST_PARTINGS]),
+        divergences=tuple(divergence for _, divergence in told[:MOST_PARTINGS]),
         steps=None if last is None else (first, last),
         remarks=(*remarks, *search.remarks),
     )
@@ -48,14 +57,14 @@ def compare_events(
 # -- what is compared --------------------------------------------------------------------------------------------------------
 
 
-def _window(traces: Sequence[Trace]) -> tuple[int, list[str]]:
+def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[str]]:
     """The first step that all ranks have as a whole, and what to say about it."""
-    firsts = {trace.rank: trace.first_step for trace in traces if trace.first_step is not None}
+    firsts = {sequence.rank: sequence.first_step for sequence in sequences if sequence.first_step is not None}
     first = max(firsts.values(), default=0)
-    if not any(trace.is_cut or trace.first_step != first for trace in traces):
+    if not any(sequence.is_cut or sequence.first_step != first for sequence in sequences):
         return first, []
     late = [rank for rank, step in firsts.items() if step == first]
-    if any(len(trace.steps) and int(trace.steps[-1]) >= first for trace in traces):
+    if any(len(sequence.steps) and int(sequence.steps[-1]) >= first for sequence in sequences):
         return first, [
             f"nothing whole from before step {first} of {ranks_named(late)}: compared from there on (--records keeps more)"
         ]
@@ -64,34 +73,34 @@ def _window(traces: Sequence[Trace]) -> tuple[int, list[str]]:
     ]
 
 
-def _remarks(traces: Sequence[Trace]) -> Iterator[str]:
-    running = [trace.rank for trace in traces if not trace.has_ended]
+def _remarks(sequences: Sequence[EventSequence]) -> Iterator[str]:
+    running = [sequence.rank for sequence in sequences if not sequence.has_ended]
     if running:
         yield f"{ranks_named(running)} had not ended: compared as far as they came"
-    left_out = sum(trace.left_out for trace in traces)
+    left_out = sum(sequence.left_out for sequence in sequences)
     if left_out:
         yield f"{left_out} events of other threads, which come at any time, were left out"
-    compiled = Counter(trace.compiled for trace in traces)
+    compiled = Counter(sequence.compiled for sequence in sequences)
     if len(compiled) > 1:
         usual = compiled.most_common(1)[0][0]
-        others = [f"{ranks_named([t.rank])} {t.compiled}" for t in traces if t.compiled != usual]
+        others = [f"{ranks_named([t.rank])} {t.compiled}" for t in sequences if t.compiled != usual]
         yield f"graphs compiled: {', '.join(others[:8])}; the others {usual}"
 
 
-def stages_of(traces: Iterable[Trace]) -> dict[int, int]:
+def stages_of(sequences: Iterable[EventSequence]) -> dict[int, int]:
     """Which stage of a pipeline each rank is, by the first message of its steps.
 
     One that begins by receiving comes after the one it receives from. All are 0 where ranks send no messages in most steps, or
     where all begin alike, as in a ring.
     """
     first: dict[int, int | None] = {}  # rank to the rank it waits for
-    for trace in traces:
-        steps = len(np.unique(trace.steps))
+    for sequence in sequences:
+        steps = len(np.unique(sequence.steps))
         usual = Counter(
-            (op, peer) for step, op, peer in trace.messages if step >= (trace.steps[0] if steps else 0)
+            (op, peer) for step, op, peer in sequence.messages if step >= (sequence.steps[0] if steps else 0)
         ).most_common(1)
         is_regular = bool(usual) and usual[0][1] * 2 >= steps
-        first[trace.rank] = usual[0][0][1] if is_regular and usual[0][0][0] == "recv" else None
+        first[sequence.rank] = usual[0][0][1] if is_regular and usual[0][0][0] == "recv" else None
     return {rank: _depth(rank, first) for rank in first}
 
 
@@ -104,7 +113,7 @@ def _depth(rank: int, first: Mapping[int, int | None]) -> int:
     return 0 if at is not None else len(seen) - 1  # a ring leads back to where it began
 
 
-class Call(NamedTuple):
+class ComparedCall(NamedTuple):
     """One rank's part in a collective, or in a message."""
 
     record: int
@@ -115,16 +124,16 @@ class Call(NamedTuple):
 # -- the search --------------------------------------------------------------------------------------------------------------
 
 
-class _Search:
+class _EventSearch:
     """Finds where ranks part, and tells it."""
 
-    def __init__(self, traces: Sequence[Trace], streams: dict[int, Stream]) -> None:
-        self._traces = {trace.rank: trace for trace in traces}
+    def __init__(self, sequences: Sequence[EventSequence], streams: dict[int, EventStream]) -> None:
+        self._traces = {sequence.rank: sequence for sequence in sequences}
         self._streams = streams
-        self._sides = alignment.likes(traces)
+        self._sides = alignment.likes(sequences)
         self.remarks: list[str] = []
         self._by_design: list[Finding] = []  # what stages of a pipeline differ in
-        self._findings = self._find(stages_of(traces))
+        self._findings = self._find(stages_of(sequences))
         self.cohorts = self._cohorts_until(None)
 
     def _find(self, stages: Mapping[int, int]) -> list[Finding]:
@@ -159,7 +168,7 @@ class _Search:
         listed = "; ".join(map(ranks_named, ranks[:8])) + ("; ..." if len(ranks) > 8 else "")
         spot, versions = self._by_design[0].spot, self._by_design[0].versions
         side = next(side for sides in versions for side in sides if side in spot.has)
-        (entry,) = _entries(self._sides[side].trace, spot.has[side][2], spot.has[side][2] + 1)
+        (entry,) = _entries(self._sides[side].sequence, spot.has[side][2], spot.has[side][2] + 1)
         first = f"they first differ in step {spot.step}: {entry.text} of {ranks_named(self._sides[side].ranks)}"
         return f"{len(ranks)} stages of a pipeline, which do different things by design ({first}): {listed}"
 
@@ -176,24 +185,24 @@ class _Search:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def partings(self) -> Iterator[tuple[Position, Parting]]:
+    def divergences(self) -> Iterator[tuple[Position, Divergence]]:
         for finding in self._findings[:MOST_PARTINGS]:
             versions = sorted(finding.versions, key=lambda sides: (-len(self._ranks(sides)), self._ranks(sides)))
             told = [self._version(sides, finding) for sides in versions]
             spot = finding.spot
             shown = next(side for sides in versions for side in sides if side in spot.has)
-            before = _entries(self._sides[shown].trace, spot.has[shown][2] - _CONTEXT, spot.has[shown][2])
+            before = _entries(self._sides[shown].sequence, spot.has[shown][2] - _CONTEXT, spot.has[shown][2])
             remarks = self._afterwards(versions, finding) if finding.kind == "flow" else ()
-            yield spot.position, Parting(finding.kind, spot.step, before, tuple(told), tuple(remarks))
+            yield spot.position, Divergence(finding.kind, spot.step, before, tuple(told), tuple(remarks))
 
     def _version(self, sides: Sequence[int], finding: Finding) -> Version:
         side, spot = self._sides[sides[0]], finding.spot
         if sides[0] not in spot.has:
             at = side.resumes(spot)
-            return Version(tuple(self._ranks(sides)), None, _entries(side.trace, at, at + _AFTER))
+            return Version(tuple(self._ranks(sides)), None, _entries(side.sequence, at, at + _AFTER))
         at = spot.has[sides[0]][2]
-        (entry,) = _entries(side.trace, at, at + 1)
-        return Version(tuple(self._ranks(sides)), entry, _entries(side.trace, at + 1, at + 1 + _AFTER))
+        (entry,) = _entries(side.sequence, at, at + 1)
+        return Version(tuple(self._ranks(sides)), entry, _entries(side.sequence, at + 1, at + 1 + _AFTER))
 
     def _afterwards(self, versions: Sequence[Sequence[int]], finding: Finding) -> Iterator[str]:
         """How much the first and the last version have of it, and how the steps go on."""
@@ -205,8 +214,8 @@ class _Search:
             stream = self._streams[spot.stream]
             what = f"{stream.kind.label} events{f' on {stream.group}' if stream.group else ''}"
             yield f"in step {spot.step} {names[1]} had {counts[1]} {what}; {names[0]} had {counts[0]}"
-        steps = sorted(set(one.trace.steps.tolist()) & set(other.trace.steps.tolist()))
-        differing = [step for step in steps if _of_step(one.trace, step) != _of_step(other.trace, step)]
+        steps = sorted(set(one.sequence.steps.tolist()) & set(other.sequence.steps.tolist()))
+        differing = [step for step in steps if _of_step(one.sequence, step) != _of_step(other.sequence, step)]
         if len(steps) > 1 and len(differing) == 1:
             yield f"they differ in this step alone, of {len(steps)}"
         elif len(steps) > 1 and differing:
@@ -214,15 +223,15 @@ class _Search:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def mismatches(self) -> Iterator[tuple[Position, Parting]]:
+    def mismatches(self) -> Iterator[tuple[Position, Divergence]]:
         """Where the ranks of a group, or the ends of a message, differ in what they must agree on; unless they have parted."""
-        by_wire: dict[Wire, list[int]] = {}
-        for rank, trace in self._traces.items():
-            for wire in trace.calls:
+        by_wire: dict[SharedStream, list[int]] = {}
+        for rank, sequence in self._traces.items():
+            for wire in sequence.calls:
                 by_wire.setdefault(wire, []).append(rank)
         together = self.cohorts.all
         for wire, ranks in by_wire.items():
-            told: list[dict[int, Call]] = []
+            told: list[dict[int, ComparedCall]] = []
             is_message = wire.source >= 0 or wire.destination >= 0
             # One that has parted has other numbers from there on, and must not hide what differs among the rest.
             for some in [ranks, *([rank for rank in ranks if rank in cohort] for cohort in together if not is_message)]:
@@ -233,7 +242,7 @@ class _Search:
                         told.append(found)
                         yield position, self._mismatch(found, position)
 
-    def _first_mismatch(self, wire: Wire, ranks: Sequence[int]) -> dict[int, Call] | None:
+    def _first_mismatch(self, wire: SharedStream, ranks: Sequence[int]) -> dict[int, ComparedCall] | None:
         """By rank: the record, and what was to agree, of the first number where it does not."""
         if len(ranks) < 2:
             return None
@@ -252,15 +261,15 @@ class _Search:
         number, found = int(numbers[starts[wrong[0]]]), {}
         for rank, one in calls.items():
             for at in np.flatnonzero(one.numbers == number)[:1]:
-                found[rank] = Call(int(one.records[at]), int(one.steps[at]), int(one.agreed[at]))
+                found[rank] = ComparedCall(int(one.records[at]), int(one.steps[at]), int(one.agreed[at]))
         return found
 
-    def _position(self, rank: int, call: Call) -> Position:
-        trace = self._traces[rank]
-        before = int(np.searchsorted(trace.records, call.record)) - int(np.searchsorted(trace.steps, call.step))
+    def _position(self, rank: int, call: ComparedCall) -> Position:
+        sequence = self._traces[rank]
+        before = int(np.searchsorted(sequence.records, call.record)) - int(np.searchsorted(sequence.steps, call.step))
         return call.step, max(0, before)
 
-    def _are_together(self, position: Position, found: Mapping[int, Call], *, is_message: bool) -> bool:
+    def _are_together(self, position: Position, found: Mapping[int, ComparedCall], *, is_message: bool) -> bool:
         if is_message:  # its ends need not do the same
             return not any(finding.kind == "flow" and finding.spot.position <= position for finding in self._findings)
         cohorts = self._cohorts_until(position)
@@ -269,7 +278,7 @@ class _Search:
         self.cohorts.part(agreed)
         return bool(parted)
 
-    def _mismatch(self, found: Mapping[int, Call], position: Position) -> Parting:
+    def _mismatch(self, found: Mapping[int, ComparedCall], position: Position) -> Divergence:
         versions: dict[int, list[int]] = {}
         for rank, call in found.items():
             versions.setdefault(call.agreed, []).append(rank)
@@ -278,24 +287,24 @@ class _Search:
             for ranks in in_order(map(tuple, versions.values()))
         ]
         rank = told[0].ranks[0]
-        trace = self._traces[rank]
-        at = int(np.searchsorted(trace.records, found[rank].record))
-        return Parting("group", position[0], _entries(trace, at - _CONTEXT, at), tuple(told))
+        sequence = self._traces[rank]
+        at = int(np.searchsorted(sequence.records, found[rank].record))
+        return Divergence("group", position[0], _entries(sequence, at - _CONTEXT, at), tuple(told))
 
 
-def _entries(trace: Trace, start: int, stop: int) -> tuple[Entry, ...]:
-    return tuple(_entry(trace, int(record)) for record in trace.records[max(0, start) : max(0, stop)])
+def _entries(sequence: EventSequence, start: int, stop: int) -> tuple[ComparedItem, ...]:
+    return tuple(_entry(sequence, int(record)) for record in sequence.records[max(0, start) : max(0, stop)])
 
 
-def _entry(trace: Trace, record: int) -> Entry:
-    event = trace.event(record)
+def _entry(sequence: EventSequence, record: int) -> ComparedItem:
+    event = sequence.event(record)
     if event is None:
-        return Entry(record, "overwritten since it was compared")
+        return ComparedItem(record, "overwritten since it was compared")
     what = next((str(event.fields[key]) for key in ("op", "text", "reason", "phase", "what") if event.fields.get(key)), "")
-    return Entry(event.number, f"{event.kind} {what}".strip(), event)
+    return ComparedItem(event.number, f"{event.kind} {what}".strip(), event)
 
 
-def _of_step(trace: Trace, step: int) -> tuple[bytes, ...]:
-    chosen = trace.steps == step
-    order = np.argsort(trace.streams[chosen], kind="stable")
-    return trace.streams[chosen][order].tobytes(), trace.flow[chosen][order].tobytes()
+def _of_step(sequence: EventSequence, step: int) -> tuple[bytes, ...]:
+    chosen = sequence.steps == step
+    order = np.argsort(sequence.streams[chosen], kind="stable")
+    return sequence.streams[chosen][order].tobytes(), sequence.flow[chosen][order].tobytes()

@@ -18,7 +18,7 @@ _IS = r"(?:\s?[=:]\s?|\s)"
 _DURATION = rf"(?:{_CLOCK}|{_NUMBER}(?:\s?{_UNITS})?)"
 _UUID = r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
 
-# What a match begins with decides which patterns are tried there: 17 at every letter of a line take 50 us, these take 12.
+# What a match begins with decides which patterns are tried there: 17 at every snapshot of a line take 50 us, these take 12.
 # At one place the first that fits is taken. Of those in _ENDS only the number at the end is replaced.
 _AT_DIGIT = {
     "uuid": _UUID,

@@ -17,7 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.diff.cohorts import MOST_PARTINGS, Cohorts, Comparison, Entry, Parting, Version, in_order, ranks_named
+from torchwhere.diagnose.diff.cohorts import (
+    MOST_PARTINGS,
+    Cohorts,
+    ComparedItem,
+    Comparison,
+    Divergence,
+    Version,
+    in_order,
+    ranks_named,
+)
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
 _CONTEXT = 3  # lines before
@@ -51,9 +60,9 @@ class Log:
         except OSError as error:
             raise TorchwhereError(f"cannot read {self.path}: {error.strerror}") from None
 
-    def entries(self, start: int, stop: int) -> list[Entry]:
+    def entries(self, start: int, stop: int) -> list[ComparedItem]:
         """Some of its lines, counted from 0 without those to ignore."""
-        return [Entry(number, text) for number, text in islice(self.lines(), max(0, start), stop)]
+        return [ComparedItem(number, text) for number, text in islice(self.lines(), max(0, start), stop)]
 
 
 @dataclass(slots=True)
@@ -69,13 +78,13 @@ def compare_logs(logs: Mapping[int, Log]) -> Comparison:
     """Where the logs of some ranks part."""
     most = max(1000, _MOST_LINES // max(1, len(logs)))
     reads, compared, is_cut = _read_all(logs, most)
-    search = _Search(reads, logs)
+    search = _LogSearch(reads, logs)
     search.run()
     remarks = [f"only the first {most:,} lines of each log were compared"] if is_cut else []
     if search.more:
         remarks.append(f"{search.more} further places where ranks part are not shown")
     cohorts = in_order(tuple(sorted(read.ranks)) for read in reads)
-    return Comparison(tuple(sorted(logs)), compared, cohorts, tuple(search.partings), remarks=tuple(remarks))
+    return Comparison(tuple(sorted(logs)), compared, cohorts, tuple(search.divergences), remarks=tuple(remarks))
 
 
 def _read_all(logs: Mapping[int, Log], most: int) -> tuple[list[_Read], int, bool]:
@@ -96,7 +105,7 @@ def _read_all(logs: Mapping[int, Log], most: int) -> tuple[list[_Read], int, boo
     return list(found.values()), lines, is_cut
 
 
-class _Search:
+class _LogSearch:
     """Goes through logs that differ, line by line, as long as some of them may still part."""
 
     def __init__(self, reads: Sequence[_Read], logs: Mapping[int, Log]) -> None:
@@ -104,7 +113,7 @@ class _Search:
         self._logs = logs
         self._cohorts = Cohorts([range(len(reads))])  # of reads, by index
         self._values_differ = False
-        self.partings: list[Parting] = []
+        self.divergences: list[Divergence] = []
         self.more = 0
 
     def run(self) -> None:
@@ -134,14 +143,14 @@ class _Search:
                 return
 
     def _tell(self, kind: str, line: int, versions: Sequence[Sequence[int]]) -> None:
-        if len(self.partings) >= MOST_PARTINGS:
+        if len(self.divergences) >= MOST_PARTINGS:
             self.more += 1
             return
         told = [self._version(line, sorted(rank for at in reads for rank in self._reads[at].ranks)) for reads in versions]
         told.sort(key=lambda version: (-len(version.ranks), version.ranks))
         before = self._logs[told[0].ranks[0]].entries(line - _CONTEXT, line)
         remarks = self._together_again(line, told) if kind == "flow" and len(told) == 2 else ()
-        self.partings.append(Parting(kind, None, tuple(before), tuple(told), remarks))
+        self.divergences.append(Divergence(kind, None, tuple(before), tuple(told), remarks))
 
     def _version(self, line: int, ranks: list[int]) -> Version:
         found = self._logs[ranks[0]].entries(line, line + 1 + _AFTER)

@@ -1,6 +1,6 @@
 """What a rank did, in numbers that mean the same on every rank: the basis for comparing the events of many ranks.
 
-Takes a box, gives a `Trace`: arrays with an item for each event. Names are seen from the rank: a group is the one of that
+Takes a box, gives a `EventSequence`: arrays with an item for each event. Names are seen from the rank: a group is the one of that
 dimension or description that the rank is in, a peer is so many ranks further on. So ranks that do the same in other groups, or
 at other places of a ring, have the same numbers. What repeats of an event is looked at once: about 1 ms a rank. Boxes are not
 kept: a trace is 70 bytes an event, and the few events that are told of are read again.
@@ -29,10 +29,21 @@ Patterns = tuple[re.Pattern[str], ...]
 _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
 _COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # data decides what is compiled anew
-_ALIKE = ("kind", "pass", "module", "call", "line", "what", "aim", "param", "more", "step")  # the last two do not count
+_ALIKE = (
+    "kind",
+    "pass",
+    "module",
+    "call",
+    "line",
+    "subject",
+    "beneficiary",
+    "param",
+    "extra",
+    "step",
+)  # the last two do not count
 
 
-class Lexicon:
+class Interner:
     """A number for everything that is compared, from 1 on; the same for equal things, on all ranks."""
 
     def __init__(self) -> None:
@@ -45,7 +56,7 @@ class Lexicon:
         return {number: thing for thing, number in self._numbers.items()}
 
 
-class Stream(NamedTuple):
+class EventStream(NamedTuple):
     """Events that come in one order: those of one kind, and of one group."""
 
     kind: Kind
@@ -53,7 +64,7 @@ class Stream(NamedTuple):
     is_p2p: bool = False
 
 
-class Wire(NamedTuple):
+class SharedStream(NamedTuple):
     """What is counted in one sequence on all its ranks: the collectives of a group, or the messages between two ranks."""
 
     group: str
@@ -62,7 +73,7 @@ class Wire(NamedTuple):
 
 
 @dataclass(slots=True)
-class Calls:
+class NumberedCalls:
     """The collectives of one wire, by number."""
 
     numbers: Numbers
@@ -72,7 +83,7 @@ class Calls:
 
 
 @dataclass(slots=True)
-class Trace:
+class EventSequence:
     """What one rank did, in order. Arrays of one length."""
 
     rank: int
@@ -86,7 +97,7 @@ class Trace:
     first_step: int | None  # the first that is there as a whole
     is_cut: bool  # older events were overwritten
     groups: frozenset[str] = frozenset()  # labels of the groups it is in
-    calls: dict[Wire, Calls] = field(default_factory=dict)
+    calls: dict[SharedStream, NumberedCalls] = field(default_factory=dict)
     messages: tuple[tuple[int, str, int], ...] = ()  # the first message of each step: step, op, peer
     left_out: int = 0  # events of other threads
     compiled: int = 0
@@ -97,7 +108,7 @@ class Trace:
         at = int(np.searchsorted(box.records["number"], record))
         return box.event(at) if at < len(box.records) and int(box.records["number"][at]) == record else None
 
-    def from_step(self, step: int) -> Trace:
+    def from_step(self, step: int) -> EventSequence:
         """What is left of it from a step on."""
         kept = self.steps >= step
         self.records, self.steps, self.streams = self.records[kept], self.steps[kept], self.streams[kept]
@@ -108,9 +119,9 @@ class Trace:
 class _Fact(NamedTuple):
     """What repeats of a collective."""
 
-    stream: Stream
+    stream: EventStream
     seen: tuple[Any, ...]  # operation, group and peer as the rank sees them
-    wire: Wire
+    wire: SharedStream
     agreed: int
     op: str
     peer: int
@@ -122,8 +133,8 @@ class _Reader:
 
     box: Box
     boxes: Mapping[int, Box]
-    lexicon: Lexicon
-    streams: Lexicon
+    lexicon: Interner
+    streams: Interner
     strip: Stripper
     ignore: Patterns = ()
     labels: dict[str, str] = field(default_factory=dict)  # of groups by name
@@ -131,7 +142,7 @@ class _Reader:
     facts: dict[int, _Fact] = field(default_factory=dict)  # of collectives by what repeats of them
     lost: int = -1  # the last step of which a text was overwritten
 
-    def read(self) -> Trace:
+    def read(self) -> EventSequence:
         self._name_groups()
         records = self.box.records
         threads = self._threads_in_order(records)
@@ -143,7 +154,7 @@ class _Reader:
         kept, streams, flow, value = kept[heeded], streams[heeded], flow[heeded], value[heeded]
         rows = records[kept]
         collectives = records["kind"] == Kind.COLLECTIVE
-        return Trace(
+        return EventSequence(
             rank=self.box.rank,
             boxes=self.boxes,
             records=rows["number"].astype(np.int64),
@@ -201,20 +212,30 @@ class _Reader:
         return found[:, 0], found[:, 1], found[:, 2]
 
     def _event(
-        self, kind: int, pass_: int, module: int, call: int, line: int, what: int, aim: int, param: int, more: int, step: int
+        self,
+        kind: int,
+        pass_: int,
+        module: int,
+        call: int,
+        line: int,
+        what: int,
+        beneficiary: int,
+        param: int,
+        more: int,
+        step: int,
     ) -> tuple[int, int, int]:
         """Stream, flow and value of one event; 0 for one that is to be ignored."""
         name, value = self.box.name, 0
         if kind == Kind.COLLECTIVE:
             fact = self._fact(what)
-            stream, detail = fact.stream, (*fact.seen, name(aim))
+            stream, detail = fact.stream, (*fact.seen, name(beneficiary))
         elif kind in _TEXTS:
             text = self.box.text(more)
             self.lost = max(self.lost, step) if text is None else self.lost
             said = self.strip(text or "")
-            stream, detail, value = Stream(Kind(kind)), (skeleton(said),), self.lexicon.number(said)
+            stream, detail, value = EventStream(Kind(kind)), (skeleton(said),), self.lexicon.number(said)
         else:
-            stream, detail = Stream(Kind(kind)), (self.strip(name(what) or ""),)
+            stream, detail = EventStream(Kind(kind)), (self.strip(name(what) or ""),)
         place = (
             *(kind, _PASS_LABELS.get(pass_), name(module), None if call == NO_CALL or not module else call),
             *(self.strip(name(line) or ""), name(param)),
@@ -241,14 +262,14 @@ class _Reader:
         label, is_p2p = self.labels.get(group, f"group {group}"), op in P2P
         seen = (op, label, self._seen(peer, group, is_p2p=is_p2p))
         agreed: tuple[Any, ...] = tuple(repr(fields.get(key)) for key in must_agree(op) if key != "peer")
-        wire = Wire(group)
+        wire = SharedStream(group)
         if is_p2p:
             ends = (self.box.rank, peer) if op == "send" else (peer, self.box.rank)
-            wire = Wire(group, *(end if isinstance(end, int) else -1 for end in ends))
+            wire = SharedStream(group, *(end if isinstance(end, int) else -1 for end in ends))
         else:
             agreed = (*seen, *agreed)
         known_peer = peer if isinstance(peer, int) else -1
-        return _Fact(Stream(Kind.COLLECTIVE, label, is_p2p), seen, wire, self.lexicon.number(agreed), op, known_peer)
+        return _Fact(EventStream(Kind.COLLECTIVE, label, is_p2p), seen, wire, self.lexicon.number(agreed), op, known_peer)
 
     def _seen(self, peer: Any, group: str, *, is_p2p: bool) -> int | None:
         """A peer as this rank sees it: how many ranks further on in the group; a root: which one of the group."""
@@ -258,44 +279,44 @@ class _Reader:
         at = members.index(peer)
         return (at - members.index(self.box.rank)) % len(members) if is_p2p and self.box.rank in members else at
 
-    def _calls(self, at: Numbers) -> dict[Wire, Calls]:
+    def _calls(self, at: Numbers) -> dict[SharedStream, NumberedCalls]:
         """All collectives, whichever thread issued them, by what they are counted in."""
         rows = self.box.records[at]
-        whats, which = np.unique(rows["what"], return_inverse=True)
-        facts = [self._fact(int(what)) for what in whats]
+        packed_ids, which = np.unique(rows["subject"], return_inverse=True)
+        facts = [self._fact(int(what)) for what in packed_ids]
         wires = list(dict.fromkeys(fact.wire for fact in facts))
         number = {wire: index for index, wire in enumerate(wires)}
         wire_of = np.array([number[fact.wire] for fact in facts], np.int64)[which]
         agreed = np.array([fact.agreed for fact in facts], np.int64)[which]
-        numbers, records, steps = (rows[name].astype(np.int64) for name in ("more", "number", "step"))
+        numbers, records, steps = (rows[name].astype(np.int64) for name in ("extra", "number", "step"))
         calls = {}
         for index, wire in enumerate(wires):
             mine = np.flatnonzero(wire_of == index)
-            calls[wire] = Calls(numbers[mine], agreed[mine], records[mine], steps[mine])
+            calls[wire] = NumberedCalls(numbers[mine], agreed[mine], records[mine], steps[mine])
         return calls
 
     def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
         """The first message of each step: a stage of a pipeline begins with waiting for the one before it."""
         rows = self.box.records[at]
-        whats, which = np.unique(rows["what"], return_inverse=True)
-        rows = rows[np.array([self._fact(int(what)).stream.is_p2p for what in whats], bool)[which]]
+        packed_ids, which = np.unique(rows["subject"], return_inverse=True)
+        rows = rows[np.array([self._fact(int(what)).stream.is_p2p for what in packed_ids], bool)[which]]
         steps, first = np.unique(rows["step"], return_index=True)
-        facts = [self._fact(int(rows["what"][one])) for one in first]
+        facts = [self._fact(int(rows["subject"][one])) for one in first]
         return tuple((int(step), fact.op, fact.peer) for step, fact in zip(steps, facts, strict=True) if fact.peer >= 0)
 
 
-def read_traces(
+def read_sequences(
     boxes: Mapping[int, Box], ranks: Iterable[int], *, strip: Patterns = (), ignore: Patterns = ()
-) -> tuple[list[Trace], dict[int, Stream]]:
+) -> tuple[list[EventSequence], dict[int, EventStream]]:
     """The traces of some ranks, and the streams by number. With the user's own patterns of what to strip and to ignore."""
-    lexicon, streams = Lexicon(), Lexicon()
-    traces = []
+    lexicon, streams = Interner(), Interner()
+    sequences = []
     for rank in ranks:
         box = boxes[rank]
         host = box.meta.get("host")
         of_rank = Stripper(rank, host if isinstance(host, str) else None, strip)
-        traces.append(_Reader(box, boxes, lexicon, streams, of_rank, ignore).read())
-    return traces, streams.things()
+        sequences.append(_Reader(box, boxes, lexicon, streams, of_rank, ignore).read())
+    return sequences, streams.things()
 
 
 def _numbered(columns: Iterable[Any]) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 
 _OP = "all_to_all_single"
 _MOST_RANKS = 2048  # of a group whose pairs are compared
@@ -45,9 +45,9 @@ class Unfitting:
         pairs = [dict(zip(names, pair, strict=True)) for pair in self.pairs[:_MOST_SHOWN]]
         return {"differs_in": ["splits"], "pairs": pairs, "sent": self.sent, "taken": self.taken}
 
-    def sentences(self, hearing: Hearing) -> tuple[str, ...]:
+    def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
         said = [
-            f'In #{self.number} of group "{hearing.group(self.key).title}", {_OP}, what ranks send is not what others take.'
+            f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks send is not what others take.'
         ]
         said += [
             f"  rank {source} sends {sent} elements to rank {destination}, which takes {taken}"
@@ -59,29 +59,29 @@ class Unfitting:
             said.append(
                 f"  all ranks together send {self.sent} elements and take {self.taken}; whose split is wrong does not show"
             )
-        line = hearing.testimonies[self.ranks[0]].place_of(self.key, self.number)
+        line = job_calls.by_rank[self.ranks[0]].place_of(self.key, self.number)
         where = f" at {line.line}" if line is not None and line.line else ""
         return (*said, f"Look at: how the split sizes{where} are made, and whether ranks exchange them before they change.")
 
 
-def unfitting(hearing: Hearing) -> Unfitting | None:
+def unfitting(job_calls: JobCalls) -> Unfitting | None:
     """The first such call, of those that somebody issued last; None where all fit, or too little is known."""
-    lasts = {said.last: None for said in hearing.testimonies.values() if said.last is not None and _is_one(hearing, said.rank)}
-    found = (_compared(hearing, key, number) for key, number in lasts)
+    lasts = {said.last: None for said in job_calls.by_rank.values() if said.last is not None and _is_one(job_calls, said.rank)}
+    found = (_compared(job_calls, key, number) for key, number in lasts)
     return next((each for each in found if each is not None), None)
 
 
-def _is_one(hearing: Hearing, rank: int) -> bool:
-    said = hearing.testimonies[rank]
+def _is_one(job_calls: JobCalls, rank: int) -> bool:
+    said = job_calls.by_rank[rank]
     calls = said.calls.get(said.last[0]) if said.last is not None else None
     return calls is not None and said.last is not None and calls.of(said.last[1])[0].op == _OP
 
 
-def _compared(hearing: Hearing, key: StreamKey, number: int) -> Unfitting | None:
-    ranks = hearing.group(key).ranks
-    if not ranks or any(rank not in hearing.testimonies or _fields(hearing, rank, key, number) is None for rank in ranks):
+def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | None:
+    ranks = job_calls.group(key).ranks
+    if not ranks or any(rank not in job_calls.by_rank or _fields(job_calls, rank, key, number) is None for rank in ranks):
         return None
-    said = [_fields(hearing, rank, key, number) or {} for rank in ranks]
+    said = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
     sent, taken = sum(_elements(each, "shapes") for each in said), sum(_elements(each, "out_shapes") for each in said)
     pairs: tuple[tuple[int, int, int, int], ...] = ()
     if len(ranks) <= _MOST_RANKS:
@@ -101,11 +101,11 @@ def _unequal(
     return tuple((ranks[i], ranks[j], int(sent[i, j]), int(taken[i, j])) for i, j in np.argwhere(sent != taken).tolist())
 
 
-def _fields(hearing: Hearing, rank: int, key: StreamKey, number: int) -> dict[str, Any] | None:
-    calls = hearing.testimonies[rank].calls.get(key)
+def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict[str, Any] | None:
+    calls = job_calls.by_rank[rank].calls.get(key)
     if calls is None or calls.at(number) is None or calls.of(number)[0].op != _OP:
         return None
-    found = hearing.language.parsed(calls.of(number)[0].text)
+    found = job_calls.shared_ids.parsed(calls.of(number)[0].text)
     return found if isinstance(found, dict) and _shape(found, "shapes") and _shape(found, "out_shapes") else None
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.calls import job_calls as issued
-from torchwhere.diagnose.calls.job_calls import Calls
-from torchwhere.diagnose.calls.keys import Spot, StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.job_calls import StreamCalls
+from torchwhere.diagnose.calls.keys import CallSite, StreamKey
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 
 MOST_CALLS = 4096  # of a rank, the newest
 _MOST_OF_ALL = 400_000  # of all ranks that are asked for, together
@@ -29,7 +29,7 @@ Call = tuple[StreamKey, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class Deviation:
     """A call that a rank issued where it had always issued another one."""
 
     rank: int
@@ -44,29 +44,29 @@ class Departure:
 
 
 @dataclass(frozen=True, slots=True)
-class Habit:
+class Pattern:
     """What one rank used to do, and where it did not."""
 
-    departures: tuple[Departure, ...] = ()
+    deviations: tuple[Deviation, ...] = ()
     expected: frozenset[Call] = frozenset()  # calls that were due when they came
 
 
-class Habits:
+class Patterns:
     """The habits of some ranks, each found once. `ranks` is how many will be asked for, about."""
 
-    def __init__(self, hearing: Hearing, *, ranks: int) -> None:
-        self._hearing = hearing
+    def __init__(self, job_calls: JobCalls, *, ranks: int) -> None:
+        self._job_calls = job_calls
         self._most = max(_LEAST_CALLS, min(MOST_CALLS, _MOST_OF_ALL // max(1, ranks)))
-        self._known: dict[int, Habit] = {}
+        self._known: dict[int, Pattern] = {}
 
-    def of(self, rank: int) -> Habit:
+    def of(self, rank: int) -> Pattern:
         if rank not in self._known:
-            said = self._hearing.testimonies.get(rank)
-            self._known[rank] = _habit(said, self._most) if said is not None else Habit()
+            said = self._job_calls.by_rank.get(rank)
+            self._known[rank] = _pattern(said, self._most) if said is not None else Pattern()
         return self._known[rank]
 
 
-class Surprise(NamedTuple):
+class Unexpected(NamedTuple):
     """A token of a sequence that was not the one due."""
 
     at: int
@@ -116,7 +116,7 @@ class _Past:
         return len(self.length) - 1
 
 
-def surprises(tokens: list[int]) -> tuple[list[Surprise], set[int]]:
+def unexpected_tokens(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
     """The tokens that were not what had ever come after the longest stretch before them; and where those are that were."""
     past, found, expected = _Past(), [], set()
     for at, token in enumerate(tokens):
@@ -124,7 +124,7 @@ def surprises(tokens: list[int]) -> tuple[list[Surprise], set[int]]:
         if token in options:
             expected.add(at)
         elif 0 < len(options) <= _MOST_WAYS:
-            found.append(Surprise(at, tuple(sorted(options)), length))
+            found.append(Unexpected(at, tuple(sorted(options)), length))
         past.add(token)
     return found, expected
 
@@ -142,30 +142,30 @@ class Sequence(NamedTuple):
     text: str  # a letter for each call, the same for calls of one stream from one place
 
 
-def _habit(said: Testimony, most: int) -> Habit:
+def _pattern(said: RankCalls, most: int) -> Pattern:
     calls = sequence(said, most)
-    found, expected = surprises([ord(letter) for letter in calls.text])
-    return Habit(
-        departures=tuple(
-            departure for each in found[-_MOST_DEPARTURES:] if (departure := _departure(said.rank, calls, each)) is not None
+    found, expected = unexpected_tokens([ord(snapshot) for snapshot in calls.text])
+    return Pattern(
+        deviations=tuple(
+            deviation for each in found[-_MOST_DEPARTURES:] if (deviation := _deviation(said.rank, calls, each)) is not None
         ),
         expected=frozenset((calls.keys[calls.streams[at]], calls.numbers[at]) for at in expected),
     )
 
 
-def _departure(rank: int, calls: Sequence, found: Surprise) -> Departure | None:
+def _deviation(rank: int, calls: Sequence, found: Unexpected) -> Deviation | None:
     text, at = calls.text, found.at
     begin = at - found.context
-    rounds = {letter: text.count(letter, begin, at) for letter in map(chr, found.due)}
-    due = [letter for letter, count in rounds.items() if count]
+    rounds = {snapshot: text.count(snapshot, begin, at) for snapshot in map(chr, found.due)}
+    due = [snapshot for snapshot, count in rounds.items() if count]
     if not due or text.find(text[begin : at + 1], begin + 1) >= 0:  # what it did again after that became its habit
         return None
-    first = max(due, key=lambda letter: (rounds[letter], text.rfind(letter, 0, at)))
+    first = max(due, key=lambda snapshot: (rounds[snapshot], text.rfind(snapshot, 0, at)))
     like = text.rfind(first, 0, at)
-    return Departure(
+    return Deviation(
         rank=rank,
         record=calls.records[at],
-        due=tuple(_next(calls, text.rfind(letter, 0, at), at) for letter in due),
+        due=tuple(_next(calls, text.rfind(snapshot, 0, at), at) for snapshot in due),
         issued=(calls.keys[calls.streams[at]], calls.numbers[at]),
         like=(calls.keys[calls.streams[like]], calls.numbers[like]),
         rounds=rounds[first] + 1,
@@ -182,7 +182,7 @@ def _next(calls: Sequence, like: int, at: int) -> Call:
     return calls.keys[stream], calls.numbers[newest] + 1
 
 
-def sequence(said: Testimony, most: int) -> Sequence:
+def sequence(said: RankCalls, most: int) -> Sequence:
     """The newest calls of a rank, of the thread that issued the last one: how threads take turns is chance."""
     keys = list(said.calls)
     if not keys:
@@ -190,22 +190,22 @@ def sequence(said: Testimony, most: int) -> Sequence:
     last = max(said.calls.values(), key=lambda calls: calls.record(calls.last))
     mine = last.of(last.last)[1]
     columns = [_column(index, calls, mine) for index, calls in enumerate(said.calls.values())]
-    streams, numbers, records, meanings = (np.concatenate(column) for column in zip(*columns, strict=True))
+    streams, numbers, records, site_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
     order = np.argsort(records, kind="stable")[-most:]
-    tokens = np.unique(meanings[order] * len(keys) + streams[order], return_inverse=True)[1].tolist()
+    tokens = np.unique(site_ids[order] * len(keys) + streams[order], return_inverse=True)[1].tolist()
     text = "".join(map(chr, tokens))
     return Sequence(keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text)
 
 
-def _column(index: int, calls: Calls, mine: Spot) -> tuple[npt.NDArray[np.int64], ...]:
+def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray[np.int64], ...]:
     """Of the calls of one stream that belong to the thread of `mine`: the stream, number, record and meaning of each."""
     codes, first_of, renamed = np.unique(calls.codes(), return_index=True, return_inverse=True)
-    spots = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
-    kept = np.array([_is_of_one_thread(spot, mine) for spot in spots], np.bool_)[renamed]
+    call_sites = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
+    kept = np.array([_is_of_one_thread(spot, mine) for spot in call_sites], np.bool_)[renamed]
     numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[kept]
-    return np.full(len(numbers), index, np.int64), numbers, calls.records()[kept], issued.meanings(calls.whats())[kept]
+    return np.full(len(numbers), index, np.int64), numbers, calls.records()[kept], issued.site_ids(calls.packed_ids())[kept]
 
 
-def _is_of_one_thread(spot: Spot, mine: Spot) -> bool:
+def _is_of_one_thread(spot: CallSite, mine: CallSite) -> bool:
     """Whether two calls come in an order that is no chance: the engine's threads run while the one that called it waits."""
     return spot.thread == mine.thread or spot.is_of_engine or mine.is_of_engine

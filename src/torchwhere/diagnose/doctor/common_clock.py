@@ -2,7 +2,7 @@
 
 Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py` aligns them by what ranks did
 together), gives the same numbers with times by the clock of one host, and for each rank how far off these may be. Ranks that
-are known by letters have been set right already, by the words that their monitors exchange.
+are known by snapshots have been set right already, by the words that their monitors exchange.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.clocks import Evidence
 from torchwhere.diagnose.clocks.host_clocks import Moments
-from torchwhere.diagnose.doctor.mismatch import Window
+from torchwhere.diagnose.doctor.mismatch import CallWindow
 
 _BY_LETTERS_NS = 1_000_000.0  # the time a word takes on its way, at most, on a local network
 _LEAST_NS = 500_000.0  # by which hosts may differ in how soon they go on after a call
@@ -49,13 +49,13 @@ class Trust:
         return doubt_ns is not None and bool(late_ns[row] >= _WELL_ABOVE * doubt_ns)
 
 
-def by_one_clock(hearing: Hearing, window: Window) -> tuple[Window, Trust]:
+def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, Trust]:
     """With the clocks that whoever has read the boxes found, and has left in `hearing.kept["moments"]`."""
-    metas = [hearing.testimonies[rank].label.meta for rank in window.ranks]
+    metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("told_by") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
         return window, Trust(hosts, (0.0,) * len(hosts))
-    moments = hearing.kept.get("moments")
+    moments = job_calls.kept.get("moments")
     moments = moments if isinstance(moments, Moments) else Moments()
     doubts = [
         _BY_LETTERS_NS if "told_by" in meta else _doubt_ns(moments, host) for meta, host in zip(metas, hosts, strict=True)

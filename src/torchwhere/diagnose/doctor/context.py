@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.run import Roster
+from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing
-from torchwhere.diagnose.doctor.exits import Deaths, ended_well
+from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.doctor.exits import Exits, ended_well
 from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest, is_of_all, may_wait_for, members
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 _UNSEEN_STALLS = 10
 _UNUSUAL = 10  # times the usual
@@ -28,14 +28,14 @@ _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for"
 
 
 @dataclass(slots=True)
-class Case:
+class Context:
     """A run, what was seen of its processes, and who waits for whom."""
 
-    run: Roster[Any]
-    hearing: Hearing
-    sightings: Mapping[int, Sighting]
+    run: RunSummary[Any]
+    job_calls: JobCalls
+    statuses: Mapping[int, ProcessStatus]
     waits: dict[int, Wait]
-    deaths: Deaths
+    exits: Exits
     now_ns: int | None
     is_suspicion: bool = False
     is_together: bool = False  # all stand in one collective, and that is the matter
@@ -44,15 +44,15 @@ class Case:
     recorded_ns: int = field(init=False)  # the last moment of which a box tells
 
     def __post_init__(self) -> None:
-        self.is_over = not any(sighting.alive for sighting in self.sightings.values())
-        self.recorded_ns = max((self._recorded_ns(rank) for rank in self.hearing.testimonies), default=0)
+        self.is_over = not any(status.alive for status in self.statuses.values())
+        self.recorded_ns = max((self._recorded_ns(rank) for rank in self.job_calls.by_rank), default=0)
         if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
             self.now_ns = max(self.now_ns, self.recorded_ns)
 
     def _recorded_ns(self, rank: int) -> int:
         """When a rank last recorded something by itself, and not that it was ended."""
-        said = self.hearing.testimonies[rank]
-        if not self.deaths.was_ended_by_hand(rank):
+        said = self.job_calls.by_rank[rank]
+        if not self.exits.was_ended_by_hand(rank):
             return said.label.last_ns
         return said.issued_ns(*said.last) if said.last is not None else 0
 
@@ -64,8 +64,8 @@ class Case:
         monitor saw, or that its own hearts tell."""
         return self.now_ns is not None
 
-    def sighting(self, rank: int) -> Sighting:
-        return self.sightings.get(rank, Sighting())
+    def status(self, rank: int) -> ProcessStatus:
+        return self.statuses.get(rank, ProcessStatus())
 
     @property
     def is_unknown_end(self) -> bool:
@@ -75,31 +75,31 @@ class Case:
     @property
     def have_finished(self) -> bool:
         """Whether all ranks that were heard have finished, and well."""
-        return all(self.state(rank) is State.FINISHED for rank in self.hearing.testimonies)
+        return all(self.state(rank) is State.FINISHED for rank in self.job_calls.by_rank)
 
     def state(self, rank: int) -> State:
-        testimony, sighting = self.hearing.testimonies[rank], self.sighting(rank)
-        if testimony.end is not None and ended_well(testimony.end):
+        rank_calls, status = self.job_calls.by_rank[rank], self.status(rank)
+        if rank_calls.end is not None and ended_well(rank_calls.end):
             return State.FINISHED
-        if self.deaths.is_dead(rank):
+        if self.exits.is_dead(rank):
             return State.DEAD
-        if sighting.is_stopped:
+        if status.is_stopped:
             return State.STOPPED
         return State.WAITING if self.is_together or rank in self.waits or rank in self.standing else State.RUNNING
 
     def place(self, rank: int) -> Place:
         """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
-        testimony, wait = self.hearing.testimonies[rank], self.waits.get(rank)
-        issued_at = testimony.place_of(wait.key, wait.number) if wait is not None else None
+        rank_calls, wait = self.job_calls.by_rank[rank], self.waits.get(rank)
+        issued_at = rank_calls.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
             return issued_at
-        has_said_where = self.deaths.has_failed(rank) or self.deaths.was_ended_by_hand(rank)
-        error = testimony.exception if has_said_where else None
-        place = error.place if error is not None else testimony.place
-        folder = f"{testimony.label.meta.get('folder')}/"
+        has_said_where = self.exits.has_failed(rank) or self.exits.was_ended_by_hand(rank)
+        error = rank_calls.exception if has_said_where else None
+        place = error.place if error is not None else rank_calls.place
+        folder = f"{rank_calls.label.meta.get('folder')}/"
         told = place.line if error is not None else None  # of one that has failed, the stack is that of its end
-        seen = (user_line(self.sighting(rank).stack) or "").removeprefix(folder)
-        line = told or seen or place.line or testimony.statement.last_line
+        seen = (user_line(self.status(rank).stack) or "").removeprefix(folder)
+        line = told or seen or place.line or rank_calls.rank_summary.last_line
         return Place(
             rank=rank,
             step=place.step,
@@ -112,31 +112,31 @@ class Case:
         )
 
     def report(self, rank: int) -> RankReport:
-        testimony = self.hearing.testimonies[rank]
+        rank_calls = self.job_calls.by_rank[rank]
         return RankReport(
             state=self.state(rank),
             place=self.place(rank),
-            last=_shown(testimony.fields(*testimony.last)) if testimony.last is not None else None,
+            last=_shown(rank_calls.fields(*rank_calls.last)) if rank_calls.last is not None else None,
             detail=self.detail(rank),
-            stack=self.sighting(rank).stack,
+            stack=self.status(rank).stack,
         )
 
     def detail(self, rank: int) -> str | None:
         """How it ended, or what holds it."""
-        testimony, state = self.hearing.testimonies[rank], self.state(rank)
-        if self.deaths.has_left(rank) and not self.have_finished:
+        rank_calls, state = self.job_calls.by_rank[rank], self.state(rank)
+        if self.exits.has_left(rank) and not self.have_finished:
             return "its watch has ended, its process has not: what it does since is not recorded"
-        if state is State.DEAD or (testimony.end is not None and not self.deaths.was_ended_by_hand(rank)):
-            return self.deaths.how(rank)
+        if state is State.DEAD or (rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)):
+            return self.exits.how(rank)
         if state is State.STOPPED:
             return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
         if state is not State.RUNNING:
             return None
-        return self._heart_stopped(rank) or holding(testimony, self.sighting(rank))
+        return self._heartbeat_stopped(rank) or holding(rank_calls, self.status(rank))
 
-    def _heart_stopped(self, rank: int) -> str | None:
+    def _heartbeat_stopped(self, rank: int) -> str | None:
         """That a rank had not beaten for long when the job ended, as others had: its Python could not run."""
-        beat_ns, has_ended = self.hearing.testimonies[rank].label.beat_ns, self.hearing.testimonies[rank].end is not None
+        beat_ns, has_ended = self.job_calls.by_rank[rank].label.beat_ns, self.job_calls.by_rank[rank].end is not None
         if not self.is_over or not beat_ns or has_ended or self.now_ns is None or self.now_ns - beat_ns < _HEART_STOPPED_NS:
             return None
         before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
@@ -145,7 +145,7 @@ class Case:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def issued_ns(self, wait: Wait) -> int:
-        return self.hearing.testimonies[wait.rank].issued_ns(wait.key, wait.number)
+        return self.job_calls.by_rank[wait.rank].issued_ns(wait.key, wait.number)
 
     def waited_s(self, wait: Wait) -> float | None:
         issued = self.issued_ns(wait)
@@ -160,7 +160,7 @@ class Case:
         if not self.is_live or waited is None:
             return True
         patience = self.patience_s(wait.rank, stall_s, wait.key)
-        if not self.is_over or not self.sightings:  # dumps, whose processes nobody has seen, are of when something was wrong
+        if not self.is_over or not self.statuses:  # dumps, whose processes nobody has seen, are of when something was wrong
             return waited >= patience
         # A rank of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
@@ -175,7 +175,7 @@ class Case:
     def _paused_s(self, wait: Wait) -> float:
         """The longest that this rank was in, or after, an earlier call from the same place before it came to the next: to save,
         or to evaluate, may take as long each time."""
-        calls = self.hearing.testimonies[wait.rank].calls.get(wait.key)
+        calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
         at = calls.at(wait.number) if calls is not None else None
         if calls is None or not at:
             return 0.0
@@ -185,7 +185,7 @@ class Case:
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
         """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in which it has hardly issued
         anything, those of its busiest one."""
-        known = self.hearing.testimonies[rank].calls
+        known = self.job_calls.by_rank[rank].calls
         calls = known.get(key) if key is not None else None
         if calls is None or len(calls) < 2:
             calls = max(known.values(), key=len, default=None)
@@ -199,42 +199,42 @@ class Case:
 
     def was_moving(self, stall_s: float) -> bool:
         """Whether a job that is over was still recording when it was last seen."""
-        if self.now_ns is None or not self.hearing.testimonies:
+        if self.now_ns is None or not self.job_calls.by_rank:
             return False
-        patience = min(self.patience_s(rank, stall_s) for rank in self.hearing.testimonies)
+        patience = min(self.patience_s(rank, stall_s) for rank in self.job_calls.by_rank)
         return (self.now_ns - self.recorded_ns) / 1e9 < patience
 
     def quiet_s(self, stall_s: float) -> float | None:
         """For how long no rank had recorded anything, if that was long, and nobody waits; None if not, or if all is done."""
-        if self.now_ns is None or self.have_finished or self.waits or not self.hearing.testimonies:
+        if self.now_ns is None or self.have_finished or self.waits or not self.job_calls.by_rank:
             return None
         lasted = (self.now_ns - self.recorded_ns) / 1e9
-        return lasted if lasted >= max(self.patience_s(rank, stall_s) for rank in self.hearing.testimonies) else None
+        return lasted if lasted >= max(self.patience_s(rank, stall_s) for rank in self.job_calls.by_rank) else None
 
     def still_s(self) -> float | None:
         """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
 
         A rank that has moved since its last collective is somewhere else: starting, loading, saving. That may take its time.
         """
-        since = [testimony.in_collective_since_ns for testimony in self.hearing.testimonies.values()]
-        since += [None for _ in self.hearing.past]
+        since = [rank_calls.in_collective_since_ns for rank_calls in self.job_calls.by_rank.values()]
+        since += [None for _ in self.job_calls.past]
         known = [moment for moment in since if moment is not None]
-        has_ended = any(said.end and not self.deaths.was_ended_by_hand(rank) for rank, said in self.hearing.testimonies.items())
+        has_ended = any(said.end and not self.exits.was_ended_by_hand(rank) for rank, said in self.job_calls.by_rank.items())
         if self.now_ns is None or has_ended or not known or len(known) < len(since):
             return None
         return (self.now_ns - max(known)) / 1e9
 
     def stands_s(self, rank: int) -> float | None:
         """How long a rank has been in its last collective, as far as is known; None if it is not in one, or has ended."""
-        testimony = self.hearing.testimonies[rank]
-        since, wait = testimony.in_collective_since_ns, self.waits.get(rank)
-        has_ended = testimony.end is not None and not self.deaths.was_ended_by_hand(rank)
-        if has_ended or self.deaths.is_dead(rank) or not self.hearing.hears(rank):
+        rank_calls = self.job_calls.by_rank[rank]
+        since, wait = rank_calls.in_collective_since_ns, self.waits.get(rank)
+        has_ended = rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
+        if has_ended or self.exits.is_dead(rank) or not self.job_calls.has_data(rank):
             return None
         if wait is not None:
             return max(0.0, (self.now_ns or self.recorded_ns) - self.issued_ns(wait)) / 1e9
-        is_in_it = stands_in(testimony.last_collective, self.sighting(rank))
-        since = testimony.label.last_ns if is_in_it and since is None else since
+        is_in_it = stands_in(rank_calls.last_collective, self.status(rank))
+        since = rank_calls.label.last_ns if is_in_it and since is None else since
         if since is None or is_in_it is False:
             return None
         return max(0.0, (self.now_ns or self.recorded_ns) - since) / 1e9
@@ -242,7 +242,7 @@ class Case:
     def stand(self, stall_s: float) -> float | None:
         """Find out who stands still after ranks have parted: for longer than is usual, or to the end of a job that nobody saw.
         Gives how long all have, if it is all, and known."""
-        found = {rank: self.stands_s(rank) for rank in self.hearing.testimonies}
+        found = {rank: self.stands_s(rank) for rank in self.job_calls.by_rank}
         least = {rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0 for rank in found}
         stood = {rank: lasted for rank, lasted in found.items() if lasted is not None and lasted >= least[rank]}
         self.standing = frozenset(stood)
@@ -250,9 +250,9 @@ class Case:
 
     def all_in_one(self) -> bool:
         """Whether all ranks are, or were to the end, in the same collective."""
-        said = self.hearing.testimonies.values()
-        lasts = {testimony.last for testimony in said}
-        if self.hearing.past:
+        said = self.job_calls.by_rank.values()
+        lasts = {rank_calls.last for rank_calls in said}
+        if self.job_calls.past:
             return False
         return None not in lasts and len(lasts) == 1 and all(each.in_collective_since_ns is not None for each in said)
 
@@ -261,7 +261,7 @@ class Case:
 
         On a device a rank waits wherever it next needs the result, so a stack elsewhere says little there.
         """
-        still, ranks = self.still_s(), list(self.hearing.testimonies)
+        still, ranks = self.still_s(), list(self.job_calls.by_rank)
         if still is None or still < max(self.patience_s(rank, stall_s) for rank in ranks):
             return False
         standing = [self._stands_in_last(rank) for rank in ranks]
@@ -272,45 +272,43 @@ class Case:
 
     def _stands_in_last(self, rank: int) -> bool | None:
         """Whether a rank is in its last collective, by its stack; None where that does not tell."""
-        return stands_in(self.hearing.testimonies[rank].last_collective, self.sighting(rank))
+        return stands_in(self.job_calls.by_rank[rank].last_collective, self.status(rank))
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
     @property
-    def unheard(self) -> set[int]:
+    def no_data(self) -> set[int]:
         """Ranks of which it is not known what they did last: they have no box, or one that was cut before its counts."""
-        return {rank for rank in range(self.run.world_size) if not self.hearing.hears(rank)}
+        return {rank for rank in range(self.run.world_size) if not self.job_calls.has_data(rank)}
 
     @property
-    def ill_heard(self) -> list[int]:
+    def incomplete(self) -> list[int]:
         """Ranks of which nothing is known, or not what they did last."""
-        cut = [rank for rank, testimony in self.hearing.testimonies.items() if has_lost_its_newest(testimony)]
-        return sorted([*self.unheard, *cut])
+        cut = [rank for rank, rank_calls in self.job_calls.by_rank.items() if has_lost_its_newest(rank_calls)]
+        return sorted([*self.no_data, *cut])
 
-    def unheard_wait(self) -> Wait | None:
+    def no_data_wait(self) -> Wait | None:
         """A rank of which nothing is known may be the one all others wait for: where they are in one of its collectives."""
-        key, number, witness = self.last_of_all()
-        unheard = self.unheard
-        if key is None or witness is None or not unheard:
+        key, number, example_rank = self.last_of_all()
+        no_data = self.no_data
+        if key is None or example_rank is None or not no_data:
             return None
-        taking_part = members(self.hearing, key)
-        absent = tuple(rank for rank in taking_part if rank in unheard and not self.hearing.has_come(rank, key, number))
-        heard = [
-            said for rank in taking_part if rank not in unheard and (said := self.hearing.testimonies.get(rank)) is not None
-        ]
-        are_in_it = all(testimony.in_collective_since_ns is not None for testimony in heard) and not any(
-            self._stands_in_last(testimony.rank) is False for testimony in heard
+        taking_part = members(self.job_calls, key)
+        absent = tuple(rank for rank in taking_part if rank in no_data and not self.job_calls.has_come(rank, key, number))
+        heard = [said for rank in taking_part if rank not in no_data and (said := self.job_calls.by_rank.get(rank)) is not None]
+        are_in_it = all(rank_calls.in_collective_since_ns is not None for rank_calls in heard) and not any(
+            self._stands_in_last(rank_calls.rank) is False for rank_calls in heard
         )
-        return Wait(witness, key, number, (), absent) if absent and are_in_it else None
+        return Wait(example_rank, key, number, (), absent) if absent and are_in_it else None
 
     def excused(self, blamed: list[int]) -> dict[int, int]:
         """Of ranks that others wait for, those that may themselves wait for a message of a rank that has no box, and which."""
-        unheard = self.unheard
-        if not unheard:
+        no_data = self.no_data
+        if not no_data:
             return {}
         found = {}
         for rank in blamed:
-            other = may_wait_for(self.hearing, rank, unheard) if rank in self.hearing.testimonies else None
+            other = may_wait_for(self.job_calls, rank, no_data) if rank in self.job_calls.by_rank else None
             if other is not None and self._stands_in_last(rank) is not False:
                 found[rank] = other
         return found
@@ -319,41 +317,43 @@ class Case:
         """Ranks that did more after a collective which nobody gets past before all have issued it: they returned from it, or
         came to a later step."""
         found = []
-        for rank, testimony in self.hearing.testimonies.items():
-            if testimony.last != (key, number):
+        for rank, rank_calls in self.job_calls.by_rank.items():
+            if rank_calls.last != (key, number):
                 continue
-            call, now = testimony.issued(key, number), testimony.place.step
-            has_returned = testimony.in_collective_since_ns is None and not testimony.is_async(key, number)
+            call, now = rank_calls.issued(key, number), rank_calls.place.step
+            has_returned = rank_calls.in_collective_since_ns is None and not rank_calls.is_async(key, number)
             step = call.place.step if call is not None else None
             is_later = now is not None and step is not None and now > step
-            if is_of_all(testimony, key, number) and (has_returned or is_later) and not self.deaths.has_failed(rank):
+            if is_of_all(rank_calls, key, number) and (has_returned or is_later) and not self.exits.has_failed(rank):
                 found.append(rank)
         return found
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
         """The last collective that a whole group has issued: its stream and number, and a rank that knows it."""
         found: tuple[int, StreamKey, int, int] | None = None
-        for rank, testimony in self.hearing.testimonies.items():
-            for key, calls in testimony.calls.items():
+        for rank, rank_calls in self.job_calls.by_rank.items():
+            for key, calls in rank_calls.calls.items():
                 order = calls.record(calls.last)
-                if (found is None or order > found[0]) and len(members(self.hearing, key)) > 1:
+                if (found is None or order > found[0]) and len(members(self.job_calls, key)) > 1:
                     found = order, key, calls.last, rank
         return (found[1], found[2], found[3]) if found else (None, 0, None)
 
-    def collective(self, key: StreamKey, number: int, witness: int) -> dict[str, Any]:
-        call = self.hearing.testimonies[witness].issued(key, number)
-        group = self.hearing.group(key)
+    def collective(self, key: StreamKey, number: int, example_rank: int) -> dict[str, Any]:
+        call = self.job_calls.by_rank[example_rank].issued(key, number)
+        group = self.job_calls.group(key)
         found = _shown(call.fields) if call is not None else {"number": number}
         return found | {"group": group.title, "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks)}
 
-    def last_common(self, key: StreamKey, number: int, witness: int) -> dict[str, Any] | None:
-        call = self.hearing.testimonies[witness].issued(key, number - 1) if number else None
+    def last_common(self, key: StreamKey, number: int, example_rank: int) -> dict[str, Any] | None:
+        call = self.job_calls.by_rank[example_rank].issued(key, number - 1) if number else None
         if call is None:
             return None
         place = call.place.to_dict()
         if call.place.module is None and call.place.certainty is Certainty.UNKNOWN:
             place["pass"] = None
-        return self.collective(key, number - 1, witness) | {name: place[name] for name in ("step", "pass", "module", "line")}
+        return self.collective(key, number - 1, example_rank) | {
+            name: place[name] for name in ("step", "pass", "module", "line")
+        }
 
     # -- the verdict -------------------------------------------------------------------------------------------------
 
@@ -364,31 +364,33 @@ class Case:
         culprits: tuple[int, ...] = (),
         key: StreamKey | None = None,
         number: int = 0,
-        witness: int | None = None,
+        example_rank: int | None = None,
         certainty: Certainty = Certainty.EXACT,
         stalled_s: float | None = None,
         explanation: tuple[str, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> Verdict:
-        known = key is not None and witness is not None
+        known = key is not None and example_rank is not None
         return Verdict(
             kind=kind,
             culprits=culprits,
-            collective=self.collective(key, number, witness) if known and key is not None and witness is not None else None,
-            ranks={rank: self.report(rank) for rank in self.hearing.testimonies},
-            last_common=self.last_common(key, number, witness) if key is not None and witness is not None else None,
+            collective=self.collective(key, number, example_rank)
+            if known and key is not None and example_rank is not None
+            else None,
+            ranks={rank: self.report(rank) for rank in self.job_calls.by_rank},
+            last_common=self.last_common(key, number, example_rank) if key is not None and example_rank is not None else None,
             missing_data=tuple(self.missing_data()),
             certainty=certainty,
             stalled_s=stalled_s,
-            explanation=explanation + self.deaths.outside_said(kind),
+            explanation=explanation + self.exits.outside_said(kind),
             facts=facts or {},
         )
 
     def missing_data(self) -> list[str]:
         said = self.run.caveats()
-        if not self.is_live and any(testimony.end is None for testimony in self.hearing.testimonies.values()):
+        if not self.is_live and any(rank_calls.end is None for rank_calls in self.job_calls.by_rank.values()):
             said.append("no process of this job was seen alive: states are those of the last moment in the boxes")
-        wrapped = [rank for rank, testimony in self.hearing.testimonies.items() if testimony.label.counts.overwritten]
+        wrapped = [rank for rank, rank_calls in self.job_calls.by_rank.items() if rank_calls.label.counts.overwritten]
         if wrapped:
             said.append(f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have was compared")
         return said

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchwhere.diagnose.calls.rank_calls import Hearing
-from torchwhere.diagnose.doctor.mismatch import Window
+from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.doctor.mismatch import CallWindow
 
 _ASKED = 16  # neighbours
 _EXPLAINS = 0.5  # of the time that is lost
 _ALIKE = 0.5  # as much as the late one
 
 
-class Crowding(NamedTuple):
+class CpuContention(NamedTuple):
     """Shares of the time for which a late rank, and the middle one of those beside it on its host, waited for a CPU."""
 
     own: float
@@ -35,25 +35,27 @@ class Crowding(NamedTuple):
         return self.neighbours >= _ALIKE * self.own
 
 
-def crowding(hearing: Hearing, window: Window, row: int, *, columns: tuple[int, int], late: Sequence[int]) -> Crowding | None:
+def cpu_contention(
+    job_calls: JobCalls, window: CallWindow, row: int, *, columns: tuple[int, int], late: Sequence[int]
+) -> CpuContention | None:
     """Of a late rank, from one number of the window to another. None where its heart, or the kernel, does not tell."""
-    own = _share(hearing, window, row, columns)
+    own = _share(job_calls, window, row, columns)
     if own is None:
         return None
-    host = _host(hearing, window.ranks[row])
-    beside = [at for at, rank in enumerate(window.ranks) if at not in late and _host(hearing, rank) == host][:_ASKED]
-    shares = [share for at in beside if (share := _share(hearing, window, at, columns)) is not None]
-    return Crowding(own, float(np.median(shares)) if shares else 0.0)
+    host = _host(job_calls, window.ranks[row])
+    beside = [at for at, rank in enumerate(window.ranks) if at not in late and _host(job_calls, rank) == host][:_ASKED]
+    shares = [share for at in beside if (share := _share(job_calls, window, at, columns)) is not None]
+    return CpuContention(own, float(np.median(shares)) if shares else 0.0)
 
 
-def _host(hearing: Hearing, rank: int) -> object:
-    return hearing.testimonies[rank].label.meta.get("host")
+def _host(job_calls: JobCalls, rank: int) -> object:
+    return job_calls.by_rank[rank].label.meta.get("host")
 
 
-def _share(hearing: Hearing, window: Window, row: int, columns: tuple[int, int]) -> float | None:
+def _share(job_calls: JobCalls, window: CallWindow, row: int, columns: tuple[int, int]) -> float | None:
     """By straight lines between beats, of which there is one a second. What they do not reach is taken to be like the last."""
-    testimony, calls = hearing.testimonies[window.ranks[row]], window.calls[row]
-    beats = testimony.box.queued() if testimony.box is not None else []
+    rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
+    beats = rank_calls.box.queued() if rank_calls.box is not None else []
     if len(beats) < 2:
         return None
     times, waits = (np.array(each, dtype=np.float64) for each in zip(*beats, strict=True))

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 from torchwhere.diagnose.doctor.interruption import was_terminated
 from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 # What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too long says something else.
 _NEVER_MET = "connectFullMesh failed|connection refused|timed out connecting|client socket has timed out"
@@ -40,7 +40,7 @@ _OUT_OF_MEMORY = re.compile(
 _LEFT = "stop"  # the reason that a watch ended for which the process goes on
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
 _NO_WORD = "without a word: killed by a signal, by the system for want of memory, ended by os._exit, or crashed in C"
-_UNSEEN = Sighting()
+_UNSEEN = ProcessStatus()
 _NEVER = 1 << 63
 
 
@@ -52,11 +52,11 @@ class _Sigterm(NamedTuple):
 
 
 @dataclass(slots=True)
-class Deaths:
+class Exits:
     """How the ranks of a job ended, those that have."""
 
-    hearing: Hearing
-    sightings: Mapping[int, Sighting]
+    job_calls: JobCalls
+    statuses: Mapping[int, ProcessStatus]
     now_ns: int | None  # the last moment at which one of them was alive, by whoever saw it or by its own heart
     by_hand: Mapping[int, int] = field(default_factory=dict)  # ranks that somebody interrupted, and when
     _somebody_hung_up: bool | None = None
@@ -69,24 +69,24 @@ class Deaths:
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank ended, and not well: by its own last words, or by those that its crash left."""
-        end = self.hearing.testimonies[rank].end
+        end = self.job_calls.by_rank[rank].end
         if self.was_ended_by_hand(rank):
             return False
         if end is not None:
             return not ended_well(end)
-        return self._sighting(rank).ended is not None or self._unfinished(rank) is not None
+        return self._status(rank).ended is not None or self._unfinished(rank) is not None
 
     def is_dead(self, rank: int) -> bool:
         """Whether a rank has failed, was killed for want of memory, or went without a word while the others went on."""
-        return self.has_failed(rank) or self._sighting(rank).out_of_memory is not None or self._is_gone_first(rank)
+        return self.has_failed(rank) or self._status(rank).out_of_memory is not None or self._is_gone_first(rank)
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank ended its watch, and went on: what it does since is not recorded."""
-        end, sighting = self.hearing.testimonies[rank].end, self._sighting(rank)
+        end, status = self.job_calls.by_rank[rank].end, self._status(rank)
         if end is None or end.fields.get("reason") != _LEFT:
             return False
-        seen_ns = max(sighting.alive_ns or 0, sighting.stack_ns or 0)
-        return sighting.alive is True or seen_ns - end.t_ns > _SAME_DEATH_NS
+        seen_ns = max(status.alive_ns or 0, status.stack_ns or 0)
+        return status.alive is True or seen_ns - end.t_ns > _SAME_DEATH_NS
 
     @property
     def were_killed_together(self) -> bool:
@@ -95,14 +95,14 @@ class Deaths:
         Others may have noticed that a peer was gone, but did not come to say that they end: whoever does had time to.
         """
         if self._together is None:
-            is_over = not any(sighting.alive is not False for sighting in self.sightings.values())
+            is_over = not any(status.alive is not False for status in self.statuses.values())
             failed = set(self.failed())
-            silent = [rank for rank in self.sightings if rank not in failed and self._has_said_nothing(rank)]
+            silent = [rank for rank in self.statuses if rank not in failed and self._has_said_nothing(rank)]
             self._together = (
                 is_over
                 and len(silent) > 1
-                and all(self.hearing.testimonies[rank].end is None and self.was_hung_up_on(rank) for rank in failed)
-                and not any(self._was_seen_gone(rank) or self.sightings[rank].out_of_memory for rank in silent)
+                and all(self.job_calls.by_rank[rank].end is None and self.was_hung_up_on(rank) for rank in failed)
+                and not any(self._was_seen_gone(rank) or self.statuses[rank].out_of_memory for rank in silent)
                 and not any(map(self._went_before_sigterm, silent))
             )
         return self._together
@@ -111,11 +111,11 @@ class Deaths:
 
     def killed(self) -> list[int]:
         """Ranks whose process is gone and that left no exit record."""
-        return [rank for rank in self.hearing.testimonies if self._was_killed(rank)]
+        return [rank for rank in self.job_calls.by_rank if self._was_killed(rank)]
 
     def terminated(self) -> list[int]:
         """Ranks that SIGTERM ended, by their exit record or their exit code."""
-        said = self.hearing.testimonies.items()
+        said = self.job_calls.by_rank.items()
         return [rank for rank, each in said if was_terminated(each) or (each.end is None and self._got_sigterm(rank))]
 
     def went_first(self) -> list[int]:
@@ -127,7 +127,7 @@ class Deaths:
     @property
     def ended_unfinished(self) -> bool:
         """Whether no process is left, and ranks left no exit record, or SIGTERM ended them. Not so with Ctrl-C."""
-        is_over = not any(sighting.alive for sighting in self.sightings.values())
+        is_over = not any(status.alive for status in self.statuses.values())
         return is_over and not self._was_interrupted and bool(self.terminated() or self.killed())
 
     def outside_said(self, kind: VerdictKind) -> tuple[str, ...]:
@@ -140,30 +140,30 @@ class Deaths:
 
     def was_seen_to_go(self, rank: int) -> bool:
         """Whether somebody saw that a rank was gone, or how it ended: not only its box says so."""
-        sighting = self._sighting(rank)
-        return self._was_seen_gone(rank) or sighting.exit_code is not None or sighting.out_of_memory is not None
+        status = self._status(rank)
+        return self._was_seen_gone(rank) or status.exit_code is not None or status.out_of_memory is not None
 
     @property
     def _was_interrupted(self) -> bool:
         """With Ctrl-C."""
-        return not all(was_terminated(self.hearing.testimonies[rank]) for rank in self.by_hand)
+        return not all(was_terminated(self.job_calls.by_rank[rank]) for rank in self.by_hand)
 
     def _was_killed(self, rank: int) -> bool:
-        sighting = self._sighting(rank)
-        is_silent = sighting.alive is False and self._has_said_nothing(rank) and sighting.exit_code != 0
+        status = self._status(rank)
+        is_silent = status.alive is False and self._has_said_nothing(rank) and status.exit_code != 0
         return is_silent and not self.has_failed(rank) and not self.was_ended_by_hand(rank)
 
     def _got_sigterm(self, rank: int) -> bool:
-        return self._sighting(rank).exit_code == -signal.SIGTERM
+        return self._status(rank).exit_code == -signal.SIGTERM
 
     def _went_before_sigterm(self, rank: int) -> bool:
         """Whether a rank without an exit record ended otherwise than by SIGTERM, and not after others were ended by it. A rank
         that cannot obey SIGTERM is killed later, and its heart beats until then."""
-        sighting, label = self._sighting(rank), self.hearing.testimonies[rank].label
+        status, label = self._status(rank), self.job_calls.by_rank[rank].label
         if self._got_sigterm(rank) or self._was_interrupted:
             return False
         first = self._sigterm()
-        is_by_code = sighting.exit_code is not None and (sighting.gone_ns or 0) <= first.seen_ns < _NEVER
+        is_by_code = status.exit_code is not None and (status.gone_ns or 0) <= first.seen_ns < _NEVER
         return is_by_code or 0 < max(label.last_ns, label.beat_ns) <= first.recorded_ns < _NEVER
 
     def _was_ended_by_launcher(self, rank: int) -> bool:
@@ -176,9 +176,9 @@ class Deaths:
 
     def _sigterm(self) -> _Sigterm:
         if self._first_sigterm is None:
-            said = self.hearing.testimonies.values()
+            said = self.job_calls.by_rank.values()
             recorded = [each.end.t_ns for each in said if each.end is not None and was_terminated(each)]
-            seen = [self._sighting(rank).gone_ns or 0 for rank in self.hearing.testimonies if self._got_sigterm(rank)]
+            seen = [self._status(rank).gone_ns or 0 for rank in self.job_calls.by_rank if self._got_sigterm(rank)]
             self._first_sigterm = _Sigterm(min(recorded, default=_NEVER), min(seen, default=_NEVER))
         return self._first_sigterm
 
@@ -190,7 +190,7 @@ class Deaths:
             return rank in self.by_hand
         if self._first_by_hand is None:
             self._first_by_hand = min(self.by_hand.values())
-        error = self.hearing.testimonies[rank].exception
+        error = self.job_calls.by_rank[rank].exception
         return error is not None and error.t_ns > self._first_by_hand - _SAME_DEATH_NS and self.was_hung_up_on(rank)
 
     @property
@@ -205,15 +205,13 @@ class Deaths:
 
     def is_doubtful(self, rank: int) -> bool:
         """Whether a rank is taken for dead only because others were hung up on, and that may have been another rank."""
-        is_known = (
-            self._was_seen_gone(rank) or self._went_before_sigterm(rank) or self._sighting(rank).out_of_memory is not None
-        )
+        is_known = self._was_seen_gone(rank) or self._went_before_sigterm(rank) or self._status(rank).out_of_memory is not None
         return self._was_killed(rank) and not is_known and not self.is_only_candidate(rank)
 
     def _looked_ns(self) -> int:
         """When somebody who looks again and again last saw one of them alive."""
         if self._looked is None:
-            self._looked = max((sighting.alive_ns or 0 for sighting in self.sightings.values()), default=0)
+            self._looked = max((status.alive_ns or 0 for status in self.statuses.values()), default=0)
         return self._looked
 
     def died_of_the_end(self, rank: int) -> bool:
@@ -229,13 +227,13 @@ class Deaths:
         return _GAVE_UP.search(self._last_words(rank)) is not None
 
     def _last_words(self, rank: int) -> str:
-        testimony = self.hearing.testimonies[rank]
-        if testimony.end is not None:
-            return str(testimony.end.fields.get("reason"))
-        return (last_exception(testimony) or "") if self._sighting(rank).alive is not True else ""
+        rank_calls = self.job_calls.by_rank[rank]
+        if rank_calls.end is not None:
+            return str(rank_calls.end.fields.get("reason"))
+        return (last_exception(rank_calls) or "") if self._status(rank).alive is not True else ""
 
     def _is_victim(self, rank: int) -> bool:
-        said = self.hearing.testimonies[rank]
+        said = self.job_calls.by_rank[rank]
         return self.was_hung_up_on(rank) or self.gave_up(rank) or self._failed_of_others(rank) or was_terminated(said)
 
     def _failed_of_others(self, rank: int) -> bool:
@@ -245,21 +243,21 @@ class Deaths:
 
     def crashed_in_it(self, rank: int) -> bool:
         """Whether a rank crashed in C while it stood in a collective: it may have been given what it could not take."""
-        return rank in self.hearing.testimonies and not self._is_victim(rank) and self._reacted(rank)
+        return rank in self.job_calls.by_rank and not self._is_victim(rank) and self._reacted(rank)
 
-    def first_of_awaited(self, awaited: list[int], unheard: list[int]) -> list[int]:
+    def first_of_awaited(self, awaited: list[int], no_data: list[int]) -> list[int]:
         """Of dead ranks that others wait for, those that went by themselves; where all were hung up on, those of which nothing
         is known."""
         own = [rank for rank in awaited if not self._is_victim(rank)]
-        return own or unheard or awaited
+        return own or no_data or awaited
 
-    def first(self, unheard: list[int]) -> list[int]:
+    def first(self, no_data: list[int]) -> list[int]:
         """Where nobody waits for the dead, as all had come to one collective: those that failed by themselves; else those of
         which nothing is known; else, if it is clear, the one that crashed or fell silent."""
         failed = self.failed()
         own = [rank for rank in failed if not self._reacted(rank)]
-        if own or unheard:
-            return own or self._not_outliving(unheard) or self._silent() or unheard
+        if own or no_data:
+            return own or self._not_outliving(no_data) or self._silent() or no_data
         crashed = [rank for rank in failed if not self._is_victim(rank)]
         # Who could not connect ended before there was a group: those who went without a word may have been ended because of it.
         return crashed or ([] if self.never_met(failed) else self._silent())
@@ -269,22 +267,22 @@ class Deaths:
         return all(_CONNECTING.search(self._last_words(rank)) for rank in failed)
 
     def failed(self) -> list[int]:
-        return [rank for rank in self.hearing.testimonies if self.has_failed(rank)]
+        return [rank for rank in self.job_calls.by_rank if self.has_failed(rank)]
 
     def how(self, rank: int) -> str:
         """How a dead rank ended."""
-        testimony, sighting = self.hearing.testimonies[rank], self._sighting(rank)
-        if testimony.end is not None:
-            said = str(testimony.end.fields.get("reason"))
+        rank_calls, status = self.job_calls.by_rank[rank], self._status(rank)
+        if rank_calls.end is not None:
+            said = str(rank_calls.end.fields.get("reason"))
         elif (unfinished := self._unfinished(rank)) is not None:
             said = f"exception: {unfinished}"
         else:
-            return sighting.out_of_memory or sighting.ended or self._exit_said(rank) or _NO_WORD
+            return status.out_of_memory or status.ended or self._exit_said(rank) or _NO_WORD
         return f"out of memory: {said}" if _OUT_OF_MEMORY.search(said.partition("\n")[0]) else said
 
     def _exit_said(self, rank: int) -> str | None:
         """How a process ended, by the exit code that a monitor saw."""
-        code = self._sighting(rank).exit_code
+        code = self._status(rank).exit_code
         if code is None:
             return None
         if code >= 0:
@@ -292,17 +290,17 @@ class Deaths:
         names = {int(number): number.name for number in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}"
 
-    def _sighting(self, rank: int) -> Sighting:
-        return self.sightings.get(rank, _UNSEEN)
+    def _status(self, rank: int) -> ProcessStatus:
+        return self.statuses.get(rank, _UNSEEN)
 
     def _unfinished(self, rank: int) -> str | None:
         """An exception that was the last thing a rank recorded before it was gone: it did not come to say that it ends."""
-        return last_exception(self.hearing.testimonies[rank]) if self._sighting(rank).alive is False else None
+        return last_exception(self.job_calls.by_rank[rank]) if self._status(rank).alive is False else None
 
     def _reacted(self, rank: int) -> bool:
-        testimony = self.hearing.testimonies[rank]
-        is_crash = testimony.end is None and self._unfinished(rank) is None and self._sighting(rank).out_of_memory is None
-        return self._is_victim(rank) or (is_crash and testimony.in_collective_since_ns is not None)
+        rank_calls = self.job_calls.by_rank[rank]
+        is_crash = rank_calls.end is None and self._unfinished(rank) is None and self._status(rank).out_of_memory is None
+        return self._is_victim(rank) or (is_crash and rank_calls.in_collective_since_ns is not None)
 
     def _is_gone_first(self, rank: int) -> bool:
         """Whether a process that is gone, without a word, went by itself and not when all was over.
@@ -310,7 +308,7 @@ class Deaths:
         It did if others were seen alive when it was gone already, or if they say that a peer hung up on them, and none of those
         who ended by themselves, as of waiting too long, can be that peer.
         """
-        if self._sighting(rank).alive is not False or self.hearing.testimonies[rank].end is not None:
+        if self._status(rank).alive is not False or self.job_calls.by_rank[rank].end is not None:
             return False
         if self._was_ended_by_launcher(rank):
             return False
@@ -324,26 +322,26 @@ class Deaths:
         return self._somebody_hung_up
 
     def _is_reaction(self, rank: int) -> bool:
-        return self.was_hung_up_on(rank) or was_terminated(self.hearing.testimonies[rank])
+        return self.was_hung_up_on(rank) or was_terminated(self.job_calls.by_rank[rank])
 
     def _has_said_nothing(self, rank: int) -> bool:
         """Whether a box that can be read to its end has no last word; of any other one that is not known."""
-        testimony = self.hearing.testimonies.get(rank)
-        if testimony is None or rank in self.hearing.recalled or has_lost_its_newest(testimony):
+        rank_calls = self.job_calls.by_rank.get(rank)
+        if rank_calls is None or rank in self.job_calls.recalled or has_lost_its_newest(rank_calls):
             return False
-        return testimony.end is None
+        return rank_calls.end is None
 
     def _was_seen_gone(self, rank: int) -> bool:
         """Whether others are alive, or were seen alive when this one was gone already, or long after it was last seen."""
-        sighting = self._sighting(rank)
-        if self.now_ns is None or sighting.alive is not False:
+        status = self._status(rank)
+        if self.now_ns is None or status.alive is not False:
             return False
         if self._is_over is None:
-            self._is_over = not any(other.alive for other in self.sightings.values())
+            self._is_over = not any(other.alive for other in self.statuses.values())
         if not self._is_over:
             return True
-        is_earlier = sighting.gone_ns is not None and sighting.gone_ns <= self.now_ns
-        return is_earlier or (sighting.alive_ns is not None and self._looked_ns() - sighting.alive_ns > _SAME_DEATH_NS)
+        is_earlier = status.gone_ns is not None and status.gone_ns <= self.now_ns
+        return is_earlier or (status.alive_ns is not None and self._looked_ns() - status.alive_ns > _SAME_DEATH_NS)
 
     def _not_outliving(self, ranks: list[int]) -> list[int]:
         """Of some ranks, those that gave no sign of life after a rank had failed."""
@@ -352,18 +350,18 @@ class Deaths:
 
     def _alive_ns(self, rank: int) -> int:
         """When a rank last gave a sign of life: to a monitor, or by its records and heartbeats; 0 if it never did."""
-        said = self.hearing.testimonies.get(rank)
+        said = self.job_calls.by_rank.get(rank)
         signs = (said.label.last_ns, said.label.beat_ns) if said is not None else ()
-        return max(self._sighting(rank).alive_ns or 0, *signs, 0)
+        return max(self._status(rank).alive_ns or 0, *signs, 0)
 
     def _failed_ns(self, failed: list[int]) -> list[int]:
         """When ranks failed, those that could still say so."""
-        return [error.t_ns for rank in failed if (error := self.hearing.testimonies[rank].exception) is not None]
+        return [error.t_ns for rank in failed if (error := self.job_calls.by_rank[rank].exception) is not None]
 
     def _silent(self) -> list[int]:
         """Those that went without a word, the first of them; nobody, where there are several and no one saw when they went."""
-        silent = [rank for rank in self.hearing.testimonies if not self.has_failed(rank) and self._is_gone_first(rank)]
-        seen = {rank: ns for rank in silent if (ns := self._sighting(rank).alive_ns) is not None}
+        silent = [rank for rank in self.job_calls.by_rank if not self.has_failed(rank) and self._is_gone_first(rank)]
+        seen = {rank: ns for rank in silent if (ns := self._status(rank).alive_ns) is not None}
         if len(silent) < 2 or len(seen) < len(silent):
             return silent if len(silent) < 2 else []
         first = min(seen.values())
@@ -374,7 +372,7 @@ def ended_well(end: Event) -> bool:
     return str(end.fields.get("reason")) in (_LEFT, "exit", "exit 0")
 
 
-def last_exception(testimony: Testimony) -> str | None:
+def last_exception(rank_calls: RankCalls) -> str | None:
     """The text of an exception that is a rank's last record."""
-    error = testimony.exception
-    return str(error.fields.get("text")) if error is not None and error.number == testimony.statement.records - 1 else None
+    error = rank_calls.exception
+    return str(error.fields.get("text")) if error is not None and error.number == rank_calls.rank_summary.records - 1 else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from torchwhere.core.errors import FAILED
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
 
 _INTERRUPT = "KeyboardInterrupt"
@@ -20,18 +20,18 @@ _TERMINATED = re.compile(
 )
 
 
-def interrupted(hearing: Hearing, *, waited_s: float) -> dict[int, int]:
+def interrupted(job_calls: JobCalls, *, waited_s: float) -> dict[int, int]:
     """The ranks that were ended from outside, and when, by their wall clocks; who waited so long before had long hung."""
-    found = {rank: t_ns for rank, said in hearing.testimonies.items() if (t_ns := _moment(said)) is not None}
+    found = {rank: t_ns for rank, said in job_calls.by_rank.items() if (t_ns := _moment(said)) is not None}
     if len(found) > 1 or not found:
         return found
     ((rank, t_ns),) = found.items()
-    others = waiting_for(waits(hearing), [rank])
-    since = [issued for wait in others if (issued := hearing.testimonies[wait.rank].issued_ns(wait.key, wait.number))]
+    others = waiting_for(waits(job_calls), [rank])
+    since = [issued for wait in others if (issued := job_calls.by_rank[wait.rank].issued_ns(wait.key, wait.number))]
     return found if t_ns - min(since, default=t_ns) > waited_s * 1e9 else {}
 
 
-def _moment(said: Testimony) -> int | None:
+def _moment(said: RankCalls) -> int | None:
     reason = str(said.end.fields.get("reason")) if said.end is not None else ""
     error = said.exception
     if error is not None and str(error.fields.get("text")).startswith(_INTERRUPT) and (said.end is None or FAILED in reason):
@@ -41,6 +41,6 @@ def _moment(said: Testimony) -> int | None:
     )
 
 
-def was_terminated(said: Testimony) -> bool:
+def was_terminated(said: RankCalls) -> bool:
     """Whether a rank says that SIGTERM ended it."""
     return said.end is not None and _TERMINATED.fullmatch(str(said.end.fields.get("reason"))) is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.doctor.mismatch import Window
+from torchwhere.diagnose.doctor.mismatch import CallWindow
 
 FEWEST_ROUNDS = 8
 _MOST_TIMES = 1 << 21  # that are compared at once: 16 MB
@@ -36,7 +36,7 @@ class Lost:
         return [int(self.columns[low + int(self.calls[row, low:high].argmax())]) for low, high in spans]
 
 
-def lost(window: Window, *, waits: bool) -> Lost | None:
+def lost(window: CallWindow, *, waits: bool) -> Lost | None:
     """Of the last rounds of a window. `waits`: whether a call that is not asynchronous returns when it is done."""
     last = window.end - window.first
     cut = max(0, last - max(_MOST_TIMES // len(window.ranks), 2 * FEWEST_ROUNDS))
@@ -69,13 +69,13 @@ def _lost(
     return late.clip(min=0)
 
 
-def _is_held(window: Window, low: int, high: int, waits: bool) -> npt.NDArray[np.bool_]:
+def _is_held(window: CallWindow, low: int, high: int, waits: bool) -> npt.NDArray[np.bool_]:
     if not waits:
         return np.zeros(high - low, np.bool_)
     return ~window.calls[0].are_async(window.first + low, window.first + high)
 
 
-def _times(window: Window, low: int, high: int) -> npt.NDArray[np.float64]:
+def _times(window: CallWindow, low: int, high: int) -> npt.NDArray[np.float64]:
     """When each rank issued some of the numbers, from the first of these on: a float cannot hold today's ns."""
     times = np.stack([calls.times_ns(window.first + low, window.first + high) for calls in window.calls])
     found: npt.NDArray[np.float64] = (times - times[0, 0]).astype(np.float64)

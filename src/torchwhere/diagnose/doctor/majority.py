@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 from torchwhere.diagnose.doctor.call_patterns import sequence
 from torchwhere.diagnose.doctor.roles import Role, Roles, roles_of
 from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest
@@ -39,17 +39,17 @@ class _Path:
 class Majority:
     """The calls of a sample of ranks, read once. `ranks` are those that will be asked about."""
 
-    def __init__(self, hearing: Hearing, *, ranks: Iterable[int]) -> None:
-        complete = [rank for rank, said in hearing.testimonies.items() if _is_complete(hearing, said)]
+    def __init__(self, job_calls: JobCalls, *, ranks: Iterable[int]) -> None:
+        complete = [rank for rank, said in job_calls.by_rank.items() if _is_complete(job_calls, said)]
         sample = complete[:: max(1, len(complete) // _VOTERS)][:_VOTERS]
-        wanted = {*sample, *(rank for rank in ranks if rank in hearing.testimonies)}
-        self._roles = roles_of(hearing)
-        self._paths = {rank: _path(hearing.testimonies[rank], self._roles) for rank in sorted(wanted)}
+        wanted = {*sample, *(rank for rank in ranks if rank in job_calls.by_rank)}
+        self._roles = roles_of(job_calls)
+        self._paths = {rank: _path(job_calls.by_rank[rank], self._roles) for rank in sorted(wanted)}
         self._voters = frozenset(complete)
 
-    def outvoted(self, circle: list[Wait]) -> list[int]:
+    def outvoted(self, cycle: list[Wait]) -> list[int]:
         """The ranks of a circle of waits that most others contradict, since they last did what is waited for."""
-        links = zip(circle, [*circle[1:], *circle[:1]], strict=True)
+        links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
         return sorted({own.rank for wait, own in links if self.is_outvoted(own, awaited_in=wait)})
 
     def is_outvoted(self, wait: Wait, *, awaited_in: Wait | None = None) -> bool:
@@ -88,8 +88,8 @@ class Majority:
                 yield theirs.tokens[at]
 
 
-def _is_complete(hearing: Hearing, said: Testimony) -> bool:
-    return hearing.hears(said.rank) and not has_lost_its_newest(said)
+def _is_complete(job_calls: JobCalls, said: RankCalls) -> bool:
+    return job_calls.has_data(said.rank) and not has_lost_its_newest(said)
 
 
 def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:
@@ -100,7 +100,7 @@ def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:
     return length >= _LEAST_CONTEXT or (index == at and path.is_whole and theirs.is_whole)
 
 
-def _path(said: Testimony, roles: Roles) -> _Path:
+def _path(said: RankCalls, roles: Roles) -> _Path:
     calls = sequence(said, _CALLS)
     streams = [roles.of(said.rank, key) for key in calls.keys]
     tokens = [(streams[stream], number) for stream, number in zip(calls.streams, calls.numbers, strict=True)]

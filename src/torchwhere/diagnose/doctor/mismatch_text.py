@@ -4,30 +4,30 @@ from two threads, and who stands still now. Sentences, for a verdict.
 
 from __future__ import annotations
 
-from torchwhere.diagnose.doctor.context import Case
+from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.mismatch import Mismatch
 
 _NEARBY = 32  # numbers around one, in which threads are looked for
 
 
-def consequences(case: Case, found: Mismatch, *, who: str, standing: str) -> list[str]:
+def consequences(context: Context, found: Mismatch, *, who: str, standing: str) -> list[str]:
     """`who` are the culprits and `standing` those who stand still, in words."""
     said = []
-    if found.what == "meaning":
-        fails = "so nothing fails" if not case.standing else "so the call itself does not fail"
+    if found.what == "call_site":
+        fails = "so nothing fails" if not context.standing else "so the call itself does not fail"
         said.append(f"Op and shapes are the same, {fails}: each rank's data was combined with another thing's.")
     elif found.what == "step":
-        said.append(_of_steps(case, found, who))
-    if len(case.standing) == len(case.hearing.testimonies):
-        said.append(f"Now all {len(case.standing)} ranks stand still, in calls that do not belong together.")
-    elif case.standing:
-        said.append(f"Now {standing} {'stand' if len(case.standing) > 1 else 'stands'} still.")
-    return said + _of_threads(case, found)
+        said.append(_of_steps(context, found, who))
+    if len(context.standing) == len(context.job_calls.by_rank):
+        said.append(f"Now all {len(context.standing)} ranks stand still, in calls that do not belong together.")
+    elif context.standing:
+        said.append(f"Now {standing} {'stand' if len(context.standing) > 1 else 'stands'} still.")
+    return said + _of_threads(context, found)
 
 
-def _of_steps(case: Case, found: Mismatch, who: str) -> str:
+def _of_steps(context: Context, found: Mismatch, who: str) -> str:
     """Whose counter is off, and by what it may be: a step left out makes the one before it as long as two."""
-    usual, odd = (case.hearing.testimonies[rank] for rank in (_usual(found), found.culprits[0]))
+    usual, odd = (context.job_calls.by_rank[rank] for rank in (_usual(found), found.culprits[0]))
     one, other = (said.place_of(found.key, found.number) for said in (usual, odd))
     if one is None or other is None or one.step is None or other.step is None or one.step == other.step:
         return "Op, shapes and places are the same, the steps are not."
@@ -50,11 +50,11 @@ def _usual(found: Mismatch) -> int:
     return free[0] if free else next(cohort[0] for cohort in found.cohorts if found.culprits[0] not in cohort)
 
 
-def _of_threads(case: Case, found: Mismatch) -> list[str]:
+def _of_threads(context: Context, found: Mismatch) -> list[str]:
     """A group that two threads of a rank use: which of them comes first is chance. Threads of torch's own are no threads of
     the program's."""
     for rank in (*found.culprits[:1], _usual(found)):
-        calls = case.hearing.testimonies[rank].calls[found.key]
+        calls = context.job_calls.by_rank[rank].calls[found.key]
         near = range(max(calls.first, found.number - _NEARBY), min(calls.last, found.number + _NEARBY) + 1)
         threads = {thread for number in near if (thread := calls.of(number)[1].thread) and not thread.startswith("native-")}
         if len(threads) > 1:

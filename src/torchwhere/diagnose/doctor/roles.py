@@ -10,7 +10,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 
 
 class Role(NamedTuple):
@@ -26,16 +26,16 @@ class Role(NamedTuple):
 class Roles:
     """The roles of all streams of a job."""
 
-    def __init__(self, hearing: Hearing) -> None:
-        self._hearing = hearing
+    def __init__(self, job_calls: JobCalls) -> None:
+        self._job_calls = job_calls
         self._of_groups: defaultdict[int, dict[str, Role]] = defaultdict(dict)  # of each rank
-        for group in sorted(hearing.language.groups, key=lambda group: (len(group.name), group.name)):
+        for group in sorted(job_calls.shared_ids.groups, key=lambda group: (len(group.name), group.name)):
             for rank in group.ranks:
                 mine, size = self._of_groups[rank], len(group.ranks)
                 mine[group.name] = Role(group.mesh_dim or sum(role.size == size for role in mine.values()), size)
 
     def of(self, rank: int, key: StreamKey) -> Role:
-        group = self._hearing.group(key)
+        group = self._job_calls.group(key)
         role = self._of_groups[rank].get(group.name, Role(-1, len(group.ranks)))
         if key.source == key.destination:
             return role
@@ -52,13 +52,13 @@ class Roles:
 
     def of_messages(self, rank: int) -> frozenset[Role]:
         """The roles in which a rank has sent or received messages."""
-        keys = self._hearing.testimonies[rank].counts
+        keys = self._job_calls.by_rank[rank].counts
         return frozenset(self.of(rank, key) for key in keys if key.source != key.destination)
 
 
-def roles_of(hearing: Hearing) -> Roles:
+def roles_of(job_calls: JobCalls) -> Roles:
     """The roles of a job, found once."""
-    if "roles" not in hearing.kept:
-        hearing.kept["roles"] = Roles(hearing)
-    found: Roles = hearing.kept["roles"]
+    if "roles" not in job_calls.kept:
+        job_calls.kept["roles"] = Roles(job_calls)
+    found: Roles = job_calls.kept["roles"]
     return found

@@ -12,8 +12,8 @@ import re
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
-from torchwhere.diagnose.calls.rank_calls import Testimony
-from torchwhere.processes.status import Sighting
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.processes.status import ProcessStatus
 
 _NOT_THE_USERS = re.compile(
     r"/(site|dist)-packages/|/lib/python|<frozen|<eval_with_key>|torchinductor_|/src/torchwhere/(?!src/|examples/|tests/|bench/)"
@@ -48,7 +48,7 @@ _HOLDS = (
 _NO_COLLECTIVE = "in torch.distributed, outside any collective that its group has seen"
 
 
-class Frame(NamedTuple):
+class StackFrame(NamedTuple):
     """One line of a stack."""
 
     where: str  # file:line
@@ -63,12 +63,12 @@ class Frame(NamedTuple):
         return _IMPORT.search(self.where) is not None
 
 
-def frames(stack: tuple[str, ...]) -> list[Frame]:
+def frames(stack: tuple[str, ...]) -> list[StackFrame]:
     """The frames of a stack, innermost first."""
     found = []
     for entry in stack:
         where, said_in, function = entry.rpartition(" in ")
-        found.append(Frame(where, function) if said_in else Frame(entry, ""))
+        found.append(StackFrame(where, function) if said_in else StackFrame(entry, ""))
     return found
 
 
@@ -77,34 +77,34 @@ def user_line(stack: tuple[str, ...]) -> str | None:
     return next((frame.where for frame in frames(stack) if frame.is_users), None)
 
 
-def stands_in(call: Event | None, sighting: Sighting) -> bool | None:
+def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
     """Whether a stack is that of a rank's last collective; None where it does not tell, or there is none."""
-    if not sighting.stack:
+    if not status.stack:
         return None
-    own = _inside(sighting.stack)
+    own = _inside(status.stack)
     if call is None or _is_importing(own):
         return False
-    if _is_inside(call, own) or _waits_outside(call, own, sighting.stack):
+    if _is_inside(call, own) or _waits_outside(call, own, status.stack):
         return True
     if call.fields.get("backend") != "gloo":  # a device is waited for wherever its result is needed; it spins there
-        return True if sighting.state == "R" else None
+        return True if status.state == "R" else None
     is_seen = call.place.thread in (None, "MainThread")
     may_wait_later = call.fields.get("async") or call.fields.get("api") is None
     return None if not is_seen or (may_wait_later and not _is_of_distributed(own)) else False
 
 
-def holding(testimony: Testimony, sighting: Sighting) -> str | None:
+def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
     """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
-    if sighting.holds_gil and sighting.state in ("S", "D"):
+    if status.holds_gil and status.state in ("S", "D"):
         return "in C with the GIL held, in a call that waits: no Python thread of it can run"
-    said = _called(sighting.stack) or _in_distributed(testimony, sighting)
+    said = _called(status.stack) or _in_distributed(rank_calls, status)
     if said is not None:
         return said
-    if testimony.is_compiling:
+    if rank_calls.is_compiling:
         return "in compilation"
-    if sighting.stack and sighting.state == "R":
+    if status.stack and status.state == "R":
         return "running: an endless loop, a long computation, or C code that keeps the GIL"
-    if sighting.stack and sighting.state in ("S", "D"):
+    if status.stack and status.state in ("S", "D"):
         return "sleeping: in a call that waits, or a lock"
     return None
 
@@ -112,26 +112,26 @@ def holding(testimony: Testimony, sighting: Sighting) -> str | None:
 # -- frames ----------------------------------------------------------------------------------------------------------------
 
 
-def _inside(stack: tuple[str, ...]) -> list[Frame]:
+def _inside(stack: tuple[str, ...]) -> list[StackFrame]:
     """The frames inside the innermost one of the user's own: what the user's line has called."""
     return list(itertools.takewhile(lambda frame: not frame.is_users, frames(stack)))
 
 
-def _is_importing(own: list[Frame]) -> bool:
+def _is_importing(own: list[StackFrame]) -> bool:
     return any(frame.is_import for frame in own)
 
 
-def _is_of_distributed(own: list[Frame]) -> bool:
+def _is_of_distributed(own: list[StackFrame]) -> bool:
     return any(_DISTRIBUTED in frame.where for frame in own)
 
 
-def _is_inside(call: Event, own: list[Frame]) -> bool:
+def _is_inside(call: Event, own: list[StackFrame]) -> bool:
     """Whether the function that issued a collective has not returned."""
     api = call.fields.get("api")
     return any(frame.function == api and _DISTRIBUTED in frame.where for frame in own)
 
 
-def _waits_outside(call: Event, own: list[Frame], stack: tuple[str, ...]) -> bool:
+def _waits_outside(call: Event, own: list[StackFrame], stack: tuple[str, ...]) -> bool:
     """Whether a collective that returned at once, or that C++ issued, is waited for: by torch, or on the very line."""
     is_async, is_of_python = call.fields.get("async"), call.fields.get("api") is not None
     if is_of_python and not is_async:
@@ -165,13 +165,13 @@ def _called(stack: tuple[str, ...]) -> str | None:
     return None
 
 
-def _in_distributed(testimony: Testimony, sighting: Sighting) -> str | None:
-    own = _inside(sighting.stack)
-    making = [frame.function for frame in own if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where]
-    if making:
-        return f"in {making[-1]}, which takes all ranks of the group"
-    call = testimony.last_collective if testimony.in_collective_since_ns is not None else None
-    if call is not None and call.fields.get("backend") == "gloo" and stands_in(call, sighting):
+def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
+    own = _inside(status.stack)
+    group_creation = [frame.function for frame in own if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where]
+    if group_creation:
+        return f"in {group_creation[-1]}, which takes all ranks of the group"
+    call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None
+    if call is not None and call.fields.get("backend") == "gloo" and stands_in(call, status):
         return f"waiting in {call.fields.get('op')}"
     if call is not None and _is_inside(call, own):
         return f"waiting in {call.fields.get('op')}"

@@ -23,14 +23,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.place import shown
-from torchwhere.diagnose.calls.job_calls import Calls
+from torchwhere.diagnose.calls.job_calls import StreamCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing, Testimony
+from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 from torchwhere.diagnose.doctor.common_clock import Trust, by_one_clock
-from torchwhere.diagnose.doctor.cpu_contention import Crowding, crowding
+from torchwhere.diagnose.doctor.cpu_contention import CpuContention, cpu_contention
 from torchwhere.diagnose.doctor.lateness import Lost, lost
-from torchwhere.diagnose.doctor.mismatch import Window, longer_windows, windows
-from torchwhere.diagnose.doctor.wait_text import ranks_said
+from torchwhere.diagnose.doctor.mismatch import CallWindow, longer_windows, windows
+from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.diagnose.doctor.waits import members
 
 _ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on
@@ -95,47 +95,47 @@ class Straggler:
         return asdict(self) | {"ranks": list(self.ranks)}
 
 
-def pace(hearing: Hearing) -> Pace:
-    said = [testimony.statement for testimony in hearing.testimonies.values()]
+def pace(job_calls: JobCalls) -> Pace:
+    said = [rank_calls.rank_summary for rank_calls in job_calls.by_rank.values()]
     rates = [each.steps_per_s for each in said if each.steps_per_s is not None]
     last = max((each.last_step for each in said if each.last_step is not None), default=None)
     if rates:
         return Pace(float(np.median(rates)), last)
-    calls = [rate for testimony in list(hearing.testimonies.values())[:_CALLS] if (rate := _calls_per_s(testimony)) is not None]
+    calls = [rate for rank_calls in list(job_calls.by_rank.values())[:_CALLS] if (rate := _calls_per_s(rank_calls)) is not None]
     return Pace(None, last, float(np.median(calls)) if calls else None)
 
 
-def _calls_per_s(testimony: Testimony) -> float | None:
+def _calls_per_s(rank_calls: RankCalls) -> float | None:
     """Collectives a second, lately."""
-    times = [calls.times_ns()[-_CALLS:] for calls in testimony.calls.values()]
+    times = [calls.times_ns()[-_CALLS:] for calls in rank_calls.calls.values()]
     latest = np.sort(np.concatenate(times))[-_CALLS:] if times else np.empty(0, np.int64)
     lasted = int(latest[-1] - latest[0]) if len(latest) > 1 else 0
     return (len(latest) - 1) * 1e9 / lasted if lasted > 0 else None
 
 
-def straggler(hearing: Hearing, *, key: StreamKey | None = None) -> Straggler | None:
+def straggler(job_calls: JobCalls, *, key: StreamKey | None = None) -> Straggler | None:
     """The ranks that are late, in all groups or in one. The most is told of the one that costs most."""
-    known = [*windows(hearing), *(longer_windows(hearing) if hearing.past else ())]
+    known = [*windows(job_calls), *(longer_windows(job_calls) if job_calls.past else ())]
     whole = [window for window in known if window.key.source == -1 and key in (None, window.key)]
-    found = [late for window in whole if (late := _late_in(hearing, window)) is not None]
+    found = [late for window in whole if (late := _late_in(job_calls, window)) is not None]
     if not found:
         return None
     worst = max(found, key=lambda late: late.share)
     rows = {late.window.ranks[row]: None for late in found if 2 * late.share >= worst.share for row in late.rows}
-    return _straggler(hearing, worst, tuple(sorted(rows)))
+    return _straggler(job_calls, worst, tuple(sorted(rows)))
 
 
 class _Late(NamedTuple):
     """The ranks of one group that are late, the worst first."""
 
-    window: Window
+    window: CallWindow
     rows: tuple[int, ...]
     share: float
     lost: Lost
     first: int  # the round from which on was looked
     is_late: npt.NDArray[np.bool_]  # the worst of them, in each round
     doubt_ns: float
-    crowding: Crowding | None = None
+    cpu_contention: CpuContention | None = None
 
     @property
     def elapsed_ns(self) -> float:
@@ -147,28 +147,28 @@ class _Late(NamedTuple):
         return int(self.lost.columns[self.lost.begins[self.first]]), int(self.lost.columns[-1])
 
 
-def _late_in(hearing: Hearing, window: Window) -> _Late | None:
+def _late_in(job_calls: JobCalls, window: CallWindow) -> _Late | None:
     by_own_clocks = window
-    window, trust = by_one_clock(hearing, window)
-    found = lost(window, waits="gloo" in (hearing.group(window.key).backend or "gloo"))
+    window, trust = by_one_clock(job_calls, window)
+    found = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
     for late in _late_in_rounds(window, trust, found) if found is not None else ():
-        rows = tuple(row for row in late.rows if not _is_dragged(hearing, late, row))
+        rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
         if not rows:
             return None
-        crowded = crowding(hearing, by_own_clocks, rows[0], columns=late.columns, late=rows)
+        crowded = cpu_contention(job_calls, by_own_clocks, rows[0], columns=late.columns, late=rows)
         if late.elapsed_ns >= _long_enough_ns(crowded, late.share):
-            return late._replace(rows=rows, crowding=crowded)
+            return late._replace(rows=rows, cpu_contention=crowded)
     return None
 
 
-def _long_enough_ns(crowded: Crowding | None, share: float) -> float:
+def _long_enough_ns(crowded: CpuContention | None, share: float) -> float:
     """How long a rank must be late, if it may be for want of a CPU: whom the scheduler lets wait changes, mostly soon."""
     if crowded is None or not crowded.explains(share):
         return 0.0
     return _CROWDED_NS if crowded.is_everybodys else _LONG_NS
 
 
-def _late_in_rounds(window: Window, trust: Trust, found: Lost) -> Iterator[_Late]:
+def _late_in_rounds(window: CallWindow, trust: Trust, found: Lost) -> Iterator[_Late]:
     """In the last rounds, in twice as many, and so on."""
     count = found.rounds.shape[1]
     lengths = (*takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))), count)
@@ -176,7 +176,7 @@ def _late_in_rounds(window: Window, trust: Trust, found: Lost) -> Iterator[_Late
     return (late for late in tried if late is not None)
 
 
-def _late_since(window: Window, trust: Trust, found: Lost, first: int) -> _Late | None:
+def _late_since(window: CallWindow, trust: Trust, found: Lost, first: int) -> _Late | None:
     """Who is late in the rounds from the first one on, if it is no chance."""
     rounds, elapsed = found.rounds[:, first:], float(found.starts[-1] - found.starts[first])
     rows = _the_latest(rounds.sum(axis=1), least=_COST * elapsed)
@@ -251,11 +251,11 @@ def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], f
 # -- who, where, since when ------------------------------------------------------------------------------------------------
 
 
-def _straggler(hearing: Hearing, late: _Late, ranks: tuple[int, ...]) -> Straggler:
+def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Straggler:
     row, found = late.rows[0], late.lost
     chosen = late.first + np.flatnonzero(late.is_late[late.first :])
     since = int(found.labels[_since(late)])
-    after, before, phase = _where(hearing, late.window, row, found.latest(row, chosen))
+    after, before, phase = _where(job_calls, late.window, row, found.latest(row, chosen))
     return Straggler(
         rank=late.window.ranks[row],
         ranks=ranks,
@@ -267,10 +267,10 @@ def _straggler(hearing: Hearing, late: _Late, ranks: tuple[int, ...]) -> Straggl
         after=after,
         before=before,
         phase=phase,
-        queued=late.crowding.own if late.crowding is not None else None,
-        lacks_cpu=late.crowding is not None and late.crowding.explains(late.share),
+        queued=late.cpu_contention.own if late.cpu_contention is not None else None,
+        lacks_cpu=late.cpu_contention is not None and late.cpu_contention.explains(late.share),
         unsure_s=late.doubt_ns / 1e9,
-        group=None if found.has_steps else hearing.group(late.window.key).title,
+        group=None if found.has_steps else job_calls.group(late.window.key).title,
         since_number=None if found.has_steps else since,
     )
 
@@ -284,46 +284,46 @@ def _since(late: _Late) -> int:
     return int(rounds[int(pauses[-1]) + 1 if len(pauses) else 0])
 
 
-def _is_dragged(hearing: Hearing, late: _Late, row: int) -> bool:
+def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
     """Whether a rank came late because it waited for somebody else, in another group or for a message."""
     window, found = late.window, late.lost
     others = [other for other in range(len(window.ranks)) if other not in late.rows][:_ASKED]
     columns = [column for column in found.latest(row, np.flatnonzero(late.is_late)[-_ASKED:]) if column > 0]
     dragged = 0
     for column in columns:
-        more = _waited_ns(hearing, window, row, column)
+        more = _waited_ns(job_calls, window, row, column)
         lost_ns = float(found.calls[row, int(np.searchsorted(found.columns, column))])
         if more >= lost_ns / 2:  # as long as nobody else waited as long, and came in time
-            more -= float(np.median([_waited_ns(hearing, window, other, column) for other in others]))
+            more -= float(np.median([_waited_ns(job_calls, window, other, column) for other in others]))
         dragged += more >= lost_ns / 2
     return 2 * dragged > len(columns)
 
 
-def _waited_ns(hearing: Hearing, window: Window, row: int, column: int) -> float:
+def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -> float:
     """How long a rank waited, at most, in calls of other streams, since its call before this one."""
     number, own, rank = window.first + column, window.calls[row], window.ranks[row]
-    span, said = (own.record(number - 1), own.record(number)), hearing.testimonies[rank]
+    span, said = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
     waited = 0
     for key, calls in said.calls.items():
         for number in _between(calls, span) if key != window.key else ():
-            others = [hearing.testimonies[other] for other in _others(hearing, key, rank)]
+            others = [job_calls.by_rank[other] for other in _others(job_calls, key, rank)]
             last = max((other.issued_ns(key, number) for other in others), default=0)
             waited += max(0, last - said.issued_ns(key, number))
     return waited
 
 
-def _others(hearing: Hearing, key: StreamKey, rank: int) -> Iterator[int]:
-    ends = members(hearing, key) if key.source == key.destination else (key.source, key.destination)
-    return (other for other in ends if other != rank and other in hearing.testimonies)
+def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> Iterator[int]:
+    ends = members(job_calls, key) if key.source == key.destination else (key.source, key.destination)
+    return (other for other in ends if other != rank and other in job_calls.by_rank)
 
 
-def _between(calls: Calls, span: tuple[int, int]) -> range:
+def _between(calls: StreamCalls, span: tuple[int, int]) -> range:
     """The numbers of a stream that were issued between two records."""
     low, high = (_first_after(calls, record) for record in span)
     return range(low, high)
 
 
-def _first_after(calls: Calls, record: int) -> int:
+def _first_after(calls: StreamCalls, record: int) -> int:
     low, high = calls.first, calls.last + 1
     while low < high:
         middle = (low + high) // 2
@@ -331,9 +331,9 @@ def _first_after(calls: Calls, record: int) -> int:
     return low
 
 
-def _where(hearing: Hearing, window: Window, row: int, columns: list[int]) -> tuple[str | None, str | None, str | None]:
+def _where(job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]) -> tuple[str | None, str | None, str | None]:
     """Between which two of its own records a late rank loses its time, most often, and in which phase."""
-    box, calls = hearing.testimonies[window.ranks[row]].box, window.calls[row]
+    box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
     seen: Counter[tuple[str, str, str | None]] = Counter()
     for column in columns if box is not None else ():
         assert box is not None
@@ -356,7 +356,7 @@ def _said(event: Any) -> str:
 
 
 def sentences(found: Straggler) -> tuple[str, ...]:
-    who, is_are = ranks_said(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
+    who, is_are = ranks_text(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
     rounds = "steps" if found.group is None else f'collectives of group "{found.group}"'
     since = f"step {found.since_step}" if found.group is None else f"#{found.since_number}"
     late = f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds}, since {since}"

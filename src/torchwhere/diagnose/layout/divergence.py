@@ -1,6 +1,6 @@
 """Where two layouts part: the first module, unit or parameter that should be the same on both and is not.
 
-`Canon` numbers modules by what should be the same on all ranks; `differences` walks two layouts together, only into what has
+`CanonicalKey` numbers modules by what should be the same on all ranks; `differences` walks two layouts together, only into what has
 different numbers.
 """
 
@@ -19,7 +19,7 @@ Branches = tuple[Branch, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LayoutDifference:
     """Where two layouts part: a module or parameter, what of it, and how it is here and on the ranks compared with."""
 
     where: str
@@ -37,7 +37,7 @@ class Difference:
 # -- what should be the same -----------------------------------------------------------------------------------------------
 
 
-class Canon:
+class CanonicalKey:
     """Gives equal numbers to nodes that are laid out alike, on whatever rank: without what is a rank's own."""
 
     def __init__(self) -> None:
@@ -119,7 +119,7 @@ def _param_facts(param: Param, meshes: tuple[Mesh, ...]) -> dict[str, str]:
 # -- where two layouts part ------------------------------------------------------------------------------------------------
 
 
-def differences(here: Layout, there: Layout, canon: Canon) -> Iterator[Difference]:
+def differences(here: Layout, there: Layout, canon: CanonicalKey) -> Iterator[LayoutDifference]:
     numbers = canon.numbers(here) | canon.numbers(there)
     yield from _Parting(here.meshes, there.meshes, numbers).of_children("", here.roots, there.roots)
 
@@ -132,48 +132,48 @@ class _Parting:
     meshes_there: tuple[Mesh, ...]
     numbers: dict[int, int]
 
-    def of_children(self, above: str, here: Branches, there: Branches) -> Iterator[Difference]:
+    def of_children(self, above: str, here: Branches, there: Branches) -> Iterator[LayoutDifference]:
         for label, first, node, other in _side_by_side(here, there):
             if node is None or other is None:
                 what = "module" if label else "model"
                 kept = (node or other).cls if (node or other) else ""  # type: ignore[union-attr]
-                yield Difference(_below(above, label), what, *(("missing", kept) if node is None else (kept, "missing")))
+                yield LayoutDifference(_below(above, label), what, *(("missing", kept) if node is None else (kept, "missing")))
             elif self.numbers[id(node)] != self.numbers[id(other)]:
                 yield from self._of_nodes(_below(above, first), node, other)
 
-    def _of_nodes(self, name: str, here: Node, there: Node) -> Iterator[Difference]:
+    def _of_nodes(self, name: str, here: Node, there: Node) -> Iterator[LayoutDifference]:
         shown = name or ROOT
         for what in ("cls", "plan", "same_as", "note"):
             if getattr(here, what) != getattr(there, what):
                 label = {"cls": "class", "same_as": "the same module as"}.get(what, what)
-                yield Difference(shown, label, getattr(here, what) or "none", getattr(there, what) or "none")
+                yield LayoutDifference(shown, label, getattr(here, what) or "none", getattr(there, what) or "none")
         yield from self._of_units(shown, here.units, there.units)
         yield from self._of_params(name, here.params, there.params)
         yield from self.of_children(name, here.children, there.children)
 
-    def _of_units(self, name: str, here: tuple[Unit, ...], there: tuple[Unit, ...]) -> Iterator[Difference]:
+    def _of_units(self, name: str, here: tuple[Unit, ...], there: tuple[Unit, ...]) -> Iterator[LayoutDifference]:
         for unit, other in itertools.zip_longest(here, there):
             if unit is None or other is None or unit.kind != other.kind:
-                yield Difference(name, "unit", unit.kind if unit else "none", other.kind if other else "none")
+                yield LayoutDifference(name, "unit", unit.kind if unit else "none", other.kind if other else "none")
                 continue
             ours, theirs = dict(_unit_facts(unit, self.meshes_here)), dict(_unit_facts(other, self.meshes_there))
             yield from _of_facts(f"{unit.kind} unit {name}", ours, theirs)
 
-    def _of_params(self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]) -> Iterator[Difference]:
+    def _of_params(self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]) -> Iterator[LayoutDifference]:
         ours, theirs = {param.name: param for param in here}, {param.name: param for param in there}
         for name in ours | theirs:
             full = _below(above, name)
             if name not in ours or name not in theirs:
-                yield Difference(full, "parameter", *(("missing", "there") if name not in ours else ("there", "missing")))
+                yield LayoutDifference(full, "parameter", *(("missing", "there") if name not in ours else ("there", "missing")))
                 continue
             facts = _param_facts(ours[name], self.meshes_here), _param_facts(theirs[name], self.meshes_there)
             yield from _of_facts(full, *facts)
 
 
-def _of_facts(where: str, here: dict[str, str], there: dict[str, str]) -> Iterator[Difference]:
+def _of_facts(where: str, here: dict[str, str], there: dict[str, str]) -> Iterator[LayoutDifference]:
     for what in here | there:
         if here.get(what, "none") != there.get(what, "none"):
-            yield Difference(where, what, here.get(what, "none"), there.get(what, "none"))
+            yield LayoutDifference(where, what, here.get(what, "none"), there.get(what, "none"))
 
 
 def _below(above: str, name: str) -> str:

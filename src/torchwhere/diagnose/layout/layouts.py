@@ -12,24 +12,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.stored_layouts import layouts_in
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.results import Shown, Tabular
-from torchwhere.diagnose.layout.divergence import Canon, Difference, differences
-from torchwhere.diagnose.layout.shard_check import Cuts, Meetings, ranks_words
+from torchwhere.diagnose.layout.divergence import CanonicalKey, LayoutDifference, differences
+from torchwhere.diagnose.layout.shard_check import GroupMembership, ShardCheck, ranks_phrase
 
 _MOST_DIFFERENCES = 20  # of a cohort; the first is what matters, the others mostly follow from it
 
 
 @dataclass(slots=True, repr=False)
-class Cohort(Shown):
+class LayoutCohort(Shown):
     """Ranks that are laid out alike. `layout` is as the first of them sees it."""
 
     ranks: list[int]
     layout: Layout
     stages: tuple[int, ...] = ()  # of a pipeline
-    differences: list[Difference] = field(default_factory=list)  # from the largest cohort with the same stages
+    differences: list[LayoutDifference] = field(default_factory=list)  # from the largest cohort with the same stages
     has_more: bool = False  # differences than are listed
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Cohort(Shown):
 class Layouts(Shown, Tabular):
     """How the ranks of a run are laid out."""
 
-    cohorts: list[Cohort]  # for each pipeline stage the largest first
+    cohorts: list[LayoutCohort]  # for each pipeline stage the largest first
     expected: list[str]  # what differs from rank to rank because it must, in words
     disagreements: list[str]  # about who is in which group
     remarks: list[str]  # parts of parameters that are not what their placements give
@@ -73,7 +73,7 @@ class Layouts(Shown, Tabular):
         }
 
 
-def layouts(run: Run, *, ranks: set[int] | None = None) -> Layouts:
+def layouts(run: BoxRun, *, ranks: set[int] | None = None) -> Layouts:
     """Compare the layouts in a run's boxes, of all ranks or of some."""
     missing, changed = [], []
 
@@ -105,14 +105,14 @@ def _last(packed: list[dict[str, Any]], rank: int) -> tuple[Layout | None, int]:
 
 def compare(found: Iterable[Layout]) -> Layouts:
     """Compare the layouts of ranks, each given once."""
-    canon, meetings = Canon(), Meetings()
-    cohorts: dict[Any, Cohort] = {}
-    cuts: dict[Any, Cuts] = {}
+    canon, meetings = CanonicalKey(), GroupMembership()
+    cohorts: dict[Any, LayoutCohort] = {}
+    cuts: dict[Any, ShardCheck] = {}
     for layout in found:
         key = canon.key(layout)
-        cohort = cohorts.setdefault(key, Cohort([], layout, _stages(layout)))
+        cohort = cohorts.setdefault(key, LayoutCohort([], layout, _stages(layout)))
         cohort.ranks.append(layout.rank)
-        cuts.setdefault(key, Cuts()).add(layout)
+        cuts.setdefault(key, ShardCheck()).add(layout)
         meetings.add(layout)
     ordered = sorted(cohorts.values(), key=lambda cohort: (cohort.stages, -len(cohort.ranks), cohort.ranks))
     for _, same in itertools.groupby(ordered, key=lambda cohort: cohort.stages):
@@ -130,12 +130,12 @@ def _stages(layout: Layout) -> tuple[int, ...]:
     return tuple(stage for unit in units if isinstance(stage := dict(unit.settings).get("stage"), int))
 
 
-def _pipeline(cohorts: list[Cohort]) -> Iterator[str]:
+def _pipeline(cohorts: list[LayoutCohort]) -> Iterator[str]:
     by_stage: dict[tuple[int, ...], list[int]] = {}
     for cohort in cohorts:
         by_stage.setdefault(cohort.stages, []).extend(cohort.ranks)
     if len(by_stage) > 1:
-        each = [f"{_stage_text(stages)} on {ranks_words(ranks)}" for stages, ranks in sorted(by_stage.items())]
+        each = [f"{_stage_text(stages)} on {ranks_phrase(ranks)}" for stages, ranks in sorted(by_stage.items())]
         yield f"pipeline stages have modules of their own: {'; '.join(each)}"
 
 

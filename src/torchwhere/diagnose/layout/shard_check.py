@@ -19,7 +19,7 @@ _RUN = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
 _SHARD = re.compile(r"(Strided)?Shard\((\d+)")
 
 
-def ranks_words(ranks: Iterable[int]) -> str:
+def ranks_phrase(ranks: Iterable[int]) -> str:
     text = ranks_to_text(sorted(ranks))
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
@@ -31,7 +31,7 @@ def _few(texts: list[str]) -> str:
 # -- parts of parameters ---------------------------------------------------------------------------------------------------
 
 
-class Cuts:
+class ShardCheck:
     """The parts that ranks hold of the same parameters. Given the layouts of one cohort."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Cuts:
         for number, layout in self._kept.items():
             shape = next((param.local_shape for full, param in layout.params() if full == name), ())
             ranks.setdefault(str(list(shape)), []).extend(self._ranks[number])
-        return _few([f"{shape} on {ranks_words(found)}" for shape, found in ranks.items()])
+        return _few([f"{shape} on {ranks_phrase(found)}" for shape, found in ranks.items()])
 
     def remarks(self) -> Iterator[str]:
         yield from self._wrong[:_MOST_SAID]
@@ -136,7 +136,7 @@ def _index(group: str, rank: int) -> int | None:
 # -- groups ----------------------------------------------------------------------------------------------------------------
 
 
-class Meetings:
+class GroupMembership:
     """Who says to be together with whom, along each dimension of each mesh."""
 
     def __init__(self) -> None:
@@ -179,4 +179,4 @@ def _disagreements(what: str, groups: dict[str, list[int]]) -> Iterator[str]:
         for member in members:
             if said_by.get(member, group) != group:
                 say = "say" if len(ranks) > 1 else "says"
-                yield f"along {what} {ranks_words(ranks)} {say} {group}, but rank {member} says {said_by[member]}"
+                yield f"along {what} {ranks_phrase(ranks)} {say} {group}, but rank {member} says {said_by[member]}"

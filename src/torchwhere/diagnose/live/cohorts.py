@@ -15,7 +15,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Cohort:
+class LiveCohort:
     """Ranks that do the same."""
 
     key: Key
@@ -31,16 +31,16 @@ class Cohort:
         return not self.ranks[0].is_trouble and len(self.ranks) > 1
 
 
-def cohorts(ranks: Iterable[RankNow]) -> list[Cohort]:
+def cohorts(ranks: Iterable[RankNow]) -> list[LiveCohort]:
     """In the order in which each was first met."""
     found: dict[Key, list[RankNow]] = {}
     for rank in ranks:
         found.setdefault(_key(rank), []).append(rank)
-    return [Cohort(key, tuple(members)) for key, members in found.items()]
+    return [LiveCohort(key, tuple(members)) for key, members in found.items()]
 
 
-def single(rank: RankNow) -> Cohort:
-    return Cohort(("rank", rank.rank), (rank,))
+def single(rank: RankNow) -> LiveCohort:
+    return LiveCohort(("rank", rank.rank), (rank,))
 
 
 def _key(rank: RankNow) -> Key:

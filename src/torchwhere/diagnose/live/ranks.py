@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torchwhere.blackbox.live_box import Glance, Issued
+from torchwhere.blackbox.live_box import Issued, LiveBox
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.keys import Group
 from torchwhere.diagnose.doctor.exits import ended_well
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.waiting import who_waits
-from torchwhere.processes.status import Sighting
+from torchwhere.processes.status import ProcessStatus
 
 STALL_S = 1.5  # shown at the next look: within two seconds
 _STEPS = 5  # a rank may stand still for as long as so many of its steps take
 _GAPS = 2  # or so many of the longest stops it has made so far
 _START_S = 30.0  # before the first module, collective or step, and while a graph is compiled
 _STEPS_KEPT = 9
-_SEEN_NOTHING = Sighting()
+_SEEN_NOTHING = ProcessStatus()
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class RankNow:
     is_blamed: bool  # others wait for it
     waits_for: tuple[int, ...]
     detail: str | None  # how it ended
-    glance: Glance = field(repr=False, compare=False)
+    live_box: LiveBox = field(repr=False, compare=False)
 
     @cached_property
     def place(self) -> Place:
-        return self.glance.place()
+        return self.live_box.place()
 
     @cached_property
     def issued(self) -> Issued | None:
-        return self.glance.issued()
+        return self.live_box.issued()
 
     @property
     def host(self) -> str:
-        return str(self.glance.meta.get("host") or "")
+        return str(self.live_box.meta.get("host") or "")
 
     @property
     def group(self) -> str | None:
@@ -73,7 +73,7 @@ class RankNow:
             "rank": self.rank,
             "state": str(self.state),
             **{name: place[name] for name in ("step", "pass", "module", "call", "line")},
-            "phase": self.glance.phase(),
+            "phase": self.live_box.phase(),
             "last": last,
             "age_s": round(self.age_s, 3),
             "steps_per_s": None if self.steps_per_s is None else round(self.steps_per_s, 4),
@@ -94,7 +94,7 @@ def _title(entry: tuple[str, str, str | None, tuple[int, ...]]) -> str:
 class _Track:
     """What is remembered of one rank. Times are those of whoever looks."""
 
-    glance: Glance
+    live_box: LiveBox
     first_s: float
     looked_s: float
     moved_s: float
@@ -104,11 +104,11 @@ class _Track:
     def look(self, now_s: float, now_ns: int, *, has_moved: bool) -> None:
         if has_moved:
             # By the rank's own clock, but within the time since the last look: clocks of hosts differ.
-            ago_s = min(max(0.0, (now_ns - self.glance.moved_ns) / 1e9), now_s - self.looked_s)
+            ago_s = min(max(0.0, (now_ns - self.live_box.moved_ns) / 1e9), now_s - self.looked_s)
             self.gap_s = max(self.gap_s, now_s - ago_s - self.moved_s)
             self.moved_s = now_s - ago_s
         self.looked_s = now_s
-        step = self.glance.step
+        step = self.live_box.step
         if step is not None and (not self.steps or step != self.steps[-1][1]):
             if self.steps and step < self.steps[-1][1]:
                 self.steps.clear()
@@ -119,7 +119,7 @@ class _Track:
         if len(self.steps) > 2:  # the first was under way when it was seen
             (begin, first), (end, last) = self.steps[1], self.steps[-1]
             return (end - begin) / (last - first)
-        mean_ns = self.glance.mean_step_ns
+        mean_ns = self.live_box.mean_step_ns
         return mean_ns / 1e9 if mean_ns else None
 
     def steps_per_s(self, now_s: float) -> float | None:
@@ -132,7 +132,7 @@ class _Track:
     def patience_s(self, now_s: float, stall_s: float, *, is_waiting: bool) -> float:
         """How long it may stand still."""
         usual = self.step_s()
-        if not self.glance.has_begun or self.glance.is_compiling:
+        if not self.live_box.has_begun or self.live_box.is_compiling:
             return max(stall_s, _START_S)
         if usual is None:  # in its first step all is slow; but others that are behind are a reason
             return stall_s if is_waiting else max(stall_s, _START_S / 3)
@@ -148,47 +148,47 @@ class LiveRanks:
         self._stall_s = stall_s
         self._tracks: dict[int, _Track] = {}
 
-    def meet(self, glance: Glance, *, now_s: float, now_ns: int) -> None:
+    def meet(self, live_box: LiveBox, *, now_s: float, now_ns: int) -> None:
         """A box belongs to the run: from now on it is the one of its rank. Its age is by the clock of its host, at first."""
-        track = self._tracks.get(glance.rank)
-        if track is None or track.glance is not glance:
-            moved_s = now_s - max(0.0, (now_ns - glance.moved_ns) / 1e9)
-            track = self._tracks[glance.rank] = _Track(glance, now_s, now_s, moved_s)
+        track = self._tracks.get(live_box.rank)
+        if track is None or track.live_box is not live_box:
+            moved_s = now_s - max(0.0, (now_ns - live_box.moved_ns) / 1e9)
+            track = self._tracks[live_box.rank] = _Track(live_box, now_s, now_s, moved_s)
             track.look(now_s, now_ns, has_moved=False)
 
-    def looked(self, glance: Glance, *, has_moved: bool, now_s: float, now_ns: int) -> None:
+    def looked(self, live_box: LiveBox, *, has_moved: bool, now_s: float, now_ns: int) -> None:
         """A box was looked at again."""
-        track = self._tracks.get(glance.rank)
-        if track is not None and track.glance is glance:
+        track = self._tracks.get(live_box.rank)
+        if track is not None and track.live_box is live_box:
             track.look(now_s, now_ns, has_moved=has_moved)
 
-    def now(self, ranks: Iterable[int], sightings: Mapping[int, Sighting], *, now_s: float) -> list[RankNow]:
+    def now(self, ranks: Iterable[int], statuses: Mapping[int, ProcessStatus], *, now_s: float) -> list[RankNow]:
         """Every rank that was looked at, as it is now."""
         tracks = {rank: track for rank in ranks if (track := self._tracks.get(rank)) is not None}
-        states = {rank: _state(track.glance, sightings.get(rank, _SEEN_NOTHING)) for rank, track in tracks.items()}
+        states = {rank: _state(track.live_box, statuses.get(rank, _SEEN_NOTHING)) for rank, track in tracks.items()}
         still = [rank for rank, track in tracks.items() if self._stands_still(track, states[rank], now_s)]
         if all(state in (State.DEAD, State.FINISHED) for state in states.values()):  # all is over: in what did it end?
-            still = [rank for rank, track in tracks.items() if track.glance.ended is None]
-        waiting = who_waits({rank: track.glance for rank, track in tracks.items()}, still)
+            still = [rank for rank, track in tracks.items() if track.live_box.ended is None]
+        waiting = who_waits({rank: track.live_box for rank, track in tracks.items()}, still)
         stalled = {rank for rank in still if self._is_stalled(tracks[rank], now_s, is_waiting=rank in waiting.waits)}
         waiting = waiting.of(stalled)
         blamed = waiting.blamed()
         found = []
         for rank, track in tracks.items():
-            state, seen = states[rank], sightings.get(rank, _SEEN_NOTHING)
+            state, seen = states[rank], statuses.get(rank, _SEEN_NOTHING)
             waits_for = waiting.waits.get(rank, ())
             found.append(
                 RankNow(
                     rank=rank,
                     state=State.WAITING if waits_for and state is State.RUNNING else state,
-                    step=track.glance.step,
+                    step=track.live_box.step,
                     age_s=max(0.0, now_s - track.moved_s),
                     steps_per_s=_speed(track, state, now_s, is_stalled=rank in stalled),
                     is_stalled=rank in stalled and state is not State.DEAD,
                     is_blamed=rank in blamed,
                     waits_for=waits_for,
-                    detail=track.glance.ended or seen.ended,
-                    glance=track.glance,
+                    detail=track.live_box.ended or seen.ended,
+                    live_box=track.live_box,
                 )
             )
         return found
@@ -200,10 +200,10 @@ class LiveRanks:
         return now_s - track.moved_s > track.patience_s(now_s, self._stall_s, is_waiting=is_waiting)
 
 
-def _state(glance: Glance, seen: Sighting) -> State:
+def _state(live_box: LiveBox, seen: ProcessStatus) -> State:
     """Without waiting, which is between ranks."""
-    if glance.ended is not None:
-        is_well = ended_well(Event("end", 0, 0, glance.place(), {"reason": glance.ended}))
+    if live_box.ended is not None:
+        is_well = ended_well(Event("end", 0, 0, live_box.place(), {"reason": live_box.ended}))
         return State.FINISHED if is_well else State.DEAD
     if seen.alive is False or seen.ended is not None:
         return State.DEAD

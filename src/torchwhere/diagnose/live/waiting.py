@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchwhere.blackbox.live_box import Glance, Issued
+from torchwhere.blackbox.live_box import Issued, LiveBox
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Waiting:
         return Waiting({rank: others for rank, others in self.waits.items() if rank in ranks})
 
 
-def who_waits(glances: Mapping[int, Glance], still: Iterable[int]) -> Waiting:
+def who_waits(glances: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting:
     """Of the ranks that stand still, those whose last collective others of its group have yet to issue."""
     behind: dict[tuple[object, int], tuple[int, ...]] = {}  # many wait in the same one
     found = {}
@@ -40,7 +40,7 @@ def who_waits(glances: Mapping[int, Glance], still: Iterable[int]) -> Waiting:
     return Waiting(found)
 
 
-def _behind(issued: Issued, glances: Mapping[int, Glance]) -> tuple[int, ...]:
+def _behind(issued: Issued, glances: Mapping[int, LiveBox]) -> tuple[int, ...]:
     """Who has not issued it. Of ranks without a box nothing is known."""
     stream = issued.stream
     members = (stream.source, stream.destination) if stream.source >= 0 else issued.group.ranks

@@ -16,13 +16,13 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.place import shown
-from torchwhere.diagnose.calls.job_calls import Calls, forms
+from torchwhere.diagnose.calls.job_calls import StreamCalls, signature_ids
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.doctor.wait_text import call_said
+from torchwhere.diagnose.doctor.wait_text import call_text
 from torchwhere.diagnose.doctor.waits import members
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
@@ -59,7 +59,7 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class StreamRows:
     """One group, or the messages from one rank to another: its last numbers."""
 
     group: str
@@ -93,21 +93,21 @@ class Stream:
 class Streams:
     """The groups that are shown, and how many are not."""
 
-    shown: tuple[Stream, ...]
+    shown: tuple[StreamRows, ...]
     more: int
 
 
-def streams(hearing: Hearing, verdict: Verdict, when: Moments) -> Streams:
+def streams(job_calls: JobCalls, verdict: Verdict, when: Moments) -> Streams:
     """The groups that matter most; `when` is the clock that arrivals are compared by."""
-    said: dict[StreamKey, dict[int, Calls]] = {}
-    for rank, testimony in hearing.testimonies.items():
-        for key, calls in testimony.calls.items():
+    said: dict[StreamKey, dict[int, StreamCalls]] = {}
+    for rank, rank_calls in job_calls.by_rank.items():
+        for key, calls in rank_calls.calls.items():
             said.setdefault(key, {})[rank] = calls
-    parted = {found.key: found for found in mismatches(hearing)}
-    chosen = _chosen(hearing, said, verdict, parted)
+    parted = {found.key: found for found in mismatches(job_calls)}
+    chosen = _chosen(job_calls, said, verdict, parted)
     found = []
     for at, key in enumerate(chosen[:MOST_GROUPS]):
-        reading = _Reading(hearing, key, said[key], verdict.culprits, when, room=_ROOMS[0 if at < 4 else 1 if at < 8 else 2])
+        reading = _Reading(job_calls, key, said[key], verdict.culprits, when, room=_ROOMS[0 if at < 4 else 1 if at < 8 else 2])
         found.append(reading.stream(parted.get(key)))
     return Streams(tuple(found), max(0, len(chosen) - len(found)))
 
@@ -116,18 +116,18 @@ def streams(hearing: Hearing, verdict: Verdict, when: Moments) -> Streams:
 
 
 def _chosen(
-    hearing: Hearing, said: Mapping[StreamKey, Mapping[int, Calls]], verdict: Verdict, parted: Container[StreamKey]
+    job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict, parted: Container[StreamKey]
 ) -> list[StreamKey]:
     """All streams, what matters most first: the verdict's, those in which ranks differ, its culprits'; then by bytes, taking
     turns between kinds of groups: a thousand groups of one dimension tell no more than a few of them."""
-    culprits, of_verdict = set(verdict.culprits[:MOST_RANKS]), _of_verdict(hearing, said, verdict)
+    culprits, of_verdict = set(verdict.culprits[:MOST_RANKS]), _of_verdict(job_calls, said, verdict)
     weights = {key: _bytes(calls) for key, calls in said.items()}
     turns: dict[tuple[str, bool], int] = {}
     ranking: list[tuple[Any, ...]] = []
     # What a stream is, and not its number, decides between those that move as much: numbers depend on who read what.
-    place = {key: (_title(hearing, key), hearing.group(key).ranks, hearing.group(key).name) for key in said}
+    place = {key: (_title(job_calls, key), job_calls.group(key).ranks, job_calls.group(key).name) for key in said}
     for key in sorted(said, key=lambda key: (-weights[key], place[key])):
-        kind = hearing.group(key).title, _is_message(key)
+        kind = job_calls.group(key).title, _is_message(key)
         turns[kind] = turns.get(kind, -1) + 1
         is_alone = len(said[key]) < 2  # nobody to compare with
         is_culprits = not culprits.isdisjoint(said[key]) and not is_alone
@@ -137,11 +137,11 @@ def _chosen(
     return [order[-1] for order in sorted(ranking)]
 
 
-def _of_verdict(hearing: Hearing, said: Mapping[StreamKey, Mapping[int, Calls]], verdict: Verdict) -> StreamKey | None:
+def _of_verdict(job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict) -> StreamKey | None:
     """The stream that the verdict speaks of: by the group's name and ranks, and what was issued there last."""
     call, culprits = verdict.collective or {}, set(verdict.culprits)
     for key, calls in said.items():
-        group = hearing.group(key)
+        group = job_calls.group(key)
         is_named = group.title == call.get("group") and call.get("group_ranks") in (list(group.ranks), len(group.ranks))
         is_named = is_named and (len(group.ranks) <= MOST_RANKS or not culprits or not culprits.isdisjoint(group.ranks))
         is_p2p = call.get("op") in ("send", "recv")
@@ -155,18 +155,18 @@ def _is_message(key: StreamKey) -> bool:
     return key.source >= 0 or key.destination >= 0
 
 
-def _title(hearing: Hearing, key: StreamKey) -> str:
+def _title(job_calls: JobCalls, key: StreamKey) -> str:
     """What people call it: `tp`, `pp 3 to 11`."""
-    title = hearing.group(key).title
+    title = job_calls.group(key).title
     ends = [str(rank) if rank >= 0 else "any" for rank in (key.source, key.destination)]
     return f"{title} {' to '.join(ends)}" if _is_message(key) else title
 
 
-def _has_last(calls: Mapping[int, Calls], number: object) -> bool:
+def _has_last(calls: Mapping[int, StreamCalls], number: object) -> bool:
     return any(each.last == number for each in calls.values())
 
 
-def _bytes(said: Mapping[int, Calls]) -> int:
+def _bytes(said: Mapping[int, StreamCalls]) -> int:
     """About how much a group moves: as much for each call as for the last one."""
     calls = next(iter(said.values()))
     return calls.of(calls.last)[0].bytes * len(calls)
@@ -180,17 +180,17 @@ class _Reading:
 
     def __init__(
         self,
-        hearing: Hearing,
+        job_calls: JobCalls,
         key: StreamKey,
-        said: Mapping[int, Calls],
+        said: Mapping[int, StreamCalls],
         culprits: tuple[int, ...],
         when: Moments,
         *,
         room: tuple[int, int],
     ) -> None:
-        self._hearing, self._key, self._culprits, self._when = hearing, key, culprits, when
+        self._job_calls, self._key, self._culprits, self._when = job_calls, key, culprits, when
         self._room, most = room
-        self._members = members(hearing, key)
+        self._members = members(job_calls, key)
         # A rank that is not in its own group is damaged, or of another run: only where nobody is, all of them count.
         self._ranks = sorted(set(said).intersection(self._members) or said)
         self._said = [said[rank] for rank in self._ranks]
@@ -208,11 +208,11 @@ class _Reading:
                 row[low - self._first : high - self._first] = self._when.of(rank, calls.times_ns(low, high))
         return found
 
-    def stream(self, parted: Mismatch | None) -> Stream:
+    def stream(self, parted: Mismatch | None) -> StreamRows:
         ranks = self._shown_ranks()
-        return Stream(
-            group=_title(self._hearing, self._key),
-            desc=self._hearing.group(self._key).desc,
+        return StreamRows(
+            group=_title(self._job_calls, self._key),
+            desc=self._job_calls.group(self._key).desc,
             members=self._members,
             window=self._window(),
             rows=self._rows(parted),
@@ -223,7 +223,7 @@ class _Reading:
         )
 
     def _window(self) -> str:
-        issued = max(self._hearing.testimonies[rank].counts.get(self._key, 0) for rank in self._ranks)
+        issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
         said = f"numbers {self._first} to {self._end - 1}" + (f", the last of {issued}" if self._first else "")
         return f"{said}; arrival by {self._when.said(self._ranks)}"
 
@@ -251,12 +251,12 @@ class _Reading:
             )
         return tuple(rows)
 
-    def _row(self, number: int, witness: int, **about: Any) -> Number:
-        calls = self._said[witness]
+    def _row(self, number: int, stall_snapshot: int, **about: Any) -> Number:
+        calls = self._said[stall_snapshot]
         if calls.at(number) is None:
             return Number(number, "?", 0, None, None, None, of=len(self._members), **about)
         signature, spot = calls.of(number)
-        module, _, line, _ = spot.meaning
+        module, _, line, _ = spot.site_id
         step = int(calls.steps(number, number + 1)[0])
         return Number(
             number=number,
@@ -271,7 +271,7 @@ class _Reading:
 
     def _arrived(self) -> list[int]:
         """How many ranks have issued each number: by their counts, which outlive the ring."""
-        counts = [self._hearing.testimonies[rank].counts.get(self._key, 0) for rank in self._ranks]
+        counts = [self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks]
         below = np.sort(np.array(counts, np.int64))
         return (len(counts) - np.searchsorted(below, np.arange(self._first, self._end), side="right")).tolist()  # type: ignore[no-any-return]
 
@@ -279,11 +279,11 @@ class _Reading:
         """Where ranks issued what does not fit together; and where the first difference of all is."""
         found = np.zeros(self._end - self._first, np.bool_)
         usual = np.full(len(found), -1, np.int64)
-        if any(calls.form < 0 or calls.form != self._said[0].form for calls in self._said):
+        if any(calls.signature_id < 0 or calls.signature_id != self._said[0].signature_id for calls in self._said):
             for known, calls in zip(is_known, self._said, strict=True):
                 if known.any():
                     low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
-                    own = forms(calls.whats(low, high))
+                    own = signature_ids(calls.packed_ids(low, high))
                     here = usual[low - self._first : high - self._first]
                     found[low - self._first : high - self._first] |= (here >= 0) & (here != own)
                     here[here < 0] = own[here < 0]
@@ -338,7 +338,7 @@ class _Reading:
     def _difference(self, parted: Mismatch) -> dict[str, Any]:
         cohorts = []
         for cohort in parted.cohorts[:_MOST_COHORTS]:
-            call = self._hearing.testimonies[cohort[0]].issued(parted.key, parted.number)
-            what = cut(call_said(call)) if call is not None else "not known: its ring no longer has it"
+            call = self._job_calls.by_rank[cohort[0]].issued(parted.key, parted.number)
+            what = cut(call_text(call)) if call is not None else "not known: its ring no longer has it"
             cohorts.append({"ranks": list(cohort[:MOST_RANKS]), "count": len(cohort), "what": what})
         return {"number": parted.number, "in": parted.what, "cohorts": cohorts}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import Roster
+from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
@@ -49,7 +49,7 @@ def _cut_all(value: Any) -> Any:
     return cut(value) if isinstance(value, str) else value
 
 
-def chosen_ranks(run: Roster[Any], verdict: Verdict) -> list[int]:
+def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
     """Culprits, one rank of each kind (the largest first), who is in the verdict's group, and others while there is room."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, report in verdict.ranks.items():
@@ -61,7 +61,7 @@ def chosen_ranks(run: Roster[Any], verdict: Verdict) -> list[int]:
     return [rank for rank in dict.fromkeys(in_order) if rank in run.boxes][:MOST_RANKS]
 
 
-def read_boxes(run: Roster[Any], ranks: Iterable[int]) -> dict[int, Box]:
+def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
     """The boxes of some ranks, anew; one that is gone is left out."""
     reader, found = BoxReader(), {}
     for rank in ranks:

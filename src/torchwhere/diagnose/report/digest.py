@@ -28,7 +28,7 @@ _NONE = np.empty(0, np.int64)
 ModuleKey = tuple[str | None, str]  # name and pass
 
 
-class Compilation(NamedTuple):
+class CompilationRow(NamedTuple):
     """One compilation of a graph on a rank."""
 
     graph: str
@@ -49,7 +49,7 @@ class Summary(NamedTuple):
     module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)  # calls, total ns, self ns, calls in whole steps
     phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
     until_ns: int = 0  # up to when the phases are true
-    compilations: tuple[Compilation, ...] = ()
+    compilations: tuple[CompilationRow, ...] = ()
 
     @property
     def whole(self) -> tuple[int, int] | None:
@@ -93,7 +93,7 @@ class Digest:
         if found is None:
             return (), np.empty((4, 0), np.int64)
         keys = tuple(
-            zip(map(box.name, found.modules), (PASS_LABELS.get(each, "outside") for each in found.passes), strict=True)
+            zip(map(box.name, found.modules), (PASS_LABELS.get(each, "outside") for each in found.fast_path), strict=True)
         )
         return self._modules.setdefault(keys, keys), found.numbers  # ranks of one stage share one tuple
 
@@ -111,17 +111,17 @@ def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.ND
     return steps, np.maximum(times[ends] - times[begins], 0)[::-1][last]
 
 
-def _compilations(box: Box) -> tuple[Compilation, ...]:
+def _compilations(box: Box) -> tuple[CompilationRow, ...]:
     records = box.records
     begins = np.flatnonzero(records["kind"] == int(Kind.COMPILE_BEGIN))[-_MOST_COMPILATIONS:]
     ends = records[records["kind"] == int(Kind.COMPILE_END)]
     found = []
     for index in map(int, begins):
         event, row = box.event(index), records[index]
-        same = ends[(ends["what"] == row["what"]) & (ends["number"] > row["number"])]
+        same = ends[(ends["subject"] == row["subject"]) & (ends["number"] > row["number"])]
         because = event.fields.get("because")
         found.append(
-            Compilation(
+            CompilationRow(
                 graph=cut(event.fields.get("what")),
                 part=cut(event.fields.get("part") or "forward"),
                 because=cut(str(because).partition("\n")[0].strip()) if because else None,

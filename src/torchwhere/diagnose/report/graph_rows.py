@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.diagnose.report.digest import Compilation, Summary
+from torchwhere.diagnose.report.digest import CompilationRow, Summary
 from torchwhere.diagnose.report.texts import milliseconds
 
 _MOST_GRAPHS = 500
@@ -28,7 +28,7 @@ class GraphRow:
     reasons: list[str] = field(default_factory=list)
     took_ns: int | None = None  # the longest
 
-    def add(self, rank: int, compilation: Compilation) -> None:
+    def add(self, rank: int, compilation: CompilationRow) -> None:
         self.ranks.add(rank)
         self.count += 1
         if compilation.took_ns is not None:

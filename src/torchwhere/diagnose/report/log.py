@@ -1,6 +1,6 @@
 """The log of a report: notes, exceptions, ends and log lines of a few ranks side by side, and where they first differ.
 
-Takes boxes and the log files of a run, gives `Log`. What ranks say is brought to one row if it is the same but for its values
+Takes boxes and the log files of a run, gives `LogDigest`. What ranks say is brought to one row if it is the same but for its values
 (`diff/strip.py`), in the same step, and as often before in that step. Whatever a ring has lost is no difference: rows are
 compared from the first step on that all of these ranks still have.
 """
@@ -52,7 +52,7 @@ class LogRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class LogDigest:
     """Rows in the order of the program: events by step, then the lines of log files."""
 
     ranks: tuple[int, ...]
@@ -71,7 +71,7 @@ class Log:
         return {"ranks": list(self.ranks), "rows": rows, "first_difference": self.first_difference}
 
 
-def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> Log:
+def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> LogDigest:
     """What some ranks said, side by side."""
     ranks = tuple(sorted(boxes))[:MOST_RANKS]
     strippers = {
@@ -81,7 +81,7 @@ def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> Log:
     events = [list(_events(boxes[rank], strippers[rank])) for rank in ranks]
     lines = [list(_lines(files.get(rank), strippers[rank])) for rank in ranks]
     rows = [*_aligned(events, from_step), *_aligned(lines, 0, is_there=[bool(each) for each in lines])]
-    return Log(ranks, tuple(rows[-_MOST_ROWS:]))
+    return LogDigest(ranks, tuple(rows[-_MOST_ROWS:]))
 
 
 def _first_whole(box: Box) -> int | None:

@@ -17,9 +17,9 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import PASS_LABELS
 from torchwhere.core.place import shown
 from torchwhere.diagnose.calls.job_calls import Counted
-from torchwhere.diagnose.calls.rank_calls import Hearing
-from torchwhere.diagnose.comms.outline import Branch, outline
-from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, Tally, descend, is_number
+from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.comms.outline import OutlineLine, outline
+from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, CommsSum, descend, is_number
 from torchwhere.diagnose.report.digest import Summary
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
@@ -92,14 +92,14 @@ class Modules:
         }
 
 
-def modules(hearing: Hearing, summaries: Mapping[int, Summary]) -> Modules:
+def modules(job_calls: JobCalls, summaries: Mapping[int, Summary]) -> Modules:
     """The tree of all ranks."""
     found = _Sums(list(summaries))
     found.add_times(summaries)
     whole = {rank: span for rank, summary in summaries.items() if (span := summary.whole) is not None}
     steps = {rank: last - first + 1 for rank, (first, last) in whole.items()}
-    for counted in hearing.counted(whole):
-        found.add_calls(hearing, counted, steps)
+    for counted in job_calls.counted(whole):
+        found.add_calls(job_calls, counted, steps)
     has_time = any(summary.modules for summary in summaries.values())
     rows, left_out = _fitting(list(found.rows()))
     notes = [
@@ -136,7 +136,7 @@ class _Sums:
                 self._add(module, pass_, Cell(calls, total, own), CommsKey(pass_, _CALLED, "", None), rate)
                 self.present[module][at] = True
 
-    def add_calls(self, hearing: Hearing, counted: Counted, steps: Mapping[int, int]) -> None:
+    def add_calls(self, job_calls: JobCalls, counted: Counted, steps: Mapping[int, int]) -> None:
         """What some ranks issued: each sort of call is looked at once, however many ranks have it."""
         sorts = counted.pairs[:, 0].astype(np.int64) << 32 | counted.pairs[:, 1]
         distinct, which = np.unique(sorts, return_inverse=True)
@@ -146,16 +146,16 @@ class _Sums:
         at = np.array([self._at.get(rank, -1) for rank in counted.ranks.tolist()], np.int64)
         order = np.argsort(which, kind="stable")
         members = np.split(at[order], np.cumsum(np.bincount(which, minlength=len(distinct)))[:-1])
-        keys = [self._key(hearing, counted, sort >> 32, sort & 0xFFFFFFFF) for sort in distinct.tolist()]
+        keys = [self._key(job_calls, counted, sort >> 32, sort & 0xFFFFFFFF) for sort in distinct.tolist()]
         # By name: the numbers of clerks depend on what they have read before.
         for number in sorted(range(len(keys)), key=lambda number: keys[number][0] or ""):
             (module, key, size), count, rate, ranks = keys[number], counts[number], in_steps[number], members[number]
             self._add(module, key.pass_, Cell(collectives=count, bytes=count * size), key, rate)
             self.present[module][ranks[ranks >= 0]] = True
 
-    def _key(self, hearing: Hearing, counted: Counted, signature: int, spot: int) -> tuple[str | None, CommsKey, int]:
-        call, (module, pass_number, _, _) = counted.signatures[signature], counted.spots[spot].meaning
-        title, size = hearing.language.groups.thing(counted.groups[call.group]).title, call.bytes
+    def _key(self, job_calls: JobCalls, counted: Counted, signature: int, spot: int) -> tuple[str | None, CommsKey, int]:
+        call, (module, pass_number, _, _) = counted.signatures[signature], counted.call_sites[spot].site_id
+        title, size = job_calls.shared_ids.groups.thing(counted.groups[call.group]).title, call.bytes
         return module, CommsKey(PASS_LABELS.get(pass_number, "outside"), f"{call.op} {size}", title, None), size
 
     def _add(self, module: str | None, pass_: str, cell: Cell, key: CommsKey, rate: float) -> None:
@@ -175,14 +175,14 @@ class _Sums:
             if module is not None:
                 ranks = max(1, int(self.present[module].sum()))
                 # What one rank does in one step: two layers are alike if that is, on whatever ranks they are.
-                descend(root, module).own = {key: Tally(count=round(1000 * rate / ranks)) for key, rate in shape.items()}
+                descend(root, module).own = {key: CommsSum(count=round(1000 * rate / ranks)) for key, rate in shape.items()}
         _order(root, {})
         if root.own or root.children:
             yield from self._below(outline(root), 0, -1, iter(range(1 << 31)))
         if None in self.cells:
             yield self._row(OUTSIDE, [None], 0, -1)
 
-    def _below(self, branch: Branch, depth: int, parent: int, numbers: Iterator[int]) -> Iterator[ModuleRow]:
+    def _below(self, branch: OutlineLine, depth: int, parent: int, numbers: Iterator[int]) -> Iterator[ModuleRow]:
         number = next(numbers)
         yield self._row(shown(branch.name), [node.name for node in branch.nodes], depth, parent)
         for below in branch.branches:

@@ -1,6 +1,6 @@
 """All that the report page shows of a run, as data: `make_report` puts the parts together, `Report.to_dict` is its JSON.
 
-Takes a run, what its ranks said (`Hearing`, with the `Digest`s that were taken on the way) and the verdict; reads a few of the
+Takes a run, what its ranks said (`JobCalls`, with the `Digest`s that were taken on the way) and the verdict; reads a few of the
 boxes once more, those that can be looked at closely. Linear in the number of ranks; the JSON of 10,000 ranks is about 2 MB,
 because what exists per rank is a column of numbers, and everything else is bounded. `docs/report.md` has the fields.
 """
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.run import Roster
+from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import printable
 from torchwhere.core.results import Shown
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import moments
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict
@@ -26,7 +26,7 @@ from torchwhere.diagnose.report.details import Detail, chosen_ranks, details, re
 from torchwhere.diagnose.report.digest import Digest, Summary
 from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
 from torchwhere.diagnose.report.layouts import LayoutTexts, layout_texts
-from torchwhere.diagnose.report.log import MOST_RANKS, Log, log, log_files
+from torchwhere.diagnose.report.log import MOST_RANKS, LogDigest, log, log_files
 from torchwhere.diagnose.report.modules import Modules, modules
 from torchwhere.diagnose.report.phase_heat import PhaseHeat, phase_heat
 from torchwhere.diagnose.report.ranks import Ranks, newest_ns, ranks
@@ -52,7 +52,7 @@ class Report(Shown):
     phases: PhaseHeat
     layout: LayoutTexts
     graphs: tuple[GraphRow, ...]
-    log: Log
+    log: LogDigest
     missing: tuple[str, ...]  # what could not be known, and what was left out
     settings: dict[str, str | int]
 
@@ -92,21 +92,21 @@ class Report(Shown):
         }
 
 
-def make_report(run: Roster[Any], *, hearing: Hearing, verdict: Verdict, made_at: datetime | None = None) -> Report:
+def make_report(run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, made_at: datetime | None = None) -> Report:
     """All parts. `hearing` comes with digests (`clerks.hear_folder(..., aside=Digest)`): without them there are no steps,
     times, phases and graphs."""
-    summaries = _summaries(run, hearing.asides)
+    summaries = _summaries(run, job_calls.extras)
     near = read_boxes(run, chosen_ranks(run, verdict))
     when = moments(run)
     return Report(
         title=run.folder.resolve().name,
         made_at=made_at if made_at is not None else datetime.now(UTC),
         verdict=verdict,
-        ranks=ranks(run, hearing, verdict, when),
+        ranks=ranks(run, job_calls, verdict, when),
         details=details(near, verdict, when, newest_ns=newest_ns(run, when)),
-        modules=modules(hearing, summaries),
-        collectives=streams(hearing, verdict, when),
-        steps=steps(hearing, summaries, verdict),
+        modules=modules(job_calls, summaries),
+        collectives=streams(job_calls, verdict, when),
+        steps=steps(job_calls, summaries, verdict),
         phases=phase_heat(summaries),
         layout=_layout(run, near),
         graphs=tuple(graphs(summaries)),
@@ -116,19 +116,19 @@ def make_report(run: Roster[Any], *, hearing: Hearing, verdict: Verdict, made_at
     )
 
 
-def _left_out(run: Roster[Any]) -> list[str]:
+def _left_out(run: RunSummary[Any]) -> list[str]:
     count = len(run.earlier)
     return [f"{count} box{'es' * (count > 1)} of earlier runs or restarts in the same folder: left out"] if count else []
 
 
-def _summaries(run: Roster[Any], asides: Sequence[Any]) -> dict[int, Summary]:
+def _summaries(run: RunSummary[Any], extras: Sequence[Any]) -> dict[int, Summary]:
     """Those of the run's boxes, by rank."""
-    digests = [aside for aside in asides if isinstance(aside, Digest)]
+    digests = [extra for extra in extras if isinstance(extra, Digest)]
     by_path = {summary.path: summary for digest in digests for summary in digest.summaries}
     return {rank: by_path[box.path] for rank, box in sorted(run.boxes.items()) if box.path in by_path}
 
 
-def _layout(run: Roster[Any], near: dict[int, Box]) -> LayoutTexts:
+def _layout(run: RunSummary[Any], near: dict[int, Box]) -> LayoutTexts:
     """Of all ranks; of thousands, those near at hand and others from all over the job."""
     others = [rank for rank in run.boxes if rank not in near]
     room = _MOST_LAYOUTS - len(near)
@@ -137,13 +137,13 @@ def _layout(run: Roster[Any], near: dict[int, Box]) -> LayoutTexts:
     return layout_texts(near | read_boxes(run, spread), of=len(run.boxes))
 
 
-def _for_log(run: Roster[Any], near: dict[int, Box], verdict: Verdict) -> dict[int, Box]:
+def _for_log(run: RunSummary[Any], near: dict[int, Box], verdict: Verdict) -> dict[int, Box]:
     chosen = [rank for rank in chosen_ranks(run, verdict) if rank in near]
     blamed = [rank for rank in verdict.culprits if rank in near][: MOST_RANKS // 2]
     return {rank: near[rank] for rank in list(dict.fromkeys([*blamed, *chosen]))[:MOST_RANKS]}
 
 
-def settings(run: Roster[Any], boxes: dict[int, Box], summaries: dict[int, Summary]) -> dict[str, str | int]:
+def settings(run: RunSummary[Any], boxes: dict[int, Box], summaries: dict[int, Summary]) -> dict[str, str | int]:
     """What the run was made with, as far as a box says it."""
     hosts = {str(box.meta.get("host")) for box in run.boxes.values() if box.meta.get("host")}
     found: dict[str, str | int] = {"world size": run.world_size, "boxes": len(run.boxes), "hosts": len(hosts)}

@@ -22,7 +22,7 @@ class ModuleTimes(NamedTuple):
     """Columns, an item for each module and pass."""
 
     modules: list[int]  # ids of the box
-    passes: list[int]
+    fast_path: list[int]
     numbers: Numbers  # one row for each of: calls, total ns, self ns, calls in whole steps
 
 
@@ -39,7 +39,7 @@ def module_times(records: npt.NDArray[Any], whole: tuple[int, int] | None) -> Mo
     """None where no module was recorded. `whole` is the first and the last step that the box has from beginning to end."""
     kinds = records["kind"]
     is_module = (kinds == int(Kind.MODULE_ENTER)) | (kinds == int(Kind.MODULE_EXIT))
-    rows = records[is_module & (records["pass"] != int(Pass.REHEARSAL))]
+    rows = records[is_module & (records["pass"] != int(Pass.SHAPE_INFERENCE))]
     if not len(rows):
         return None
     nested = _nested(rows)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.rank_calls import Hearing
+from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.report.digest import MOST_STEPS, Summary
-from torchwhere.diagnose.report.texts import milliseconds, ranks_said
+from torchwhere.diagnose.report.texts import milliseconds, ranks_text
 
 MOST_ROWS = 256
 _MOST_STRAGGLERS = 32
@@ -28,19 +28,19 @@ _SHARE = 0.9  # of its steps: on a crowded machine anyone is slow, now and then
 _FEWEST_STEPS = 8
 
 
-class Bucket(NamedTuple):
+class TimeBucket(NamedTuple):
     """Ranks that share a row: one, or neighbours where there are too many."""
 
     ranks: tuple[int, ...]
 
     @property
     def text(self) -> str:
-        return ranks_said(self.ranks)
+        return ranks_text(self.ranks)
 
 
-def buckets(ranks: Sequence[int]) -> list[Bucket]:
+def buckets(ranks: Sequence[int]) -> list[TimeBucket]:
     size = max(1, math.ceil(len(ranks) / MOST_ROWS))
-    return [Bucket(tuple(ranks[at : at + size])) for at in range(0, len(ranks), size)]
+    return [TimeBucket(tuple(ranks[at : at + size])) for at in range(0, len(ranks), size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,10 @@ class Steps:
         }
 
 
-def steps(hearing: Hearing, summaries: Mapping[int, Summary], verdict: Verdict) -> Steps:
+def steps(job_calls: JobCalls, summaries: Mapping[int, Summary], verdict: Verdict) -> Steps:
     """The last steps of all ranks that have any."""
     ranks = [rank for rank, summary in summaries.items() if len(summary.steps)]
-    late_ranks = _late(hearing, verdict)
+    late_ranks = _late(job_calls, verdict)
     if not ranks:
         return Steps((), (), (), tuple(late_ranks))
     numbers = np.unique(np.concatenate([summaries[rank].steps for rank in ranks]))[-MOST_STEPS:]
@@ -96,15 +96,15 @@ def steps(hearing: Hearing, summaries: Mapping[int, Summary], verdict: Verdict) 
     )
 
 
-def _late(hearing: Hearing, verdict: Verdict) -> list[int]:
+def _late(job_calls: JobCalls, verdict: Verdict) -> list[int]:
     """Who comes late to collectives, again and again. A calm verdict has looked for that already."""
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
-    found = straggler(hearing)
+    found = straggler(job_calls)
     return list(found.ranks) if found is not None else []
 
 
-def _row(bucket: Bucket, took: npt.NDArray[np.float64]) -> StepRow:
+def _row(bucket: TimeBucket, took: npt.NDArray[np.float64]) -> StepRow:
     slowest = bucket.ranks[int(np.nansum(took, axis=1).argmax())]
     return StepRow(bucket.text, slowest, len(bucket.ranks), tuple(rounded(worst(took))))
 

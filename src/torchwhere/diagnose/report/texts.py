@@ -27,7 +27,7 @@ def milliseconds(ns: float) -> float:
     return round(float(ns) / 1e6, 3)
 
 
-def ranks_said(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
     """`0-3, 8`: runs folded, cut where there are too many."""
     return cut(ranks_to_text(sorted(ranks)))
 

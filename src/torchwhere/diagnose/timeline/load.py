@@ -13,13 +13,13 @@ from pathlib import Path
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import Roster, box_files, choose
-from torchwhere.blackbox.summary import Label, label
+from torchwhere.blackbox.run import RunSummary, box_files, choose
+from torchwhere.blackbox.summary import BoxSummary, label
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
 from torchwhere.diagnose.clocks.meetings import Meetings
-from torchwhere.diagnose.timeline.slices import Timeline, Window, timeline, window
+from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, window
 
 Progress = Callable[[int, int], None]
 
@@ -32,11 +32,11 @@ _LEAST_TAIL_NS = 1_000_000
 class Survey:
     """A run that is about to be drawn."""
 
-    roster: Roster[Label]
+    run: RunSummary[BoxSummary]
     clocks: Clocks
     meetings: Meetings  # of all ranks
     shown: Meetings  # of those that are drawn, within their windows: what has arrows
-    windows: dict[int, Window] = field(default_factory=dict)
+    windows: dict[int, TimeWindow] = field(default_factory=dict)
     lacking: list[int] = field(default_factory=list)  # ranks whose boxes have none of the steps
     begin_ns: int = 0
     end_ns: int = 0
@@ -46,7 +46,7 @@ class Survey:
     def timelines(self) -> Iterator[tuple[Box, Timeline]]:
         """Of each rank, its box and what it did."""
         for rank, within in self.windows.items():
-            box = self._reader.read(self.roster.boxes[rank].path)
+            box = self._reader.read(self.run.boxes[rank].path)
             yield box, timeline(box, clocks=self.clocks, meetings=self.meetings, within=within, end_ns=self.end_ns)
             self._told()
 
@@ -61,17 +61,15 @@ def survey(
     """Look over the newest run in a folder. Raises `TorchwhereError` when there is nothing there to draw."""
     files = box_files(folder)
     reader, told = BoxReader(), _Told(len(files), on_progress)
-    roster, kept = _heard(Path(folder), files, reader, told)
-    unknown = sorted((ranks or set()) - set(roster.boxes))
+    run, kept = _heard(Path(folder), files, reader, told)
+    unknown = sorted((ranks or set()) - set(run.boxes))
     if unknown:
-        raise TorchwhereError(f"{folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(roster.boxes))}")
+        raise TorchwhereError(f"{folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")
     clocks = Aligner(kept).clocks()
     met = Meetings(clocks)
-    found = Survey(
-        roster, clocks, met, met if ranks is None and steps is None else Meetings(clocks), _reader=reader, _told=told
-    )
+    found = Survey(run, clocks, met, met if ranks is None and steps is None else Meetings(clocks), _reader=reader, _told=told)
     every: set[int] = set()
-    for rank, each in roster.boxes.items():
+    for rank, each in run.boxes.items():
         box = reader.read(each.path)
         came = arrivals(box)
         found.meetings.add(came)
@@ -85,7 +83,7 @@ def survey(
     return found
 
 
-def _heard(folder: Path, files: list[Path], reader: BoxReader, told: _Told) -> tuple[Roster[Label], list[Arrivals]]:
+def _heard(folder: Path, files: list[Path], reader: BoxReader, told: _Told) -> tuple[RunSummary[BoxSummary], list[Arrivals]]:
     labels, by_path = [], {}
     for path in files:
         try:
@@ -96,8 +94,8 @@ def _heard(folder: Path, files: list[Path], reader: BoxReader, told: _Told) -> t
         by_path[path] = thinned(arrivals(box), ranks=len(files))
         told()
     chosen, earlier, unreadable = choose(folder, labels)
-    roster = Roster(folder, dict(sorted(chosen.items())), earlier, unreadable)
-    return roster, [by_path[each.path] for each in roster.boxes.values()]
+    run = RunSummary(folder, dict(sorted(chosen.items())), earlier, unreadable)
+    return run, [by_path[each.path] for each in run.boxes.values()]
 
 
 def _look_at(found: Survey, box: Box, came: Arrivals, steps: range | None) -> None:

@@ -20,7 +20,16 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, Stream, Times, arrivals, has_moved, next_times_ns, times_ns
+from torchwhere.diagnose.clocks.arrivals import (
+    NEVER,
+    Arrivals,
+    ClockStream,
+    Times,
+    arrivals,
+    has_moved,
+    next_times_ns,
+    times_ns,
+)
 from torchwhere.diagnose.clocks.clocks import Clocks
 from torchwhere.diagnose.clocks.meetings import Meeting, Meetings
 
@@ -34,7 +43,7 @@ STEPS = -1  # instead of a thread, for the steps: an optimizer may step in the m
 _BEGINS = {Kind.STEP_BEGIN: "step", Kind.PHASE_BEGIN: "phase", Kind.MODULE_ENTER: "module", Kind.COMPILE_BEGIN: "compile"}
 _ENDS = {Kind.STEP_END: "step", Kind.PHASE_END: "phase", Kind.MODULE_EXIT: "module", Kind.COMPILE_END: "compile"}
 _INSTANTS = {Kind.START, Kind.END, Kind.OPTIMIZER, Kind.NOTE, Kind.EXCEPTION}
-_KEYS = {"step": ("step",), "phase": ("what",), "module": ("module", "call", "pass"), "compile": ("what",)}
+_KEYS = {"step": ("step",), "phase": ("subject",), "module": ("module", "call", "pass"), "compile": ("subject",)}
 
 
 class Mark:
@@ -57,7 +66,7 @@ class Slice(NamedTuple):
     at: int  # index of its record: of the first, or of the last if that is all there is
     thread: int
     marks: int = Mark.NONE
-    stream: Stream | None = None
+    stream: ClockStream | None = None
     meeting: Meeting | None = None
     lane: int = 0
 
@@ -83,7 +92,7 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TimeWindow:
     """Of one rank, in aligned time."""
 
     begin_ns: int
@@ -91,7 +100,7 @@ class Window:
     last_ns: int  # the last moment that is known, within
 
 
-def window(box: Box, clocks: Clocks, steps: range | None) -> Window | None:
+def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
     """When a rank was in some steps; None if its box has none of them. Without steps, from its first record to its last."""
     times = clocks.aligned_ns(box.rank, times_ns(box))
     step = box.records["step"].astype(np.int64)
@@ -101,13 +110,13 @@ def window(box: Box, clocks: Clocks, steps: range | None) -> Window | None:
     begin, last = int(times[inside].min()), int(times[inside].max())
     has_ended = (box.records["kind"] == Kind.END).any()
     if has_ended or (steps is not None and (step[times >= last] >= steps.stop).any()):
-        return Window(begin, last + 1, last)
+        return TimeWindow(begin, last + 1, last)
     newest = int(times_ns(box).max())
     cursors = [clocks.aligned_ns(box.rank, cursor.t_ns) for cursor in box.cursors() if has_moved(cursor.t_ns, newest)]
-    return Window(begin, NEVER, max([last, *cursors]))
+    return TimeWindow(begin, NEVER, max([last, *cursors]))
 
 
-def timeline(box: Box, *, clocks: Clocks, meetings: Meetings, within: Window, end_ns: int) -> Timeline:
+def timeline(box: Box, *, clocks: Clocks, meetings: Meetings, within: TimeWindow, end_ns: int) -> Timeline:
     """All that a rank did within a window; what had not ended goes on to `end_ns`."""
     found = arrivals(box)
     wall = times_ns(box)
@@ -145,7 +154,7 @@ def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
     records, begun_ns = box.records, int(times.min(initial=end_ns))
     at = np.flatnonzero(np.isin(records["kind"], [*_BEGINS, *_ENDS]))
     is_over = bool((records["kind"] == Kind.END).any())
-    columns = {name: records[name][at].tolist() for name in ("kind", "thread", "step", "what", "module", "call", "pass")}
+    columns = {name: records[name][at].tolist() for name in ("kind", "thread", "step", "subject", "module", "call", "pass")}
     open_: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for row, (index, t_ns) in enumerate(zip(at.tolist(), times[at].tolist(), strict=True)):
         kind, thread = Kind(columns["kind"][row]), columns["thread"][row]
@@ -204,8 +213,8 @@ def _step_bytes(box: Box, times: Times) -> list[tuple[int, int]]:
     records = box.records
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     begins = np.flatnonzero(records["kind"] == Kind.STEP_BEGIN)
-    whats, of_what = np.unique(records["what"][at], return_inverse=True)
-    sizes = np.array([_bytes(box.value(what)) for what in whats.tolist()], np.float64)
+    packed_ids, of_what = np.unique(records["subject"][at], return_inverse=True)
+    sizes = np.array([_bytes(box.value(what)) for what in packed_ids.tolist()], np.float64)
     steps, of_step = np.unique(records["step"][at], return_inverse=True)
     totals = np.bincount(of_step, weights=sizes[of_what], minlength=len(steps)) if len(at) else np.zeros(0)
     by_step = dict(zip(steps.tolist(), totals.tolist(), strict=True))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.pipeline.verdict import consult
+from torchwhere.pipeline.verdict import diagnose_folder
 
 
 def _after_messages(folder: str) -> list[int]:
@@ -70,7 +70,7 @@ def test_messages_before_the_watch(four_ranks: Pool, tmp_path: Path, job: Callab
     """Ranks whose count began elsewhere did the same all the same: nobody is blamed."""
     numbers = four_ranks.run(job, str(tmp_path))
     assert len({tuple(own) for own in numbers}) > 1  # what gloo says
-    verdict = consult(tmp_path)
+    verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("healthy", ()), verdict.explanation
 
 
@@ -79,5 +79,5 @@ def test_a_watch_that_began_later(four_ranks: Pool, tmp_path: Path) -> None:
     four_ranks.close()  # other tests have sent messages
     numbers = four_ranks.run(_begun_later, str(tmp_path))
     assert (len(numbers[0]), len(numbers[2])) == (20, 18)
-    verdict = consult(tmp_path)
+    verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("healthy", ()), verdict.explanation

@@ -15,12 +15,12 @@ from synthetic_job import Job
 from torchwhere.blackbox.file_format import pack_header
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.diagnose.calls.load import hear_folder
+from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.monitor.monitor import Monitor
-from torchwhere.pipeline.verdict import consult
-from torchwhere.snapshots.read import is_of, kept_sightings, labels_of, with_recollections
-from torchwhere.snapshots.write import OFTEN_S, SILENCE_S, Diary
+from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.snapshots.read import fill_from_snapshots, is_of, saved_statuses, summaries_of
+from torchwhere.snapshots.write import OFTEN_S, SILENCE_S, SnapshotWriter
 
 RANKS, VICTIM = 16, 12
 LATE_NS = 1 << 61  # after everything that a box tells
@@ -29,7 +29,7 @@ LATE_NS = 1 << 61  # after everything that a box tells
 def run_with_diary(folder: Path, *, read_ns: int = LATE_NS, fault: str = "missing") -> Path:
     """A job in which one rank never comes to a collective, and what a monitor wrote down of it."""
     make(Job(RANKS, steps=4, records=180, fault=fault, victim=VICTIM), folder)
-    Diary(folder).write(dict(read_run(folder).boxes), read_ns=read_ns, read_at=0.0)
+    SnapshotWriter(folder).write(dict(read_run(folder).boxes), read_ns=read_ns, read_at=0.0)
     return folder
 
 
@@ -45,9 +45,9 @@ def damage(folder: Path, left: int | None) -> None:
 @pytest.mark.parametrize("left", [None, 0, 100, 30_000])
 def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | None) -> None:
     """With the culprit's box gone or cut the verdict is the one with it, and what is missing is said."""
-    whole = consult(run_with_diary(tmp_path, fault=fault))
+    whole = diagnose_folder(run_with_diary(tmp_path, fault=fault))
     damage(tmp_path, left)
-    verdict = consult(tmp_path)
+    verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.collective) == (whole.kind, whole.culprits, whole.collective)
     assert verdict.ranks[VICTIM].place == whole.ranks[VICTIM].place
     assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
@@ -58,8 +58,8 @@ def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS - 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    hearing, said = with_recollections(run, heard(run))
-    assert (VICTIM in hearing.testimonies, said) == (False, [])
+    job_calls, said = fill_from_snapshots(run, heard(run))
+    assert (VICTIM in job_calls.by_rank, said) == (False, [])
 
 
 def test_others_went_on(tmp_path: Path) -> None:
@@ -67,52 +67,52 @@ def test_others_went_on(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    hearing, said = with_recollections(run, heard(run))
-    assert (hearing.past, hearing.hears(VICTIM), VICTIM in hearing.testimonies) == ({VICTIM}, False, True)
+    job_calls, said = fill_from_snapshots(run, heard(run))
+    assert (job_calls.past, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == ({VICTIM}, False, True)
     assert said == [f"what rank {VICTIM} did is known from what was read of its box before, and not what it did after that"]
-    verdict = consult(tmp_path)
+    verdict = diagnose_folder(tmp_path)
     assert verdict.certainty != "exact"
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits
 
 
 def test_whole_boxes_need_no_recollection(tmp_path: Path) -> None:
     """Where every box can be read, nothing else is asked."""
-    run, hearing = hear_folder(run_with_diary(tmp_path))
-    assert with_recollections(run, hearing) == (hearing, [])
+    run, job_calls = load_calls(run_with_diary(tmp_path))
+    assert fill_from_snapshots(run, job_calls) == (job_calls, [])
 
 
 @pytest.mark.parametrize("spoil", ["flipped", "cut", "empty", "other run"])
 def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
-    """A damaged letter, or one of an earlier run in the folder, is as good as none."""
+    """A damaged snapshot, or one of an earlier run in the folder, is as good as none."""
     run_with_diary(tmp_path)
-    path = tmp_path / f"monitor-{socket.gethostname()}.letter"
+    path = tmp_path / f"monitor-{socket.gethostname()}.snapshot"
     data = bytearray(path.read_bytes())
     if spoil == "other run":
         boxes = dict(read_run(tmp_path).boxes)
         for box in boxes.values():
             box.meta["restart"] = 5
-        Diary(tmp_path).write(boxes, read_ns=LATE_NS, read_at=0.0)
+        SnapshotWriter(tmp_path).write(boxes, read_ns=LATE_NS, read_at=0.0)
     else:
         data[len(data) // 2] ^= 1
         path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:40]), "empty": b""}[spoil])
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    hearing, said = with_recollections(run, heard(run))
-    assert (VICTIM in hearing.testimonies, said) == (False, [])
+    job_calls, said = fill_from_snapshots(run, heard(run))
+    assert (VICTIM in job_calls.by_rank, said) == (False, [])
 
 
 def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
     """Whether its rank came to a collective shows where all its counts say the same, and else it does not."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, 30_000)
-    for run, hearing in (hear_folder(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
-        counts = hearing.nameless[VICTIM]
-        key = next(key for key in hearing.testimonies[0].counts if key.source == key.destination == -1)
+    for run, job_calls in (load_calls(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
+        counts = job_calls.nameless[VICTIM]
+        key = next(key for key in job_calls.by_rank[0].counts if key.source == key.destination == -1)
         assert len(set(counts)) > 1
-        assert hearing.has_come(VICTIM, key, min(counts) - 1) is True
-        assert hearing.has_come(VICTIM, key, max(counts)) is False
-        assert hearing.has_come(VICTIM, key, min(counts)) is None
-        assert hearing.has_come(VICTIM, key._replace(source=0, destination=VICTIM), 0) is None
+        assert job_calls.has_come(VICTIM, key, min(counts) - 1) is True
+        assert job_calls.has_come(VICTIM, key, max(counts)) is False
+        assert job_calls.has_come(VICTIM, key, min(counts)) is None
+        assert job_calls.has_come(VICTIM, key._replace(source=0, destination=VICTIM), 0) is None
         assert run.world_size == RANKS
 
 
@@ -125,18 +125,18 @@ def test_sightings_of_a_rank_without_a_box(tmp_path: Path) -> None:
     assert is_of(run, VICTIM, own)
     assert not is_of(run, VICTIM, own | {"run": ["another", 0]})
     assert not is_of(run, RANKS, own)
-    (label,) = labels_of({VICTIM: own, 0: own}, run).values()
+    (label,) = summaries_of({VICTIM: own, 0: own}, run).values()
     assert (label.rank, label.meta["pid"], label.path.name) == (VICTIM, 7, f"rank{VICTIM}.box")
     (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"12": own, "13": 5}}))
     (tmp_path / "monitor-b.json").write_text('{"ranks": [')
-    assert kept_sightings(tmp_path) == {12: own}
+    assert saved_statuses(tmp_path) == {12: own}
 
 
 def test_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once in every silence, and every few seconds while something moves; not while nothing has."""
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    diary = Diary(tmp_path)
+    diary = SnapshotWriter(tmp_path)
     make(Job(16, steps=4, records=180), tmp_path)
     boxes = dict(read_run(tmp_path).boxes)
     assert diary.is_due(now - 2 * SILENCE_S)
@@ -159,13 +159,13 @@ def test_a_process_outlives_its_box(tmp_path: Path) -> None:
             monitor._take(run)
             damage(tmp_path, None)
             assert not monitor._look()
-            kept = kept_sightings(tmp_path)[VICTIM]
+            kept = saved_statuses(tmp_path)[VICTIM]
             assert (kept["alive"], kept["pid"], kept["gone_ns"]) == (True, process.pid, None)
         finally:
             process.kill()
             process.wait()
     assert monitor._look()
-    gone = kept_sightings(tmp_path)[VICTIM]
+    gone = saved_statuses(tmp_path)[VICTIM]
     assert (gone["alive"], gone["alive_ns"] == kept["alive_ns"], gone["gone_ns"] > kept["alive_ns"]) == (False, True, True)
 
 
@@ -195,26 +195,26 @@ def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             give_process(tmp_path, process.pid)
-            live = consult(tmp_path)
+            live = diagnose_folder(tmp_path)
             kept = notes(tmp_path)
             box = tmp_path / f"rank{VICTIM}.box"
             whole = box.read_bytes()
             box.unlink()
-            assert consult(tmp_path).culprits == live.culprits == (VICTIM,)
+            assert diagnose_folder(tmp_path).culprits == live.culprits == (VICTIM,)
             assert notes(tmp_path) == kept
         finally:
             process.kill()
             process.wait()
     host = socket.gethostname()
-    assert sorted(kept) == [f"doctor-{host}.json", f"doctor-{host}.letter"]
-    after = consult(tmp_path)
+    assert sorted(kept) == [f"doctor-{host}.json", f"doctor-{host}.snapshot"]
+    after = diagnose_folder(tmp_path)
     assert (after.kind, after.culprits, after.collective) == (live.kind, live.culprits, live.collective)
     assert f"what rank {VICTIM} did is known from what was read of its box before" in " ".join(after.missing_data)
     for name in kept:
         (tmp_path / name).unlink()
-    assert consult(tmp_path).culprits == ()
+    assert diagnose_folder(tmp_path).culprits == ()
     box.write_bytes(whole)
-    assert consult(tmp_path).culprits == (VICTIM,)
+    assert diagnose_folder(tmp_path).culprits == (VICTIM,)
     assert notes(tmp_path) == {}
 
 
@@ -224,7 +224,7 @@ def test_a_job_that_is_well_is_left_alone(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             give_process(tmp_path, process.pid)
-            assert consult(tmp_path).kind == "healthy"
+            assert diagnose_folder(tmp_path).kind == "healthy"
         finally:
             process.kill()
             process.wait()
@@ -238,7 +238,7 @@ def test_a_death_that_somebody_saw(tmp_path: Path) -> None:
     gone = {"alive": False, "alive_ns": None, "gone_ns": 9, "ended": "signal 9"}
     (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"1": seen | whose, "2": seen | whose | {"pid": 8}}}))
     (tmp_path / "doctor-a.json").write_text(json.dumps({"ranks": {"1": gone | whose, "2": gone | whose}}))
-    kept = kept_sightings(tmp_path)
+    kept = saved_statuses(tmp_path)
     assert {name: kept[1][name] for name in ("alive", "alive_ns", "gone_ns", "ended", "pid")} == {
         "alive": False,
         "alive_ns": 5,

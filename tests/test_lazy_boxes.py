@@ -10,8 +10,8 @@ import pytest
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox import run as runs
-from torchwhere.blackbox.lazy_boxes import Shelf
-from torchwhere.blackbox.run import Run, read_run
+from torchwhere.blackbox.lazy_boxes import LazyBoxes
+from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.diagnose.comms.tree import comms
 from torchwhere.diagnose.groups import groups
 from torchwhere.diagnose.phases import phases
@@ -27,17 +27,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shelved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def shelved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BoxRun:
     """The run, read as one too large for memory."""
     monkeypatch.setattr(runs, "_FEW", 8)
     run = read_run(folder)
-    assert isinstance(run.boxes, Shelf)
+    assert isinstance(run.boxes, LazyBoxes)
     return run
 
 
-def test_the_same_answers(folder: Path, shelved: Run) -> None:
+def test_the_same_answers(folder: Path, shelved: BoxRun) -> None:
     """What is read one at a time gives what all of it gives: collectives, groups, phases, events, caveats."""
-    whole = read_run(folder) if isinstance(shelved.boxes, dict) else Run(folder, dict(shelved.boxes))
+    whole = read_run(folder) if isinstance(shelved.boxes, dict) else BoxRun(folder, dict(shelved.boxes))
     assert comms(shelved).to_dict() == comms(whole).to_dict()
     assert groups(shelved).to_dict() == groups(whole).to_dict()
     assert phases(shelved).to_dict() == phases(whole).to_dict()
@@ -45,7 +45,7 @@ def test_the_same_answers(folder: Path, shelved: Run) -> None:
     assert (shelved.world_size, shelved.missing, shelved.caveats()) == (RANKS, [], [])
 
 
-def test_few_are_held(shelved: Run) -> None:
+def test_few_are_held(shelved: BoxRun) -> None:
     """Going through all boxes keeps the last few, however many there are."""
     assert sum(1 for _ in shelved.in_order()) == RANKS
     held = [rank for rank in shelved.boxes if shelved.boxes._kept.get(rank) is not None]  # type: ignore[attr-defined]

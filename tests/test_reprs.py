@@ -135,8 +135,8 @@ def shown(results: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def test_repr_is_one_line(results: dict[str, Any], diff: Any) -> None:
     """`repr` is one line of printable characters, and no longer than a person reads."""
-    inner = {"row": results["phases"].rows[0], "cohort": results["layouts"].cohorts[0], "parting": diff.events.partings[0]}
-    inner |= {"comparison": diff.events, "version": diff.events.partings[0].minority}
+    inner = {"row": results["phases"].rows[0], "cohort": results["layouts"].cohorts[0], "parting": diff.events.divergences[0]}
+    inner |= {"comparison": diff.events, "version": diff.events.divergences[0].minority}
     for name, result in shown(results | {"diff": diff} | inner):
         said = repr(result)
         assert said.isprintable(), name

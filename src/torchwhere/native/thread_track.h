@@ -10,7 +10,7 @@ namespace torchwhere {
 constexpr uint64_t LOG_MASK = (1u << 16) - 1;  // LOG_LENGTH - 1; Python checks that it is the same there
 
 // The base class of a Track. Its own thread writes it, with the GIL; the kernel of `reductions.h` reads cursor and number.
-struct Tape {
+struct ThreadTrack {
   PyObject_HEAD
   unsigned long long top, count, cursor;
   uint64_t *seqs_at, *marks_at;  // the log, once it is there; null before
@@ -19,27 +19,27 @@ struct Tape {
   Py_buffer seqs, marks;      // the arrays of the log
 };
 
-// The tape of the calling thread, good for one box. It is never followed for another one: its track may be gone by then.
+// The track of the calling thread, good for one box. It is never followed for another one: its track may be gone by then.
 struct Here {
   uint64_t box = ~0ull;  // its id; no box has this one
-  Tape* tape = nullptr;
+  ThreadTrack* track = nullptr;
 };
 inline thread_local Here here;
 
-// The calling thread's tape, null where it has none yet, or none that can be written to any more.
-inline Tape* tape_of(const Box* box) {
-  bool is_ready = here.box == box->id && box->words != nullptr && here.tape->seqs_at != nullptr;
-  return is_ready ? here.tape : nullptr;
+// The calling thread's track, null where it has none yet, or none that can be written to any more.
+inline ThreadTrack* tape_of(const Box* box) {
+  bool is_ready = here.box == box->id && box->words != nullptr && here.track->seqs_at != nullptr;
+  return is_ready ? here.track : nullptr;
 }
 
-inline void tape_unready(Tape* self) {
+inline void tape_unready(ThreadTrack* self) {
   self->seqs_at = self->marks_at = nullptr;
   if (self->seqs.obj != nullptr) PyBuffer_Release(&self->seqs);
   if (self->marks.obj != nullptr) PyBuffer_Release(&self->marks);
 }
 
 // use(seqs, marks): the log from now on; None, None: there is none.
-inline PyObject* tape_use(Tape* self, PyObject* args) {
+inline PyObject* tape_use(ThreadTrack* self, PyObject* args) {
   PyObject *seqs, *marks;
   if (!PyArg_ParseTuple(args, "OO", &seqs, &marks)) return nullptr;
   tape_unready(self);
@@ -56,36 +56,36 @@ inline PyObject* tape_use(Tape* self, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// is_here(box): this is the calling thread's tape while that box is written.
-inline PyObject* tape_is_here(Tape* self, PyObject* box) {
+// is_here(box): this is the calling thread's track while that box is written.
+inline PyObject* tape_is_here(ThreadTrack* self, PyObject* box) {
   uint64_t id = reinterpret_cast<Box*>(box)->id;
   here = id ? Here{id, self} : Here{};
   Py_RETURN_NONE;
 }
 
 // From here on this thread is at `word`, which is noted in its log. The log must be there.
-inline void note(Tape* tape, uint64_t word) {
-  uint64_t at = tape->count++ & LOG_MASK;
-  tape->seqs_at[at] = at::sequence_number::peek();
-  tape->marks_at[at] = word;
+inline void note(ThreadTrack* track, uint64_t word) {
+  uint64_t at = track->count++ & LOG_MASK;
+  track->seqs_at[at] = at::sequence_number::peek();
+  track->marks_at[at] = word;
 }
 
-inline void show(Tape* tape, Box* box, uint64_t word, uint64_t t_ns) {
-  tape->top = word;
-  uint64_t* cursor = box->words + tape->cursor;
+inline void show(ThreadTrack* track, Box* box, uint64_t word, uint64_t t_ns) {
+  track->top = word;
+  uint64_t* cursor = box->words + track->cursor;
   cursor[CURSOR_PLACE] = word;
   cursor[CURSOR_TIME] = t_ns;
 }
 
 // Into or out of a backward: noted in the log, with the line that led there.
-inline void move(Tape* tape, Box* box, uint64_t word, uint64_t line) {
-  show(tape, box, word, now_ns());
-  note(tape, word);
-  box->words[tape->cursor + CURSOR_LINE] = line;
+inline void move(ThreadTrack* track, Box* box, uint64_t word, uint64_t line) {
+  show(track, box, word, now_ns());
+  note(track, word);
+  box->words[track->cursor + CURSOR_LINE] = line;
 }
 
 // move(box, word[, line]) -> whether that could be done: go to another pass. With a line, even 0, it is noted in the log.
-inline PyObject* tape_move(Tape* self, PyObject* const* args, Py_ssize_t given) {
+inline PyObject* tape_move(ThreadTrack* self, PyObject* const* args, Py_ssize_t given) {
   if (given < 2 || given > 3) return PyErr_Format(PyExc_TypeError, "a box, a word and a line, not %zd arguments", given);
   auto* box = reinterpret_cast<Box*>(args[0]);
   uint64_t word = PyLong_AsUnsignedLongLong(args[1]), line = given == 3 ? PyLong_AsUnsignedLongLong(args[2]) : 0;
@@ -98,8 +98,8 @@ inline PyObject* tape_move(Tape* self, PyObject* const* args, Py_ssize_t given) 
   Py_RETURN_TRUE;
 }
 
-inline void tape_dealloc(Tape* self) {
-  if (here.tape == self) here = Here{};
+inline void tape_dealloc(ThreadTrack* self) {
+  if (here.track == self) here = Here{};
   tape_unready(self);
   Py_CLEAR(self->below_optimizer);
   PyTypeObject* type = Py_TYPE(self);
@@ -113,11 +113,11 @@ inline PyMethodDef tape_methods[] = {
     {"is_here", method(tape_is_here), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef tape_members[] = {
-    {const_cast<char*>("top"), T_ULONGLONG, offsetof(Tape, top), 0, nullptr},
-    {const_cast<char*>("count"), T_ULONGLONG, offsetof(Tape, count), 0, nullptr},
-    {const_cast<char*>("cursor"), T_ULONGLONG, offsetof(Tape, cursor), 0, nullptr},
-    {const_cast<char*>("number"), T_ULONGLONG, offsetof(Tape, number), 0, nullptr},
-    {const_cast<char*>("below_optimizer"), T_OBJECT_EX, offsetof(Tape, below_optimizer), 0, nullptr},
+    {const_cast<char*>("top"), T_ULONGLONG, offsetof(ThreadTrack, top), 0, nullptr},
+    {const_cast<char*>("count"), T_ULONGLONG, offsetof(ThreadTrack, count), 0, nullptr},
+    {const_cast<char*>("cursor"), T_ULONGLONG, offsetof(ThreadTrack, cursor), 0, nullptr},
+    {const_cast<char*>("number"), T_ULONGLONG, offsetof(ThreadTrack, number), 0, nullptr},
+    {const_cast<char*>("below_optimizer"), T_OBJECT_EX, offsetof(ThreadTrack, below_optimizer), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot tape_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(tape_dealloc)},
@@ -125,6 +125,6 @@ inline PyType_Slot tape_slots[] = {
     {Py_tp_members, tape_members},
     {0, nullptr}};
 inline PyType_Spec tape_spec = {
-    "torchwhere_native.Tape", sizeof(Tape), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, tape_slots};
+    "torchwhere_native.ThreadTrack", sizeof(ThreadTrack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, tape_slots};
 
 }  // namespace torchwhere

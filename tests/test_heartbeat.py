@@ -24,11 +24,11 @@ from synthetic_job import Job
 from torchwhere.blackbox.file_format import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import REST_MARK, BoxWriter
-from torchwhere.pipeline.verdict import consult
+from torchwhere.blackbox.writer import STALL_MARK, BoxWriter
+from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.look import look
-from torchwhere.recorder.heartbeat import BEAT_S, Heart
-from torchwhere.snapshots.on_stall import Witness
+from torchwhere.recorder.heartbeat import BEAT_S, Heartbeat
+from torchwhere.snapshots.on_stall import StallSnapshot
 
 HEART = "torchwhere"
 
@@ -42,7 +42,7 @@ def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
         dist.all_reduce(torch.ones(1))
         time.sleep(3.5 * BEAT_S)  # it stands still here
         during = hearts()
-        told = Path(f"{folder}/rank{dist.get_rank()}.rest").read_text()
+        told = Path(f"{folder}/rank{dist.get_rank()}.stall").read_text()
         dist.barrier()
     return during, hearts(), told
 
@@ -52,14 +52,14 @@ def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -
     watch is over, thread and stack are gone."""
     for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
         assert (during, after) == ([HEART], [])
-        assert told.startswith(REST_MARK)
+        assert told.startswith(STALL_MARK)
         assert "in rest_while_watched" in told
     for rank in (0, 1):
         box = read_box(tmp_path / f"rank{rank}.box")
         (collective, *_) = box.events(kinds={"collective"})
         assert box.beat_ns > collective.t_ns + 2 * BEAT_S * 1e9
     assert [path.name for path in tmp_path.glob("*.rest")] == []
-    kept = json.loads((tmp_path / f"witness-{socket.gethostname()}.json").read_text())
+    kept = json.loads((tmp_path / f"stall-{socket.gethostname()}.json").read_text())
     assert {rank: (seen["alive"], seen["alive_ns"]) for rank, seen in kept["ranks"].items()} == {
         "0": (True, None),
         "1": (True, None),
@@ -106,13 +106,13 @@ def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(0.3)
         done.append(True)
 
-    heart = Heart(box, on_rest=look)
-    heart.start()
+    heartbeat = Heartbeat(box, on_stall=look)
+    heartbeat.start()
     assert began.wait(10)
-    heart.before_fork()
+    heartbeat.before_fork()
     assert done
-    heart.after_fork()
-    heart.stop()
+    heartbeat.after_fork()
+    heartbeat.stop()
     box.close()
 
 
@@ -122,17 +122,17 @@ def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats: list[int] = []
 
-    def fail(t_ns: int, *, queued_ns: int | None = None) -> None:
+    def fail(t_ns: int, *, cpu_delay_ns: int | None = None) -> None:
         beats.append(t_ns)
         raise ValueError("no beat")
 
     monkeypatch.setattr(box, "beat", fail)
-    heart = Heart(box, on_rest=lambda: None)
-    heart.start()
-    assert heart._thread is not None
-    heart._thread.join(10)
+    heartbeat = Heartbeat(box, on_stall=lambda: None)
+    heartbeat.start()
+    assert heartbeat._thread is not None
+    heartbeat._thread.join(10)
     assert len(beats) == 3
-    heart.stop()
+    heartbeat.stop()
     box.close()
     assert [record.message.partition(" failed")[0] for record in caplog.records] == ["torchwhere: the sense for the heartbeat"]
 
@@ -149,15 +149,15 @@ def test_it_beats_on_where_there_is_no_room(
         rests.append(1)
         raise OSError(28, "No space left on device")
 
-    heart = Heart(box, on_rest=fail)
-    heart.start()
+    heartbeat = Heartbeat(box, on_stall=fail)
+    heartbeat.start()
     at = box.cursor_at(0) + CURSOR_HEART
     while len(rests) < 3:
         time.sleep(0.01)
     third = box.words[at]
     time.sleep(0.5)
     assert (len(rests), box.words[at] > third) == (3, True)
-    heart.stop()
+    heartbeat.stop()
     box.close()
     assert len(caplog.records) == 1
 
@@ -167,11 +167,11 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
-        heart = Heart(box, on_rest=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
-        heart.start()
-        thread = heart._thread
+        heartbeat = Heartbeat(box, on_stall=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
+        heartbeat.start()
+        thread = heartbeat._thread
         assert thread is not None
-        heart.stop(looks=True)
+        heartbeat.stop(looks=True)
         assert bool(done) == is_done
         thread.join(10)
         box.close()
@@ -184,20 +184,20 @@ def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
     beats, rests = 0, list[int]()
     beat = box.beat
 
-    def counted(t_ns: int, *, queued_ns: int | None = None) -> None:
+    def counted(t_ns: int, *, cpu_delay_ns: int | None = None) -> None:
         nonlocal beats
         beats += 1
         if beats == 20:
             box.words[box.cursor_at(1)] = 7  # a cursor moves
-        beat(t_ns, queued_ns=queued_ns)
+        beat(t_ns, cpu_delay_ns=cpu_delay_ns)
 
     monkeypatch.setattr(box, "beat", counted)
-    heart = Heart(box, on_rest=lambda: rests.append(beats))
-    heart.start()
+    heartbeat = Heartbeat(box, on_stall=lambda: rests.append(beats))
+    heartbeat.start()
     deadline = time.monotonic() + 20
     while beats < 40 and time.monotonic() < deadline:
         time.sleep(0.01)
-    heart.stop()
+    heartbeat.stop()
     box.close()
     assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]  # the first beat has nothing to compare with; the 20th saw a move after it
 
@@ -238,7 +238,7 @@ def test_the_last_waits_are_kept(tmp_path: Path) -> None:
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "clock_offset_ns": WALL_NS})
     begin = (1 << 32) * 10**6 - 20 * 10**9  # in ms it goes round meanwhile
     for beat in range(40):
-        box.beat(begin + beat * 10**9, queued_ns=beat * 10**6)
+        box.beat(begin + beat * 10**9, cpu_delay_ns=beat * 10**6)
     expected = [(WALL_NS + begin + beat * 10**9, beat * 10**6) for beat in range(25, 40)]
     assert read_box(tmp_path / "rank0.box").queued() == expected
     box.close()
@@ -277,18 +277,18 @@ def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> P
 
 def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
     """Of a job that nobody watched and that was killed, the hearts tell for how long the others had waited."""
-    hung = consult(killed_job(tmp_path / "hung", after_s=40))
+    hung = diagnose_folder(killed_job(tmp_path / "hung", after_s=40))
     assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
     assert hung.stalled_s is not None
     assert 40 <= hung.stalled_s < 41
-    passing = consult(killed_job(tmp_path / "passing", after_s=0.05))
+    passing = diagnose_folder(killed_job(tmp_path / "passing", after_s=0.05))
     assert (passing.kind, passing.culprits, passing.certainty) == ("dead", (), "unknown")  # killed, and nobody saw how
     assert passing.facts["may_have_gone_first"] == [VICTIM]
 
 
 def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
     """A damaged box may say anything: a moment that has not come is as good as none."""
-    said = consult(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
+    said = diagnose_folder(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
     assert (said.kind, said.culprits, said.certainty, said.stalled_s) == ("missing", (VICTIM,), "inferred", None)
 
 
@@ -298,29 +298,29 @@ def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None
     boxes = read_run(tmp_path).labels
     frames = '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
     for moment, stack in ((boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")), (5, ())):
-        text = f"{REST_MARK}{moment}\n{frames}"
-        (tmp_path / f"rank{VICTIM}.rest").write_text(text)
+        text = f"{STALL_MARK}{moment}\n{frames}"
+        (tmp_path / f"rank{VICTIM}.stall").write_text(text)
         assert look(boxes)[VICTIM].stack == stack
-    assert consult(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
-    (tmp_path / f"rank{VICTIM}.rest").write_text(text.replace(f"{REST_MARK}5", f"{REST_MARK}{boxes[VICTIM].last_ns + 1}"))
-    assert consult(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
+    assert diagnose_folder(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
+    (tmp_path / f"rank{VICTIM}.stall").write_text(text.replace(f"{STALL_MARK}5", f"{STALL_MARK}{boxes[VICTIM].last_ns + 1}"))
+    assert diagnose_folder(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
 
 
 def test_a_witness_sees_its_neighbours(tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one rank has read of the others stands in for a box that is gone; once one is gone, what was written stays."""
     killed_job(tmp_path, after_s=40)
-    whole = consult(tmp_path)
+    whole = diagnose_folder(tmp_path)
     host = str(read_run(tmp_path).labels[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
-    witness = Witness(tmp_path / "rank0.box", rank=0)
-    witness.look_around()
-    letter = tmp_path / f"witness-{host}.letter"
+    stall_snapshot = StallSnapshot(tmp_path / "rank0.box", rank=0)
+    stall_snapshot.take()
+    snapshot = tmp_path / f"stall-{host}.snapshot"
     (tmp_path / f"rank{VICTIM}.box").unlink()
-    os.utime(letter, (0, 0))
-    before = letter.read_bytes()
-    witness.look_around()
-    assert letter.read_bytes() == before
-    verdict = consult(tmp_path)
+    os.utime(snapshot, (0, 0))
+    before = snapshot.read_bytes()
+    stall_snapshot.take()
+    assert snapshot.read_bytes() == before
+    verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
     assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
 
@@ -330,22 +330,22 @@ def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     killed_job(tmp_path, after_s=40)
     host = str(read_run(tmp_path).labels[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
-    Witness(tmp_path / "rank0.box", rank=0).look_around()
-    letter = tmp_path / f"witness-{host}.letter"
-    letter.write_bytes(b"mine")
-    Witness(tmp_path / "rank1.box", rank=1).look_around()
-    assert letter.read_bytes() == b"mine"
-    letter.unlink()
-    Witness(tmp_path / "rank99.box", rank=99).look_around()
-    assert not letter.exists()
+    StallSnapshot(tmp_path / "rank0.box", rank=0).take()
+    snapshot = tmp_path / f"stall-{host}.snapshot"
+    snapshot.write_bytes(b"mine")
+    StallSnapshot(tmp_path / "rank1.box", rank=1).take()
+    assert snapshot.read_bytes() == b"mine"
+    snapshot.unlink()
+    StallSnapshot(tmp_path / "rank99.box", rank=99).take()
+    assert not snapshot.exists()
 
 
 def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
     """A wait as long as one at the same place that passed is held against nobody; it is told."""
     killed_job(tmp_path, after_s=8)
-    assert consult(tmp_path, stall_s=10).culprits == (VICTIM,)
+    assert diagnose_folder(tmp_path, stall_s=10).culprits == (VICTIM,)
     shift_times(tmp_path, by_s=7)  # the same wait, a step before: it lasted 7 s, and passed
-    verdict = consult(tmp_path, stall_s=10)
+    verdict = diagnose_folder(tmp_path, stall_s=10)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (), "unknown")
     assert any("A pause looks like that too." in line for line in verdict.explanation)
 
@@ -373,7 +373,7 @@ def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> Non
     for path in tmp_path.glob("rank*.box"):
         move_cursor(path)  # they have left their last collective
         beat_at(path, int(read_box(path).records["t_ns"].max()) + 40 * 10**9)
-    verdict = consult(tmp_path)
+    verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (), "unknown")
     assert any(
         line.startswith("The job is over. In its last 40 s no rank has recorded anything") for line in verdict.explanation
@@ -404,7 +404,7 @@ def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
     seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
     kept = tmp_path / "witness-elsewhere.json"
     kept.write_text(json.dumps({"ranks": {VICTIM: seen}}))
-    assert consult(tmp_path).culprits == ()
+    assert diagnose_folder(tmp_path).culprits == ()
     kept.write_text(json.dumps({"ranks": {VICTIM: seen | {"gone_ns": box.last_ns + 10**7}}}))
     beat_at(box.path, 1)
-    assert (consult(tmp_path).kind, consult(tmp_path).culprits) == ("dead", (VICTIM,))
+    assert (diagnose_folder(tmp_path).kind, diagnose_folder(tmp_path).culprits) == ("dead", (VICTIM,))

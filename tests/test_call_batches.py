@@ -13,18 +13,18 @@ import pytest
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import RECORD_DTYPE
-from torchwhere.blackbox.run import Run
+from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.summary import label
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.encode import Clerk
+from torchwhere.diagnose.calls.encode import Encoder
 from torchwhere.diagnose.calls.keys import Signatures
 from torchwhere.diagnose.calls.order import narrow
-from torchwhere.diagnose.calls.rank_calls import Hearing
-from torchwhere.diagnose.calls.rank_calls import Testimony as Said  # pytest takes what is called Test
+from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls as Said  # pytest takes what is called Test
 from torchwhere.diagnose.calls.rank_calls import heard as hear_run
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heard(box: Box) -> Said:
-    return Hearing().hear(box.rank, box)
+    return JobCalls().hear(box.rank, box)
 
 
 def test_events_come_back(folder: Path) -> None:
@@ -61,17 +61,17 @@ def test_clerks_agree(folder: Path) -> None:
     """Who reads all boxes and who reads one say the same of it, in whatever order they come."""
     paths = sorted(folder.glob("*.box"), reverse=True)
     paths = [*paths[::3], *paths[1::3], *paths[2::3]]
-    reader, clerk, hearing = BoxReader(), Clerk(), Hearing()
+    reader, encoder, job_calls = BoxReader(), Encoder(), JobCalls()
     for start in range(0, len(paths), 5):
-        transcript = clerk.write_down(reader.read(path) for path in paths[start : start + 5])
-        hearing.admit(transcript, clerk=0, wanted=set(paths))
+        batch = encoder.encode(reader.read(path) for path in paths[start : start + 5])
+        job_calls.admit(batch, encoder=0, wanted=set(paths))
     for path in paths:
         alone = heard(read_box(path))
-        among = hearing.testimonies[alone.rank]
+        among = job_calls.by_rank[alone.rank]
         assert spoken(among) == spoken(alone)
-        assert among.statement.last_line == alone.statement.last_line
-        assert (among.statement.steps_per_s, among.statement.last_step) == (
-            *(alone.statement.steps_per_s, alone.statement.last_step),
+        assert among.rank_summary.last_line == alone.rank_summary.last_line
+        assert (among.rank_summary.steps_per_s, among.rank_summary.last_step) == (
+            *(alone.rank_summary.steps_per_s, alone.rank_summary.last_step),
         )
 
 
@@ -79,7 +79,7 @@ def spoken(said: Said) -> dict[Any, Any]:
     """All calls, in words that do not depend on who numbered what."""
     found = {}
     for key, calls in said.calls.items():
-        title = (said.language.group(key), key.source, key.destination)
+        title = (said.shared_ids.group(key), key.source, key.destination)
         found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
     return found
 
@@ -90,11 +90,14 @@ def spoken(said: Said) -> dict[Any, Any]:
 def box_of(numbers: list[int]) -> Box:
     """A box of one group, with collectives of these numbers."""
     box = Box(path=Path("rank0.box"), meta={"rank": 0})
-    box.names[1] = int(Sort.GROUP), json.dumps({"name": "0", "ranks": [0, 1], "desc": "default_pg"})
-    box.names[2] = int(Sort.COLLECTIVE), json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]})
+    box.names[1] = int(EntryType.GROUP), json.dumps({"name": "0", "ranks": [0, 1], "desc": "default_pg"})
+    box.names[2] = (
+        int(EntryType.COLLECTIVE),
+        json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}),
+    )
     box.records = np.zeros(len(numbers), RECORD_DTYPE)
     box.records["number"] = np.arange(len(numbers))
-    box.records["kind"], box.records["what"], box.records["more"] = int(Kind.COLLECTIVE), 2, numbers
+    box.records["kind"], box.records["subject"], box.records["extra"] = int(Kind.COLLECTIVE), 2, numbers
     return box
 
 
@@ -133,7 +136,7 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
     (tmp_path / "rank3.box").write_bytes(data)
     one, other = heard(whole), heard(read_box(tmp_path / "rank3.box"))
     for key, calls_before in one.calls.items():
-        is_torn_stream = one.language.group(key).mesh_dim == "tp" and key.source == -1
+        is_torn_stream = one.shared_ids.group(key).mesh_dim == "tp" and key.source == -1
         first = torn.fields["number"] + 1 if is_torn_stream else calls_before.first
         assert (other.calls[key].first, other.calls[key].last) == (first, calls_before.last)
         assert other.counts[key] == one.counts[key]
@@ -146,8 +149,8 @@ def test_counts_without_names(folder: Path) -> None:
     box.names.clear()
     assert label(box).lacks_counts
     assert (heard(box).counts, heard(box).calls) == ({}, {})
-    run = Run(folder, {3: box, 4: read_box(folder / "rank4.box")})
-    assert list(hear_run(run).testimonies) == [4]
+    run = BoxRun(folder, {3: box, 4: read_box(folder / "rank4.box")})
+    assert list(hear_run(run).by_rank) == [4]
 
 
 def test_times_keep_their_order_over_hours() -> None:

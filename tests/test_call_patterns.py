@@ -12,8 +12,8 @@ from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.rank_calls import heard
-from torchwhere.diagnose.doctor.call_patterns import Habits, Surprise, _Past, surprises
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.call_patterns import Patterns, Unexpected, _Past, unexpected_tokens
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 ROUNDS, BROKEN = 15, 7
@@ -22,7 +22,7 @@ ROUNDS, BROKEN = 15, 7
 def judged(programs: list[list[Act]], folder: Path) -> Verdict:
     """The verdict on a job of these programs, all of which hang or have ended."""
     Player(programs).play().write(folder, [Skew()] * len(programs), ["a"] * len(programs))
-    return examine(read_run(folder))
+    return diagnose(read_run(folder))
 
 
 def rounds(ranks: int, body: Callable[[int, int], Iterator[Act]], *, count: int = ROUNDS) -> list[list[Act]]:
@@ -33,7 +33,7 @@ def rounds(ranks: int, body: Callable[[int, int], Iterator[Act]], *, count: int 
 # -- surprises -------------------------------------------------------------------------------------------------------------
 
 
-def naive(tokens: list[int]) -> tuple[list[Surprise], set[int]]:
+def naive(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
     """The same, by going through all stretches."""
     found, expected = [], set()
     for at in range(len(tokens)):
@@ -43,7 +43,7 @@ def naive(tokens: list[int]) -> tuple[list[Surprise], set[int]]:
             if after and tokens[at] in after:
                 expected.add(at)
             elif 0 < len(after) <= 4:
-                found.append(Surprise(at, tuple(sorted(after)), length))
+                found.append(Unexpected(at, tuple(sorted(after)), length))
             if after:
                 break
     return found, expected
@@ -55,7 +55,7 @@ def test_surprises_are_those_of_all_stretches() -> None:
     for _ in range(200):
         round_of = [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
         tokens = [token if chance.random() > 0.1 else chance.randrange(5) for _ in range(8) for token in round_of]
-        assert surprises(tokens) == naive(tokens)
+        assert unexpected_tokens(tokens) == naive(tokens)
 
 
 def test_time_is_linear() -> None:
@@ -77,8 +77,8 @@ def test_what_is_done_again_is_a_habit(tmp_path: Path) -> None:
             yield recv(1 - rank)
 
     Player(rounds(2, body, count=30)).play().write(tmp_path, [Skew()] * 2, ["a"] * 2)
-    departures = Habits(heard(read_run(tmp_path)), ranks=2).of(0).departures
-    late = min((departure for departure in departures if departure.record > 3 * 5), key=lambda departure: departure.record)
+    deviations = Patterns(heard(read_run(tmp_path)), ranks=2).of(0).deviations
+    late = min((deviation for deviation in deviations if deviation.record > 3 * 5), key=lambda deviation: deviation.record)
     assert (late.due[0][0].destination, late.due[0][1], late.is_new) == (1, 8, False)
 
 

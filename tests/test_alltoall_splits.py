@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 FITTING = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]  # rows from each to each
@@ -38,14 +38,14 @@ def judged(
         meta = {"rank": rank, "world_size": len(sent), "run_id": "split", "host": "a", "pid": 100 + rank, "started_ns": 1}
         box = BoxWriter(folder / box_name(rank), meta=meta | {"clock_offset_ns": 0}, records=8)
         group = {"name": "0", "desc": "", "ranks": list(range(len(sent))), "backend": "gloo", "mesh_dim": None}
-        box.intern(Sort.GROUP, json.dumps(group))
+        box.intern(EntryType.GROUP, json.dumps(group))
         shapes = {"shapes": [[sum(out), 2]], "out_shapes": [[sum(into), 2]]}
         fields = {"op": "all_to_all_single", "group": "0", "dtype": "float32", **shapes, "bytes": 1, "peer": None}
         splits = {"splits": instead.get(rank, out), "out_splits": into} if with_splits else {}
-        what = box.intern(Sort.COLLECTIVE, json.dumps(fields | splits))
+        what = box.intern(EntryType.COLLECTIVE, json.dumps(fields | splits))
         box.record(Kind.COLLECTIVE, 10, 1, 0, 0, 0, 0, 0, 0, 0, what, 0, 0, 0)
         box.close()
-    return examine(read_run(folder))
+    return diagnose(read_run(folder))
 
 
 def columns(rows: list[list[int]]) -> list[list[int]]:
@@ -96,7 +96,7 @@ def test_whatever_a_box_holds(tmp_path: Path) -> None:
         assert verdict.kind is (VerdictKind.MISMATCH if odd == [] else VerdictKind.HEALTHY), odd
     box = tmp_path / "0" / "rank1.box"
     box.write_bytes(box.read_bytes().replace(b"all_to_all", b"all_xx_all"))
-    assert examine(read_run(tmp_path / "0")).kind is not VerdictKind.MISMATCH
+    assert diagnose(read_run(tmp_path / "0")).kind is not VerdictKind.MISMATCH
 
 
 def _exchange(folder: str) -> dict[str, object]:

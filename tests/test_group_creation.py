@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 import torchwhere
 from rank_pool import Pool
-from torchwhere.blackbox.file_format import Sort
+from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter, box_name
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.doctor.rules import examine
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.pipeline.verdict import consult
-from torchwhere.processes.status import Sighting
+from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.processes.status import ProcessStatus
 
 S = 1_000_000_000
 NOW_S = 100
@@ -35,20 +35,20 @@ def new(*ranks: int) -> tuple[str, list[int]]:
 
 
 def write(
-    folder: Path, rank: int, world: int, makings: list[tuple[str, list[int] | None]], *, waits: bool, calls: int = 0
+    folder: Path, rank: int, world: int, group_creations: list[tuple[str, list[int] | None]], *, waits: bool, calls: int = 0
 ) -> None:
     """A box: groups made one after another, the last one perhaps not yet; then all_reduces, in the last of which it is."""
     meta = {"rank": rank, "world_size": world, "run_id": "made", "host": "here", "started_ns": S, "clock_offset_ns": 0}
     box = BoxWriter(folder / box_name(rank), meta=meta, records=64)
-    box.intern(Sort.THREAD, "0\tMainThread")
-    line = box.intern(Sort.LINE, f"train.py:{rank}")
-    for number, (op, ranks) in enumerate(makings):
+    box.intern(EntryType.THREAD, "0\tMainThread")
+    line = box.intern(EntryType.LINE, f"train.py:{rank}")
+    for number, (op, ranks) in enumerate(group_creations):
         text = box.text(json.dumps({"op": op, "number": number, "ranks": ranks}))
         box.record(Kind.GROUP_BEGIN, (number + 1) * S, 0, 0, 0, 0, 0, 0, line, 0, 0, 0, 0, text)
-        if number < len(makings) - 1 or not waits:
+        if number < len(group_creations) - 1 or not waits:
             box.record(Kind.GROUP_END, (number + 1) * S + 1, 0, 0, 0, 0, 0, 0, line)
-    box.intern(Sort.GROUP, json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "backend": "gloo"}))
-    what = box.intern(Sort.COLLECTIVE, json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}))
+    box.intern(EntryType.GROUP, json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "backend": "gloo"}))
+    what = box.intern(EntryType.COLLECTIVE, json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}))
     for number in range(calls):
         box.record(Kind.COLLECTIVE, 20 * S + number, 0, 0, 0, 0, 0, 0, line, 0, what, 0, 0, number)
     box.close()
@@ -57,8 +57,8 @@ def write(
 def verdict_on(folder: Path, *, now_s: float = NOW_S) -> Verdict:
     run = read_run(folder)
     now_ns = int(now_s * S)
-    seen = dict.fromkeys(run.boxes, Sighting(alive=True, state="S", alive_ns=now_ns))
-    return examine(run, sightings=seen, now_ns=now_ns, stall_s=10)
+    seen = dict.fromkeys(run.boxes, ProcessStatus(alive=True, state="S", alive_ns=now_ns))
+    return diagnose(run, statuses=seen, now_ns=now_ns, stall_s=10)
 
 
 # -- the doctor ------------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_one_never_comes(tmp_path: Path) -> None:
     )
     assert verdict.stalled_s == pytest.approx(NOW_S - 1)
     assert verdict.facts["gathering"]["absent"] == [2]
-    after = consult(tmp_path)
+    after = diagnose_folder(tmp_path)
     assert (after.kind, after.culprits, after.certainty) == ("missing", (2,), "inferred")
 
 
@@ -118,8 +118,8 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
 def test_made_by_its_members_alone(tmp_path: Path) -> None:
     """Half of the ranks left out a group that they are not in: what they make is what the others make later."""
     for rank in range(4):
-        makings = [INIT, new(0, 1), new(0, 3)] if rank < 2 else [INIT, new(0, 3)]
-        write(tmp_path, rank, 4, makings, waits=rank in (0, 3), calls=0 if rank in (0, 3) else 1)
+        group_creations = [INIT, new(0, 1), new(0, 3)] if rank < 2 else [INIT, new(0, 3)]
+        write(tmp_path, rank, 4, group_creations, waits=rank in (0, 3), calls=0 if rank in (0, 3) else 1)
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (2, 3))
     assert verdict.explanation[-1].startswith("All ranks must make all groups in one order")
@@ -167,7 +167,7 @@ def test_what_is_recorded(two_ranks: Pool, tmp_path: Path) -> None:
         begun = events[::2]
         assert [(event["op"], event["ranks"]) for event in begun] == [("new_group", [0]), ("new_group", [0, 1])]
         assert begun[1]["number"] == begun[0]["number"] + 1
-        assert all("test_gathering.py:" in event["line"] for event in begun)
+        assert all("test_group_creation.py:" in event["line"] for event in begun)
 
 
 def test_a_name_that_somebody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_real_start(tmp_path: Path) -> None:
         while time.monotonic() < deadline:
             time.sleep(0.3)
             try:
-                verdict = consult(tmp_path / "run", stall_s=1)
+                verdict = diagnose_folder(tmp_path / "run", stall_s=1)
             except TorchwhereError:  # no box yet
                 continue
             if verdict.kind != "healthy":
@@ -233,5 +233,5 @@ def test_a_thread_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         thread.join()
     (event,) = [event.to_dict() for event in torchwhere.read_run(tmp_path).events(kinds={"exception"})]
     assert (event["text"], event["thread"]) == ("IndexError: no such row", "loader")
-    assert "test_gathering.py:" in event["line"]
+    assert "test_group_creation.py:" in event["line"]
     assert told == ["no such row"]

@@ -20,16 +20,16 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import read_box
-from torchwhere.blackbox.run import Roster
-from torchwhere.blackbox.summary import Label
+from torchwhere.blackbox.run import RunSummary
+from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.rank_calls import Hearing
-from torchwhere.diagnose.calls.rank_calls import Testimony as Said  # pytest takes what is called Test
-from torchwhere.diagnose.doctor.rules import examine
-from torchwhere.processes.status import Sighting
-from torchwhere.snapshots.decode import Refusal, open_letter
-from torchwhere.snapshots.encode import HEAD, SEAL, Letter, runs, transcribe, write_letter
+from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls as Said  # pytest takes what is called Test
+from torchwhere.diagnose.doctor.rules import diagnose
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
+from torchwhere.snapshots.encode import HEAD, SEAL, HostSnapshot, encode_snapshot, runs, transcribe
 
 RANKS = range(8, 16)
 
@@ -43,28 +43,31 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Box]:
 
 
 @pytest.fixture(scope="module")
-def letter(boxes: list[Box]) -> Letter:
-    seen = {8: Sighting(alive=True, state="S", stack=("train.py:3 in main",), alive_ns=5 * 10**9), 9: Sighting(alive=False)}
-    return Letter("b", transcribe(boxes)[0], seen, answers=7, is_last=True)
+def snapshot(boxes: list[Box]) -> HostSnapshot:
+    seen = {
+        8: ProcessStatus(alive=True, state="S", stack=("train.py:3 in main",), alive_ns=5 * 10**9),
+        9: ProcessStatus(alive=False),
+    }
+    return HostSnapshot("b", transcribe(boxes)[0], seen, answers=7, is_last=True)
 
 
-def opened(data: bytes) -> Letter:
-    found = open_letter(data)
-    assert isinstance(found, Letter), found
+def opened(data: bytes) -> HostSnapshot:
+    found = decode_snapshot(data)
+    assert isinstance(found, HostSnapshot), found
     return found
 
 
-def admitted(found: Letter) -> Hearing:
-    hearing = Hearing()
-    hearing.admit(found.transcript, clerk=1, wanted={said.label.path for said in found.transcript.statements})
-    return hearing
+def admitted(found: HostSnapshot) -> JobCalls:
+    job_calls = JobCalls()
+    job_calls.admit(found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries})
+    return job_calls
 
 
 def spoken(said: Said) -> dict[Any, Any]:
     """All calls, in words that do not depend on who numbered what."""
     found = {}
     for key, calls in said.calls.items():
-        title = (said.language.group(key), key.source, key.destination)
+        title = (said.shared_ids.group(key), key.source, key.destination)
         found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
     return found
 
@@ -72,60 +75,60 @@ def spoken(said: Said) -> dict[Any, Any]:
 # -- there and back --------------------------------------------------------------------------------------------------------
 
 
-def test_everything_comes_through(boxes: list[Box], letter: Letter) -> None:
+def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> None:
     """Of every rank: its calls with place and fields, its counts, its last call, its place and pace, as its box says."""
-    found = opened(write_letter(letter))
-    assert (found.host, found.sightings, found.answers) == ("b", letter.sightings, 7)
+    found = opened(encode_snapshot(snapshot))
+    assert (found.host, found.statuses, found.answers) == ("b", snapshot.statuses, 7)
     assert (found.is_last, found.is_cut, found.ahead_ns) == (True, False, 0)
-    hearing = admitted(found)
-    assert sorted(hearing.testimonies) == list(RANKS)
+    job_calls = admitted(found)
+    assert sorted(job_calls.by_rank) == list(RANKS)
     for box in boxes:
-        alone, told = Hearing().hear(box.rank, box), hearing.testimonies[box.rank]
+        alone, told = JobCalls().hear(box.rank, box), job_calls.by_rank[box.rank]
         assert spoken(told) == spoken(alone)
         assert told.last_collective == alone.last_collective
-        assert {told.language.group(key).name: count for key, count in told.counts.items()} == {
-            alone.language.group(key).name: count for key, count in alone.counts.items()
+        assert {told.shared_ids.group(key).name: count for key, count in told.counts.items()} == {
+            alone.shared_ids.group(key).name: count for key, count in alone.counts.items()
         }
         # The arrays count from elsewhere once they are cut; everything else of a statement is the same.
         own = {"label", "parts", "last", "pairs_at"}
-        assert {name: value for name, value in told.statement._asdict().items() if name not in own} == {
-            name: value for name, value in alone.statement._asdict().items() if name not in own
+        assert {name: value for name, value in told.rank_summary._asdict().items() if name not in own} == {
+            name: value for name, value in alone.rank_summary._asdict().items() if name not in own
         }
         assert told.label.path == Path(f"b:{box.path}")
         assert (told.label.rank, told.label.run, told.label.counts) == (box.rank, box.run, box.counts)
         assert (told.box, told.label.meta["told_by"]) == (None, "b")
 
 
-def test_the_end_comes_through(letter: Letter) -> None:
+def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
     """How a rank ended and what it raised come through; a text of a megabyte is cut."""
     place = Place(8, 3, "forward", module="a.b", call=1, line="train.py:9")
     error = Event("exception", 4, 50, place, {"text": "x" * 1_000_000, "fields": [1, 2]})
     end = Event("end", 5, 60, place, {"reason": "exception: ValueError: no"})
-    said = letter.transcript.statements[0]._replace(end=end, exceptions=(error,), place=place)
-    changed = replace(letter, transcript=replace(letter.transcript, statements=[said]), sightings={})
-    (told,) = opened(write_letter(changed)).transcript.statements
+    said = snapshot.batch.rank_summaries[0]._replace(end=end, exceptions=(error,), place=place)
+    changed = replace(snapshot, batch=replace(snapshot.batch, rank_summaries=[said]), statuses={})
+    (told,) = opened(encode_snapshot(changed)).batch.rank_summaries
     assert (told.end, told.place) == (end, place)
     assert told.exceptions[0].fields == {"text": "x" * 2000}
 
 
-def test_clocks(letter: Letter) -> None:
+def test_clocks(snapshot: HostSnapshot) -> None:
     """Times are given by the reader's clock: what a clock is ahead is taken off."""
-    before, after = opened(write_letter(letter)), opened(write_letter(replace(letter, ahead_ns=10**9)))
-    one, other = (admitted(found).testimonies[8] for found in (before, after))
+    before, after = opened(encode_snapshot(snapshot)), opened(encode_snapshot(replace(snapshot, ahead_ns=10**9)))
+    one, other = (admitted(found).by_rank[8] for found in (before, after))
     key, calls = next(iter(one.calls.items()))
     assert one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last) == 10**9
     assert one.label.last_ns - other.label.last_ns == 10**9
-    assert after.sightings[8].alive_ns == 4 * 10**9
+    assert after.statuses[8].alive_ns == 4 * 10**9
 
 
 @pytest.mark.parametrize("calls", [1, 7, 64, 100])
 def test_cut(boxes: list[Box], calls: int) -> None:
-    """A cut letter has the newest calls of each rank, at least a few of every stream, whole counts, and says that it is cut."""
-    transcript, is_cut = transcribe(boxes, calls=calls)
+    """A cut snapshot has the newest calls of each rank, at least a few of every stream, whole counts, and says that it is cut."""
+    batch, is_cut = transcribe(boxes, calls=calls)
     assert is_cut
-    found = admitted(opened(write_letter(Letter("b", transcript, is_cut=is_cut))))
+    found = admitted(opened(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
-        alone, told = Hearing().hear(box.rank, box), found.testimonies[box.rank]
+        alone, told = JobCalls().hear(box.rank, box), found.by_rank[box.rank]
         whole, kept = spoken(alone), spoken(told)
         newest = sorted((event.number for events in whole.values() for event in events), reverse=True)[:calls]
         for title, events in whole.items():
@@ -137,9 +140,9 @@ def test_cut(boxes: list[Box], calls: int) -> None:
 
 
 def test_no_boxes() -> None:
-    """A host without a readable box writes a letter too."""
-    found = opened(write_letter(Letter("b", transcribe([])[0])))
-    assert (found.host, found.transcript.statements) == ("b", [])
+    """A host without a readable box writes a snapshot too."""
+    found = opened(encode_snapshot(HostSnapshot("b", transcribe([])[0])))
+    assert (found.host, found.batch.rank_summaries) == ("b", [])
 
 
 @pytest.mark.parametrize(
@@ -178,23 +181,23 @@ def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damage_is_refused(letter: Letter, data: st.DataObject) -> None:
-    """A letter that was cut, or with any byte changed, is refused: no rank is invented."""
-    whole = write_letter(letter)
+def test_damage_is_refused(snapshot: HostSnapshot, data: st.DataObject) -> None:
+    """A snapshot that was cut, or with any byte changed, is refused: no rank is invented."""
+    whole = encode_snapshot(snapshot)
     at = data.draw(st.integers(0, len(whole) - 1))
     flipped = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
     for changed in (whole[:at], flipped, whole + b"x"):
-        assert isinstance(open_letter(changed), Refusal)
+        assert isinstance(decode_snapshot(changed), InvalidSnapshot)
 
 
 @given(st.binary(max_size=400))
 @settings(max_examples=200, deadline=None)
 def test_noise_is_refused(noise: bytes) -> None:
-    """Bytes of any kind, also where they are packed and sealed as a letter is, are refused with a reason."""
+    """Bytes of any kind, also where they are packed and sealed as a snapshot is, are refused with a reason."""
     packed = zlib.compress(noise)
     for data in (noise, SEAL.pack(b"TWLETTR1", len(packed), zlib.crc32(packed)) + packed, sealed(noise, noise)):
-        found = open_letter(data)
-        assert isinstance(found, Refusal)
+        found = decode_snapshot(data)
+        assert isinstance(found, InvalidSnapshot)
         assert found.reason
 
 
@@ -216,15 +219,15 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.fixture(scope="module")
-def head(letter: Letter) -> tuple[dict[str, Any], bytes, list[tuple[Any, ...]]]:
-    found, arrays = taken_apart(write_letter(letter))
+def head(snapshot: HostSnapshot) -> tuple[dict[str, Any], bytes, list[tuple[Any, ...]]]:
+    found, arrays = taken_apart(encode_snapshot(snapshot))
     return found, arrays, paths(found)
 
 
 @given(data=st.data())
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_lies_do_no_harm(head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]]], data: st.DataObject) -> None:
-    """A letter whose seal is right and whose content is anything is refused, or fit for the doctor, who gives some verdict."""
+    """A snapshot whose seal is right and whose content is anything is refused, or fit for the doctor, who gives some verdict."""
     found, arrays, everywhere = head
     changed = json.loads(json.dumps(found))
     for path in data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=2)):
@@ -237,24 +240,24 @@ def test_lies_do_no_harm(head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]
             continue
     if data.draw(st.booleans()):
         arrays = bytes(data.draw(st.binary(min_size=1, max_size=8))) + arrays[8:]
-    told = open_letter(sealed(changed, arrays))
-    if isinstance(told, Letter):
-        labels: dict[int, Label] = {said.label.rank: said.label for said in told.transcript.statements}
-        roster = Roster(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
+    told = decode_snapshot(sealed(changed, arrays))
+    if isinstance(told, HostSnapshot):
+        labels: dict[int, BoxSummary] = {said.label.rank: said.label for said in told.batch.rank_summaries}
+        run = RunSummary(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
         if labels:
-            assert examine(roster, sightings=told.sightings, now_ns=10**18, hearing=admitted(told)).kind
+            assert diagnose(run, statuses=told.statuses, now_ns=10**18, job_calls=admitted(told)).kind
 
 
-def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[Letter], bytes]:
-    def change_letter(letter: Letter) -> bytes:
-        found, arrays = taken_apart(write_letter(letter))
+def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[HostSnapshot], bytes]:
+    def change_letter(snapshot: HostSnapshot) -> bytes:
+        found, arrays = taken_apart(encode_snapshot(snapshot))
         change(found)
         return sealed(found, arrays)
 
     return change_letter
 
 
-def bomb(_: Letter) -> bytes:
+def bomb(_: HostSnapshot) -> bytes:
     body = zlib.compress(bytes(65 << 20))
     return SEAL.pack(b"TWLETTR1", len(body), zlib.crc32(body)) + body
 
@@ -262,16 +265,16 @@ def bomb(_: Letter) -> bytes:
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda letter: b"", "not a letter, or of another version"),
-        (lambda letter: write_letter(letter)[:-1], "cut short"),
-        (lambda letter: write_letter(letter)[:-1] + b"\0", "damaged"),
-        (lambda letter: bytes(5 << 20), "larger than 4194304 bytes"),
+        (lambda snapshot: b"", "not a snapshot, or of another version"),
+        (lambda snapshot: encode_snapshot(snapshot)[:-1], "cut short"),
+        (lambda snapshot: encode_snapshot(snapshot)[:-1] + b"\0", "damaged"),
+        (lambda snapshot: bytes(5 << 20), "larger than 4194304 bytes"),
         (bomb, "more than 67108864 bytes when unpacked"),
-        (lambda letter: sealed(b"[" * 100_000), "not a letter: RecursionError"),
-        (lambda letter: sealed({}), "not a letter: KeyError"),
+        (lambda snapshot: sealed(b"[" * 100_000), "not a snapshot: RecursionError"),
+        (lambda snapshot: sealed({}), "not a snapshot: KeyError"),
         (changed_by(lambda head: head["ranks"].append(head["ranks"][0])), "a rank is in it twice"),
         (changed_by(lambda head: head["groups"].append(["x", [[0, 1 << 30, 0]], "", None, None])), "its groups are too large"),
-        (changed_by(lambda head: head["sightings"].update({"99": {}})), "it has seen a rank of which it says nothing"),
+        (changed_by(lambda head: head["statuses"].update({"99": {}})), "it has seen a rank of which it says nothing"),
         (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(0, 999)), "a collective of no group"),
         (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(6, 10**9)), "calls that are not there"),
         (changed_by(lambda head: head["ranks"][0].update(last=[0, -1, -1, 10**6])), "a last call that is not there"),
@@ -283,15 +286,15 @@ def bomb(_: Letter) -> bytes:
         (changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)), "a number that cannot be"),
     ],
 )
-def test_reasons(letter: Letter, made: Callable[[Letter], bytes], reason: str) -> None:
-    """What is wrong with a letter is said."""
-    assert open_letter(made(letter)) == Refusal(reason)
+def test_reasons(snapshot: HostSnapshot, made: Callable[[HostSnapshot], bytes], reason: str) -> None:
+    """What is wrong with a snapshot is said."""
+    assert decode_snapshot(made(snapshot)) == InvalidSnapshot(reason)
 
 
 def test_size(boxes: list[Box]) -> None:
     """A thousand collectives a rank, at times as irregular as can be, are a few KB a rank."""
     for box in boxes:
         box.records["t_ns"] = np.sort(np.random.default_rng(box.rank).integers(0, 10**10, len(box.records)))
-    data = write_letter(Letter("b", transcribe(boxes)[0]))
+    data = encode_snapshot(HostSnapshot("b", transcribe(boxes)[0]))
     assert len(data) / len(boxes) < 6_000
     assert struct.calcsize("<8sII") == SEAL.size

@@ -12,7 +12,7 @@ from torchwhere.core.events import Kind
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.pipeline.verdict import judge
+from torchwhere.pipeline.verdict import diagnose_run
 
 STEPS, USUAL_NS, SLOW_NS = 60, 10_000_000, 15_000_000
 
@@ -29,7 +29,7 @@ def judged(folder: Path, *, hosts: list[str], skews: list[Skew], slow: int | Non
         return [*acts, mark(Kind.STEP_BEGIN)]
 
     Player([program(rank) for rank in world]).play().write(folder, skews, hosts)
-    return judge(read_run(folder), {}, stall_s=30.0)
+    return diagnose_run(read_run(folder), {}, stall_s=30.0)
 
 
 AHEAD = [Skew(), Skew(offset_ns=50_000_000)]
