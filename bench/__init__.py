@@ -2,4 +2,5 @@
 
 import os
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces its every start and stop
+# else the profiler announces its every start and stop
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")

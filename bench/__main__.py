@@ -1,4 +1,5 @@
-"""`python -m bench [--device cuda] [--json] [--only WORKLOAD ...]`: one interleaved run, one table."""
+"""`python -m bench [--device cuda] [--json] [--only WORKLOAD ...]`: one interleaved run, one
+table."""
 
 from __future__ import annotations
 
@@ -15,7 +16,16 @@ from pathlib import Path
 import torch
 
 from bench import data_parallel, imports, rounds, table, toolboxes
-from bench.contenders import AGAIN, CONTENDERS, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED, build_native_part
+from bench.contenders import (
+    AGAIN,
+    CONTENDERS,
+    MODULE_EVENTS,
+    PYTHON,
+    PYTHON_EVENTS,
+    TORCHWHERE,
+    UNWATCHED,
+    build_native_part,
+)
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
 
@@ -30,11 +40,19 @@ def main() -> int:
     if arguments.device == "cpu":
         torch.set_num_threads(1)
     build_native_part()
-    wanted = [workload for workload in workloads[arguments.device] if _wanted(workload.key, arguments.only)]
+    wanted = [
+        workload
+        for workload in workloads[arguments.device]
+        if _wanted(workload.key, arguments.only)
+    ]
     columns = [_measure(workload, alone=arguments.alone) for workload in wanted]
     if _wanted("import", arguments.only):
         columns.append(imports.column())
-    keys = [key for key in toolboxes.SECTIONS if arguments.device == "cpu" and _wanted(key, arguments.only)]
+    keys = [
+        key
+        for key in toolboxes.SECTIONS
+        if arguments.device == "cpu" and _wanted(key, arguments.only)
+    ]
     sections = [] if arguments.alone else toolboxes.measure(keys)
     machine = _machine(arguments.device)
     if arguments.json:
@@ -45,12 +63,27 @@ def main() -> int:
 
 
 def _parse(workloads: dict[str, tuple[Workload, ...]]) -> argparse.Namespace:
-    keys = [workload.key for each in workloads.values() for workload in each] + ["import", *toolboxes.SECTIONS]
-    parser = argparse.ArgumentParser(prog="python -m bench", description="What watching a training costs.")
-    parser.add_argument("--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU")
-    parser.add_argument("--json", action="store_true", help="the same figures as one JSON object, with every round")
-    parser.add_argument("--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"some of: {', '.join(keys)}")
-    parser.add_argument("--alone", action="store_true", help="without the peers: the same time gives several times the rounds")
+    keys = [workload.key for each in workloads.values() for workload in each] + [
+        "import",
+        *toolboxes.SECTIONS,
+    ]
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="What watching a training costs."
+    )
+    parser.add_argument(
+        "--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the same figures as one JSON object, with every round"
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"some of: {', '.join(keys)}"
+    )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="without the peers: the same time gives several times the rounds",
+    )
     return parser.parse_args()
 
 
@@ -60,9 +93,17 @@ def _wanted(key: str, only: Sequence[str] | None) -> bool:
 
 def _measure(workload: Workload, *, alone: bool) -> Column:
     start = time.monotonic()
-    names = (UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, AGAIN) if alone else workload.contenders
-    found = column(workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names]))
-    print(f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr)
+    names = (
+        (UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, AGAIN)
+        if alone
+        else workload.contenders
+    )
+    found = column(
+        workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names])
+    )
+    print(
+        f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr
+    )
     return found
 
 
@@ -77,10 +118,15 @@ def _machine(device: str) -> dict[str, str]:
 
 def _cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
-def _as_json(machine: dict[str, str], columns: Sequence[Column], sections: Sequence[toolboxes.Section]) -> str:
+def _as_json(
+    machine: dict[str, str], columns: Sequence[Column], sections: Sequence[toolboxes.Section]
+) -> str:
     targets = [
         {"workload": target.workload, "target": target.text, "measured": target.measured(columns)}
         for target in TARGETS

@@ -1,9 +1,11 @@
-"""What the drop-in for `CommDebugMode` adds, against the original: for a module call, an op, a collective, a small GPT-2 step.
+"""What the drop-in for `CommDebugMode` adds, against the original: for a module call, an op, a
+collective, a small GPT-2 step.
 
     python -m bench.comm_mode
 
-`columns()` gives one column for each. Everyone is entered anew for every step, which is not timed, as the original survives no
-second forward; the drop-in therefore pays in each step for names that it would otherwise find once.
+`columns()` gives one column for each. Everyone is entered anew for every step, which is not timed,
+as the original survives no second forward; the drop-in therefore pays in each step for names that
+it would otherwise find once.
 """
 
 from __future__ import annotations
@@ -63,13 +65,21 @@ def _workloads() -> list[Workload]:
     known = {workload.key: workload for workload in CPU}
     chosen = (known["modules"], ops, known["collectives"], known["gpt2"])
     return [
-        Workload(f"comm_mode_{one.key}", one.title, one.make, steps=min(one.steps, 4), units=one.units, budget_s=BUDGET_S)
+        Workload(
+            f"comm_mode_{one.key}",
+            one.title,
+            one.make,
+            steps=min(one.steps, 4),
+            units=one.units,
+            budget_s=BUDGET_S,
+        )
         for one in chosen
     ]
 
 
 def columns() -> list[Column]:
-    """The original, the drop-in, and the drop-in told that no operations will be asked for; in turns."""
+    """The original, the drop-in, and the drop-in told that no operations will be asked for; in
+    turns."""
     unwatched = next(contender for contender in CONTENDERS if contender.name == UNWATCHED)
     contenders = (
         Contender(UNWATCHED, unwatched.enter, anew_each_step=True),

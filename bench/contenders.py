@@ -1,6 +1,8 @@
-"""Who is compared: nobody watching, torchwhere, and what torch itself offers for the same questions.
+"""Who is compared: nobody watching, torchwhere, and what torch itself offers for the same
+questions.
 
-A peer is imported when it is entered. One that a torch version does not have fails in its own cells, not in the run.
+A peer is imported when it is entered. One that a torch version does not have fails in its own
+cells, not in the run.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ UNWATCHED = "unwatched"
 AGAIN = "unwatched, again"  # its figures are the noise of the run, and what a peer left behind
 TORCHWHERE = "torchwhere"
 MODULE_EVENTS = "torchwhere, module events"
-PYTHON = "torchwhere, Python only"  # without the native part, which is what there is where no compiler is
+# without the native part, which is what there is where no compiler is
+PYTHON = "torchwhere, Python only"
 PYTHON_EVENTS = "torchwhere, Python only, module events"
 MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
@@ -36,15 +39,18 @@ _LACKING = "this torch has no"  # said of a version that cannot do everything, a
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way of watching. `enter` makes a fresh context manager around the model, where there is one."""
+    """One way of watching. `enter` makes a fresh context manager around the model, where there is
+    one."""
 
     name: str
     enter: Callable[[nn.Module | None], AbstractContextManager[Any]]
-    anew_each_step: bool = False  # entered for every single step (untimed), as it survives no second one
+    # entered for every single step (untimed), as it survives no second one
+    anew_each_step: bool = False
 
 
 class _Complaints(logging.Handler):
-    """What torchwhere says went wrong while it watched: a sense that switched itself off would look cheap."""
+    """What torchwhere says went wrong while it watched: a sense that switched itself off would look
+    cheap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +62,9 @@ class _Complaints(logging.Handler):
 
 
 @contextmanager
-def _watched(model: nn.Module | None, *, module_events: bool = False, native: bool = True) -> Iterator[None]:
+def _watched(
+    model: nn.Module | None, *, module_events: bool = False, native: bool = True
+) -> Iterator[None]:
     import torchwhere
 
     complaints = _Complaints()
@@ -64,7 +72,10 @@ def _watched(model: nn.Module | None, *, module_events: bool = False, native: bo
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = str(int(native))
     try:
-        with tempfile.TemporaryDirectory() as folder, torchwhere.watch(model, out=folder, module_events=module_events):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            torchwhere.watch(model, out=folder, module_events=module_events),
+        ):
             yield
     finally:
         os.environ.pop(SWITCH)
@@ -76,7 +87,8 @@ def _watched(model: nn.Module | None, *, module_events: bool = False, native: bo
 
 
 def build_native_part() -> None:
-    """As `torchwhere run` does before a job. Where it cannot be, torchwhere is Python only, which is said."""
+    """As `torchwhere run` does before a job. Where it cannot be, torchwhere is Python only, which
+    is said."""
     from torchwhere.native.build import build
 
     try:
@@ -112,7 +124,9 @@ def _flop_counter(_model: nn.Module | None) -> AbstractContextManager[Any]:
 def _profiler(_model: nn.Module | None) -> AbstractContextManager[Any]:
     from torch.profiler import ProfilerActivity, profile
 
-    return profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available())
+    return profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    )
 
 
 CONTENDERS = (

@@ -1,7 +1,9 @@
-"""What is timed under DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in bf16 on a GPU. One rank.
+"""What is timed under DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in
+bf16 on a GPU. One rank.
 
-Batch 1 leaves the GPU waiting for the CPU, so that a step shows what watching costs the CPU; batch 8 keeps the GPU busy.
-With one rank DDP still all-reduces its buckets; FSDP2 leaves its collectives out.
+Batch 1 leaves the GPU waiting for the CPU, so that a step shows what watching costs the CPU; batch
+8 keeps the GPU busy. With one rank DDP still all-reduces its buckets; FSDP2 leaves its collectives
+out.
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.contenders import AGAIN, COMM_DEBUG_ANEW, MOD_TRACKER, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED
+from bench.contenders import (
+    AGAIN,
+    COMM_DEBUG_ANEW,
+    MOD_TRACKER,
+    MODULE_EVENTS,
+    PYTHON,
+    PYTHON_EVENTS,
+    TORCHWHERE,
+    UNWATCHED,
+)
 from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
@@ -58,7 +69,8 @@ def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda"
 
 @contextmanager
 def _buckets() -> Iterator[Job]:
-    """As many buckets as layers: DDP reduces each from inside backward, where a place is harder to tell than in forward."""
+    """As many buckets as layers: DDP reduces each from inside backward, where a place is harder to
+    tell than in forward."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(BUCKETS)))
     model, x = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001), torch.ones(1, 64)
@@ -72,7 +84,13 @@ def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
     name, size = wrap.__name__, replace(GPT2_124M, batch=batch)
     title = f"{name.upper()}, batch {batch}, %"
     return Workload(
-        f"{name}_batch{batch}", title, partial(job, wrap, size), steps=10, clock=time.perf_counter, forks=False, budget_s=45
+        f"{name}_batch{batch}",
+        title,
+        partial(job, wrap, size),
+        steps=10,
+        clock=time.perf_counter,
+        forks=False,
+        budget_s=45,
     )
 
 
@@ -81,7 +99,16 @@ CPU = (
         *("buckets", "DDP bucket, us each", _buckets),
         steps=50,
         units=BUCKETS,
-        contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, MOD_TRACKER, COMM_DEBUG_ANEW, AGAIN),
+        contenders=(
+            UNWATCHED,
+            TORCHWHERE,
+            MODULE_EVENTS,
+            PYTHON,
+            PYTHON_EVENTS,
+            MOD_TRACKER,
+            COMM_DEBUG_ANEW,
+            AGAIN,
+        ),
         clock=time.thread_time,
         forks=False,  # gloo has threads
         budget_s=20,

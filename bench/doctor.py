@@ -1,10 +1,12 @@
-"""How long a verdict takes, on a job that hangs because of one rank: boxes of up to 16,384 ranks with 2,000 events each.
+"""How long a verdict takes, on a job that hangs because of one rank: boxes of up to 16,384 ranks
+with 2,000 events each.
 
     python -m bench.doctor [RANKS ...]
 
-The same job as dumps of PyTorch's flight recorder goes to `torchfrtrace`, at 256 and 1,024 ranks: it takes minutes there, so
-it has one round. Everybody is a process of its own, as on a command line. Memory is the most that it and its children held at
-once. Boxes are made by `tests/synthetic_boxes.py`, in a folder for temporary files that must have 6 GB.
+The same job as dumps of PyTorch's flight recorder goes to `torchfrtrace`, at 256 and 1,024 ranks:
+it takes minutes there, so it has one round. Everybody is a process of its own, as on a command
+line. Memory is the most that it and its children held at once. Boxes are made by
+`tests/synthetic_boxes.py`, in a folder for temporary files that must have 6 GB.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def rows(sizes: Sequence[int] = RANKS) -> list[Row]:
     found: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="torchwhere-bench-") as folder:
         if shutil.disk_usage(folder).free < NEEDED_BYTES:
-            raise OSError(f"{folder} has less than {NEEDED_BYTES >> 30} GB for the boxes; set TMPDIR")
+            raise OSError(
+                f"{folder} has less than {NEEDED_BYTES >> 30} GB for the boxes; set TMPDIR"
+            )
         for ranks in sizes:
             found += _rows_of(ranks, Path(folder) / str(ranks))
             shutil.rmtree(Path(folder) / str(ranks))
@@ -67,17 +71,45 @@ def _rows_of(ranks: int, folder: Path) -> list[Row]:
     verdict = json.loads(runs[0].output)
     assert (verdict["kind"], verdict["culprits"]) == ("missing", [victim]), verdict["text"]
     found = [
-        (f"torchwhere doctor, {ranks:,} ranks", statistics.median(run.seconds for run in runs), "s"),
-        (f"torchwhere doctor, {ranks:,} ranks", max(run.bytes for run in runs) / 1e6, "MB of memory"),
+        (
+            f"torchwhere doctor, {ranks:,} ranks",
+            statistics.median(run.seconds for run in runs),
+            "s",
+        ),
+        (
+            f"torchwhere doctor, {ranks:,} ranks",
+            max(run.bytes for run in runs) / 1e6,
+            "MB of memory",
+        ),
         (f"torchwhere doctor, {ranks:,} ranks", len(runs[0].output) / 1e6, "MB of JSON"),
     ]
     return found + (_rows_of_peer(ranks, folder) if ranks in OF_THE_PEER else [])
 
 
 def _rows_of_peer(ranks: int, folder: Path) -> list[Row]:
-    subprocess.run([sys.executable, "-c", _WRITE_DUMPS, str(folder / "boxes"), str(folder / "dumps")], check=True)
-    peer = _run([str(Path(sys.executable).with_name("torchfrtrace")), str(folder / "dumps"), "-p", "torchwhere_rank_"])
-    own = _run([sys.executable, "-m", "torchwhere", "doctor", "--flight-recorder", str(folder / "dumps"), "--json"])
+    subprocess.run(
+        [sys.executable, "-c", _WRITE_DUMPS, str(folder / "boxes"), str(folder / "dumps")],
+        check=True,
+    )
+    peer = _run(
+        [
+            str(Path(sys.executable).with_name("torchfrtrace")),
+            str(folder / "dumps"),
+            "-p",
+            "torchwhere_rank_",
+        ]
+    )
+    own = _run(
+        [
+            sys.executable,
+            "-m",
+            "torchwhere",
+            "doctor",
+            "--flight-recorder",
+            str(folder / "dumps"),
+            "--json",
+        ]
+    )
     return [
         (f"torchwhere doctor --flight-recorder, {ranks:,} ranks", own.seconds, "s"),
         (f"torchwhere doctor --flight-recorder, {ranks:,} ranks", own.bytes / 1e6, "MB of memory"),
@@ -89,7 +121,9 @@ def _rows_of_peer(ranks: int, folder: Path) -> list[Row]:
 def _make(ranks: int, victim: int, folder: Path) -> None:
     options = ["--ranks", str(ranks), "--fault", "missing", "--victim", str(victim)]
     makers = [
-        subprocess.Popen([sys.executable, str(MAKER), str(folder), *options, "--part", str(part), str(MAKERS)])
+        subprocess.Popen(
+            [sys.executable, str(MAKER), str(folder), *options, "--part", str(part), str(MAKERS)]
+        )
         for part in range(MAKERS)
     ]
     codes = [maker.wait() for maker in makers]
@@ -99,7 +133,9 @@ def _make(ranks: int, victim: int, folder: Path) -> None:
 
 def _run(command: list[str]) -> Run:
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     peak, over = [0], threading.Event()
 
     def look() -> None:
@@ -120,7 +156,9 @@ def _held_bytes(pid: int) -> int:
     try:
         own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
-        children = {int(child) for task in tasks for child in (task / "children").read_text().split()}
+        children = {
+            int(child) for task in tasks for child in (task / "children").read_text().split()
+        }
     except OSError:  # it ended under our eyes
         return 0
     return own + sum(map(_held_bytes, children))

@@ -1,4 +1,5 @@
-"""From times to figures: what each contender adds, round by round, and what torchwhere was meant to add."""
+"""From times to figures: what each contender adds, round by round, and what torchwhere was meant to
+add."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.contenders import MOD_TRACKER, MODULE_EVENTS, PYTHON, PYTHON_EVENTS, TORCHWHERE, UNWATCHED
+from bench.contenders import (
+    MOD_TRACKER,
+    MODULE_EVENTS,
+    PYTHON,
+    PYTHON_EVENTS,
+    TORCHWHERE,
+    UNWATCHED,
+)
 from bench.rounds import Times
 from bench.workloads import Workload
 
@@ -76,16 +84,27 @@ def column(workload: Workload, times: Sequence[Times]) -> Column:
     added = {found.contender: _added(found.seconds, plain, workload.units) for found in times}
     by_torchwhere = added[TORCHWHERE]
     figures = [
-        Figure(found.contender, added[found.contender], _ratio(added[found.contender], by_torchwhere))
+        Figure(
+            found.contender, added[found.contender], _ratio(added[found.contender], by_torchwhere)
+        )
         if found.error is None
         else Figure(found.contender, error=found.error)
         for found in times
         if found.contender != UNWATCHED
     ]
-    return Column(workload.key, workload.title, workload.unit, statistics.median(plain) * 1e3, tuple(figures), len(plain))
+    return Column(
+        workload.key,
+        workload.title,
+        workload.unit,
+        statistics.median(plain) * 1e3,
+        tuple(figures),
+        len(plain),
+    )
 
 
-def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) -> tuple[float, ...]:
+def _added(
+    seconds: Sequence[float], plain: Sequence[float], units: int | None
+) -> tuple[float, ...]:
     """Per round: microseconds for each of the `units` of a step, or percent of the step."""
     pairs = list(zip(seconds, plain, strict=False))  # one that failed has fewer rounds
     if units is None:
@@ -94,7 +113,8 @@ def _added(seconds: Sequence[float], plain: Sequence[float], units: int | None) 
 
 
 def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | None:
-    """How the medians compare, at least: where torchwhere's own cost drowns in the noise, it is taken to be the noise."""
+    """How the medians compare, at least: where torchwhere's own cost drowns in the noise, it is
+    taken to be the noise."""
     own = Figure(TORCHWHERE, tuple(by_torchwhere))
     if not added or own.median is None or own.median <= 0:
         return None
@@ -112,7 +132,9 @@ class Target:
 
     def measured(self, columns: Sequence[Column]) -> float | None:
         figure = next((c.of(self.contender) for c in columns if c.key == self.workload), None)
-        return None if figure is None else figure.times_torchwhere if self.as_ratio else figure.median
+        return (
+            None if figure is None else figure.times_torchwhere if self.as_ratio else figure.median
+        )
 
 
 TARGETS = (

@@ -1,7 +1,8 @@
-"""Runs a function in a forked child and gives what it returned: whatever it leaves behind ends with the child.
+"""Runs a function in a forked child and gives what it returned: whatever it leaves behind ends with
+the child.
 
-The child has the very memory of its parent, so that two children differ by nothing but what they ran. Not for CUDA, whose
-contexts do not survive a fork.
+The child has the very memory of its parent, so that two children differ by nothing but what they
+ran. Not for CUDA, whose contexts do not survive a fork.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ _PATIENCE_S = 120  # a child that takes longer is stuck
 
 
 def call(function: Callable[[], float]) -> float:
-    """What `function` returns in a child. Raises RuntimeError with what it raised there, or with how it died."""
+    """What `function` returns in a child. Raises RuntimeError with what it raised there, or with
+    how it died."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

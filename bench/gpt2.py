@@ -30,7 +30,11 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, width = x.shape
-        q, k, v = self.c_attn(x).view(batch, sequence, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.c_attn(x)
+            .view(batch, sequence, 3, self.heads, width // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: torch.Tensor = self.c_proj(y.transpose(1, 2).reshape(batch, sequence, width))
         return out

@@ -1,8 +1,10 @@
-"""What it takes to walk an autograd graph of 1,000,000 nodes: time and memory a node, and what recording lines costs a forward.
+"""What it takes to walk an autograd graph of 1,000,000 nodes: time and memory a node, and what
+recording lines costs a forward.
 
-`rows()` gives (name, figure, unit). The walk is measured against the shortest loop that visits each node once and keeps
-nothing: the price of asking torch for the edges alone. CPU time, so that what else runs meanwhile does not count. DeepSpeed's
-`print_backward_tensors` visits each path, and recurses: on 14 residual layers the walk is measured against that.
+`rows()` gives (name, figure, unit). The walk is measured against the shortest loop that visits each
+node once and keeps nothing: the price of asking torch for the edges alone. CPU time, so that what
+else runs meanwhile does not count. DeepSpeed's `print_backward_tensors` visits each path, and
+recurses: on 14 residual layers the walk is measured against that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torchwhere.model.graph_walk import walk
 NODES = 1_000_000
 ROUNDS = 3
 FORWARDS = 200
-_SAFE = 20_000  # a longer chain that Python has seen overflows the stack when torch 2.13 frees it, unless `walk` saw it
+# a longer chain that Python has seen overflows the stack when torch 2.13 frees it, unless `walk`
+# saw it
+_SAFE = 20_000
 Row = tuple[str, float, str]
 
 
@@ -41,7 +45,8 @@ def _chain(nodes: int) -> torch.Tensor:
 
 
 def _walk_rows(nodes: int) -> list[Row]:
-    """A chain: the deepest graph there is of that size. A fresh one for each, since torch keeps what it has once shown."""
+    """A chain: the deepest graph there is of that size. A fresh one for each, since torch keeps
+    what it has once shown."""
     contenders: dict[str, Callable[[Any], Any]] = {
         f"edges alone, {min(nodes, _SAFE):,} nodes": _visit,
         f"walk, {nodes:,} nodes": lambda tensor: walk([tensor.grad_fn]),
@@ -65,7 +70,10 @@ def _walk_rows(nodes: int) -> list[Row]:
     return [
         *((name, statistics.median(found), "us a node") for name, found in times.items()),
         (f"text, {nodes:,} nodes", text, "us a node"),
-        *((f"{name}, memory", statistics.median(found), "bytes a node") for name, found in list(sizes.items())[1:]),
+        *(
+            (f"{name}, memory", statistics.median(found), "bytes a node")
+            for name, found in list(sizes.items())[1:]
+        ),
     ]
 
 
@@ -132,7 +140,8 @@ class _Block(nn.Module):
 
 
 def _line_rows() -> list[Row]:
-    """A forward of eight blocks, 40 ops: alone, with lines recorded, and in anomaly mode, in turns."""
+    """A forward of eight blocks, 40 ops: alone, with lines recorded, and in anomaly mode, in
+    turns."""
     model, x = nn.Sequential(*(_Block() for _ in range(8))), torch.ones(8, 64)
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "forward alone": nullcontext,

@@ -1,4 +1,5 @@
-"""How long `import torchwhere` takes: whole interpreters, in turns with empty ones, and whether torch came along.
+"""How long `import torchwhere` takes: whole interpreters, in turns with empty ones, and whether
+torch came along.
 
 And, told beside it, how long a watch takes to begin in a process that has torch already.
 """
@@ -46,12 +47,19 @@ def column() -> Column:
 def _remark() -> str:
     brings_torch = _printed(_ASK) == "True"
     begin_ms = statistics.median(float(_printed(_START)) for _ in range(STARTS)) * 1e3
-    return f"import torchwhere {'imports' if brings_torch else 'does not import'} torch; a watch begins in {begin_ms:.0f} ms"
+    return (
+        f"import torchwhere {'imports' if brings_torch else 'does not import'} torch; a watch"
+        f" begins in {begin_ms:.0f} ms"
+    )
 
 
 def _printed(program: str) -> str:
     run = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        check=True,
     )
     return run.stdout.strip()
 

@@ -1,11 +1,13 @@
-"""What tracking modules costs: the drop-in for `ModTracker` against the original, and `on_module`, for each module call.
+"""What tracking modules costs: the drop-in for `ModTracker` against the original, and `on_module`,
+for each module call.
 
     python -m bench.mod_tracker
 
-`rows()` gives name, figure and unit. A step is the forward and backward of a binary tree of 1023 modules whose leaves add one.
-In turns, each in a fork of its own, in CPU time, less the step of the same round that nobody watches. Those that cost little
-run more steps in a turn: on a machine with other work a turn of ten steps is off by 3 us a call. The cycle collector's work for
-what a tracker leaves behind is part of its cost; the two trackers are compared without it, too.
+`rows()` gives name, figure and unit. A step is the forward and backward of a binary tree of 1023
+modules whose leaves add one. In turns, each in a fork of its own, in CPU time, less the step of the
+same round that nobody watches. Those that cost little run more steps in a turn: on a machine with
+other work a turn of ten steps is off by 3 us a call. The cycle collector's work for what a tracker
+leaves behind is part of its cost; the two trackers are compared without it, too.
 """
 
 from __future__ import annotations
@@ -39,13 +41,17 @@ def _do_nothing(*_args: Any) -> None:
     """As a hook, or a callback."""
 
 
-def _original(_model: nn.Module | None, *, hooks: tuple[bool, ...] = ()) -> AbstractContextManager[Any]:
+def _original(
+    _model: nn.Module | None, *, hooks: tuple[bool, ...] = ()
+) -> AbstractContextManager[Any]:
     from torch.distributed._tools.mod_tracker import ModTracker
 
     return _with_hooks(ModTracker(), hooks)  # type: ignore[no-untyped-call]
 
 
-def _drop_in(_model: nn.Module | None, *, hooks: tuple[bool, ...] = ()) -> AbstractContextManager[Any]:
+def _drop_in(
+    _model: nn.Module | None, *, hooks: tuple[bool, ...] = ()
+) -> AbstractContextManager[Any]:
     from torchwhere.drop_in.mod_tracker import ModTracker
 
     return _with_hooks(ModTracker(), hooks)
@@ -68,7 +74,9 @@ COSTLY: dict[str, Enter] = {
     f"{ORIGINAL}, forward hooks": partial(_original, hooks=(True, True)),
     f"{ORIGINAL}, all hooks": partial(_original, hooks=(True,) * 4),
     f"{DROP_IN}, all hooks": partial(_drop_in, hooks=(True,) * 4),
-    "on_module(backward_enter, backward_exit)": partial(_callbacks, names=("backward_enter", "backward_exit")),
+    "on_module(backward_enter, backward_exit)": partial(
+        _callbacks, names=("backward_enter", "backward_exit")
+    ),
 }
 CHEAP: dict[str, Enter] = {
     DROP_IN: _drop_in,
@@ -78,25 +86,37 @@ CHEAP: dict[str, Enter] = {
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench. The share is the median of the rounds, each against the original of the same round."""
+    """For the table of the bench. The share is the median of the rounds, each against the original
+    of the same round."""
     found = []
     for suffix, collects in (("", True), (", collector off", False)):
         added = _added(collects=collects)
-        found += [(name + suffix, statistics.median(each), "us a module call") for name, each in added.items()]
-        shares = [100 * ours / theirs for ours, theirs in zip(added[DROP_IN], added[ORIGINAL], strict=True)]
+        found += [
+            (name + suffix, statistics.median(each), "us a module call")
+            for name, each in added.items()
+        ]
+        shares = [
+            100 * ours / theirs
+            for ours, theirs in zip(added[DROP_IN], added[ORIGINAL], strict=True)
+        ]
         found.append((f"{DROP_IN}, of the original{suffix}", statistics.median(shares), "%"))
     return found
 
 
 def _added(*, collects: bool) -> dict[str, list[float]]:
-    """Microseconds that each adds to a module call, one number per round; without the collector, of the two trackers alone."""
+    """Microseconds that each adds to a module call, one number per round; without the collector, of
+    the two trackers alone."""
     groups = ((COSTLY, STEPS), (CHEAP, STEPS_OF_CHEAP_ONES))
     added: dict[str, list[float]] = {}
     (gc.enable if collects else gc.disable)()
     try:
         for _ in range(ROUNDS):
             for entered, steps in groups:
-                chosen = {name: enter for name, enter in entered.items() if collects or name in (ORIGINAL, DROP_IN)}
+                chosen = {
+                    name: enter
+                    for name, enter in entered.items()
+                    if collects or name in (ORIGINAL, DROP_IN)
+                }
                 for name, figure in _round(chosen, steps).items():
                     added.setdefault(name, []).append(figure)
     finally:
@@ -106,13 +126,19 @@ def _added(*, collects: bool) -> dict[str, list[float]]:
 
 def _round(entered: dict[str, Enter], steps: int) -> dict[str, float]:
     workload = replace(next(each for each in CPU if each.key == "modules"), steps=steps)
-    contenders = [Contender(UNWATCHED, lambda _model: nullcontext()), *(Contender(*item) for item in entered.items())]
+    contenders = [
+        Contender(UNWATCHED, lambda _model: nullcontext()),
+        *(Contender(*item) for item in entered.items()),
+    ]
     times = rounds.run(workload, contenders, most_rounds=1)
     for each in times:
         if each.error is not None:
             raise RuntimeError(f"{each.contender}: {each.error}")
     plain, *others = (each.seconds[0] for each in times)
-    return {name: (took - plain) / (workload.units or 1) * 1e6 for name, took in zip(entered, others, strict=True)}
+    return {
+        name: (took - plain) / (workload.units or 1) * 1e6
+        for name, took in zip(entered, others, strict=True)
+    }
 
 
 if __name__ == "__main__":

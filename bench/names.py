@@ -1,6 +1,8 @@
-"""Naming a model of 100,000 modules: `torchwhere.names`, what a watch does, DeepSpeed's debug names, and torch's own lists.
+"""Naming a model of 100,000 modules: `torchwhere.names`, what a watch does, DeepSpeed's debug
+names, and torch's own lists.
 
-In turns, each in a fork of the same process, in CPU time; the model's parameters are on the meta device.
+In turns, each in a fork of the same process, in CPU time; the model's parameters are on the meta
+device.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def rows() -> list[tuple[str, float, str]]:
     for _ in range(ROUNDS):
         for name, run in contenders.items():
             seconds[name].append(fork.call(lambda run=run: _timed(run)))  # type: ignore[misc]
-    return [(f"{name}, {modules:,} modules", statistics.median(found) * 1e3, "ms") for name, found in seconds.items()]
+    return [
+        (f"{name}, {modules:,} modules", statistics.median(found) * 1e3, "ms")
+        for name, found in seconds.items()
+    ]
 
 
 def _contenders(model: nn.Module) -> dict[str, Callable[[], object]]:
@@ -53,9 +58,14 @@ def _contenders(model: nn.Module) -> dict[str, Callable[[], object]]:
     return {
         "torchwhere.names(model)": lambda: names(model),
         "torchwhere, what a watch does": lambda: NameTable().add_root(model),
-        "drop_in.deepspeed_debug": lambda: deepspeed_debug.debug_extract_module_and_param_names(model),
+        "drop_in.deepspeed_debug": lambda: deepspeed_debug.debug_extract_module_and_param_names(
+            model
+        ),
         "deepspeed.utils.debug": lambda: debug_extract_module_and_param_names(model),
-        "torch, named_modules and named_parameters": lambda: (list(model.named_modules()), list(model.named_parameters())),
+        "torch, named_modules and named_parameters": lambda: (
+            list(model.named_modules()),
+            list(model.named_parameters()),
+        ),
     }
 
 

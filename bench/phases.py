@@ -1,7 +1,8 @@
-"""What one phase block costs: `torchwhere.phase`, watched and not, torch's `SimpleProfiler.profile` and its drop-in, and
-`torch.profiler.record_function` (with no profiler running).
+"""What one phase block costs: `torchwhere.phase`, watched and not, torch's `SimpleProfiler.profile`
+and its drop-in, and `torch.profiler.record_function` (with no profiler running).
 
-In turns, in CPU time, less an empty `with`. A watched phase writes two records with their place and keeps its sums in the box.
+In turns, in CPU time, less an empty `with`. A watched phase writes two records with their place and
+keeps its sums in the box.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def rows() -> list[tuple[str, float, str]]:
                     took = _timed(make) - empty
                 if at:  # the first round warms up
                     seconds[name].append(took)
-    return [(name, statistics.median(found) / BLOCKS * 1e6, "us a block") for name, found in seconds.items()]
+    return [
+        (name, statistics.median(found) / BLOCKS * 1e6, "us a block")
+        for name, found in seconds.items()
+    ]
 
 
 def _contenders() -> dict[str, tuple[Context, bool]]:
@@ -48,8 +52,14 @@ def _contenders() -> dict[str, tuple[Context, bool]]:
         "torchwhere.phase, one object for all, watched": (lambda: made, True),
         "torchwhere.phase, not watched": (lambda: torchwhere.phase("data"), False),
         "SimpleProfiler.profile": (lambda: SimpleProfiler.profile("data"), False),
-        "drop_in SimpleProfiler.profile, not watched": (lambda: fsdp_debug.SimpleProfiler.profile("data"), False),
-        "drop_in SimpleProfiler.profile, watched": (lambda: fsdp_debug.SimpleProfiler.profile("data"), True),
+        "drop_in SimpleProfiler.profile, not watched": (
+            lambda: fsdp_debug.SimpleProfiler.profile("data"),
+            False,
+        ),
+        "drop_in SimpleProfiler.profile, watched": (
+            lambda: fsdp_debug.SimpleProfiler.profile("data"),
+            True,
+        ),
         "record_function": (lambda: record_function("data"), False),
     }
 

@@ -1,7 +1,9 @@
-"""Printing from many processes at once into one pipe: how long it takes, and how many lines come out torn.
+"""Printing from many processes at once into one pipe: how long it takes, and how many lines come
+out torn.
 
-8 processes print 100,000 numbered lines together, with `torchwhere.print_rank`, with DeepSpeed's `printflock`, and with plain
-`print`, in turns. The reader checks every line: it must be one of those printed, whole, and each exactly once.
+8 processes print 100,000 numbered lines together, with `torchwhere.print_rank`, with DeepSpeed's
+`printflock`, and with plain `print`, in turns. The reader checks every line: it must be one of
+those printed, whole, and each exactly once.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _SETUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """One way to print: microseconds a line, all processes together, for each round; and lines that did not come out whole."""
+    """One way to print: microseconds a line, all processes together, for each round; and lines that
+    did not come out whole."""
 
     contender: str
     us_per_line: tuple[float, ...]
@@ -52,7 +55,9 @@ class Printed:
         return statistics.median(self.us_per_line)
 
 
-def measure(*, processes: int = PROCESSES, lines: int = LINES, rounds: int = ROUNDS) -> list[Printed]:
+def measure(
+    *, processes: int = PROCESSES, lines: int = LINES, rounds: int = ROUNDS
+) -> list[Printed]:
     """Every contender once in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in _SETUPS}
     torn: Counter[str] = Counter()
@@ -61,7 +66,10 @@ def measure(*, processes: int = PROCESSES, lines: int = LINES, rounds: int = ROU
             took, whole = _round(name, processes, lines // processes)
             seconds[name].append(took)
             torn[name] += lines // processes * processes - whole
-    return [Printed(name, tuple(s / lines * 1e6 for s in found), torn[name], rounds * lines) for name, found in seconds.items()]
+    return [
+        Printed(name, tuple(s / lines * 1e6 for s in found), torn[name], rounds * lines)
+        for name, found in seconds.items()
+    ]
 
 
 def rows() -> list[tuple[str, float, str]]:
@@ -80,8 +88,14 @@ def rows() -> list[tuple[str, float, str]]:
 def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
     """Seconds until the last line was read, and how many lines were whole."""
     program = _PROGRAM.format(setup=_SETUPS[name], long=_LONG, every=_EVERY_LONG)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as Python comes
-    reader = subprocess.Popen([sys.executable, "-c", _READER, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # as Python comes
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader = subprocess.Popen(
+        [sys.executable, "-c", _READER, name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert reader.stdin is not None
     assert reader.stdout is not None
     writers = [
@@ -113,7 +127,8 @@ def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
     return took, whole
 
 
-# Counts the lines that are exactly what a process printed, each once. A prefix of the rank is allowed where it is asked for.
+# Counts the lines that are exactly what a process printed, each once. A prefix of the rank is
+# allowed where it is asked for.
 _READER = f"""
 import re, sys
 pattern = re.compile(rb"(?:\\[(\\d+)\\] )?<(\\d+) (\\d+) (x+)>\\n")

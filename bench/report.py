@@ -1,10 +1,12 @@
-"""How long the report page takes: to be made, of ten thousand ranks with 1,000 events each, and to be there in a browser.
+"""How long the report page takes: to be made, of ten thousand ranks with 1,000 events each, and to
+be there in a browser.
 
     python -m bench.report [RANKS]
 
-Boxes are made by `tests/synthetic_boxes.py`, in a folder for temporary files that must have 2 GB. The page is opened from disk
-in Chromium without a screen; first paint is when the verdict is seen, the whole page when all its sections are there. Both need
-Chromium and playwright, and are left out without them.
+Boxes are made by `tests/synthetic_boxes.py`, in a folder for temporary files that must have 2 GB.
+The page is opened from disk in Chromium without a screen; first paint is when the verdict is seen,
+the whole page when all its sections are there. Both need Chromium and playwright, and are left out
+without them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,15 @@ def rows(ranks: int = RANKS) -> list[Row]:
         folder = Path(name)
         _make(ranks, folder / "boxes")
         page = folder / "report.html"
-        command = [sys.executable, "-m", "torchwhere", "report", str(folder / "boxes"), "-o", str(page)]
+        command = [
+            sys.executable,
+            "-m",
+            "torchwhere",
+            "report",
+            str(folder / "boxes"),
+            "-o",
+            str(page),
+        ]
         seconds = [_seconds(command) for _ in range(ROUNDS)]
         found = [
             (f"report page made, {ranks:,} ranks", statistics.median(seconds), "s"),
@@ -59,7 +69,9 @@ def _make(ranks: int, folder: Path) -> None:
         "1024",
     ]
     command = [sys.executable, str(TESTS / "synthetic_boxes.py"), str(folder), *options]
-    makers = [subprocess.Popen([*command, "--part", str(part), str(MAKERS)]) for part in range(MAKERS)]
+    makers = [
+        subprocess.Popen([*command, "--part", str(part), str(MAKERS)]) for part in range(MAKERS)
+    ]
     codes = [maker.wait() for maker in makers]
     if any(codes):
         raise RuntimeError("the boxes could not be made")
@@ -67,12 +79,16 @@ def _make(ranks: int, folder: Path) -> None:
 
 def _seconds(command: list[str]) -> float:
     begin = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run(
+        command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     return time.perf_counter() - begin
 
 
 def _rows_in_browser(page: Path) -> list[Row]:
-    if shutil.which("chromium") is None or not all(map(importlib.util.find_spec, ("playwright", "pytest"))):
+    if shutil.which("chromium") is None or not all(
+        map(importlib.util.find_spec, ("playwright", "pytest"))
+    ):
         return []
     sys.path.insert(0, str(TESTS))
     from browser import browser
@@ -80,7 +96,10 @@ def _rows_in_browser(page: Path) -> list[Row]:
     with browser() as chromium:
         found = [_opened(chromium, page) for _ in range(ROUNDS)]
     paint, whole = (statistics.median(figures) for figures in zip(*found, strict=True))
-    return [("report page, first paint in Chromium", paint, "ms"), ("report page, whole in Chromium", whole, "ms")]
+    return [
+        ("report page, first paint in Chromium", paint, "ms"),
+        ("report page, whole in Chromium", whole, "ms"),
+    ]
 
 
 def _opened(chromium: Any, page: Path) -> tuple[float, float]:

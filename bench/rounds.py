@@ -1,14 +1,18 @@
-"""Times the contenders of one workload in turns: one round after another, in each round everyone once.
+"""Times the contenders of one workload in turns: one round after another, in each round everyone
+once.
 
-A machine that is slow for a second is then slow for all of them, and what is told is each contender against the unwatched
-time of the same round. A contender is entered anew in every round and does a few untimed steps first.
+A machine that is slow for a second is then slow for all of them, and what is told is each contender
+against the unwatched time of the same round. A contender is entered anew in every round and does a
+few untimed steps first.
 
-On a CPU every turn is a fork of one process, since CommDebugMode and FlopCounterMode leave so many objects behind that all
-who come after them are slower. CUDA and gloo do not survive a fork: with them all turns are in one process, and one that
-raises may have left hooks in the model, which is then built anew.
+On a CPU every turn is a fork of one process, since CommDebugMode and FlopCounterMode leave so many
+objects behind that all who come after them are slower. CUDA and gloo do not survive a fork: with
+them all turns are in one process, and one that raises may have left hooks in the model, which is
+then built anew.
 
-The cycle collector stays on: what it costs is part of what watching costs. But objects older than the turn are frozen out of
-it: a full collection of torch's own takes 0.4 s and would fall on anyone.
+The cycle collector stays on: what it costs is part of what watching costs. But objects older than
+the turn are frozen out of it: a full collection of torch's own takes 0.4 s and would fall on
+anyone.
 """
 
 from __future__ import annotations
@@ -30,14 +34,17 @@ FIRST_STEPS = 3  # of a job: they make the optimizer's state and let DDP settle 
 
 @dataclass(slots=True)
 class Times:
-    """One contender on one workload: seconds a step, one number per round, or the error that ended it."""
+    """One contender on one workload: seconds a step, one number per round, or the error that ended
+    it."""
 
     contender: str
     seconds: list[float] = field(default_factory=list)
     error: str | None = None
 
 
-def run(workload: Workload, contenders: Sequence[Contender], *, most_rounds: int = MOST_ROUNDS) -> list[Times]:
+def run(
+    workload: Workload, contenders: Sequence[Contender], *, most_rounds: int = MOST_ROUNDS
+) -> list[Times]:
     """As many rounds as fit into the workload's budget, and at least one."""
     times = {contender: Times(contender.name) for contender in contenders}
     with ExitStack() as stack:
@@ -49,7 +56,9 @@ def run(workload: Workload, contenders: Sequence[Contender], *, most_rounds: int
             if done and (time.monotonic() - start) * (done + 1) / done > workload.budget_s:
                 break
             for contender in _turned(contenders, done):
-                if times[contender].error is None and not _turn(job, workload, contender, times[contender]):
+                if times[contender].error is None and not _turn(
+                    job, workload, contender, times[contender]
+                ):
                     stack.close()
                     job = _make(workload, stack)
     return list(times.values())
@@ -85,7 +94,10 @@ def _turn(job: Job, workload: Workload, contender: Contender, times: Times) -> b
 
     def measure() -> float:
         if contender.anew_each_step:
-            return sum(_time(job, contender, 1, workload.clock, warm=0) for _ in range(workload.steps)) / workload.steps
+            return (
+                sum(_time(job, contender, 1, workload.clock, warm=0) for _ in range(workload.steps))
+                / workload.steps
+            )
         return _time(job, contender, workload.steps, workload.clock, warm=workload.warm_steps)
 
     try:
@@ -97,7 +109,9 @@ def _turn(job: Job, workload: Workload, contender: Contender, times: Times) -> b
     return True
 
 
-def _time(job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: int) -> float:
+def _time(
+    job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: int
+) -> float:
     """Seconds a step under one contender."""
     _freeze()
     with contender.enter(job.model):

@@ -11,7 +11,9 @@ _WITH_RATIO = "modules"  # where torchwhere's cost stands far enough above the n
 
 
 def render(machine: str, columns: Sequence[Column]) -> str:
-    return "\n".join([machine, "", *_table(columns), "", *_remarks(columns), "", *_targets(columns)])
+    return "\n".join(
+        [machine, "", *_table(columns), "", *_remarks(columns), "", *_targets(columns)]
+    )
 
 
 def _table(columns: Sequence[Column]) -> list[str]:
@@ -53,12 +55,18 @@ def number(value: float | None) -> str:
 
 def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+        for row in rows
+    ]
     return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
 
 def _remarks(columns: Sequence[Column]) -> list[str]:
-    lines = [f"Median of the rounds ± median distance from it; rounds: {', '.join(f'{c.key} {c.rounds}' for c in columns)}."]
+    lines = [
+        "Median of the rounds ± median distance from it; rounds:"
+        f" {', '.join(f'{c.key} {c.rounds}' for c in columns)}."
+    ]
     lines += [f"{column.remark}." for column in columns if column.remark]
     for column in columns:
         failed = [figure for figure in column.figures if figure.error is not None]
@@ -67,5 +75,12 @@ def _remarks(columns: Sequence[Column]) -> list[str]:
 
 
 def _targets(columns: Sequence[Column]) -> list[str]:
-    aimed = [target for target in TARGETS if any(column.key == target.workload for column in columns)]
-    return _aligned([["target", "measured"], *([target.text, number(target.measured(columns))] for target in aimed)])
+    aimed = [
+        target for target in TARGETS if any(column.key == target.workload for column in columns)
+    ]
+    return _aligned(
+        [
+            ["target", "measured"],
+            *([target.text, number(target.measured(columns))] for target in aimed),
+        ]
+    )

@@ -1,6 +1,8 @@
-"""What the five toolboxes cost, against their originals: one section for each question, one row for each contender.
+"""What the five toolboxes cost, against their originals: one section for each question, one row for
+each contender.
 
-Each section runs in a process of its own: some originals leave hooks and objects behind that slow down all who come after.
+Each section runs in a process of its own: some originals leave hooks and objects behind that slow
+down all who come after.
 """
 
 from __future__ import annotations
@@ -53,7 +55,11 @@ def _measured(key: str) -> Section:
     if done.returncode:
         return Section(key, SECTIONS[key], error=f"exit code {done.returncode}")
     rows = json.loads(done.stdout.splitlines()[-1])
-    return Section(key, SECTIONS[key], tuple((str(name), float(figure), str(unit)) for name, figure, unit in rows))
+    return Section(
+        key,
+        SECTIONS[key],
+        tuple((str(name), float(figure), str(unit)) for name, figure, unit in rows),
+    )
 
 
 def render(sections: Sequence[Section]) -> str:
@@ -61,7 +67,9 @@ def render(sections: Sequence[Section]) -> str:
     for section in sections:
         lines += ["", section.title]
         width = max((len(name) for name, _, _ in section.rows), default=0)
-        lines += [f"  {name:{width}}  {figure:>10.4g} {unit}" for name, figure, unit in section.rows]
+        lines += [
+            f"  {name:{width}}  {figure:>10.4g} {unit}" for name, figure, unit in section.rows
+        ]
         lines += [f"  failed: {section.error}"] if section.error else []
     return "\n".join(lines)
 

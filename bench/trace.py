@@ -2,7 +2,8 @@
 
     python -m bench.trace [RANKS]
 
-The command is a process of its own, as on a command line. Boxes are made by `tests/synthetic_boxes.py`.
+The command is a process of its own, as on a command line. Boxes are made by
+`tests/synthetic_boxes.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +31,22 @@ def rows(ranks: int = RANKS) -> list[Row]:
         boxes, out = Path(folder) / "boxes", Path(folder) / "trace.json.gz"
         options = ["--ranks", str(ranks), "--steps", str(STEPS), "--records", str(EVENTS)]
         subprocess.run([sys.executable, str(MAKER), str(boxes), *options], check=True)
-        command = [sys.executable, "-m", "torchwhere", "trace", str(boxes), "-o", str(out), "--json"]
+        command = [
+            sys.executable,
+            "-m",
+            "torchwhere",
+            "trace",
+            str(boxes),
+            "-o",
+            str(out),
+            "--json",
+        ]
         runs = [_run(command) for _ in range(ROUNDS)]
-        said = json.loads(subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True).stdout)
+        said = json.loads(
+            subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
+            ).stdout
+        )
     assert said["ranks"] == list(range(ranks)), said["ranks"]
     name = f"torchwhere trace, {ranks:,} ranks x {EVENTS:,} events"
     return [

@@ -1,4 +1,5 @@
-"""What is timed on a CPU: modules that do nothing, a small GPT-2, and collectives that go nowhere."""
+"""What is timed on a CPU: modules that do nothing, a small GPT-2, and collectives that go
+nowhere."""
 
 from __future__ import annotations
 
@@ -30,16 +31,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed, and how its cost is told: per unit in microseconds, or as a share of the step."""
+    """What is timed, and how its cost is told: per unit in microseconds, or as a share of the
+    step."""
 
     key: str
     title: str
     make: Callable[[], AbstractContextManager[Job]]
     steps: int  # timed in one go
     warm_steps: int = 2  # before them, untimed
-    units: int | None = None  # of which the cost is told, in one step; None: tell the added share of a step
+    # of which the cost is told, in one step; None: tell the added share of a step
+    units: int | None = None
     contenders: tuple[str, ...] | None = None  # None: all
-    clock: Callable[[], float] = time.process_time  # all the work is one thread's: leave out what others take from it
+    # all the work is one thread's: leave out what others take from it
+    clock: Callable[[], float] = time.process_time
     forks: bool = True  # whether each turn gets a process of its own
     budget_s: float = 30.0
 
@@ -76,7 +80,9 @@ def _gpt2() -> Iterator[Job]:
     yield Job(training_step(model, SMALL, torch.optim.AdamW(model.parameters())), model)
 
 
-def training_step(model: nn.Module, size: Size, optimizer: torch.optim.Optimizer, device: str = "cpu") -> Callable[[], None]:
+def training_step(
+    model: nn.Module, size: Size, optimizer: torch.optim.Optimizer, device: str = "cpu"
+) -> Callable[[], None]:
     tokens = torch.randint(size.local_ids, (size.batch, size.sequence), device=device)
 
     def step() -> None:
@@ -105,7 +111,15 @@ def _collectives() -> Iterator[Job]:
 
 
 CPU = (
-    Workload("modules", "modules, us a call", _modules, steps=10, warm_steps=5, units=2**DEPTH - 1, budget_s=50),
+    Workload(
+        "modules",
+        "modules, us a call",
+        _modules,
+        steps=10,
+        warm_steps=5,
+        units=2**DEPTH - 1,
+        budget_s=50,
+    ),
     Workload("gpt2", "GPT-2, % of a step", _gpt2, steps=4, budget_s=50),
     Workload(
         *("collectives", "all_reduce, us each", _collectives),

@@ -1,4 +1,5 @@
-"""How the site is made of these pages, by Sphinx: `make docs`. The same pages are read on GitHub; links work in both."""
+"""How the site is made of these pages, by Sphinx: `make docs`. The same pages are read on GitHub;
+links work in both."""
 
 from __future__ import annotations
 

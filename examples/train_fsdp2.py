@@ -1,4 +1,5 @@
-"""A small FSDP2 training job. Nothing in it knows of torchwhere: torchrun -m torchwhere run --out run/ train_fsdp2.py"""
+"""A small FSDP2 training job. Nothing in it knows of torchwhere: torchrun -m torchwhere run --out
+run/ train_fsdp2.py"""
 
 import torch
 import torch.distributed as dist

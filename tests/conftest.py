@@ -1,4 +1,5 @@
-"""Fixtures: every test is checked for what it leaves behind; ranks are real processes shared by all tests."""
+"""Fixtures: every test is checked for what it leaves behind; ranks are real processes shared by all
+tests."""
 
 from __future__ import annotations
 
@@ -20,13 +21,17 @@ from rank_pool import Pool
 torch.set_num_threads(1)
 # pytest leaves SIGBUS to faulthandler: what the tests find before a watch must be there after it.
 faulthandler.enable()
-# Python's own code is tried, whatever this machine has built; with TORCHWHERE_NATIVE=1 it is the native part.
+# Python's own code is tried, whatever this machine has built; with TORCHWHERE_NATIVE=1 it is the
+# native part.
 if os.environ.setdefault("TORCHWHERE_NATIVE", "0") == "1":
     from torchwhere.native.build import build
 
     build()
-# What DeepSpeed compiles is kept with the environment. Torch waits for ever for the lock of a build that was killed.
-extensions = Path(os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")))
+# What DeepSpeed compiles is kept with the environment. Torch waits for ever for the lock of a build
+# that was killed.
+extensions = Path(
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+)
 for lock in extensions.glob("*/lock"):
     if time.time() - lock.stat().st_mtime > 300:
         lock.unlink()
@@ -34,7 +39,8 @@ for lock in extensions.glob("*/lock"):
 
 @pytest.fixture(scope="module", autouse=True)
 def only_new_objects_are_collected() -> None:
-    """Each test is looked at twice for what it leaves, with a full collection: 0.3 s over all that torch has imported."""
+    """Each test is looked at twice for what it leaves, with a full collection: 0.3 s over all that
+    torch has imported."""
     gc.collect()
     gc.freeze()
 
@@ -55,13 +61,16 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
 def building(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[str] | None]:
-    """`torchwhere native`, if a test needs what it builds. It takes a while: it is begun before the first test."""
+    """`torchwhere native`, if a test needs what it builds. It takes a while: it is begun before the
+    first test."""
     if not any("library" in getattr(item, "fixturenames", ()) for item in request.session.items):
         yield None
         return
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     line = [sys.executable, "-m", "torchwhere", "native"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+    with subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    ) as process:
         yield process
 
 

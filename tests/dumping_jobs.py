@@ -1,6 +1,8 @@
-"""The jobs of `faulty_jobs.py`, with a thread in every rank that dumps the flight recorder when it is asked to.
+"""The jobs of `faulty_jobs.py`, with a thread in every rank that dumps the flight recorder when it
+is asked to.
 
-Asked by a file `dump` in the job's folder. A rank that is stopped, killed or holds the GIL leaves no dump, as in life.
+Asked by a file `dump` in the job's folder. A rank that is stopped, killed or holds the GIL leaves
+no dump, as in life.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ def _dump_when_asked(folder: Path, rank: int) -> None:
 
 def _dump(folder: Path, rank: int) -> None:
     recorder = torch._C._distributed_c10d
-    dumps = {"pickle": recorder._dump_fr_trace(True, True, False), "json": recorder._dump_fr_trace_json(True, False)}
+    dumps = {
+        "pickle": recorder._dump_fr_trace(True, True, False),
+        "json": recorder._dump_fr_trace_json(True, False),
+    }
     for kind, data in dumps.items():
         (folder / kind).mkdir(exist_ok=True)
         half_written = folder / kind / f".{rank}"

@@ -1,7 +1,8 @@
-"""Jobs of four ranks, each with one fault planted in one of them. Run by `test_doctor.py`, a process for each rank.
+"""Jobs of four ranks, each with one fault planted in one of them. Run by `test_doctor.py`, a
+process for each rank.
 
-A fault is a function of the victim's rank. What must be found is in its `Expected`: the kind, and where the victim is if that
-is in this file: the line marked `# here: <name>`, the module.
+A fault is a function of the victim's rank. What must be found is in its `Expected`: the kind, and
+where the victim is if that is in this file: the line marked `# here: <name>`, the module.
 """
 
 from __future__ import annotations
@@ -52,11 +53,14 @@ class Expected:
     module: str | None = None
     issued: str | None = None  # mark of the line from which the culprit issued what differs
     words: str | None = None  # in the culprit's detail
-    needs: Callable[[int], set[int]] = lambda victim: {victim}  # where nobody stands still: the boxes that show it
+    # where nobody stands still: the boxes that show it
+    needs: Callable[[int], set[int]] = lambda victim: {victim}
     spied_line: str | None = None  # as `line`, where py-spy is installed: nothing else can look
     spied_words: str | None = None  # as `words`
-    around: Callable[[str], AbstractContextManager[None]] | None = None  # what must be there before the job starts
-    enter: Callable[[str, int, int], None] | None = None  # by each rank, before it is watched: what is around it, victim, rank
+    # what must be there before the job starts
+    around: Callable[[str], AbstractContextManager[None]] | None = None
+    # by each rank, before it is watched: what is around it, victim, rank
+    enter: Callable[[str, int, int], None] | None = None
 
 
 FAULTS: dict[str, tuple[Callable[[int], None], Expected]] = {}
@@ -66,7 +70,9 @@ def everyone(_victim: int) -> set[int]:
     return set(range(WORLD))
 
 
-def fault(*kinds: str, **expected: object) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
+def fault(
+    *kinds: str, **expected: object
+) -> Callable[[Callable[[int], None]], Callable[[int], None]]:
     def register(job: Callable[[int], None]) -> Callable[[int], None]:
         FAULTS[job.__name__] = job, Expected(kinds, **expected)  # type: ignore[arg-type]
         return job
@@ -89,7 +95,9 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
     if enter is not None:
         enter(around_name(folder), victim, rank)
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=300)
+    )
     torch.manual_seed(0)
     assert (native() is not None) == (os.environ.get(SWITCH) == "1")
     with torchwhere.watch(out=f"{folder}/run"):
@@ -102,14 +110,17 @@ def around_name(folder: str | Path) -> str:
 
 
 def serve() -> None:
-    """Fork the ranks of each job that is asked for: `name victim folder` a line; their process numbers are the answer, and
-    last that of the job's monitor."""
+    """Fork the ranks of each job that is asked for: `name victim folder` a line; their process
+    numbers are the answer, and last that of the job's monitor."""
     import torch._dynamo  # noqa: F401 - DDP imports it; here once for all
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead leave at once
     for line in sys.stdin:
         name, victim, folder = line.split(maxsplit=2)
-        pids = [_fork(f"rank{rank}", folder.strip(), run, name, int(victim), rank, folder.strip()) for rank in range(WORLD)]
+        pids = [
+            _fork(f"rank{rank}", folder.strip(), run, name, int(victim), rank, folder.strip())
+            for rank in range(WORLD)
+        ]
         pids.append(_fork("monitor", folder.strip(), watch_over, folder.strip(), pids[0]))
         sys.stdout.write(" ".join(map(str, pids)) + "\n")
         sys.stdout.flush()
@@ -157,8 +168,15 @@ def is_faulty(victim: int, step: int) -> bool:
     return dist.get_rank() == victim and step == FAULTY_STEP
 
 
-def train(victim: int, at_fault: Callable[[], None], *, model: nn.Module | None = None, instead: bool = False) -> None:
-    """A DDP training in which the victim does something else at one step, after or instead of its all_reduce."""
+def train(
+    victim: int,
+    at_fault: Callable[[], None],
+    *,
+    model: nn.Module | None = None,
+    instead: bool = False,
+) -> None:
+    """A DDP training in which the victim does something else at one step, after or instead of its
+    all_reduce."""
     model = model or DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -174,12 +192,13 @@ def train(victim: int, at_fault: Callable[[], None], *, model: nn.Module | None 
         dist.all_reduce(total)  # here: total
 
 
-# -- different programs ----------------------------------------------------------------------------------------------------
+# -- different programs ----------------------------------------------------------------------------
 
 
 @fault("mismatch")
 def branch(victim: int) -> None:
-    """A branch on the rank leaves one all_reduce out: the next one, of a bucket, takes its number."""
+    """A branch on the rank leaves one all_reduce out: the next one, of a bucket, takes its
+    number."""
     train(victim, lambda: None, instead=True)
 
 
@@ -195,7 +214,8 @@ def extra(victim: int) -> None:
 
 @fault("mismatch")
 def extra_of_same_shape(victim: int) -> None:
-    """One collective more, of the shape of the next: nothing fails, everything after it is shifted."""
+    """One collective more, of the shape of the next: nothing fails, everything after it is
+    shifted."""
     train(victim, lambda: dist.all_reduce(torch.tensor(1.0)))
 
 
@@ -215,7 +235,8 @@ def wrong_order(victim: int) -> None:
 
 @fault("mismatch", issued="swapped")
 def swapped(victim: int) -> None:
-    """Two reductions of one shape in the other order: nothing fails, the sums are of different things."""
+    """Two reductions of one shape in the other order: nothing fails, the sums are of different
+    things."""
     loss, accuracy = torch.ones(1), torch.ones(1)
 
     def reduce_loss() -> None:
@@ -225,7 +246,11 @@ def swapped(victim: int) -> None:
         dist.all_reduce(accuracy)  # here: swapped
 
     for step in range(STEPS):
-        both = (reduce_accuracy, reduce_loss) if is_faulty(victim, step) else (reduce_loss, reduce_accuracy)
+        both = (
+            (reduce_accuracy, reduce_loss)
+            if is_faulty(victim, step)
+            else (reduce_loss, reduce_accuracy)
+        )
         for reduce in both:
             reduce()
         torchwhere.step()
@@ -282,7 +307,8 @@ def wrong_peer(victim: int) -> None:
 
 @fault("deadlock", "missing")
 def microbatches(victim: int) -> None:
-    """A pipeline in which one stage takes one microbatch fewer than the stage before it sends, or sends one fewer."""
+    """A pipeline in which one stage takes one microbatch fewer than the stage before it sends, or
+    sends one fewer."""
     rank = dist.get_rank()
     for step in range(STEPS):
         for _ in range(4 - is_faulty(victim, step)):
@@ -295,7 +321,8 @@ def microbatches(victim: int) -> None:
 
 @fault("mismatch", "deadlock", line="stage")
 def pipeline_peer(victim: int) -> None:
-    """A pipeline in which one stage, of those that send, sends to the stage after the next, or back."""
+    """A pipeline in which one stage, of those that send, sends to the stage after the next, or
+    back."""
     rank = dist.get_rank()
     for step in range(STEPS):
         if rank > 0:
@@ -318,7 +345,8 @@ def shared_by_two_groups(victim: int) -> None:
 
 @fault("mismatch", needs=lambda victim: {victim, victim ^ 1})
 def skipped_by_one_of_two(victim: int) -> None:
-    """A layer of a tensor-parallel pair that one of them skips: nothing fails, and there is no majority."""
+    """A layer of a tensor-parallel pair that one of them skips: nothing fails, and there is no
+    majority."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         for layer in range(3):
@@ -331,7 +359,8 @@ def skipped_by_one_of_two(victim: int) -> None:
 
 @fault("missing", line="late")
 def others_give_up(victim: int) -> None:
-    """One rank is held so long that the others' collective times out, and they end before it does."""
+    """One rank is held so long that the others' collective times out, and they end before it
+    does."""
     impatient = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=3))
     for step in range(STEPS):
         if is_faulty(victim, step):
@@ -418,7 +447,8 @@ def leaves_early(victim: int) -> None:
 
 @fault("deadlock")
 def leaves_loop_early(victim: int) -> None:
-    """A rank of a tensor-parallel pair takes one step fewer and waits in the last barrier, with the other pair."""
+    """A rank of a tensor-parallel pair takes one step fewer and waits in the last barrier, with the
+    other pair."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(STEPS - (dist.get_rank() == victim)):
         dist.all_reduce(torch.ones(4), group=mesh["tp"].get_group())
@@ -428,7 +458,8 @@ def leaves_loop_early(victim: int) -> None:
 
 @fault("deadlock")
 def leaves_mesh_loop_early(victim: int) -> None:
-    """The same with reductions over both dimensions of the mesh: a neighbour and its neighbour wait too."""
+    """The same with reductions over both dimensions of the mesh: a neighbour and its neighbour wait
+    too."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(STEPS - (dist.get_rank() == victim)):
         for name in ("tp", "dp"):
@@ -456,7 +487,7 @@ def object_missed(victim: int) -> None:
             dist.all_gather_object([None] * WORLD, {"step": step})
 
 
-# -- held ------------------------------------------------------------------------------------------------------------------
+# -- held ------------------------------------------------------------------------------------------
 
 
 @fault("missing", line="data", words="data loading")
@@ -552,7 +583,8 @@ def sigstop(victim: int) -> None:
 
 @fault("missing", words="stopped")
 def sigstop_inside(victim: int) -> None:
-    """Stopped while it waits in a collective that it has issued: all have come to it, and one cannot go on."""
+    """Stopped while it waits in a collective that it has issued: all have come to it, and one
+    cannot go on."""
     for step in range(STEPS):
         if is_faulty(victim, step):
             subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}"])
@@ -584,7 +616,7 @@ def compilation(victim: int) -> None:
     train(victim, lambda: torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2)))
 
 
-# -- dead ------------------------------------------------------------------------------------------------------------------
+# -- dead ------------------------------------------------------------------------------------------
 
 
 @fault("dead")
@@ -638,7 +670,7 @@ def no_memory(victim: int) -> None:
     train(victim, allocates)
 
 
-# -- slow ------------------------------------------------------------------------------------------------------------------
+# -- slow ------------------------------------------------------------------------------------------
 
 
 @fault("straggler")
@@ -660,7 +692,7 @@ def slow(victim: int) -> None:
         torchwhere.step(step)
 
 
-# -- all together ----------------------------------------------------------------------------------------------------------
+# -- all together ----------------------------------------------------------------------------------
 
 
 def no_one(_victim: int) -> set[int]:
@@ -680,12 +712,15 @@ def dump_when_asked(stem: str, rank: int) -> None:
     os.mkfifo(f"{stem}-rank{rank}.pipe")
     with open(f"{stem}-rank{rank}.pipe", "rb") as pipe:
         pipe.readline()
-    Path(f"{stem}-dump{rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace(True, True, False))
+    Path(f"{stem}-dump{rank}").write_bytes(
+        torch._C._distributed_c10d._dump_fr_trace(True, True, False)
+    )
 
 
 @fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network)
 def cable_pulled(victim: int) -> None:
-    """The network between two halves of the job fails: all ranks wait in one collective, and nobody is missing."""
+    """The network between two halves of the job fails: all ranks wait in one collective, and nobody
+    is missing."""
     for step in range(STEPS):
         if is_faulty(victim, step):
             surroundings.pull_cable()
@@ -693,7 +728,7 @@ def cable_pulled(victim: int) -> None:
         torchwhere.step()
 
 
-# -- nothing is wrong ------------------------------------------------------------------------------------------------------
+# -- nothing is wrong ------------------------------------------------------------------------------
 
 
 @fault("healthy", culprits=no_one)
@@ -710,7 +745,8 @@ def healthy_ddp(_victim: int) -> None:
 
 @fault("healthy", culprits=no_one)
 def healthy_turns(_victim: int) -> None:
-    """Each rank broadcasts in its turn, from another line than those who listen; messages go round; ranks wait at the end."""
+    """Each rank broadcasts in its turn, from another line than those who listen; messages go round;
+    ranks wait at the end."""
     rank = dist.get_rank()
     for step in range(300):
         for turn in range(WORLD):
@@ -728,7 +764,8 @@ def healthy_turns(_victim: int) -> None:
 
 @fault("healthy", culprits=no_one)
 def healthy_mesh(_victim: int) -> None:
-    """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for itself between the steps."""
+    """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for
+    itself between the steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Net()
     for layer in model.layers:

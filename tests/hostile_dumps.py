@@ -21,14 +21,20 @@ def text(value: str) -> bytes:
 _LAUGHING_LISTS = (
     P
     + b"]("
-    + b"".join(b"](" + (b"h" + bytes([level])) * 10 + b"eq" + bytes([level + 1]) if level else b"]q\x01" for level in range(30))
+    + b"".join(
+        b"](" + (b"h" + bytes([level])) * 10 + b"eq" + bytes([level + 1]) if level else b"]q\x01"
+        for level in range(30)
+    )
     + b"e."
 )
 _LAUGHING_DICTS = (
     P
     + b"]("
     + b"".join(
-        b"}(" + b"".join(text(str(key)) + b"h" + bytes([level]) for key in range(10)) + b"uq" + bytes([level + 1])
+        b"}("
+        + b"".join(text(str(key)) + b"h" + bytes([level]) for key in range(10))
+        + b"uq"
+        + bytes([level + 1])
         if level
         else b"}q\x01"
         for level in range(30)
@@ -55,8 +61,14 @@ GREEDY = {
     "text of 4 GB in 9 bytes": (P + b"X\xff\xff\xff\xff.", "cut short: it ends at byte 8"),
     "text of 2**62": (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 62), "cut short"),
     "memo of 4 billion": (P + b"Nr\xff\xff\xff\xff.", "it holds a NoneType, and no dict"),
-    "bytes of 2**62": (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62), "instruction 0x8e, which no dump has"),
-    "bytearray of 2**62": (b"\x80\x05\x96" + struct.pack("<Q", 1 << 62), "instruction 0x96, which no dump has"),
+    "bytes of 2**62": (
+        b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62),
+        "instruction 0x8e, which no dump has",
+    ),
+    "bytearray of 2**62": (
+        b"\x80\x05\x96" + struct.pack("<Q", 1 << 62),
+        "instruction 0x96, which no dump has",
+    ),
     "integer of 2 GB": (P + b"\x8b\xff\xff\xff\x7f.", "instruction 0x8b, which no dump has"),
     "integer of 255 bytes": (P + b"\x8a\xff" + b"\x01" * 255 + b".", "an integer of 255 bytes"),
     "frame of 2**62": (b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.", "it holds a NoneType"),
@@ -64,14 +76,20 @@ GREEDY = {
     "a billion laughs, dicts": (_LAUGHING_DICTS, "written out, more than 8000000 items"),
     "marks": (P + b"(" * 100_000, "nested deeper than 32"),
     "lists in lists": (P + b"]" * 1000 + b"a" * 999 + b".", "nested deeper than 32"),
-    "dicts in dicts": (P + b"}" + (text("") + b"}") * 1000 + b"s" * 1000 + b".", "nested deeper than 32"),
+    "dicts in dicts": (
+        P + b"}" + (text("") + b"}") * 1000 + b"s" * 1000 + b".",
+        "nested deeper than 32",
+    ),
     "tuples in tuples": (P + b")" + b"\x85" * 100_000 + b".", "a tuple that holds a container"),
     "lists by memory": (P + b"](]q\x00" + b"]h\x00aq\x00" * 100 + b"e.", "nested deeper than 32"),
     "memories": (b"\x80\x04N" + b"\x94" * 1_100_000 + b".", "more than 1000000 values to remember"),
     "dicts": (P + b"](" + b"}" * 1_100_000 + b"e.", "more than 1000000 lists, dicts and tuples"),
     "nothings": (P + b"](" + b"N" * 8_100_000 + b"e.", "more than 8000000 instructions"),
     "too large": (P + bytes(64 << 20), "larger than 64 MiB"),
-    "JSON lists": (b'{"version": [' + b"[]," * 1_100_000 + b"0]}", "more than 1000000 lists and dicts"),
+    "JSON lists": (
+        b'{"version": [' + b"[]," * 1_100_000 + b"0]}",
+        "more than 1000000 lists and dicts",
+    ),
     "JSON numbers": (b'{"version": [' + b"0," * 8_100_000 + b"0]}", "or 8000000 items"),
     "JSON nested": (b'{"a":' * 100_000, "JSON that is nested too deep"),
     "JSON integer": (b'{"version": ' + b"9" * 5000 + b"}", "JSON that cannot be read"),
@@ -117,9 +135,21 @@ CROOKED = {
     "nothing": (b"", "empty: its rank was about to write it"),
     "no version": (pickle.dumps({"entries": []}, protocol=2), "it has no version"),
     "no entries": (pickle.dumps({"version": "2.10"}, protocol=2), "neither entries nor groups"),
-    "a number for a version": (pickle.dumps({"version": 2.1, "entries": []}, protocol=2), "its version is no version"),
-    "old": (pickle.dumps({"version": "2.3", "entries": []}, protocol=2), "a dump of version 2.3; versions 2.4"),
-    "new": (pickle.dumps({"version": "3.0", "entries": []}, protocol=2), "a dump of version 3.0; versions 2.4"),
-    "entries by name": (pickle.dumps({"version": "2.10", "entries": {}}, protocol=2), "its entries are no list"),
+    "a number for a version": (
+        pickle.dumps({"version": 2.1, "entries": []}, protocol=2),
+        "its version is no version",
+    ),
+    "old": (
+        pickle.dumps({"version": "2.3", "entries": []}, protocol=2),
+        "a dump of version 2.3; versions 2.4",
+    ),
+    "new": (
+        pickle.dumps({"version": "3.0", "entries": []}, protocol=2),
+        "a dump of version 3.0; versions 2.4",
+    ),
+    "entries by name": (
+        pickle.dumps({"version": "2.10", "entries": {}}, protocol=2),
+        "its entries are no list",
+    ),
 }
 HOSTILE = {**EXECUTES, **GREEDY, **CROOKED}

@@ -1,4 +1,5 @@
-"""What a watch could leave behind, as one comparable snapshot: hooks, kernels, patches, threads, handlers, descriptors."""
+"""What a watch could leave behind, as one comparable snapshot: hooks, kernels, patches, threads,
+handlers, descriptors."""
 
 from __future__ import annotations
 
@@ -36,8 +37,16 @@ _THREADS_OF_OTHERS = ("tqdm_monitor", "ThreadPoolExecutor")  # inductor's
 def snapshot() -> dict[str, Any]:
     gc.collect()
     return {
-        "patches": (nn.Module.__call__, torch.autograd._engine_run_backward, torch.autograd.graph._engine_run_backward),
-        "patches of torch.distributed": (dist.init_process_group, c10d.init_process_group, c10d._new_group_with_tag),
+        "patches": (
+            nn.Module.__call__,
+            torch.autograd._engine_run_backward,
+            torch.autograd.graph._engine_run_backward,
+        ),
+        "patches of torch.distributed": (
+            dist.init_process_group,
+            c10d.init_process_group,
+            c10d._new_group_with_tag,
+        ),
         "global module hooks": [
             len(getattr(nn_module, name))
             for name in sorted(vars(nn_module))
@@ -51,10 +60,23 @@ def snapshot() -> dict[str, Any]:
         "modes": torch._C._len_torch_dispatch_stack(),
         "import hooks": [type(finder).__name__ for finder in sys.meta_path],
         "compile callbacks": _compile_callbacks(),
-        "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith(_THREADS_OF_OTHERS)),
-        "signal handlers": [_handler(number) for number in (signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV)],
+        "threads": sorted(
+            thread.name
+            for thread in threading.enumerate()
+            if not thread.name.startswith(_THREADS_OF_OTHERS)
+        ),
+        "signal handlers": [
+            _handler(number)
+            for number in (signal.SIGBUS, signal.SIGTERM, signal.SIGINT, signal.SIGSEGV)
+        ],
         "files": _boxes_open(),
-        "hooks of Python": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.getprofile(), sys.gettrace()),
+        "hooks of Python": (
+            sys.excepthook,
+            sys.unraisablehook,
+            threading.excepthook,
+            sys.getprofile(),
+            sys.gettrace(),
+        ),
         "environment": {k: v for k, v in os.environ.items() if not k.startswith(_SET_BY_OTHERS)},
     }
 
@@ -66,9 +88,16 @@ def _kernels() -> list[str]:
 
 @cache
 def _collectives() -> list[str]:
-    """Once: to go through all the schemas there are takes 10 ms, and every test is looked at twice."""
+    """Once: to go through all the schemas there are takes 10 ms, and every test is looked at
+    twice."""
     schemas = torch._C._jit_get_all_schemas()
-    return sorted({schema.name for schema in schemas if schema.name.startswith(("c10d::", "_c10d_functional::", "_dtensor::"))})
+    return sorted(
+        {
+            schema.name
+            for schema in schemas
+            if schema.name.startswith(("c10d::", "_c10d_functional::", "_dtensor::"))
+        }
+    )
 
 
 def _compile_callbacks() -> tuple[int, int]:
@@ -76,7 +105,11 @@ def _compile_callbacks() -> tuple[int, int]:
     if callback is None:
         return 0, 0
     handler = callback.callback_handler
-    ours = [c for c in (*handler.start_callbacks, *handler.end_callbacks) if "torchwhere" in getattr(c, "__module__", "")]
+    ours = [
+        c
+        for c in (*handler.start_callbacks, *handler.end_callbacks)
+        if "torchwhere" in getattr(c, "__module__", "")
+    ]
     return len(ours), 0
 
 
@@ -106,7 +139,10 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     for key, was in before.items():
         now = after[key]
         if was != now and isinstance(was, dict):
-            was, now = ({k: v for k, v in one.items() if other.get(k) != v} for one, other in ((was, now), (now, was)))
+            was, now = (
+                {k: v for k, v in one.items() if other.get(k) != v}
+                for one, other in ((was, now), (now, was))
+            )
         if was != now:
             left.append(f"{key}: {was!r} became {now!r}")
     return left

@@ -1,8 +1,9 @@
 """Real ranks: processes over gloo, started once and used by many tests.
 
-`Pool.run(function, *args)` calls a top-level function of a test file on every rank, with the process group up, and gives the
-list of its results. Each call is checked for leaks on every rank; one that brings in libraries which leave things of their own
-checks itself, around the watch (`checks_itself=True`).
+`Pool.run(function, *args)` calls a top-level function of a test file on every rank, with the
+process group up, and gives the list of its results. Each call is checked for leaks on every rank;
+one that brings in libraries which leave things of their own checks itself, around the watch
+(`checks_itself=True`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,25 @@ class Pool:
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world, port, theirs, list(sys.path))
-            process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank{rank}of{self.world}")
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank{rank}of{self.world}"
+            )
             process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, checks_itself: bool = False) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, checks_itself: bool = False
+    ) -> list[Any]:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args, checks_itself))
         answers = [self._answer(rank) for rank in range(self.world)]
-        failed = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if not answer[0]]
+        failed = [
+            f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if not answer[0]
+        ]
         if failed:
             raise RankError("\n".join(failed))
         return [answer[1] for answer in answers]
@@ -101,7 +108,9 @@ def _serve(rank: int, world: int, port: int, pipe: Any, path: list[str]) -> None
             os._exit(0)
         try:
             function = getattr(importlib.import_module(module), qualname)
-            gc.freeze()  # what is there already: the two looks below collect the rest, and that would take half a second
+            # what is there already: the two looks below collect the rest, and that would take half
+            # a second
+            gc.freeze()
             before = leaks.snapshot()
             result = function(*args)
             left = leaks.differences(before, leaks.snapshot())

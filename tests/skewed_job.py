@@ -1,7 +1,9 @@
-"""The boxes of a job that never ran, on hosts whose clocks differ. It is played in true time: whoever waits, waits.
+"""The boxes of a job that never ran, on hosts whose clocks differ. It is played in true time:
+whoever waits, waits.
 
-A program is a list of acts for each rank. Each host has a clock of its own, with an offset and a drift; what a rank records it
-records by the clock of its host. So a test knows when everything was, and can ask how much of it is found again.
+A program is a list of acts for each rank. Each host has a clock of its own, with an offset and a
+drift; what a rank records it records by the clock of its host. So a test knows when everything was,
+and can ask how much of it is found again.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Player:
     programs: list[list[Act]]
     waits: bool = True  # False: calls return at once, as those of a GPU do
     seed: int = 0
-    transfer_ns: tuple[float, float] = (TRANSFER_NS, TRANSFER_NS)  # how long after the last came a call is done, from .. to
+    # how long after the last came a call is done, from .. to
+    transfer_ns: tuple[float, float] = (TRANSFER_NS, TRANSFER_NS)
     log: list[list[tuple[float, Act, int]]] = field(default_factory=list)
 
     def play(self) -> Player:
@@ -137,8 +140,9 @@ class Player:
         backend: str = "gloo",
         queued: Sequence[float] | None = None,
     ) -> None:
-        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each takes for its wall-clock offset; with
-        room for so many `records`, if not for all; `queued`, the share of its time for which each waited for a CPU."""
+        """The boxes. `skews` of the clock that each rank goes by; `offsets` what each takes for its
+        wall-clock offset; with room for so many `records`, if not for all; `queued`, the share of
+        its time for which each waited for a CPU."""
         for rank, events in enumerate(self.log):
             offset = (offsets or [0] * len(self.log))[rank]
             meta = {
@@ -150,13 +154,20 @@ class Player:
                 "started_ns": WALL_NS,
                 "clock_offset_ns": WALL_NS - BOOT_NS + offset,
             }
-            box = BoxWriter(folder / box_name(rank), meta=meta, records=records or max(8, len(events)))
+            box = BoxWriter(
+                folder / box_name(rank), meta=meta, records=records or max(8, len(events))
+            )
             self._fill(box, events, skews[rank], backend)
             for second in range(int(events[-1][0] / 1e9) + 1 if queued is not None else 0):
-                box.beat(BOOT_NS + skews[rank].shows(second * 1e9), cpu_delay_ns=int((queued or [])[rank] * 1e9))
+                box.beat(
+                    BOOT_NS + skews[rank].shows(second * 1e9),
+                    cpu_delay_ns=int((queued or [])[rank] * 1e9),
+                )
             box.close()
 
-    def _fill(self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew, backend: str) -> None:
+    def _fill(
+        self, box: BoxWriter, events: list[tuple[float, Act, int]], skew: Skew, backend: str
+    ) -> None:
         box.intern(EntryType.THREAD, "0\tMainThread")
         step = -1
         for true_ns, act, number in events:
@@ -166,11 +177,39 @@ class Player:
             if act.what != "mark":
                 members = act.group or tuple(range(len(self.programs)))
                 name = "-".join(map(str, members))
-                group = {"name": name, "desc": "", "ranks": list(members), "backend": backend, "mesh_dim": None}
+                group = {
+                    "name": name,
+                    "desc": "",
+                    "ranks": list(members),
+                    "backend": backend,
+                    "mesh_dim": None,
+                }
                 box.intern(EntryType.GROUP, json.dumps(group))
                 peer = act.peer if act.peer >= 0 else None
-                fields = {"op": act.op, "group": name, "dtype": "float32", "shapes": [[4]], "bytes": 16, "peer": peer}
+                fields = {
+                    "op": act.op,
+                    "group": name,
+                    "dtype": "float32",
+                    "shapes": [[4]],
+                    "bytes": 16,
+                    "peer": peer,
+                }
                 what = box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             kind = act.kind if act.what == "mark" else Kind.COLLECTIVE
             flags = FLAG_ASYNC * act.is_async
-            box.record(kind, t_ns, 1, flags, 0, max(step, 0), 0, 0, 0, 0, what, 0, 0, number if act.what != "mark" else 0)
+            box.record(
+                kind,
+                t_ns,
+                1,
+                flags,
+                0,
+                max(step, 0),
+                0,
+                0,
+                0,
+                0,
+                what,
+                0,
+                0,
+                number if act.what != "mark" else 0,
+            )

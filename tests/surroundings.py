@@ -1,7 +1,8 @@
-"""What some jobs need around them: a cgroup with a limit of memory, a network that can fail. Both need root.
+"""What some jobs need around them: a cgroup with a limit of memory, a network that can fail. Both
+need root.
 
-Made by the test before the job starts, entered by a rank before it is watched, gone when the test is over. On a machine where
-they cannot be made, `NotHereError` says why.
+Made by the test before the job starts, entered by a rank before it is watched, gone when the test
+is over. On a machine where they cannot be made, `NotHereError` says why.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class NotHereError(Exception):
     """This machine cannot give a job what it needs."""
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def enter_memory_limit(name: str) -> None:
             return
 
 
-# -- network ---------------------------------------------------------------------------------------------------------------
+# -- network ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -78,7 +79,20 @@ def two_networks(name: str) -> Iterator[None]:
     try:
         for side in sides:
             _ip("netns", "add", side)
-        _ip("-n", sides[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", sides[1])
+        _ip(
+            "-n",
+            sides[0],
+            "link",
+            "add",
+            "cable",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            sides[1],
+        )
         for number, side in enumerate(sides):
             _ip("-n", side, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "cable")
             _ip("-n", side, "link", "set", "lo", "up")
@@ -108,7 +122,9 @@ def pull_cable() -> None:
 
 def _ip(*words: str) -> None:
     try:
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(
+            ["ip", *words], capture_output=True, text=True, timeout=10, check=False
+        )
     except OSError as error:
         raise NotHereError(f"there is no `ip`: {error.strerror}") from None
     if done.returncode:

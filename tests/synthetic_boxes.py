@@ -2,7 +2,8 @@
 
     python tests/synthetic_boxes.py FOLDER --ranks 1024 --fault missing --victim 77
 
-Ranks of one stage have the same records but for their times, which are made up: ranks are a few microseconds apart.
+Ranks of one stage have the same records but for their times, which are made up: ranks are a few
+microseconds apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import numpy.typing as npt
 
 from synthetic_job import FAULTS, LAYERS, Act, Job, Play, group_of, step_of_stage
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import FLAG_ASYNC, EntryType, Geometry, pack_entry, pack_header, pack_text
+from torchwhere.blackbox.file_format import (
+    FLAG_ASYNC,
+    EntryType,
+    Geometry,
+    pack_entry,
+    pack_header,
+    pack_text,
+)
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 
@@ -45,7 +53,8 @@ class Names:
         for name in _module_names(stage):
             self._add(EntryType.MODULE, name, name)
         self.groups = {
-            kind: self._add(EntryType.GROUP, kind, _group_text(job, rank, kind)) for kind in ("world", "tp", "dp", "pp")
+            kind: self._add(EntryType.GROUP, kind, _group_text(job, rank, kind))
+            for kind in ("world", "tp", "dp", "pp")
         }
         for act in [*step_of_stage(stage, job.pp), Act(Kind.COLLECTIVE, "tp wrong")]:
             self._add(EntryType.LINE, act.line, act.line)
@@ -78,7 +87,11 @@ class Names:
 @cache
 def _module_names(stage: int) -> list[str]:
     parts = ("", ".norm", ".attn", ".attn.qkv", ".attn.out", ".mlp", ".mlp.up", ".mlp.down")
-    return ["", "layers", *(f"layers.{stage * LAYERS + i}{part}" for i in range(LAYERS) for part in parts)]
+    return [
+        "",
+        "layers",
+        *(f"layers.{stage * LAYERS + i}{part}" for i in range(LAYERS) for part in parts),
+    ]
 
 
 @cache
@@ -88,16 +101,25 @@ def _packed(entry_id: int, sort: int, text: str) -> bytes:
 
 @cache
 def _text_of_group(name: str, desc: str, ranks: range | tuple[int, ...], dim: str | None) -> str:
-    return json.dumps({"name": name, "desc": desc, "ranks": list(ranks), "backend": "nccl", "mesh_dim": dim})
+    return json.dumps(
+        {"name": name, "desc": desc, "ranks": list(ranks), "backend": "nccl", "mesh_dim": dim}
+    )
 
 
 def _group_text(job: Job, rank: int, kind: str) -> str:
     if kind == "world":
         return _text_of_group("0", "default_pg", range(job.ranks), None)
-    return _text_of_group(job.group_name(rank, kind), f"mesh_{kind}", tuple(job.group(rank, kind)), kind)
+    return _text_of_group(
+        job.group_name(rank, kind), f"mesh_{kind}", tuple(job.group(rank, kind)), kind
+    )
 
 
-_OPS = {"norm": "all_reduce", "grads": "reduce_scatter_tensor", "tp forward": "all_reduce", "tp backward": "all_reduce"}
+_OPS = {
+    "norm": "all_reduce",
+    "grads": "reduce_scatter_tensor",
+    "tp forward": "all_reduce",
+    "tp backward": "all_reduce",
+}
 
 
 def _signature(job: Job, rank: int, what: str) -> str:
@@ -156,11 +178,19 @@ class Reel:
                 )
                 late.append(step + (index > first or (index == first and rank == job.victim)))
         self.records = np.array(rows, RECORD_DTYPE)
-        self.records["crc"] = [zlib.crc32(row.tobytes()[: file_format.RECORD_CRC_AT]) for row in self.records]
+        self.records["crc"] = [
+            zlib.crc32(row.tobytes()[: file_format.RECORD_CRC_AT]) for row in self.records
+        ]
         index = np.arange(len(rows), dtype=np.uint64)
-        self.times = START_NS + index * CALL_NS + (np.array(late, np.uint64) * LATE_NS if job.fault == "straggler" else 0)
+        self.times = (
+            START_NS
+            + index * CALL_NS
+            + (np.array(late, np.uint64) * LATE_NS if job.fault == "straggler" else 0)
+        )
         self.acts = [act for acts in job.steps_of(rank) for act in acts if act.kind is not None]
-        self.before_last = len(self.acts) - sum(act.kind is not None for act in job.steps_of(rank)[-1])
+        self.before_last = len(self.acts) - sum(
+            act.kind is not None for act in job.steps_of(rank)[-1]
+        )
 
 
 def _counted_as(what: str) -> str:
@@ -173,7 +203,11 @@ def _time_tables() -> list[npt.NDArray[np.uint32]]:
     zero = zlib.crc32(bytes(file_format.RECORD_CRC_AT))
     tail = [bytes(file_format.RECORD_CRC_AT - _T_AT - position - 1) for position in range(8)]
     return [
-        np.array([zlib.crc32(bytes(_T_AT + p) + bytes([v]) + tail[p]) ^ zero for v in range(256)], np.uint32) for p in range(8)
+        np.array(
+            [zlib.crc32(bytes(_T_AT + p) + bytes([v]) + tail[p]) ^ zero for v in range(256)],
+            np.uint32,
+        )
+        for p in range(8)
     ]
 
 
@@ -225,7 +259,13 @@ def _ended(records: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], bytes]:
     """With a last record that says how it ended, and its text."""
     last = records[-1:].copy()
     last["number"] += 1
-    last["kind"], last["subject"], last["beneficiary"], last["extra"], last["flags"] = Kind.END, 0, 0, 0, 0
+    last["kind"], last["subject"], last["beneficiary"], last["extra"], last["flags"] = (
+        Kind.END,
+        0,
+        0,
+        0,
+        0,
+    )
     last["crc"] = zlib.crc32(last.tobytes()[: file_format.RECORD_CRC_AT])
     return np.concatenate([records, last]), pack_text(0, json.dumps({"reason": "exit 1"}).encode())
 
@@ -248,8 +288,14 @@ def _meta(job: Job, rank: int) -> dict[str, Any]:
 def _put_cursor(head: bytearray, geometry: Geometry, names: Names, act: Act, last: Any) -> None:
     module, line, _, _ = names.row(act)
     words = np.frombuffer(head, "<u8", 8, geometry.cursors_at)
-    words[file_format.CURSOR_PLACE] = module << file_format.MODULE_SHIFT | int(act.pass_) << file_format.PASS_SHIFT
-    words[file_format.CURSOR_TIME], words[file_format.CURSOR_STEP], words[file_format.CURSOR_THREAD] = (
+    words[file_format.CURSOR_PLACE] = (
+        module << file_format.MODULE_SHIFT | int(act.pass_) << file_format.PASS_SHIFT
+    )
+    (
+        words[file_format.CURSOR_TIME],
+        words[file_format.CURSOR_STEP],
+        words[file_format.CURSOR_THREAD],
+    ) = (
         last["t_ns"],
         last["step"],
         1,
@@ -258,11 +304,23 @@ def _put_cursor(head: bytearray, geometry: Geometry, names: Names, act: Act, las
 
 
 def _put_tallies(
-    head: bytearray, geometry: Geometry, job: Job, rank: int, names: Names, acts: list[Act], times: npt.NDArray[Any]
+    head: bytearray,
+    geometry: Geometry,
+    job: Job,
+    rank: int,
+    names: Names,
+    acts: list[Act],
+    times: npt.NDArray[Any],
 ) -> None:
     counts = Counter([_counted_as(act.what) for act in acts if act.kind is Kind.COLLECTIVE])
-    last = {_counted_as(act.what): index for index, act in enumerate(acts) if act.kind is Kind.COLLECTIVE}
-    words = np.frombuffer(head, "<u8", 4 * file_format.COUNTERS, geometry.counters_at).reshape(-1, 4)
+    last = {
+        _counted_as(act.what): index
+        for index, act in enumerate(acts)
+        if act.kind is Kind.COLLECTIVE
+    }
+    words = np.frombuffer(head, "<u8", 4 * file_format.COUNTERS, geometry.counters_at).reshape(
+        -1, 4
+    )
     for slot, (what, count) in enumerate(counts.items()):
         stream = job.stream(rank, what)
         group = names.groups["pp" if stream.source >= 0 else group_of(what)]
@@ -270,14 +328,26 @@ def _put_tallies(
         words[slot, 1:] = count, times[last[what]], last[what]
 
 
-def make(job: Job, folder: Path, *, part: tuple[int, int] = (0, 1), done: Callable[[int, int], int] | None = None) -> None:
-    """Write the boxes of a job into a folder; of several processes that share the work, the `part`-th of so many.
+def make(
+    job: Job,
+    folder: Path,
+    *,
+    part: tuple[int, int] = (0, 1),
+    done: Callable[[int, int], int] | None = None,
+) -> None:
+    """Write the boxes of a job into a folder; of several processes that share the work, the
+    `part`-th of so many.
 
-    `done` says how much of its last step each rank gets done, of how much, where that is not to be played.
+    `done` says how much of its last step each rank gets done, of how much, where that is not to be
+    played.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [len(job.steps_of(rank)[-1]) for rank in range(job.ranks)] if done is not None else []
-    maker = Maker(job, folder, [done(*each) for each in enumerate(lengths)] if done is not None else Play(job).done)
+    maker = Maker(
+        job,
+        folder,
+        [done(*each) for each in enumerate(lengths)] if done is not None else Play(job).done,
+    )
     for rank in range(part[0], job.ranks, part[1]):
         maker.write(rank)
 
@@ -287,7 +357,8 @@ Made = Callable[..., Path]
 
 
 def made_once(new_folder: Callable[[str], Path], *, records: int) -> Made:
-    """Gives what makes the boxes of a job that is asked for, each once, in a folder of their own."""
+    """Gives what makes the boxes of a job that is asked for, each once, in a folder of their
+    own."""
     known: dict[Job, Path] = {}
     usual = records
 
@@ -310,10 +381,21 @@ def main() -> None:
     parser.add_argument("--fault", choices=FAULTS, default="none")
     parser.add_argument("--victim", type=int, default=0)
     parser.add_argument(
-        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="write every N-th box, from the I-th on"
+        "--part",
+        type=int,
+        nargs=2,
+        default=(0, 1),
+        metavar=("I", "N"),
+        help="write every N-th box, from the I-th on",
     )
     given = parser.parse_args()
-    job = Job(given.ranks, steps=given.steps, records=given.records, fault=given.fault, victim=given.victim)
+    job = Job(
+        given.ranks,
+        steps=given.steps,
+        records=given.records,
+        fault=given.fault,
+        victim=given.victim,
+    )
     make(job, given.folder, part=tuple(given.part))
 
 

@@ -1,9 +1,11 @@
-"""A job that never ran: any number of ranks, with data, tensor and pipeline parallelism, and a fault in one of them.
+"""A job that never ran: any number of ranks, with data, tensor and pipeline parallelism, and a
+fault in one of them.
 
-Every rank goes through the same step, as its stage of the pipeline has it: messages with its neighbours, two all-reduces of the
-tensor-parallel group a layer, asynchronous reductions of the data-parallel group, one all-reduce of the world. All steps but
-the last are whole. The last one is played through call by call: whoever waits, waits. So the fault is one rank's, and what
-follows from it is in what the others do, as it would be in life.
+Every rank goes through the same step, as its stage of the pipeline has it: messages with its
+neighbours, two all-reduces of the tensor-parallel group a layer, asynchronous reductions of the
+data-parallel group, one all-reduce of the world. All steps but the last are whole. The last one is
+played through call by call: whoever waits, waits. So the fault is one rank's, and what follows from
+it is in what the others do, as it would be in life.
 """
 
 from __future__ import annotations
@@ -25,10 +27,12 @@ MICROBATCHES = 2
 
 
 class Act(NamedTuple):
-    """One thing a rank does in a step: an event, or (`kind` is None) waiting for all it has not waited for yet."""
+    """One thing a rank does in a step: an event, or (`kind` is None) waiting for all it has not
+    waited for yet."""
 
     kind: Kind | None
-    what: str = ""  # of a collective, the key of its signature; else the name of a phase or an optimizer
+    # of a collective, the key of its signature; else the name of a phase or an optimizer
+    what: str = ""
     module: str = ""
     pass_: Pass = Pass.OUTSIDE
     line: str = "train.py:30"
@@ -77,7 +81,11 @@ class Job:
         if kind == "world":
             return "0"
         tp_groups, dp_groups = self.pp * self.dp, self.pp * TP
-        index = {"tp": stage * self.dp + d, "dp": tp_groups + stage * TP + t, "pp": tp_groups + dp_groups + d * TP + t}
+        index = {
+            "tp": stage * self.dp + d,
+            "dp": tp_groups + stage * TP + t,
+            "pp": tp_groups + dp_groups + d * TP + t,
+        }
         return str(1 + index[kind])
 
     def group(self, rank: int, kind: str) -> list[int]:
@@ -86,12 +94,21 @@ class Job:
             return [self.rank_at(stage, d, i) for i in range(TP)]
         if kind == "dp":
             return [self.rank_at(stage, i, t) for i in range(self.dp)]
-        return [self.rank_at(i, d, t) for i in range(self.pp)] if kind == "pp" else list(range(self.ranks))
+        return (
+            [self.rank_at(i, d, t) for i in range(self.pp)]
+            if kind == "pp"
+            else list(range(self.ranks))
+        )
 
     def peer(self, rank: int, what: str) -> int | None:
         """The other end of a message; None where there is no such message."""
         stage, d, t = self.at(rank)
-        other = stage + {"recv forward": -1, "send forward": 1, "recv backward": 1, "send backward": -1}.get(what, self.pp)
+        other = stage + {
+            "recv forward": -1,
+            "send forward": 1,
+            "recv backward": 1,
+            "send backward": -1,
+        }.get(what, self.pp)
         return self.rank_at(other, d, t) if 0 <= other < self.pp else None
 
     def stream(self, rank: int, what: str) -> Stream:
@@ -99,10 +116,14 @@ class Job:
         peer = self.peer(rank, what)
         if peer is None:
             return Stream(self.group_name(rank, group_of(what)))
-        return Stream(self.group_name(rank, "pp"), *((rank, peer) if what.startswith("send") else (peer, rank)))
+        return Stream(
+            self.group_name(rank, "pp"),
+            *((rank, peer) if what.startswith("send") else (peer, rank)),
+        )
 
     def steps_of(self, rank: int) -> list[list[Act]]:
-        """All that a rank does, step by step, if nobody keeps it from it. The victim does something else."""
+        """All that a rank does, step by step, if nobody keeps it from it. The victim does something
+        else."""
         acts = step_of_stage(self.at(rank)[0], self.pp)
         steps = [acts] * (self.steps + 1)
         if rank != self.victim:
@@ -115,7 +136,8 @@ class Job:
             steps[-1] = [*acts[:first], acts[first]._replace(what="tp wrong"), *acts[first + 1 :]]
         elif self.fault == "swapped":  # two steps before the end, and nobody notices
             steps[-3] = [*acts[:first], acts[first + 1], acts[first], *acts[first + 2 :]]
-        elif self.fault == "deadlock":  # the world's reduction before the last one of its tensor-parallel group
+        # the world's reduction before the last one of its tensor-parallel group
+        elif self.fault == "deadlock":
             norm = next(i for i, act in enumerate(acts) if act.what == "norm")
             steps[-1] = [*acts[:last], acts[norm], *acts[last:norm], *acts[norm + 1 :]]
         return steps
@@ -131,21 +153,36 @@ def step_of_stage(stage: int, stages: int) -> list[Act]:
 
 
 def _step(stage: int, *, last: bool) -> Iterator[Act]:
-    """Every stage has as many events: what others do with messages, the ends of the pipeline do with phases."""
+    """Every stage has as many events: what others do with messages, the ends of the pipeline do
+    with phases."""
     call, forward, backward = Kind.COLLECTIVE, Pass.FORWARD, Pass.BACKWARD
     layers = [f"layers.{stage * LAYERS + i}" for i in range(LAYERS)]
     yield Act(Kind.STEP_BEGIN)
     for _ in range(MICROBATCHES):
-        yield Act(call, "recv forward", line="train.py:41") if stage else Act(Kind.PHASE_BEGIN, "data", line="train.py:40")
+        yield (
+            Act(call, "recv forward", line="train.py:41")
+            if stage
+            else Act(Kind.PHASE_BEGIN, "data", line="train.py:40")
+        )
         for layer in layers:
             yield Act(call, "tp forward", f"{layer}.attn.out", forward, "model.py:88")
             yield Act(call, "tp forward", f"{layer}.mlp.down", forward, "model.py:95")
-        yield Act(Kind.PHASE_BEGIN, "loss") if last else Act(call, "send forward", line="train.py:45", is_async=True)
-        yield Act(Kind.PHASE_END, "loss") if last else Act(call, "recv backward", line="train.py:47")
+        yield (
+            Act(Kind.PHASE_BEGIN, "loss")
+            if last
+            else Act(call, "send forward", line="train.py:45", is_async=True)
+        )
+        yield (
+            Act(Kind.PHASE_END, "loss") if last else Act(call, "recv backward", line="train.py:47")
+        )
         for layer in reversed(layers):
             yield Act(call, "tp backward", f"{layer}.mlp.up", backward, "train.py:50")
             yield Act(call, "tp backward", f"{layer}.attn.qkv", backward, "train.py:50")
-        yield Act(call, "send backward", line="train.py:53", is_async=True) if stage else Act(Kind.PHASE_END, "data")
+        yield (
+            Act(call, "send backward", line="train.py:53", is_async=True)
+            if stage
+            else Act(Kind.PHASE_END, "data")
+        )
     for layer in reversed(layers):
         yield Act(call, "grads", layer, backward, "train.py:56", json.dumps(layer), is_async=True)
     yield Act(None)
@@ -154,7 +191,7 @@ def _step(stage: int, *, last: bool) -> Iterator[Act]:
     yield Act(Kind.STEP_END)
 
 
-# -- the last step, played through -----------------------------------------------------------------------------------------
+# -- the last step, played through -----------------------------------------------------------------
 
 
 class Play:
@@ -179,7 +216,10 @@ class Play:
         while self.done[rank] < len(program):
             act = program[self.done[rank]]
             if act.kind is None:
-                behind = next((call for call in self._not_waited_for[rank] if call not in self._complete), None)
+                behind = next(
+                    (call for call in self._not_waited_for[rank] if call not in self._complete),
+                    None,
+                )
                 if behind is not None:
                     self._asleep[behind].append(rank)
                     return
@@ -197,5 +237,7 @@ class Play:
             self._complete.add(call)
             self._awake += self._asleep.pop(call, [])
             return True
-        (self._not_waited_for[rank] if act.is_async else self._asleep[call]).append(call if act.is_async else rank)  # type: ignore[arg-type]
+        (self._not_waited_for[rank] if act.is_async else self._asleep[call]).append(
+            call if act.is_async else rank
+        )  # type: ignore[arg-type]
         return act.is_async

@@ -32,15 +32,35 @@ def judged(
     with_splits: bool = True,
     instead: Mapping[int, object] = MappingProxyType({}),
 ) -> Verdict:
-    """The verdict on ranks of which each sends rows of 2 elements to each, and takes rows from each; `instead` of these splits,
-    some ranks recorded something else."""
+    """The verdict on ranks of which each sends rows of 2 elements to each, and takes rows from
+    each; `instead` of these splits, some ranks recorded something else."""
     for rank, (out, into) in enumerate(zip(sent, taken, strict=True)):
-        meta = {"rank": rank, "world_size": len(sent), "run_id": "split", "host": "a", "pid": 100 + rank, "started_ns": 1}
+        meta = {
+            "rank": rank,
+            "world_size": len(sent),
+            "run_id": "split",
+            "host": "a",
+            "pid": 100 + rank,
+            "started_ns": 1,
+        }
         box = BoxWriter(folder / box_name(rank), meta=meta | {"clock_offset_ns": 0}, records=8)
-        group = {"name": "0", "desc": "", "ranks": list(range(len(sent))), "backend": "gloo", "mesh_dim": None}
+        group = {
+            "name": "0",
+            "desc": "",
+            "ranks": list(range(len(sent))),
+            "backend": "gloo",
+            "mesh_dim": None,
+        }
         box.intern(EntryType.GROUP, json.dumps(group))
         shapes = {"shapes": [[sum(out), 2]], "out_shapes": [[sum(into), 2]]}
-        fields = {"op": "all_to_all_single", "group": "0", "dtype": "float32", **shapes, "bytes": 1, "peer": None}
+        fields = {
+            "op": "all_to_all_single",
+            "group": "0",
+            "dtype": "float32",
+            **shapes,
+            "bytes": 1,
+            "peer": None,
+        }
         splits = {"splits": instead.get(rank, out), "out_splits": into} if with_splits else {}
         what = box.intern(EntryType.COLLECTIVE, json.dumps(fields | splits))
         box.record(Kind.COLLECTIVE, 10, 1, 0, 0, 0, 0, 0, 0, 0, what, 0, 0, 0)
@@ -62,11 +82,18 @@ def test_a_part_that_does_not_fit(tmp_path: Path) -> None:
     sent = [row[:] for row in FITTING]
     sent[2][0] += 3
     verdict = judged(tmp_path, sent, columns(FITTING))
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == (VerdictKind.MISMATCH, (0, 2), Certainty.INFERRED)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        VerdictKind.MISMATCH,
+        (0, 2),
+        Certainty.INFERRED,
+    )
     assert verdict.explanation == (
         'In #0 of group "default", all_to_all_single, what ranks send is not what others take.',
         "  rank 2 sends 20 elements to rank 0, which takes 14",
-        "Look at: how the split sizes are made, and whether ranks exchange them before they change.",
+        (
+            "Look at: how the split sizes are made, and whether ranks exchange them before they"
+            " change."
+        ),
     )
     assert verdict.facts["pairs"] == [{"from": 2, "to": 0, "sent": 20, "taken": 14}]
 
@@ -84,7 +111,10 @@ def test_sums_alone(tmp_path: Path) -> None:
     sent[2][0] += 3
     verdict = judged(tmp_path, sent, columns(FITTING), with_splits=False)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISMATCH, ())
-    assert "  all ranks together send 96 elements and take 90; whose split is wrong does not show" in verdict.explanation
+    assert (
+        "  all ranks together send 96 elements and take 90; whose split is wrong does not show"
+        in verdict.explanation
+    )
 
 
 def test_whatever_a_box_holds(tmp_path: Path) -> None:

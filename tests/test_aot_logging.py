@@ -1,4 +1,5 @@
-"""`drop_in.aot_logging` against torch's own: same names, results and texts, one state with the compiler that is running."""
+"""`drop_in.aot_logging` against torch's own: same names, results and texts, one state with the
+compiler that is running."""
 
 from __future__ import annotations
 
@@ -43,15 +44,22 @@ def config(aot_id: int = 0, num_params_buffers: int = 2) -> Any:
     return SimpleNamespace(aot_id=aot_id, num_params_buffers=num_params_buffers)
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_it_has_all_that_the_original_has() -> None:
-    """Every public function of the original is there, with the same arguments; its variables are there too."""
-    functions = {name: f for name, f in vars(original).items() if inspect.isfunction(f) and f.__module__ == original.__name__}
+    """Every public function of the original is there, with the same arguments; its variables are
+    there too."""
+    functions = {
+        name: f
+        for name, f in vars(original).items()
+        if inspect.isfunction(f) and f.__module__ == original.__name__
+    }
     assert len(functions) == 9
     for name, function in functions.items():
-        assert list(inspect.signature(getattr(ours, name)).parameters) == list(inspect.signature(function).parameters), name
+        assert list(inspect.signature(getattr(ours, name)).parameters) == list(
+            inspect.signature(function).parameters
+        ), name
     assert ours.get_graph_being_compiled is ours.get_aot_graph_name
     for variable in ("graph_being_compiled", "model_name", "nth_graph"):
         assert getattr(ours, variable) == getattr(original, variable)
@@ -61,7 +69,8 @@ def test_it_has_all_that_the_original_has() -> None:
 
 @BOTH
 def test_tracking_a_graph(module: Any) -> None:
-    """While a graph is tracked its name is `<model>__<aot_id>_<name>_<n>`, for torch and for us; then it is counted."""
+    """While a graph is tracked its name is `<model>__<aot_id>_<name>_<n>`, for torch and for us;
+    then it is counted."""
     before = module.get_aot_compilation_context()
     assert before[0] == []
     module.set_model_name("gpt2")
@@ -101,19 +110,26 @@ def test_a_graph_within_a_graph() -> None:
 
 @BOTH
 def test_names_inside_the_compiler(module: Any) -> None:
-    """A compiler that asks while torch compiles is told the graph: forward, inference and backward of a function."""
+    """A compiler that asks while torch compiles is told the graph: forward, inference and backward
+    of a function."""
     seen = []
 
     def compiler(graph: Any, _inputs: Any) -> Any:
         graphs, model, count = module.get_aot_compilation_context()
         seen.append((graphs, len(graph.graph.nodes)))
-        assert module.get_graph_being_compiled() == f"{model}__{graphs[0]}_{count}" == original.get_aot_graph_name()
+        assert (
+            module.get_graph_being_compiled()
+            == f"{model}__{graphs[0]}_{count}"
+            == original.get_aot_graph_name()
+        )
         return graph
 
     function = aot_function(lambda x: x.sin().sin(), fw_compiler=compiler, bw_compiler=compiler)
     function(torch.randn(5, requires_grad=True)).sum().backward()
     with torch.no_grad():
-        aot_function(lambda x: x.sin().sin(), fw_compiler=compiler, bw_compiler=compiler)(torch.randn(5))
+        aot_function(lambda x: x.sin().sin(), fw_compiler=compiler, bw_compiler=compiler)(
+            torch.randn(5)
+        )
     assert [(graphs[0].partition("_")[2], nodes) for graphs, nodes in seen] == [
         ("forward", 4),
         ("backward", 8),
@@ -124,19 +140,24 @@ def test_names_inside_the_compiler(module: Any) -> None:
 
 
 def test_names_while_dynamo_compiles() -> None:
-    """Under torch.compile the drop-in names the graph that torch names, with dynamo's id as the place of it."""
+    """Under torch.compile the drop-in names the graph that torch names, with dynamo's id as the
+    place of it."""
     from torch._dynamo.backends.common import aot_autograd
 
     seen = []
 
     def compiler(graph: Any, _inputs: Any) -> Any:
         assert ours.get_graph_being_compiled() == original.get_graph_being_compiled()
-        seen.append((ours.get_aot_compilation_context()[0][0].partition("_")[2], torchwhere.where().graph))
+        seen.append(
+            (ours.get_aot_compilation_context()[0][0].partition("_")[2], torchwhere.where().graph)
+        )
         return graph
 
     backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
     with torchwhere.watch():
-        torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2, requires_grad=True)).sum().backward()
+        torch.compile(lambda x: x.sin(), backend=backend)(
+            torch.ones(2, requires_grad=True)
+        ).sum().backward()
     assert seen == [("forward", "0/0"), ("backward", "0/0")]
 
 
@@ -153,7 +174,7 @@ def test_names_while_inductor_compiles() -> None:
     assert names == ["inference"]
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def test_texts_are_the_originals() -> None:
@@ -166,14 +187,17 @@ def test_texts_are_the_originals() -> None:
         "input 0",
     ]
     for expected in ("the input was contiguous", ""):
-        assert ours.format_guard_bug_msg(config(7), expected) == original.format_guard_bug_msg(config(7), expected)
+        assert ours.format_guard_bug_msg(config(7), expected) == original.format_guard_bug_msg(
+            config(7), expected
+        )
 
 
-# -- stack traces ----------------------------------------------------------------------------------------------------------
+# -- stack traces ----------------------------------------------------------------------------------
 
 
 def traces_of(module: Any, *, anomaly: bool) -> list[tuple[str, list[str]]]:
-    """For each node that runs in backward, fx's stack trace as a gradient hook just before it finds it."""
+    """For each node that runs in backward, fx's stack trace as a gradient hook just before it finds
+    it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.set_detect_anomaly(anomaly):
@@ -182,11 +206,19 @@ def traces_of(module: Any, *, anomaly: bool) -> list[tuple[str, list[str]]]:
             z = y.exp() + y
     found = []
     module.setup_stacktrace_preservation_hooks_from_tensors([z, torch.ones(1), None])
-    nodes = [node for node in nodes_of([z.grad_fn]) if node.name() != "torch::autograd::AccumulateGrad"]
+    nodes = [
+        node for node in nodes_of([z.grad_fn]) if node.name() != "torch::autograd::AccumulateGrad"
+    ]
     for node in nodes:
         # Registered later, so called later: by now the trace is that of this node.
-        node.register_prehook(lambda _grads, node=node: found.append((node.name(), fx_traceback.format_stack())))
-        node.register_hook(lambda *_, node=node: found.append((f"after {node.name()}", fx_traceback.format_stack())))
+        node.register_prehook(
+            lambda _grads, node=node: found.append((node.name(), fx_traceback.format_stack()))
+        )
+        node.register_hook(
+            lambda *_, node=node: found.append(
+                (f"after {node.name()}", fx_traceback.format_stack())
+            )
+        )
     with fx_traceback.preserve_node_meta():
         z.sum().backward()
         found.append(("afterwards", fx_traceback.format_stack()))
@@ -194,8 +226,9 @@ def traces_of(module: Any, *, anomaly: bool) -> list[tuple[str, list[str]]]:
 
 
 def test_traces_are_the_originals() -> None:
-    """In backward, fx's stack trace is the forward's of the node that runs, then with the mark of accumulation; the same
-    nodes in the same order as with the original, and what was there before comes back at the end."""
+    """In backward, fx's stack trace is the forward's of the node that runs, then with the mark of
+    accumulation; the same nodes in the same order as with the original, and what was there before
+    comes back at the end."""
     mine, theirs = traces_of(ours, anomaly=True), traces_of(original, anomaly=True)
     assert mine == theirs
     assert [name for name, _ in mine] == [
@@ -238,14 +271,20 @@ def test_sequence_numbers_are_set_while_a_node_runs() -> None:
     seen = []
     number = y.grad_fn._sequence_nr()
     y.grad_fn.register_prehook(lambda _grads: seen.append(dict(fx_traceback.get_current_meta())))
-    with fx_traceback.preserve_node_meta(), fx_traceback.set_current_meta(SimpleNamespace(meta={}, name="n")):
+    with (
+        fx_traceback.preserve_node_meta(),
+        fx_traceback.set_current_meta(SimpleNamespace(meta={}, name="n")),
+    ):
         y.sum().backward()
-        assert "grad_fn_seq_nr" not in fx_traceback.current_meta or fx_traceback.current_meta["grad_fn_seq_nr"] != [number]
+        assert "grad_fn_seq_nr" not in fx_traceback.current_meta or fx_traceback.current_meta[
+            "grad_fn_seq_nr"
+        ] != [number]
     assert seen[0]["grad_fn_seq_nr"] == [number] or seen[0]["grad_fn_seq_nr"] == number
 
 
 def test_callback_set_is_true_while_a_backward_will_restore_the_trace() -> None:
-    """`callback_set` is true from the first hook of a backward to its end, also after a backward that raised."""
+    """`callback_set` is true from the first hook of a backward to its end, also after a backward
+    that raised."""
     for module in (original, ours):
         y = torch.ones(2, requires_grad=True).sin()
         z, seen = y.exp(), []
@@ -282,7 +321,8 @@ def test_each_node_gets_its_hooks_once() -> None:
 
 
 def test_a_backward_that_raised_is_not_in_the_way() -> None:
-    """After a backward that raised, the next one puts the stack trace back again; the original no longer does."""
+    """After a backward that raised, the next one puts the stack trace back again; the original no
+    longer does."""
 
     def stack_afterwards(module: Any) -> list[str]:
         def graph(*, fails: bool) -> torch.Tensor:
@@ -313,16 +353,19 @@ def test_nothing_to_do(module: Any) -> None:
     assert module.setup_stacktrace_preservation_hooks_from_tensors((None, 3)) is None
 
 
-# -- changing over ---------------------------------------------------------------------------------------------------------
+# -- changing over ---------------------------------------------------------------------------------
 
 
 def test_side_by_side() -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and with the original."""
+    """The program on the page about changing over prints what stands below it, with the drop-in and
+    with the original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## AOTAutograd's")
     section, end, after = section.partition("\n## ")
     program, *shown = re.findall(r"```(?:python|text)\n(.*?)```", section, re.DOTALL)
-    changed = program.replace("torchwhere.drop_in.aot_logging", "torch._functorch._aot_autograd.logging_utils")
+    changed = program.replace(
+        "torchwhere.drop_in.aot_logging", "torch._functorch._aot_autograd.logging_utils"
+    )
     assert changed != program
     printed = []
     for each in (program, changed):

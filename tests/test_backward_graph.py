@@ -1,4 +1,5 @@
-"""What is behind a tensor: every node once, at any size and depth, with places, names, shapes and lines; text, DOT and JSON."""
+"""What is behind a tensor: every node once, at any size and depth, with places, names, shapes and
+lines; text, DOT and JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(torch.arange(4)).mean()
 
 
-# -- the walk --------------------------------------------------------------------------------------------------------------
+# -- the walk --------------------------------------------------------------------------------------
 
 
 def naive(roots: list[Any]) -> tuple[set[Any], Counter[tuple[Any, Any]]]:
@@ -83,13 +84,25 @@ def random_tensors(seed: int) -> list[torch.Tensor]:
     for _ in range(dice.randint(1, 25)):
         a, b = dice.choice(found), dice.choice(found)
         found.append(
-            dice.choice([torch.add, torch.mul, lambda x, y: x.sin(), lambda x, y: torch.stack([x, y, x]).sum(0)])(a, b)
+            dice.choice(
+                [
+                    torch.add,
+                    torch.mul,
+                    lambda x, y: x.sin(),
+                    lambda x, y: torch.stack([x, y, x]).sum(0),
+                ]
+            )(a, b)
         )
-    return [tensor for tensor in dice.sample(found, dice.randint(1, len(found))) if tensor.grad_fn is not None]
+    return [
+        tensor
+        for tensor in dice.sample(found, dice.randint(1, len(found)))
+        if tensor.grad_fn is not None
+    ]
 
 
 def test_walk_is_what_a_naive_walk_gives() -> None:
-    """The walk gives the nodes and edges of a naive recursive walk, each node once and before those it leads to."""
+    """The walk gives the nodes and edges of a naive recursive walk, each node once and before those
+    it leads to."""
     for seed in range(300):
         roots = roots_of(random_tensors(seed))
         nodes, edges = naive(roots)
@@ -97,7 +110,11 @@ def test_walk_is_what_a_naive_walk_gives() -> None:
         assert len(trail.nodes) == len(set(trail.nodes)) == len(nodes), seed
         assert set(trail.nodes) == nodes, seed
         starts, targets = trail.starts.tolist(), trail.targets.tolist()
-        pairs = [(number, target) for number in range(len(nodes)) for target in targets[starts[number] : starts[number + 1]]]
+        pairs = [
+            (number, target)
+            for number in range(len(nodes))
+            for target in targets[starts[number] : starts[number + 1]]
+        ]
         assert Counter((trail.nodes[a], trail.nodes[b]) for a, b in pairs) == edges, seed
         assert all(a < b for a, b in pairs), seed
 
@@ -152,7 +169,8 @@ print((after - before) * 4096 // len(graph) < 400, "done")
 
 
 def test_a_chain_of_100_000_and_a_million_nodes() -> None:
-    """A chain of 100,000 is walked and freed without a stack overflow, a million nodes take less than 400 bytes each."""
+    """A chain of 100,000 is walked and freed without a stack overflow, a million nodes take less
+    than 400 bytes each."""
     done = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -184,7 +202,8 @@ def test_a_walk_changes_no_gradient() -> None:
 
 
 def test_holds_are_put_once() -> None:
-    """Walking a deep graph again leaves no more behind than the first time, and only where it is deep."""
+    """Walking a deep graph again leaves no more behind than the first time, and only where it is
+    deep."""
     x = torch.ones(2, requires_grad=True)
     y = x
     for _ in range(1200):
@@ -192,15 +211,22 @@ def test_holds_are_put_once() -> None:
     counts = []
     for _ in range(3):
         nodes = walk([y.grad_fn]).nodes
-        counts.append([len(node.metadata.get("torchwhere", ())) for node in nodes if node.metadata.get("torchwhere")])
+        counts.append(
+            [
+                len(node.metadata.get("torchwhere", ()))
+                for node in nodes
+                if node.metadata.get("torchwhere")
+            ]
+        )
     assert counts[0] == counts[1] == counts[2] == [1, 1]
 
 
-# -- what is known of a node -----------------------------------------------------------------------------------------------
+# -- what is known of a node -----------------------------------------------------------------------
 
 
 def test_modules_calls_and_parameters_under_a_watch() -> None:
-    """Nodes know the module call that made them, leaves the parameter; what is outside any module says so."""
+    """Nodes know the module call that made them, leaves the parameter; what is outside any module
+    says so."""
     model = Model(depth=1)
     with torchwhere.watch(model):
         loss = model(model(batch())).sum()
@@ -214,7 +240,10 @@ def test_modules_calls_and_parameters_under_a_watch() -> None:
         ("layers.0.down", 0),
         ("layers.0.up", 0),
     ]
-    assert [(node.module, node.call) for node in graph if node.op == "ReluBackward0"] == [("layers.0", 1), ("layers.0", 0)]
+    assert [(node.module, node.call) for node in graph if node.op == "ReluBackward0"] == [
+        ("layers.0", 1),
+        ("layers.0", 0),
+    ]
     first = graph[0]
     assert (first.op, first.module, first.certainty, first.shapes, first.dtype) == (
         "SumBackward0",
@@ -229,7 +258,8 @@ def test_modules_calls_and_parameters_under_a_watch() -> None:
 
 
 def test_names_from_a_model_without_a_watch() -> None:
-    """Without a watch the model names its parameters, and the modules of the nodes that use them, as inferred."""
+    """Without a watch the model names its parameters, and the modules of the nodes that use them,
+    as inferred."""
     model = Model(depth=1)
     graph = torchwhere.backward_graph(model(batch()).sum(), model=model)
     found = {node.op: (node.module, node.certainty) for node in graph}
@@ -252,7 +282,9 @@ def test_a_tied_parameter_has_all_its_names() -> None:
     model = Model(depth=1)
     model.head.weight = model.layers[0].up.weight
     leaves = torchwhere.backward_graph(model(batch()).sum(), model=model).leaves
-    assert [leaf.names for leaf in leaves if len(leaf.names) > 1] == [("layers.0.up.weight", "head.weight")]
+    assert [leaf.names for leaf in leaves if len(leaf.names) > 1] == [
+        ("layers.0.up.weight", "head.weight")
+    ]
 
 
 def _fsdp_names(kind: str) -> list[str]:
@@ -266,7 +298,9 @@ def _fsdp_names(kind: str) -> list[str]:
         fully_shard(model)
     else:
         device = torch.device("cpu")
-        model.layers[0] = FullyShardedDataParallel(model.layers[0], device_id=device, use_orig_params=True)
+        model.layers[0] = FullyShardedDataParallel(
+            model.layers[0], device_id=device, use_orig_params=True
+        )
         model = FullyShardedDataParallel(model, device_id=device, use_orig_params=True)
     with torchwhere.watch(model):
         graph = torchwhere.backward_graph(model(batch()).sum())
@@ -274,7 +308,8 @@ def _fsdp_names(kind: str) -> list[str]:
 
 
 def test_sharded_parameters_have_names(two_ranks: Pool) -> None:
-    """FSDP2 computes with whole parameters that are in no module, FSDP1 with flat ones: their leaves have names."""
+    """FSDP2 computes with whole parameters that are in no module, FSDP1 with flat ones: their
+    leaves have names."""
     whole = sorted(name for name, _ in Model(depth=2).named_parameters())
     assert two_ranks.run(_fsdp_names, "fsdp2") == [whole, whole]
     flat = ["_flat_param", "layers.0._flat_param"]
@@ -282,7 +317,8 @@ def test_sharded_parameters_have_names(two_ranks: Pool) -> None:
 
 
 def test_several_tensors_nodes_and_edges() -> None:
-    """A list of tensors has one graph, the first tensor first; a node and a gradient edge are as good as a tensor."""
+    """A list of tensors has one graph, the first tensor first; a node and a gradient edge are as
+    good as a tensor."""
     x = torch.ones(2, requires_grad=True)
     a, b = x.sin(), x.cos()
     graph = torchwhere.backward_graph([a, b, torch.ones(1)])
@@ -294,7 +330,8 @@ def test_several_tensors_nodes_and_edges() -> None:
 
 
 def test_custom_functions_checkpoints_and_outputs_that_are_many() -> None:
-    """A custom function has its name, a checkpointed block is one node until it runs, a split has all its shapes."""
+    """A custom function has its name, a checkpointed block is one node until it runs, a split has
+    all its shapes."""
 
     class Twice(torch.autograd.Function):
         @staticmethod
@@ -308,7 +345,12 @@ def test_custom_functions_checkpoints_and_outputs_that_are_many() -> None:
     x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
     parts = Twice.apply(checkpoint(torch.sin, x, use_reentrant=True)).split(2, dim=1)
     graph = torchwhere.backward_graph(list(parts))
-    assert [node.op for node in graph] == ["SplitBackward0", "TwiceBackward", "CheckpointFunctionBackward", "AccumulateGrad"]
+    assert [node.op for node in graph] == [
+        "SplitBackward0",
+        "TwiceBackward",
+        "CheckpointFunctionBackward",
+        "AccumulateGrad",
+    ]
     assert graph[0].shapes == ((4, 2), (4, 2), (4, 2))
     assert graph[0].dtype == "float64"
 
@@ -328,7 +370,8 @@ def test_a_graph_made_on_another_thread() -> None:
 
 
 def test_it_keeps_nothing_of_torch_alive() -> None:
-    """A graph holds numbers and texts: the model and the tensors go when the program lets them go."""
+    """A graph holds numbers and texts: the model and the tensors go when the program lets them
+    go."""
     model = Model(depth=1)
     loss = model(batch()).sum()
     graph = torchwhere.backward_graph(loss, model=model)
@@ -340,7 +383,8 @@ def test_it_keeps_nothing_of_torch_alive() -> None:
 
 
 def test_nodes_are_a_sequence() -> None:
-    """Nodes are counted, sliced, indexed from both ends and iterated; beyond the end there is none."""
+    """Nodes are counted, sliced, indexed from both ends and iterated; beyond the end there is
+    none."""
     graph = torchwhere.backward_graph(loss_of(Stack(1)))
     assert len(graph.nodes) == len(graph) == len(list(graph))
     assert graph.nodes[-1].number == len(graph) - 1
@@ -350,14 +394,18 @@ def test_nodes_are_a_sequence() -> None:
         graph[len(graph)]
 
 
-# -- freed -----------------------------------------------------------------------------------------------------------------
+# -- freed -----------------------------------------------------------------------------------------
 
 
 def test_a_freed_graph() -> None:
-    """After backward a graph is refused, with what to do; asked for all the same it is given, and says that it is freed."""
+    """After backward a graph is refused, with what to do; asked for all the same it is given, and
+    says that it is freed."""
     loss = loss_of(Stack(1))
     loss.backward()
-    with pytest.raises(ValueError, match=r"backward has run over this graph and freed what \d+ of its \d+ nodes had saved"):
+    with pytest.raises(
+        ValueError,
+        match=r"backward has run over this graph and freed what \d+ of its \d+ nodes had saved",
+    ):
         torchwhere.backward_graph(loss)
     graph = torchwhere.backward_graph(loss, freed=True)
     assert graph.freed > 3
@@ -372,7 +420,8 @@ def test_a_kept_graph_is_not_freed() -> None:
 
 
 def test_what_was_never_saved_is_not_freed() -> None:
-    """A node that needed to save nothing is not taken for a freed one, although the tensors it could have saved are absent."""
+    """A node that needed to save nothing is not taken for a freed one, although the tensors it
+    could have saved are absent."""
     x = torch.ones(2, requires_grad=True)
     node = torch.addcmul(x, torch.ones(2), torch.ones(2)).grad_fn
     assert node is not None
@@ -380,7 +429,8 @@ def test_what_was_never_saved_is_not_freed() -> None:
 
 
 def test_looking_for_saved_tensors_unpacks_none() -> None:
-    """Saved tensors with hooks (offloading, checkpointing) are not unpacked to find out whether they are there."""
+    """Saved tensors with hooks (offloading, checkpointing) are not unpacked to find out whether
+    they are there."""
     unpacked = []
 
     def unpack(kept: Any) -> Any:
@@ -393,11 +443,12 @@ def test_looking_for_saved_tensors_unpacks_none() -> None:
     assert unpacked == []
 
 
-# -- as text, DOT, JSON ----------------------------------------------------------------------------------------------------
+# -- as text, DOT, JSON ----------------------------------------------------------------------------
 
 
 def test_text_folds_layers() -> None:
-    """Layers that are alike are one block, with the span of their numbers; what an edge skips is drawn beside it."""
+    """Layers that are alike are one block, with the span of their numbers; what an edge skips is
+    drawn beside it."""
     model = Stack()
     with torchwhere.watch(model):
         text = str(torchwhere.backward_graph(loss_of(model)))
@@ -414,7 +465,8 @@ def test_text_folds_layers() -> None:
 
 
 def test_text_of_a_small_graph() -> None:
-    """A graph without repeats has a line for each operation; leaves without a name are told by number."""
+    """A graph without repeats has a line for each operation; leaves without a name are told by
+    number."""
     a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     assert str(torchwhere.backward_graph(a.sin() * b.cos() + a)).splitlines() == [
         "behind 1 tensor: 6 nodes, 6 edges, 2 leaves without a name",
@@ -426,7 +478,8 @@ def test_text_of_a_small_graph() -> None:
 
 
 def test_layers_that_differ_are_not_folded() -> None:
-    """A layer that differs from its neighbours stays apart, and layers out of order are not given as a span of all between."""
+    """A layer that differs from its neighbours stays apart, and layers out of order are not given
+    as a span of all between."""
     model = Stack(5)
     model.layers[2].up = nn.Linear(8, 8, bias=False)
     with torchwhere.watch(model):
@@ -449,7 +502,8 @@ def test_layers_that_differ_are_not_folded() -> None:
 
 
 def test_every_other_layer() -> None:
-    """Two kinds of layers in turns are one block, and each line says which of the layers it stands for."""
+    """Two kinds of layers in turns are one block, and each line says which of the layers it stands
+    for."""
     model = Stack(6)
     for layer in model.layers[1::2]:
         layer.up = nn.Linear(8, 8, bias=False)
@@ -508,7 +562,11 @@ def test_to_dict_is_json() -> None:
     assert [node["op"] for node in read["nodes"]] == [node.op for node in graph]
     assert read["edges"] == graph.edges.tolist()
     assert read["nodes"][1] == json.loads(json.dumps(graph[1].to_dict()))
-    assert (read["nodes"][1]["module"], read["nodes"][1]["shapes"], read["roots"]) == ("head", [[4, 8]], [0])
+    assert (read["nodes"][1]["module"], read["nodes"][1]["shapes"], read["roots"]) == (
+        "head",
+        [[4, 8]],
+        [0],
+    )
 
 
 def test_one_node_in_one_line() -> None:
@@ -522,7 +580,8 @@ def test_one_node_in_one_line() -> None:
 
 
 def test_folding_of_a_million_rows_is_exact() -> None:
-    """Folds cover each row exactly once, whatever repeats in them: unfolded they are the rows again."""
+    """Folds cover each row exactly once, whatever repeats in them: unfolded they are the rows
+    again."""
     from torchwhere.render.folds import Fold, fold
 
     def unfolded(items: list[int | Fold]) -> list[int]:
@@ -537,7 +596,12 @@ def test_folding_of_a_million_rows_is_exact() -> None:
 
     for seed in range(30):
         dice = np.random.default_rng(seed)
-        keys = np.concatenate([np.tile(dice.integers(0, 3, dice.integers(1, 6)), dice.integers(1, 9)) for _ in range(12)])
+        keys = np.concatenate(
+            [
+                np.tile(dice.integers(0, 3, dice.integers(1, 6)), dice.integers(1, 9))
+                for _ in range(12)
+            ]
+        )
         items = fold(keys.tolist(), [()] * len(keys))
         assert unfolded(items) == list(range(len(keys)))
         for item in items:
@@ -547,20 +611,36 @@ def test_folding_of_a_million_rows_is_exact() -> None:
     assert len(fold([0, 1, 2] * 1000, [()] * 3000)) == 1
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 NO_GRAPH = (
-    r"^backward_graph\(tensor\): this tensor has no graph: requires_grad is False\. It was detached, made under no_grad\(\) or "
+    r"^backward_graph\(tensor\): this tensor has no graph: requires_grad is False\. It was"
+    r" detached, made under no_grad\(\) or "
 )
 
 
 BAD = [
     (torch.ones(1), ValueError, NO_GRAPH),
     (torch.ones(1, requires_grad=True).detach(), ValueError, NO_GRAPH),
-    (torch.ones(1, requires_grad=True), ValueError, r"^backward_graph\(tensor\): this tensor is a leaf: no operation made it"),
+    (
+        torch.ones(1, requires_grad=True),
+        ValueError,
+        r"^backward_graph\(tensor\): this tensor is a leaf: no operation made it",
+    ),
     ([], ValueError, r"^backward_graph\(tensor\): an empty list has no graph$"),
-    ([torch.ones(1)] * 2, ValueError, r"^backward_graph\(tensor\): none of these 2 tensors has a graph$"),
-    (3, TypeError, r"^backward_graph\(tensor\): expected a tensor, an autograd node or a list of them, got int$"),
+    (
+        [torch.ones(1)] * 2,
+        ValueError,
+        r"^backward_graph\(tensor\): none of these 2 tensors has a graph$",
+    ),
+    (
+        3,
+        TypeError,
+        (
+            r"^backward_graph\(tensor\): expected a tensor, an autograd node or a list of them, got"
+            r" int$"
+        ),
+    ),
     (None, TypeError, r"got NoneType$"),
     ([None], TypeError, r"got NoneType$"),
     (nn.Linear(1, 1), TypeError, r"got Linear$"),
@@ -576,5 +656,7 @@ def test_bad_input() -> None:
 
 def test_a_model_that_is_none() -> None:
     """A model that is not a module is a TypeError."""
-    with pytest.raises(TypeError, match=r"^backward_graph\(model=\): expected a torch.nn.Module or None, got str$"):
+    with pytest.raises(
+        TypeError, match=r"^backward_graph\(model=\): expected a torch.nn.Module or None, got str$"
+    ):
         torchwhere.backward_graph(torch.ones(1, requires_grad=True) * 2, model="model")  # type: ignore[arg-type]

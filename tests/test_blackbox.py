@@ -1,4 +1,5 @@
-"""The black box as it should be: what is written comes back, names are never mixed up, files are never fought over."""
+"""The black box as it should be: what is written comes back, names are never mixed up, files are
+never fought over."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from torchwhere.core.events import Kind
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 
-# kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more: the arguments of `record`
+# kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more: the
+# arguments of `record`
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 KNOWN = st.sampled_from([int(kind) for kind in Kind])
 RECORDS = st.tuples(KNOWN, U64, U8, U8, U8, *[U32] * 8, U64)
@@ -67,7 +69,7 @@ def rows(found: Box) -> dict[int, tuple[int, ...]]:
     return {int(row["number"]): tuple(int(row[name]) for name in FIELDS) for row in found.records}
 
 
-# -- what is written comes back ------------------------------------------------------------------------------------------
+# -- what is written comes back --------------------------------------------------------------------
 
 
 @settings(max_examples=80, deadline=None)
@@ -76,11 +78,18 @@ def rows(found: Box) -> dict[int, tuple[int, ...]]:
     capacity=st.integers(1, 20),
     texts=st.lists(st.text(), max_size=10),
     names=st.lists(
-        st.tuples(st.sampled_from([int(sort) for sort in EntryType if sort is not EntryType.META]), st.text()), max_size=20
+        st.tuples(
+            st.sampled_from([int(sort) for sort in EntryType if sort is not EntryType.META]),
+            st.text(),
+        ),
+        max_size=20,
     ),
 )
-def test_round_trip(records: list[tuple[int, ...]], capacity: int, texts: list[str], names: list[tuple[int, str]]) -> None:
-    """Any records, texts and names come back equal: the last `capacity` records, all texts, all names."""
+def test_round_trip(
+    records: list[tuple[int, ...]], capacity: int, texts: list[str], names: list[tuple[int, str]]
+) -> None:
+    """Any records, texts and names come back equal: the last `capacity` records, all texts, all
+    names."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "new" / "rank3.box"
         writer = BoxWriter(path, meta={"rank": 3, "clock_offset_ns": 5}, records=capacity)
@@ -99,7 +108,9 @@ def test_round_trip(records: list[tuple[int, ...]], capacity: int, texts: list[s
     assert found.counts.good == min(len(records), capacity)
     assert (found.counts.torn, found.counts.unknown, found.counts.torn_entries) == (0, 0, 0)
     assert [event.number for event in found.events()] == sorted(rows(found))
-    assert [event.t_ns for event in found.events()] == [t_ns + 5 for _, t_ns, *_ in records[-capacity:]]
+    assert [event.t_ns for event in found.events()] == [
+        t_ns + 5 for _, t_ns, *_ in records[-capacity:]
+    ]
 
 
 def test_records_of_unknown_kinds_are_counted(box: BoxWriter) -> None:
@@ -123,10 +134,12 @@ def test_a_number_taken_and_not_stored_is_torn(box: BoxWriter) -> None:
 
 
 def test_overwritten_texts_are_never_mistaken(box: BoxWriter) -> None:
-    """When the ring of texts has gone round, an old note has no text; it never shows that of a newer one."""
+    """When the ring of texts has gone round, an old note has no text; it never shows that of a
+    newer one."""
     written = {}
     for number in range(3 * 64):
-        position = box.text(json.dumps({"text": f"{number:05d}" * 1000}))  # equal lengths: every lap hits the same offsets
+        # equal lengths: every lap hits the same offsets
+        position = box.text(json.dumps({"text": f"{number:05d}" * 1000}))
         written[box.record(NOTE, number + 1, more=position)] = f"{number:05d}" * 1000
     found = read_box(box.path or "")
     shown = {event.number: event.fields["text"] for event in found.events()}
@@ -139,7 +152,8 @@ def test_overwritten_texts_are_never_mistaken(box: BoxWriter) -> None:
 
 
 def test_huge_texts_are_cut_between_characters(box: BoxWriter) -> None:
-    """A text too long for its ring, or a name too long for the table, is kept up to its limit, without half a character."""
+    """A text too long for its ring, or a name too long for the table, is kept up to its limit,
+    without half a character."""
     for size in (65_535, 65_536, 65_537, 70_000, 3_000_000):
         text = "x" + "é" * (size // 2)
         position, entry = box.text(text), box.intern(EntryType.LINE, text)
@@ -162,25 +176,58 @@ def test_a_lost_name_is_not_outside(box: BoxWriter) -> None:
     box.words[box.cursor_at(0)] = 77 << file_format.MODULE_SHIFT
     box.words[box.cursor_at(0) + file_format.CURSOR_TIME] = 1
     found = read_box(box.path or "")
-    assert [event.place.certainty for event in found.events()] == [Certainty.UNKNOWN, Certainty.EXACT]
+    assert [event.place.certainty for event in found.events()] == [
+        Certainty.UNKNOWN,
+        Certainty.EXACT,
+    ]
     assert found.cursors()[0].place.certainty == Certainty.UNKNOWN
 
 
 def test_places_come_back(box: BoxWriter) -> None:
-    """Every part of a place is resolved: names from the table, steps and calls that are not known as None."""
+    """Every part of a place is resolved: names from the table, steps and calls that are not known
+    as None."""
     ids = {
         sort: box.intern(sort, f"the {sort.name}")
         for sort in (EntryType.MODULE, EntryType.LINE, EntryType.GRAPH, EntryType.PARAM)
     }
     box.intern(EntryType.THREAD, "7\tpin memory")
-    known = (ids[EntryType.MODULE], 2, ids[EntryType.LINE], ids[EntryType.GRAPH], 0, 0, ids[EntryType.PARAM])
+    known = (
+        ids[EntryType.MODULE],
+        2,
+        ids[EntryType.LINE],
+        ids[EntryType.GRAPH],
+        0,
+        0,
+        ids[EntryType.PARAM],
+    )
     box.record(MODULE_ENTER, 1, 2, file_format.FLAG_INFERRED, 7, 3, *known)
     box.record(MODULE_ENTER, 1, 0, 0, 8, NO_STEP, ids[EntryType.MODULE], NO_CALL)
     first, second = (event.place.to_dict() for event in read_box(box.path or "").events())
-    place = {"rank": 0, "step": 3, "pass": "backward", "module": "the MODULE", "call": 2, "line": "the LINE"}
-    assert first == place | {"graph": "the GRAPH", "thread": "pin memory", "certainty": "inferred", "param": "the PARAM"}
+    place = {
+        "rank": 0,
+        "step": 3,
+        "pass": "backward",
+        "module": "the MODULE",
+        "call": 2,
+        "line": "the LINE",
+    }
+    assert first == place | {
+        "graph": "the GRAPH",
+        "thread": "pin memory",
+        "certainty": "inferred",
+        "param": "the PARAM",
+    }
     nothing = dict.fromkeys(("step", "call", "line", "graph", "thread", "param"))
-    assert second == {"rank": 0, "pass": "outside", "module": "the MODULE", "certainty": "exact"} | nothing
+    assert (
+        second
+        == {
+            "rank": 0,
+            "pass": "outside",
+            "module": "the MODULE",
+            "certainty": "exact",
+        }
+        | nothing
+    )
 
 
 def test_long_meta_goes_to_the_table(tmp_path: Path) -> None:
@@ -207,12 +254,15 @@ def test_box_in_memory_has_the_same_interface(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# -- cursors and counters -------------------------------------------------------------------------------------------------
+# -- cursors and counters --------------------------------------------------------------------------
 
 
 def test_cursors_say_what_each_thread_does(box: BoxWriter) -> None:
-    """A cursor gives module, pass, call, step, line, phase and last record of a thread; unused slots are not shown."""
-    module, line, phase = (box.intern(sort, sort.name) for sort in (EntryType.MODULE, EntryType.LINE, EntryType.PHASE))
+    """A cursor gives module, pass, call, step, line, phase and last record of a thread; unused
+    slots are not shown."""
+    module, line, phase = (
+        box.intern(sort, sort.name) for sort in (EntryType.MODULE, EntryType.LINE, EntryType.PHASE)
+    )
     box.intern(EntryType.THREAD, "2\tslot two")
     box.intern(EntryType.THREAD, "30\ttook slot five")
     for slot, thread, pass_ in ((2, 0, 1), (5, 31, 9)):
@@ -221,8 +271,18 @@ def test_cursors_say_what_each_thread_does(box: BoxWriter) -> None:
         for word, value in enumerate((place, 1234, 8, thread, line, 99, phase)):
             box.words[at + word] = value
     first, second = read_box(box.path or "").cursors()
-    assert (first.place.module, first.place.pass_, first.place.call, first.place.step) == ("MODULE", "forward", 6, 8)
-    assert (first.place.line, first.phase, first.last_record, first.t_ns) == ("LINE", "PHASE", 99, 1234)
+    assert (first.place.module, first.place.pass_, first.place.call, first.place.step) == (
+        "MODULE",
+        "forward",
+        6,
+        8,
+    )
+    assert (first.place.line, first.phase, first.last_record, first.t_ns) == (
+        "LINE",
+        "PHASE",
+        99,
+        1234,
+    )
     assert (second.place.pass_, second.place.call) == ("recompute", None)
     assert (first.place.thread, second.place.thread) == ("slot two", "took slot five")
 
@@ -236,8 +296,11 @@ def test_threads_beyond_the_last_cursor_share_it(box: BoxWriter) -> None:
 
 
 def test_tallies_of_more_streams_than_slots(box: BoxWriter) -> None:
-    """Each of 512 streams has its own counter, the next ones have none, and asking again gives the same."""
-    streams = [(3, source, destination) for source in range(-1, 25) for destination in range(-1, 24)]
+    """Each of 512 streams has its own counter, the next ones have none, and asking again gives the
+    same."""
+    streams = [
+        (3, source, destination) for source in range(-1, 25) for destination in range(-1, 24)
+    ]
     given = [box.counter_at(stream) for stream in streams]
     assert given == [box.counter_at(stream) for stream in streams]
     assert given[file_format.COUNTERS :] == [None] * (len(streams) - file_format.COUNTERS)
@@ -257,7 +320,7 @@ def test_streams_that_no_word_can_hold_have_no_tally(box: BoxWriter) -> None:
     assert read_box(box.path or "").counters() == {(1, 2**20 - 2, -1): 0}
 
 
-# -- many threads --------------------------------------------------------------------------------------------------------
+# -- many threads ----------------------------------------------------------------------------------
 
 
 def in_threads(count: int, work: Any) -> None:
@@ -286,14 +349,30 @@ def in_threads(count: int, work: Any) -> None:
 
 
 def test_records_of_16_threads(tmp_path: Path) -> None:
-    """100,000 records from each of 16 threads at once: none is lost, none is torn, each thread's are in its own order."""
+    """100,000 records from each of 16 threads at once: none is lost, none is torn, each thread's
+    are in its own order."""
     count, threads = 100_000, 16
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0}, records=1 << 21)
 
     def work(thread: int) -> None:
         record = box.record
         for number in range(count):
-            record(MODULE_ENTER, number, 1, 2, thread, thread, thread, thread, thread, thread, number, thread, thread, number)
+            record(
+                MODULE_ENTER,
+                number,
+                1,
+                2,
+                thread,
+                thread,
+                thread,
+                thread,
+                thread,
+                thread,
+                number,
+                thread,
+                thread,
+                number,
+            )
 
     try:
         in_threads(threads, work)
@@ -302,7 +381,11 @@ def test_records_of_16_threads(tmp_path: Path) -> None:
         box.close()
     (tmp_path / "rank0.box").unlink()
     records = found.records
-    assert (found.counts.good, found.counts.torn, found.counts.overwritten) == (threads * count, 0, 0)
+    assert (found.counts.good, found.counts.torn, found.counts.overwritten) == (
+        threads * count,
+        0,
+        0,
+    )
     for thread in range(threads):
         own = records[records["thread"] == thread]
         assert (own["subject"] == range(count)).all()
@@ -313,7 +396,8 @@ def test_records_of_16_threads(tmp_path: Path) -> None:
 
 
 def test_names_and_texts_of_many_threads(box: BoxWriter) -> None:
-    """Threads that intern the same names get the same ids, each already in the file, and no text runs into another."""
+    """Threads that intern the same names get the same ids, each already in the file, and no text
+    runs into another."""
     ids: list[dict[str, int]] = [{} for _ in range(8)]
     texts: list[dict[int, str]] = [{} for _ in range(8)]
     assert box.path is not None
@@ -332,12 +416,15 @@ def test_names_and_texts_of_many_threads(box: BoxWriter) -> None:
     assert all(of_thread == ids[0] for of_thread in ids)
     assert {found.name(entry_id): entry_id for entry_id in ids[0].values()} == ids[0]
     assert len(found.names) == 200
-    assert all(found.text(position) == text for of_thread in texts for position, text in of_thread.items())
+    assert all(
+        found.text(position) == text for of_thread in texts for position, text in of_thread.items()
+    )
     assert len({position for of_thread in texts for position in of_thread}) == 8 * 200
 
 
 def test_names_are_in_the_file_before_anybody_uses_them(box: BoxWriter) -> None:
-    """While one thread is writing a long name, another that asks for it waits until it is in the file."""
+    """While one thread is writing a long name, another that asks for it waits until it is in the
+    file."""
     names = [f"{number:04d}" * (1 << 17) for number in range(40)]
     begun = [threading.Event() for _ in names]
 
@@ -374,7 +461,8 @@ def test_tallies_of_many_threads() -> None:
 
 
 def test_full_table_gives_0(box: BoxWriter) -> None:
-    """When the table is full, further names get id 0, those already there keep theirs, and records go on."""
+    """When the table is full, further names get id 0, those already there keep theirs, and records
+    go on."""
     big = [box.intern(EntryType.LINE, f"{number:2d}" * (1 << 19)) for number in range(70)]
     assert big[0] == 1
     assert big[-1] == 0
@@ -391,7 +479,8 @@ def test_full_table_gives_0(box: BoxWriter) -> None:
 
 
 def test_intern_many(box: BoxWriter) -> None:
-    """Many names at once get the ids that one after the other would get, names that repeat the same one."""
+    """Many names at once get the ids that one after the other would get, names that repeat the same
+    one."""
     first = box.intern(EntryType.MODULE, "b")
     ids = box.intern_many(EntryType.MODULE, iter(["a", "b", "c", "a"]))
     assert ids == [2, first, 3, 2]
@@ -399,7 +488,7 @@ def test_intern_many(box: BoxWriter) -> None:
     assert read_box(box.path or "").names == {1: (2, "b"), 2: (2, "a"), 3: (2, "c"), 4: (7, "a")}
 
 
-# -- files ---------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_two_writers_on_one_file(box: BoxWriter) -> None:
@@ -408,9 +497,11 @@ def test_two_writers_on_one_file(box: BoxWriter) -> None:
     assert box.path is not None
     with pytest.raises(TorchwhereError) as caught:
         BoxWriter(box.path, meta={"rank": 0}, records=16)
-    assert str(caught.value) == (
-        f"{box.path} is being written by another process. Give every job its own folder (out=..., --out), and in processes "
-        "that do not have RANK set start watching after init_process_group, when the rank is known."
+    assert (
+        str(caught.value)
+        == f"{box.path} is being written by another process. Give every job its own folder"
+        " (out=..., --out), and in processes that do not have RANK set start watching after"
+        " init_process_group, when the rank is known."
     )
     box.record(MODULE_ENTER, 1)
     assert os.listdir(box.path.parent) == ["rank0.box"]
@@ -418,9 +509,12 @@ def test_two_writers_on_one_file(box: BoxWriter) -> None:
 
 
 def test_old_boxes_are_set_aside(tmp_path: Path) -> None:
-    """A box of a dead writer is kept under a name that says when it was last written, and stays readable."""
+    """A box of a dead writer is kept under a name that says when it was last written, and stays
+    readable."""
     for run in range(3):
-        box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "run_id": f"run {run}"}, records=16)
+        box = BoxWriter(
+            tmp_path / "rank0.box", meta={"rank": 0, "run_id": f"run {run}"}, records=16
+        )
         box.record(MODULE_ENTER, run + 1)
         box.close()
     found = {read_box(path).meta["run_id"]: path.name for path in tmp_path.iterdir()}
@@ -430,7 +524,8 @@ def test_old_boxes_are_set_aside(tmp_path: Path) -> None:
 
 
 def test_rename(box: BoxWriter) -> None:
-    """A renamed box keeps its records and goes on; a dead box of that name is set aside, a live one is an error."""
+    """A renamed box keeps its records and goes on; a dead box of that name is set aside, a live one
+    is an error."""
     assert box.path is not None
     folder = box.path.parent
     other = BoxWriter(folder / "rank1.box", meta={"rank": 1}, records=16)
@@ -455,15 +550,18 @@ def test_box_name() -> None:
 
 def test_unreadable_path_says_why(tmp_path: Path) -> None:
     """A file that is not there is the one thing the reader raises for, and it says so."""
-    with pytest.raises(TorchwhereError, match=r"cannot read .*rank9\.box: No such file or directory"):
+    with pytest.raises(
+        TorchwhereError, match=r"cannot read .*rank9\.box: No such file or directory"
+    ):
         read_box(tmp_path / "rank9.box")
 
 
-# -- docs/format.md ------------------------------------------------------------------------------------------------------
+# -- docs/format.md --------------------------------------------------------------------------------
 
 
 def train(folder: Path) -> None:
-    """On one rank: a small real training that records a bit of everything, and more than its ring holds."""
+    """On one rank: a small real training that records a bit of everything, and more than its ring
+    holds."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -504,20 +602,37 @@ def real_box(tmp_path_factory: pytest.TempPathFactory, two_ranks: Pool) -> Path:
 class PageReader:
     """A reader written from docs/format.md alone: nothing of torchwhere is used here."""
 
-    KINDS = "start end step_begin step_end optimizer module_enter module_exit collective note phase_begin phase_end exception"
-    PASSES = {0: "outside", 1: "forward", 2: "backward", 4: "optimizer", 9: "recompute"}  # noqa: RUF012
-    NAMES = "number t_ns kind pass flags thread step module call line graph subject beneficiary param extra"
+    KINDS = (
+        "start end step_begin step_end optimizer module_enter module_exit collective note"
+        " phase_begin phase_end exception"
+    )
+    PASSES = {
+        0: "outside",
+        1: "forward",
+        2: "backward",
+        4: "optimizer",
+        9: "recompute",
+    }
+    NAMES = (
+        "number t_ns kind pass flags thread step module call line graph subject beneficiary param"
+        " extra"
+    )
 
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.kinds = dict(enumerate([*self.KINDS.split(), "compile_begin", "compile_end"], 1))
         for at in (0, 2048):
             block = data[at : at + 2048]
-            if block[:8] == b"TRCHWHRE" and zlib.crc32(block[:2044]) == struct.unpack("<I", block[2044:2048])[0]:
+            if (
+                block[:8] == b"TRCHWHRE"
+                and zlib.crc32(block[:2044]) == struct.unpack("<I", block[2044:2048])[0]
+            ):
                 break
-        version, _, cursors, counters, self.capacity, self.text_bytes = struct.unpack_from("<6I", block, 8)
+        version, _, cursors, counters, self.capacity, self.text_bytes = struct.unpack_from(
+            "<6I", block, 8
+        )
         assert version == 1
-        (table_at, meta_bytes) = struct.unpack_from("<QI", block, 36)
+        table_at, meta_bytes = struct.unpack_from("<QI", block, 36)
         self.cursors_at = 4096
         self.counters_at = 4096 + 64 * cursors
         self.ring_at = self.counters_at + 32 * counters
@@ -554,8 +669,13 @@ class PageReader:
             if len(raw) < 64 or raw == bytes(64):
                 zeros.append(slot)
                 continue
-            record = dict(zip(self.NAMES.split(), struct.unpack_from("<QQBBBBIIIIIIIIQ", raw), strict=True))
-            if zlib.crc32(raw[:60]) != struct.unpack_from("<I", raw, 60)[0] or record["number"] % self.capacity != slot:
+            record = dict(
+                zip(self.NAMES.split(), struct.unpack_from("<QQBBBBIIIIIIIIQ", raw), strict=True)
+            )
+            if (
+                zlib.crc32(raw[:60]) != struct.unpack_from("<I", raw, 60)[0]
+                or record["number"] % self.capacity != slot
+            ):
                 self.torn += 1
                 continue
             numbers.append(record["number"])
@@ -584,7 +704,9 @@ class PageReader:
         return dict(payload.split("\t", 1) for sort, payload in self.table.values() if sort == 9)
 
     def groups(self) -> dict[str, Any]:
-        groups = [json.loads(payload) for _, (sort, payload) in sorted(self.table.items()) if sort == 4]
+        groups = [
+            json.loads(payload) for _, (sort, payload) in sorted(self.table.items()) if sort == 4
+        ]
         return {group["name"]: group for group in groups}
 
     def events(self) -> list[dict[str, Any]]:
@@ -593,7 +715,13 @@ class PageReader:
     def event(self, record: dict[str, int]) -> dict[str, Any]:
         module = self.name(record["module"])
         lost = (record["module"] and module is None) or record["pass"] not in self.PASSES
-        certainty = "unknown" if record["flags"] & 4 or lost else "inferred" if record["flags"] & 2 else "exact"
+        certainty = (
+            "unknown"
+            if record["flags"] & 4 or lost
+            else "inferred"
+            if record["flags"] & 2
+            else "exact"
+        )
         return {
             "kind": self.kinds[record["kind"]],
             "rank": self.meta.get("rank", -1),
@@ -616,16 +744,31 @@ class PageReader:
                 found = json.loads(text or "")
             except ValueError:
                 found = None
-            return found if isinstance(found, dict) else {"reason" if kind == "end" else "text": text}
+            return (
+                found if isinstance(found, dict) else {"reason" if kind == "end" else "text": text}
+            )
         if kind in ("phase_begin", "phase_end"):
-            return {"phase": self.name(record["subject"])} | ({"duration_ns": record["extra"]} if kind == "phase_end" else {})
+            return {"phase": self.name(record["subject"])} | (
+                {"duration_ns": record["extra"]} if kind == "phase_end" else {}
+            )
         if kind in ("optimizer", "compile_begin", "compile_end"):
             return {"what": self.name(record["subject"])}
         return self.collective(record) if kind == "collective" else {}
 
     def collective(self, record: dict[str, int]) -> dict[str, Any]:
         payload, beneficiary = self.name(record["subject"]), self.name(record["beneficiary"])
-        keys = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
+        keys = (
+            "op",
+            "raw_op",
+            "group",
+            "dtype",
+            "shapes",
+            "out_shapes",
+            "bytes",
+            "peer",
+            "reduce_op",
+            "api",
+        )
         found = dict.fromkeys(keys) if payload is None else json.loads(payload)
         group = self.groups().get(found["group"], {})
         ranks = group.get("ranks", [])
@@ -644,7 +787,9 @@ class PageReader:
         found = []
         for slot in range((self.counters_at - self.cursors_at) // 64):
             raw = self.data[self.cursors_at + 64 * slot : self.cursors_at + 64 * slot + 64]
-            place, t_ns, step, thread, line, record, phase, _ = struct.unpack("<8Q", raw if len(raw) == 64 else bytes(64))
+            place, t_ns, step, thread, line, record, phase, _ = struct.unpack(
+                "<8Q", raw if len(raw) == 64 else bytes(64)
+            )
             if t_ns:
                 module, pass_, call = self.name(place >> 36), place >> 32 & 0xF, place & 0xFFFFFFFF
                 unknown = module is None or pass_ == 9 or call == 0xFFFFFFFF
@@ -674,7 +819,11 @@ class PageReader:
         return entry_id in self.table and self.table[entry_id][0] == 11
 
     def counters(self) -> dict[tuple[int, int, int], int]:
-        return {(i, source, destination): words[0] for i, source, destination, words in self.slots() if not self.is_phase(i)}
+        return {
+            (i, source, destination): words[0]
+            for i, source, destination, words in self.slots()
+            if not self.is_phase(i)
+        }
 
     def phases(self) -> dict[tuple[tuple[str, ...], bool], list[tuple[int, ...]]]:
         """By path, and whether on the main thread: what has ended, what is running."""
@@ -691,7 +840,9 @@ def as_on_the_page(box: Box) -> list[dict[str, Any]]:
     for cursor in box.cursors():
         place = cursor.place.to_dict()
         kept = {key: place[key] for key in ("module", "pass", "call", "step", "line", "thread")}
-        found.append(kept | {"phase": cursor.phase, "record": cursor.last_record, "t_ns": cursor.t_ns})
+        found.append(
+            kept | {"phase": cursor.phase, "record": cursor.last_record, "t_ns": cursor.t_ns}
+        )
     return found
 
 
@@ -709,32 +860,61 @@ def assert_page_holds(data: bytes) -> None:
     assert {key: (ended, running[:2]) for key, (ended, running) in page.phases().items()} == sums
     assert page.groups() == ours.groups()
     counts = ours.counts
-    assert (page.torn, page.unknown, page.overwritten) == (counts.torn, counts.unknown, counts.overwritten)
+    assert (page.torn, page.unknown, page.overwritten) == (
+        counts.torn,
+        counts.unknown,
+        counts.overwritten,
+    )
     assert page.torn_entries == counts.torn_entries
 
 
 def test_format_page_is_enough_to_read_a_real_box(real_box: Path) -> None:
-    """A reader written from docs/format.md alone finds in a real box exactly what the library's reader finds."""
+    """A reader written from docs/format.md alone finds in a real box exactly what the library's
+    reader finds."""
     data = real_box.read_bytes()
     assert_page_holds(data)
     page = PageReader(data)
     kinds = {event["kind"] for event in page.events()}
-    assert {"end", "step_begin", "optimizer", "module_enter", "collective", "note", "phase_end", "exception"} <= kinds
+    assert {
+        "end",
+        "step_begin",
+        "optimizer",
+        "module_enter",
+        "collective",
+        "note",
+        "phase_end",
+        "exception",
+    } <= kinds
     assert page.overwritten > 0
     assert {"MainThread", "helper"} <= set(page.threads().values())
     assert (0, 1) in [who[1:] for who in page.counters()]
     assert page.phases()[(), True][0][0] == page.phases()[("compute",), True][0][0] == 6
-    assert {"0", "", None} <= {event["for"] for event in page.events() if event["kind"] == "collective"}
+    assert {"0", "", None} <= {
+        event["for"] for event in page.events() if event["kind"] == "collective"
+    }
 
 
 def test_format_page_is_enough_to_read_a_damaged_box(real_box: Path) -> None:
     """Both readers also agree on a box that is cut, holed and overwritten with other bytes."""
     data, page = real_box.read_bytes(), PageReader(real_box.read_bytes())
-    middles = [page.cursors_at + 8, page.counters_at, page.ring_at + 6400 // 2, page.texts_at + 20, page.table_at + 200]
+    middles = [
+        page.cursors_at + 8,
+        page.counters_at,
+        page.ring_at + 6400 // 2,
+        page.texts_at + 20,
+        page.table_at + 200,
+    ]
     for middle in middles:
         assert_page_holds(data[:middle] + b"\xff" * 5 + data[middle + 5 :])
         assert_page_holds(data[:middle] + bytes(300) + data[middle + 300 :])
-    for end in (4096 + 100, page.counters_at + 20, page.ring_at + 1000, page.texts_at + 100, page.table_at + 10, len(data) - 3):
+    for end in (
+        4096 + 100,
+        page.counters_at + 20,
+        page.ring_at + 1000,
+        page.texts_at + 100,
+        page.table_at + 10,
+        len(data) - 3,
+    ):
         assert_page_holds(data[:end])
     assert_page_holds(b"\0" * 100 + data[100:])
     assert_page_holds(data + b"\xa7\x74\x77\xb6 and more")

@@ -1,4 +1,5 @@
-"""A damaged black box: whatever happens to the bytes, the reader does not raise and shows nothing that was not written."""
+"""A damaged black box: whatever happens to the bytes, the reader does not raise and shows nothing
+that was not written."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import TEXT_FIELD, Kind
 
 CAPACITY = 40
-META = {"rank": 2, "world_size": 4, "clock_offset_ns": 1000, "run_id": "run", "restart": 1, "argv": ["train.py"] * 300}
+META = {
+    "rank": 2,
+    "world_size": 4,
+    "clock_offset_ns": 1000,
+    "run_id": "run",
+    "restart": 1,
+    "argv": ["train.py"] * 300,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Sample:
 
 @cache
 def sample() -> Sample:
-    """A box that has gone round: records of every kind, names of every sort, texts, cursors, counters."""
+    """A box that has gone round: records of every kind, names of every sort, texts, cursors,
+    counters."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank2.box"
         box = BoxWriter(path, meta=META, records=CAPACITY)
@@ -57,7 +66,18 @@ def sample() -> Sample:
                 more = box.text(text)
                 texts[more] = text
             ids = [number % 110 for _ in range(5)]
-            fields = (1 + number, int(kind), number % 12, number % 8, number % 4, number, ids[0], 7, *ids, more)
+            fields = (
+                1 + number,
+                int(kind),
+                number % 12,
+                number % 8,
+                number % 4,
+                number,
+                ids[0],
+                7,
+                *ids,
+                more,
+            )
             box.record(fields[1], fields[0], *fields[2:])
             records[number] = (number, *fields)
             cursor = box.cursor_at(number)
@@ -72,9 +92,19 @@ def sample() -> Sample:
 
 def name_of(sort: EntryType, number: int) -> str:
     if sort is EntryType.GROUP:
-        return json.dumps({"name": str(number), "desc": "pg", "ranks": [0, 1], "backend": "gloo", "mesh_dim": None})
+        return json.dumps(
+            {
+                "name": str(number),
+                "desc": "pg",
+                "ranks": [0, 1],
+                "backend": "gloo",
+                "mesh_dim": None,
+            }
+        )
     if sort is EntryType.COLLECTIVE:
-        return json.dumps({"op": "all_reduce", "group": str(number - 1), "bytes": number, "n": number})
+        return json.dumps(
+            {"op": "all_reduce", "group": str(number - 1), "bytes": number, "n": number}
+        )
     if sort is EntryType.BENEFICIARY:
         return json.dumps([f"layers.{number}.weight"])
     return f"{number}\tthread {number}" if sort is EntryType.THREAD else f"{sort.name} {number}"
@@ -94,9 +124,15 @@ def look_at_everything(box: Box) -> list[dict[str, Any]]:
 
 
 def assert_nothing_invented(box: Box, written: Sample) -> None:
-    """Every record, name, text and fact in `box` is one that was written, and no record is there twice."""
+    """Every record, name, text and fact in `box` is one that was written, and no record is there
+    twice."""
     events = look_at_everything(box)
-    assert len(events) == len(box.records) == box.counts.good == len(set(box.records["number"].tolist()))
+    assert (
+        len(events)
+        == len(box.records)
+        == box.counts.good
+        == len(set(box.records["number"].tolist()))
+    )
     for row in box.records.tolist():
         assert row[:-1] == written.records[row[0]]
     for entry_id, name in box.names.items():
@@ -108,7 +144,16 @@ def assert_nothing_invented(box: Box, written: Sample) -> None:
 
 def sections() -> list[tuple[int, int]]:
     g = sample().geometry
-    starts = [0, file_format.HEADER_BYTES, g.cursors_at, g.counters_at, g.ring_at, g.texts_at, g.texts_at + 3000, g.table_at]
+    starts = [
+        0,
+        file_format.HEADER_BYTES,
+        g.cursors_at,
+        g.counters_at,
+        g.ring_at,
+        g.texts_at,
+        g.texts_at + 3000,
+        g.table_at,
+    ]
     ends = [*starts[1:6], g.texts_at + 3000, g.table_at, len(sample().data)]
     return list(zip(starts, ends, strict=True))
 
@@ -121,12 +166,18 @@ def offsets(draw: st.DrawFn) -> int:
 
 
 def test_sample_is_whole() -> None:
-    """The box that the other tests damage holds what was written, so that they have something to lose."""
+    """The box that the other tests damage holds what was written, so that they have something to
+    lose."""
     written = sample()
     box = parse_box(written.data)
     assert_nothing_invented(box, written)
     assert (box.meta, box.names, box.problems) == (META, written.names, [])
-    assert (box.counts.good, box.counts.overwritten, box.counts.torn, box.counts.torn_entries) == (CAPACITY, 60, 0, 0)
+    assert (box.counts.good, box.counts.overwritten, box.counts.torn, box.counts.torn_entries) == (
+        CAPACITY,
+        60,
+        0,
+        0,
+    )
     assert [box.text(position) for position in written.texts] == list(written.texts.values())
     assert len(box.cursors()) == file_format.CURSORS
     assert len(box.counters()) == 100
@@ -144,7 +195,10 @@ def test_cut_anywhere(end: int) -> None:
         assert box.problems
     if end >= file_format.HEADER_BYTES:
         assert box.rank == 2
-        whole = max(0, min(end, written.geometry.texts_at) - written.geometry.ring_at) // file_format.RECORD_BYTES
+        whole = (
+            max(0, min(end, written.geometry.texts_at) - written.geometry.ring_at)
+            // file_format.RECORD_BYTES
+        )
         assert box.counts.good == whole
 
 
@@ -158,10 +212,18 @@ def test_flip_any_bytes(flips: list[tuple[int, int]]) -> None:
         data[at] ^= value
     box = parse_box(bytes(data))
     assert_nothing_invented(box, written)
-    in_header = {at // file_format.HEADER_BYTES for at, _ in flips if at < file_format.HEADER_BYTES * file_format.HEADER_COPIES}
+    in_header = {
+        at // file_format.HEADER_BYTES
+        for at, _ in flips
+        if at < file_format.HEADER_BYTES * file_format.HEADER_COPIES
+    }
     if len(in_header) < file_format.HEADER_COPIES:
         ring = range(written.geometry.ring_at, written.geometry.texts_at)
-        hit = {(at - ring.start) // file_format.RECORD_BYTES for at, _ in flips if at in ring and data[at] != written.data[at]}
+        hit = {
+            (at - ring.start) // file_format.RECORD_BYTES
+            for at, _ in flips
+            if at in ring and data[at] != written.data[at]
+        }
         assert box.counts.good == CAPACITY - len(hit)
         assert box.counts.torn == len(hit)
 
@@ -169,18 +231,24 @@ def test_flip_any_bytes(flips: list[tuple[int, int]]) -> None:
 @settings(max_examples=400, deadline=None)
 @given(at=offsets(), removed=st.integers(0, 9000), garbage=st.binary(max_size=400))
 def test_splice_garbage(at: int, removed: int, garbage: bytes) -> None:
-    """With any stretch replaced by other bytes, so that all behind it is moved, nothing is shown that was not written."""
+    """With any stretch replaced by other bytes, so that all behind it is moved, nothing is shown
+    that was not written."""
     written = sample()
-    assert_nothing_invented(parse_box(written.data[:at] + garbage + written.data[at + removed :]), written)
+    assert_nothing_invented(
+        parse_box(written.data[:at] + garbage + written.data[at + removed :]), written
+    )
 
 
 @settings(max_examples=400, deadline=None)
 @given(source=offsets(), to=offsets(), length=st.integers(1, 5000), insert=st.booleans())
 def test_splice_parts_of_itself(source: int, to: int, length: int, insert: bool) -> None:
-    """A stretch of the file copied elsewhere in it, with all its valid CRCs, makes no record or name that was not written."""
+    """A stretch of the file copied elsewhere in it, with all its valid CRCs, makes no record or
+    name that was not written."""
     written = sample()
     data, part = written.data, written.data[source : source + length]
-    assert_nothing_invented(parse_box(data[:to] + part + data[to + (0 if insert else len(part)) :]), written)
+    assert_nothing_invented(
+        parse_box(data[:to] + part + data[to + (0 if insert else len(part)) :]), written
+    )
 
 
 def test_record_in_a_wrong_slot() -> None:
@@ -217,7 +285,9 @@ def test_one_header_is_enough(copy: int) -> None:
     """With either copy of the header destroyed, the other serves."""
     written = sample()
     data = bytearray(written.data)
-    data[copy * file_format.HEADER_BYTES : (copy + 1) * file_format.HEADER_BYTES] = bytes(file_format.HEADER_BYTES)
+    data[copy * file_format.HEADER_BYTES : (copy + 1) * file_format.HEADER_BYTES] = bytes(
+        file_format.HEADER_BYTES
+    )
     box = parse_box(bytes(data))
     assert_nothing_invented(box, written)
     assert (box.meta, box.counts.good, box.problems) == (META, CAPACITY, [])
@@ -234,31 +304,65 @@ def test_newer_version() -> None:
     box = parse_box(bytes(data))
     assert look_at_everything(box) == []
     assert box.problems == [
-        f"written in format {file_format.VERSION + 1}, this torchwhere reads {file_format.VERSION}: use the other version"
+        f"written in format {file_format.VERSION + 1}, this torchwhere reads {file_format.VERSION}:"
+        " use the other version"
     ]
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2**32 - 1])
 def test_headers_that_promise_too_much(capacity: int) -> None:
     """A valid header in front of too little, or nothing, is a box that is cut short."""
-    header = pack_header(Geometry(capacity=capacity, cursors=0, counters=2**32 - 1, text_bytes=0), b'{"rank": 1}')
+    header = pack_header(
+        Geometry(capacity=capacity, cursors=0, counters=2**32 - 1, text_bytes=0), b'{"rank": 1}'
+    )
     box = parse_box(header * 2 + b"\xff" * 100)
     assert look_at_everything(box) == []
     assert box.rank == 1
     assert box.problems[0].startswith("cut short: 4196 of at least ")
 
 
-STRANGE = ["", "null", "[]", "{}", "3", '"x"', "[" * 50_000, '{"a":' * 50_000, "9" * 5000, "NaN", "\0", "{'a': 1}"]
-KEYS = ("name", "ranks", "desc", "group", "op", "rank", "restart", "run_id", "clock_offset_ns", "world_size", "text")
-STRANGE += [json.dumps(dict.fromkeys(KEYS, value)) for value in (None, 3, -1, "x", [], {}, [None], True, 1.5, 10**30)]
+STRANGE = [
+    "",
+    "null",
+    "[]",
+    "{}",
+    "3",
+    '"x"',
+    "[" * 50_000,
+    '{"a":' * 50_000,
+    "9" * 5000,
+    "NaN",
+    "\0",
+    "{'a': 1}",
+]
+KEYS = (
+    "name",
+    "ranks",
+    "desc",
+    "group",
+    "op",
+    "rank",
+    "restart",
+    "run_id",
+    "clock_offset_ns",
+    "world_size",
+    "text",
+)
+STRANGE += [
+    json.dumps(dict.fromkeys(KEYS, value))
+    for value in (None, 3, -1, "x", [], {}, [None], True, 1.5, 10**30)
+]
 
 
 def test_strange_json() -> None:
-    """JSON that is valid by its CRC and not what the format says is no reason to raise, wherever it stands."""
+    """JSON that is valid by its CRC and not what the format says is no reason to raise, wherever it
+    stands."""
     geometry = Geometry(capacity=len(Kind), text_bytes=1 << 18)
     ring = bytearray()
     for number, kind in enumerate(Kind):
-        record = file_format.RECORD.pack(number, 1, kind, 1, 0, 0, 0, 3, 0, 4, 9, 6 if number % 2 else 5, 7, 8, 0)
+        record = file_format.RECORD.pack(
+            number, 1, kind, 1, 0, 0, 0, 3, 0, 4, 9, 6 if number % 2 else 5, 7, 8, 0
+        )
         ring += record + file_format.CRC.pack(zlib.crc32(record))
     for text in map(str.encode, STRANGE):
         entries = b"".join(pack_entry(sort + 1, sort, text) for sort in range(12))

@@ -1,6 +1,8 @@
-"""The black box and death: killed, stopped and stuck writers, forks, files that shrink, vanish or never fit.
+"""The black box and death: killed, stopped and stuck writers, forks, files that shrink, vanish or
+never fit.
 
-Whatever may kill or disturb a process happens in a child: a light Python that imports the writer and no torch.
+Whatever may kill or disturb a process happens in a child: a light Python that imports the writer
+and no torch.
 """
 
 from __future__ import annotations
@@ -54,11 +56,17 @@ def say(**facts):
 
 
 def assert_as_written(box: Box) -> list[int]:
-    """Every record shown is one that `write` writes, with its name and its text; gives their numbers."""
+    """Every record shown is one that `write` writes, with its name and its text; gives their
+    numbers."""
     events = list(box.events())
     for event in events:
         number, place = event.number, event.place
-        assert (event.t_ns, place.step, place.call, place.pass_) == (number + 1, number % 1000, number % 7, "forward")
+        assert (event.t_ns, place.step, place.call, place.pass_) == (
+            number + 1,
+            number % 1000,
+            number % 7,
+            "forward",
+        )
         assert (place.module, event.fields) == (f"module {number % 50}", {"text": f"text {number}"})
     return [event.number for event in events]
 
@@ -67,9 +75,13 @@ def command(code: str, *args: object) -> list[str]:
     return [sys.executable, "-c", PRELUDE + code, *map(str, args)]
 
 
-def run(code: str, *args: object, returncode: int = 0, before: tuple[str, ...] = ()) -> tuple[list[dict[str, Any]], str]:
+def run(
+    code: str, *args: object, returncode: int = 0, before: tuple[str, ...] = ()
+) -> tuple[list[dict[str, Any]], str]:
     """Run `code` in a child to its end; gives what it said, and its stderr."""
-    done = subprocess.run([*before, *command(code, *args)], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [*before, *command(code, *args)], capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == returncode, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -77,7 +89,9 @@ def run(code: str, *args: object, returncode: int = 0, before: tuple[str, ...] =
 @contextlib.contextmanager
 def running(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
     """A child that runs `code` until the end of the block, where it is killed, stopped or not."""
-    with subprocess.Popen(command(code, *args), stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        command(code, *args), stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
+    ) as child:
         try:
             yield child
         finally:
@@ -96,7 +110,7 @@ def until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < deadline, "waited in vain"
 
 
-# -- killed, stopped, stuck ----------------------------------------------------------------------------------------------
+# -- killed, stopped, stuck ------------------------------------------------------------------------
 
 KILLED = """
 def write_and_acknowledge(path, pipe):
@@ -123,7 +137,8 @@ for trial in range(100):
 
 
 def test_killed_at_100_moments(tmp_path: Path) -> None:
-    """Killed at any moment: no record whose call had returned is missing from the ring, and none is shown half-written."""
+    """Killed at any moment: no record whose call had returned is missing from the ring, and none is
+    shown half-written."""
     answers, _ = run(KILLED, tmp_path)
     assert len(answers) == 100
     for answer in answers:
@@ -132,7 +147,8 @@ def test_killed_at_100_moments(tmp_path: Path) -> None:
             continue
         box = read_box(path)
         shown = assert_as_written(box)
-        # The one under way when it was killed, number `acknowledged`, may have taken the slot of the oldest.
+        # The one under way when it was killed, number `acknowledged`, may have taken the slot of
+        # the oldest.
         assert set(shown) >= set(range(max(0, acknowledged - CAPACITY + 1), acknowledged))
         assert set(shown) <= set(range(acknowledged + 1))
         assert box.counts.torn + box.counts.torn_entries <= 1
@@ -153,7 +169,8 @@ while True:
 
 
 def test_read_while_it_is_written(tmp_path: Path) -> None:
-    """A box that is being written can be read at any time: everything shown is whole, and it moves on."""
+    """A box that is being written can be read at any time: everything shown is whole, and it moves
+    on."""
     with running(WRITING, tmp_path) as child:
         said(child)
         newest: set[int] = set()
@@ -164,7 +181,10 @@ def test_read_while_it_is_written(tmp_path: Path) -> None:
             numbers = [event.number for event in box.events()]
             modules = {event.number: event.place.module for event in box.events()}
             assert modules == {number: f"module {number % 50}" for number in numbers}
-            assert {e.fields["text"] for e in box.events()} <= {None, *(f"text {number}" for number in numbers)}
+            assert {e.fields["text"] for e in box.events()} <= {
+                None,
+                *(f"text {number}" for number in numbers),
+            }
             newest.add(max(numbers, default=0))
             return len(newest) > 50
 
@@ -172,7 +192,8 @@ def test_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_read_while_it_is_stopped(tmp_path: Path) -> None:
-    """A box whose process is stopped can be read, is complete up to its cursor, and does not change."""
+    """A box whose process is stopped can be read, is complete up to its cursor, and does not
+    change."""
     with running(WRITING, tmp_path) as child:
         said(child)
         until(lambda: read_box(tmp_path / "rank0.box").counts.overwritten > 0)
@@ -204,11 +225,17 @@ def test_read_while_it_is_stuck_in_c(tmp_path: Path) -> None:
     """A process stuck in C with the GIL held still says where it is and what it did last."""
     with running(STUCK, tmp_path) as child:
         said(child)
-        until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+        until(
+            lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+        )
         box = read_box(tmp_path / "rank0.box")
         assert assert_as_written(box) == list(range(10))
         (cursor,) = box.cursors()
-        assert (cursor.place.module, cursor.place.pass_, cursor.place.call) == ("layers.3.stuck", "forward", 2)
+        assert (cursor.place.module, cursor.place.pass_, cursor.place.call) == (
+            "layers.3.stuck",
+            "forward",
+            2,
+        )
         assert cursor.last_record == 9
 
 
@@ -238,7 +265,8 @@ say(expected=expected)
 
 
 def test_signal_handlers_may_record(tmp_path: Path) -> None:
-    """A signal handler that records while the same thread is inside the writer neither hangs nor mixes up names."""
+    """A signal handler that records while the same thread is inside the writer neither hangs nor
+    mixes up names."""
     (answer,), _ = run(INTERRUPTED, tmp_path)
     box = read_box(tmp_path / "rank0.box")
     assert box.counts.torn == box.counts.torn_entries == 0
@@ -249,7 +277,7 @@ def test_signal_handlers_may_record(tmp_path: Path) -> None:
         assert (event.place.module, event.fields["text"]) == (text, text)
 
 
-# -- forks ---------------------------------------------------------------------------------------------------------------
+# -- forks -----------------------------------------------------------------------------------------
 
 FORKED = """
 box = BoxWriter(folder / "rank0.box", meta={"rank": 0}, records=CAPACITY)
@@ -269,7 +297,8 @@ if not child:
 
 
 def test_forked_child_leaves_the_box_alone(tmp_path: Path) -> None:
-    """What a forked child stores after `abandon` never reaches the parent's box, and the parent goes on."""
+    """What a forked child stores after `abandon` never reaches the parent's box, and the parent
+    goes on."""
     code = FORKED + "os.waitpid(child, 0)\nwrite(box, 1)\nbox.close()"
     with running(code, tmp_path) as child:
         said(child)
@@ -301,7 +330,8 @@ def test_forked_child_leaves_a_box_in_memory_alone(tmp_path: Path) -> None:
 
 
 def test_orphan_does_not_keep_the_box(tmp_path: Path) -> None:
-    """When the writer is dead, a child that outlives it (a data loader's worker) does not keep others from the name."""
+    """When the writer is dead, a child that outlives it (a data loader's worker) does not keep
+    others from the name."""
     code = FORKED + "os.waitpid(child, 0)"
     with running(code, tmp_path) as child:
         orphan = said(child)["child"]
@@ -317,7 +347,7 @@ def test_orphan_does_not_keep_the_box(tmp_path: Path) -> None:
     assert sorted(found.counts.good for found in boxes) == [0, 1]
 
 
-# -- files that shrink or vanish -----------------------------------------------------------------------------------------
+# -- files that shrink or vanish -------------------------------------------------------------------
 
 TRUNCATED = """
 lost, told = [], threading.Event()
@@ -355,10 +385,12 @@ say(lost=lost, size=os.path.getsize(folder / "rank0.box"))
 @pytest.mark.parametrize("how", ["", "before", "after", "table first"])
 @pytest.mark.parametrize("size", [0, 30_000])
 def test_truncated_by_somebody_else(tmp_path: Path, size: int, how: str) -> None:
-    """When somebody cuts the file, the job lives, records on into nothing, and says so exactly once."""
+    """When somebody cuts the file, the job lives, records on into nothing, and says so exactly
+    once."""
     (answer,), _ = run(TRUNCATED, tmp_path, size, how)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box was truncated by somebody else; the job goes on, this rank is no longer recorded"
+        f"{tmp_path}/rank0.box was truncated by somebody else; the job goes on, this rank is no"
+        " longer recorded"
     ]
     assert answer["size"] == size
 
@@ -387,8 +419,11 @@ say(survived=True)
 @pytest.mark.parametrize("cause", ["fault", "kill"])
 @pytest.mark.parametrize("state", ["open", "closed"])
 @pytest.mark.parametrize("handler", ["faulthandler", "default"])
-def test_foreign_bus_errors_kill_as_before(tmp_path: Path, cause: str, state: str, handler: str) -> None:
-    """A SIGBUS that is none of ours goes to the handler found before, while a box is open and after: the process dies."""
+def test_foreign_bus_errors_kill_as_before(
+    tmp_path: Path, cause: str, state: str, handler: str
+) -> None:
+    """A SIGBUS that is none of ours goes to the handler found before, while a box is open and
+    after: the process dies."""
     answers, stderr = run(BUS, tmp_path, cause, state, handler, returncode=-signal.SIGBUS)
     assert answers == [{"ready": True}]
     assert ("Fatal Python error: Bus error" in stderr) == (handler == "faulthandler")
@@ -422,29 +457,35 @@ other_map[5000]
 
 @pytest.mark.parametrize("order", ["in order", "out of order"])
 def test_two_guarded_boxes(tmp_path: Path, order: str) -> None:
-    """Two boxes in one process may be closed in any order: no handler is left, no later fault is taken for one of theirs."""
+    """Two boxes in one process may be closed in any order: no handler is left, no later fault is
+    taken for one of theirs."""
     (answer,), stderr = run(CHAINED, tmp_path, order, returncode=-signal.SIGBUS)
     assert answer["restored"]
     assert "Fatal Python error: Bus error" in stderr
 
 
 def test_deleted_file(tmp_path: Path) -> None:
-    """When the file is deleted, the writer goes on, says so exactly once, and leaves nothing behind."""
+    """When the file is deleted, the writer goes on, says so exactly once, and leaves nothing
+    behind."""
     lost: list[str] = []
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0}, records=16, on_lost=lost.append)
     box.check_file()
     assert lost == []
     (tmp_path / "rank0.box").unlink()
     for _ in range(2):
-        assert box.intern(EntryType.MODULE, f"module {box.record(NOTE, 1, more=box.text('{}'))}") > 0
+        assert (
+            box.intern(EntryType.MODULE, f"module {box.record(NOTE, 1, more=box.text('{}'))}") > 0
+        )
         box.check_file()
     box.rename(tmp_path / "rank1.box")
     box.close()
-    assert lost == [f"{tmp_path}/rank0.box was deleted; the job goes on, this rank is no longer recorded"]
+    assert lost == [
+        f"{tmp_path}/rank0.box was deleted; the job goes on, this rank is no longer recorded"
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
-# -- files that never fit ------------------------------------------------------------------------------------------------
+# -- files that never fit --------------------------------------------------------------------------
 
 
 def descriptors() -> set[str]:
@@ -453,7 +494,8 @@ def descriptors() -> set[str]:
 
 @pytest.mark.parametrize("below", ["", "folder/rank0.box", "rank0.box"])
 def test_impossible_path(tmp_path: Path, below: str) -> None:
-    """A path below a regular file, or one that is a folder, is an OSError that leaves nothing behind."""
+    """A path below a regular file, or one that is a folder, is an OSError that leaves nothing
+    behind."""
     (tmp_path / "file").write_text("mine")
     before = descriptors()
     path = tmp_path / "file" / below if below else tmp_path
@@ -479,13 +521,17 @@ def mounted(folder: Path, options: str) -> tuple[str, ...]:
     """What to put before a command to have a small file system of its own on `folder`."""
     own = ("unshare", "--mount", "--map-root-user") if os.geteuid() else ("unshare", "--mount")
     before = (*own, "sh", "-c", f'mount -t tmpfs -o {options} none "{folder}" && exec "$@"', "sh")
-    if shutil.which("unshare") is None or subprocess.run([*before, "true"], capture_output=True).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*before, "true"], capture_output=True).returncode
+    ):
         pytest.skip("a file system cannot be mounted here")
     return before
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """On a disk too small the box cannot be made: an OSError at once, no SIGBUS later, and no file or descriptor left."""
+    """On a disk too small the box cannot be made: an OSError at once, no SIGBUS later, and no file
+    or descriptor left."""
     (answer,), _ = run(CREATED, tmp_path, before=mounted(tmp_path, "size=1m"))
     assert answer == {"error": "OSError", "number": 28, "left": []}
 
@@ -497,7 +543,8 @@ def test_read_only_disk(tmp_path: Path) -> None:
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
-    """Where the file may not be as large as the box, it cannot be made: an OSError, and nothing left."""
+    """Where the file may not be as large as the box, it cannot be made: an OSError, and nothing
+    left."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
     (answer,), _ = run(limit + CREATED, tmp_path)
     assert answer == {"error": "OSError", "number": 27, "left": []}
@@ -521,10 +568,12 @@ say(lost=lost)
 
 
 def test_table_that_cannot_grow(tmp_path: Path) -> None:
-    """When the table cannot grow any more, the writer goes on, says so exactly once, and no name is shown that is not whole."""
+    """When the table cannot grow any more, the writer goes on, says so exactly once, and no name is
+    shown that is not whole."""
     (answer,), _ = run(GROWN, tmp_path)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box cannot grow (File too large); the job goes on, this rank is no longer recorded"
+        f"{tmp_path}/rank0.box cannot grow (File too large); the job goes on, this rank is no"
+        " longer recorded"
     ]
     box = read_box(tmp_path / "rank0.box")
     events = list(box.events())
@@ -535,7 +584,7 @@ def test_table_that_cannot_grow(tmp_path: Path) -> None:
     assert box.counts.torn_entries == 1
 
 
-# -- several at once -----------------------------------------------------------------------------------------------------
+# -- several at once -------------------------------------------------------------------------------
 
 RACED = """
 def race(start, results):
@@ -570,7 +619,8 @@ for round in range(120):
 
 
 def test_race_for_one_name(tmp_path: Path) -> None:
-    """Of many processes that open the same box at once exactly one gets it, the others are told, and no old box is lost."""
+    """Of many processes that open the same box at once exactly one gets it, the others are told,
+    and no old box is lost."""
     answers, _ = run(RACED, tmp_path)
     winners = []
     for answer in answers:
@@ -615,9 +665,12 @@ say(possible=True)
 """
 
 
-@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the number of flock is not known here")
+@pytest.mark.skipif(
+    os.uname().machine not in ("x86_64", "aarch64"), reason="the number of flock is not known here"
+)
 def test_file_system_without_locks(tmp_path: Path) -> None:
-    """Where files cannot be locked a box is written all the same, and one that is in the way keeps all its records."""
+    """Where files cannot be locked a box is written all the same, and one that is in the way keeps
+    all its records."""
     (answer,), _ = run(WITHOUT_LOCKS, tmp_path)
     if not answer["possible"]:
         pytest.skip("the kernel does not let us filter system calls")

@@ -31,7 +31,7 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.glob("*.box"))
 
 
-# -- the ring --------------------------------------------------------------------------------------------------------------
+# -- the ring --------------------------------------------------------------------------------------
 
 
 def sealed(number: int, kind: int = int(Kind.NOTE)) -> bytes:
@@ -48,14 +48,21 @@ def ring_of(written: int, capacity: int) -> bytearray:
 
 
 def the_long_way(ring: bytes, capacity: int) -> tuple[list[bytes], int, int, int]:
-    """Slot by slot: the good records, how many are torn, how many of no known kind, how many overwritten."""
+    """Slot by slot: the good records, how many are torn, how many of no known kind, how many
+    overwritten."""
     good, torn, unknown, whole, used = {}, 0, 0, [], 0
-    slots = [ring[at : at + RECORD_BYTES] for at in range(0, len(ring) // RECORD_BYTES * RECORD_BYTES, RECORD_BYTES)]
+    slots = [
+        ring[at : at + RECORD_BYTES]
+        for at in range(0, len(ring) // RECORD_BYTES * RECORD_BYTES, RECORD_BYTES)
+    ]
     filled = [slot for slot, data in enumerate(slots) if any(data)]
     for slot in filled:
         data = slots[slot]
         number = int.from_bytes(data[:8], "little")
-        if zlib.crc32(data[:RECORD_CRC_AT]) != int.from_bytes(data[RECORD_CRC_AT:], "little") or number % capacity != slot:
+        if (
+            zlib.crc32(data[:RECORD_CRC_AT]) != int.from_bytes(data[RECORD_CRC_AT:], "little")
+            or number % capacity != slot
+        ):
             torn += 1
             continue
         whole.append(number)
@@ -84,8 +91,11 @@ damage = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(capacity=st.integers(1, 600), laps=st.floats(0, 2.5), done=st.lists(damage, max_size=6))
-def test_ring_is_read_as_slot_by_slot(capacity: int, laps: float, done: list[tuple[str, int, int]]) -> None:
-    """Whatever happened to a ring, the reader that checks blocks at once tells the same as one that checks every slot."""
+def test_ring_is_read_as_slot_by_slot(
+    capacity: int, laps: float, done: list[tuple[str, int, int]]
+) -> None:
+    """Whatever happened to a ring, the reader that checks blocks at once tells the same as one that
+    checks every slot."""
     ring = ring_of(int(laps * capacity), capacity)
     for what, where, value in done:
         slot = where % capacity * RECORD_BYTES
@@ -98,14 +108,21 @@ def test_ring_is_read_as_slot_by_slot(capacity: int, laps: float, done: list[tup
         elif what == "cut":
             del ring[where % len(ring) :]
         elif len(ring) >= slot + RECORD_BYTES:
-            record = sealed(where % capacity, value) if what == "unknown" else sealed(where % capacity + value)
+            record = (
+                sealed(where % capacity, value)
+                if what == "unknown"
+                else sealed(where % capacity + value)
+            )
             ring[slot : slot + RECORD_BYTES] = record
-    assert told(parse_ring(memoryview(bytes(ring)), capacity)) == the_long_way(bytes(ring), capacity)
+    assert told(parse_ring(memoryview(bytes(ring)), capacity)) == the_long_way(
+        bytes(ring), capacity
+    )
 
 
 @pytest.mark.parametrize("torn", [0, 255, 256, 700, 999])
 def test_one_torn_record_is_found_in_any_block(torn: int) -> None:
-    """Half of a record that was overwritten by half of another one: that one is left out, and no other."""
+    """Half of a record that was overwritten by half of another one: that one is left out, and no
+    other."""
     ring = ring_of(1700, 1000)
     ring[torn * RECORD_BYTES : torn * RECORD_BYTES + 32] = sealed(torn + 3000)[:32]
     found = parse_ring(memoryview(bytes(ring)), 1000)
@@ -113,17 +130,24 @@ def test_one_torn_record_is_found_in_any_block(torn: int) -> None:
     assert torn not in found.records["number"] % 1000
 
 
-# -- the table -------------------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
-entries = st.lists(st.tuples(st.integers(1, 80), st.integers(1, 12), st.binary(max_size=40)), max_size=70)
+entries = st.lists(
+    st.tuples(st.integers(1, 80), st.integers(1, 12), st.binary(max_size=40)), max_size=70
+)
 
 
 @settings(max_examples=100, deadline=None)
-@given(first=entries, changes=st.lists(st.tuples(st.integers(0, 69), st.binary(max_size=40)), max_size=5), cuts=st.data())
+@given(
+    first=entries,
+    changes=st.lists(st.tuples(st.integers(0, 69), st.binary(max_size=40)), max_size=5),
+    cuts=st.data(),
+)
 def test_what_is_known_changes_nothing(
     first: list[tuple[int, int, bytes]], changes: list[tuple[int, bytes]], cuts: st.DataObject
 ) -> None:
-    """A table is read the same by who has read others before: like it, unlike it, damaged or cut."""
+    """A table is read the same by who has read others before: like it, unlike it, damaged or
+    cut."""
     other = [*first]
     for at, payload in changes:
         if at < len(other):
@@ -133,20 +157,28 @@ def test_what_is_known_changes_nothing(
     if damaged:
         damaged[cuts.draw(st.integers(0, len(damaged) - 1))] ^= 0x55
     reader = TableReader()
-    for table in (one, two, bytes(damaged), two[: cuts.draw(st.integers(0, len(two)))], one + two, one):
+    for table in (
+        one,
+        two,
+        bytes(damaged),
+        two[: cuts.draw(st.integers(0, len(two)))],
+        one + two,
+        one,
+    ):
         alone, among = TableReader().read(table), reader.read(table)
         assert (list(among.names.items()), among.torn) == (list(alone.names.items()), alone.torn)
 
 
 def test_names_in_common_are_kept_once(boxes: list[Path]) -> None:
-    """Two boxes of one stage share the names they have in common, as objects: the list of all ranks first of all."""
+    """Two boxes of one stage share the names they have in common, as objects: the list of all ranks
+    first of all."""
     reader = BoxReader()
     one, two = reader.read(boxes[0]), reader.read(boxes[1])
     shared = sum(one.names[entry_id][1] is two.names[entry_id][1] for entry_id in one.names)
     assert shared > 0.8 * len(one.names)
 
 
-# -- boxes -----------------------------------------------------------------------------------------------------------------
+# -- boxes -----------------------------------------------------------------------------------------
 
 
 def everything(box: Box) -> dict[str, Any]:
@@ -168,7 +200,11 @@ def test_many_boxes_are_read_as_each_alone(boxes: list[Path]) -> None:
     reader = BoxReader()
     for path in boxes:
         assert everything(reader.read(path)) == everything(read_box(path))
-    reasons = [event.fields["reason"] for path in boxes for event in reader.read(path).events(kinds={"end"})]
+    reasons = [
+        event.fields["reason"]
+        for path in boxes
+        for event in reader.read(path).events(kinds={"end"})
+    ]
     assert reasons == ["exit 1"]
 
 
@@ -184,7 +220,8 @@ def test_cut_boxes_are_read_alike(boxes: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_gone_is_counted(boxes: list[Path], tmp_path: Path) -> None:
-    """Texts stay in the file until they are asked for; if it is deleted by then, they are lost, and counted."""
+    """Texts stay in the file until they are asked for; if it is deleted by then, they are lost, and
+    counted."""
     died = next(path for path in boxes if path.name == "rank5.box")
     path = tmp_path / "rank5.box"
     path.write_bytes(died.read_bytes())
@@ -196,7 +233,9 @@ def test_a_text_that_is_gone_is_counted(boxes: list[Path], tmp_path: Path) -> No
 
 def test_no_such_box(tmp_path: Path) -> None:
     """A file that is not there is the caller's to know."""
-    with pytest.raises(TorchwhereError, match=r"^cannot read .*rank0.box: No such file or directory$"):
+    with pytest.raises(
+        TorchwhereError, match=r"^cannot read .*rank0.box: No such file or directory$"
+    ):
         BoxReader().read(tmp_path / "rank0.box")
 
 

@@ -1,4 +1,5 @@
-"""What a clerk writes down of boxes, and what a hearing makes of it: the same as the boxes themselves say."""
+"""What a clerk writes down of boxes, and what a hearing makes of it: the same as the boxes
+themselves say."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from torchwhere.diagnose.calls.encode import Encoder
 from torchwhere.diagnose.calls.keys import Signatures
 from torchwhere.diagnose.calls.order import narrow
 from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.calls.rank_calls import RankCalls as Said  # pytest takes what is called Test
+
+# pytest takes what is called Test
+from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
 from torchwhere.diagnose.calls.rank_calls import heard as hear_run
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 
@@ -42,7 +45,8 @@ def heard(box: Box) -> Said:
 
 
 def test_events_come_back(folder: Path) -> None:
-    """Every collective of every rank is put together again as its box has it: number, time, place and fields."""
+    """Every collective of every rank is put together again as its box has it: number, time, place
+    and fields."""
     seen = 0
     for path in sorted(folder.glob("*.box")):
         box = read_box(path)
@@ -84,20 +88,27 @@ def spoken(said: Said) -> dict[Any, Any]:
     return found
 
 
-# -- numbers that do not simply follow each other --------------------------------------------------------------------------
+# -- numbers that do not simply follow each other --------------------------------------------------
 
 
 def box_of(numbers: list[int]) -> Box:
     """A box of one group, with collectives of these numbers."""
     box = Box(path=Path("rank0.box"), meta={"rank": 0})
-    box.names[1] = int(EntryType.GROUP), json.dumps({"name": "0", "ranks": [0, 1], "desc": "default_pg"})
+    box.names[1] = (
+        int(EntryType.GROUP),
+        json.dumps({"name": "0", "ranks": [0, 1], "desc": "default_pg"}),
+    )
     box.names[2] = (
         int(EntryType.COLLECTIVE),
         json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}),
     )
     box.records = np.zeros(len(numbers), RECORD_DTYPE)
     box.records["number"] = np.arange(len(numbers))
-    box.records["kind"], box.records["subject"], box.records["extra"] = int(Kind.COLLECTIVE), 2, numbers
+    box.records["kind"], box.records["subject"], box.records["extra"] = (
+        int(Kind.COLLECTIVE),
+        2,
+        numbers,
+    )
     return box
 
 
@@ -116,9 +127,12 @@ def box_of(numbers: list[int]) -> Box:
     ids=["none", "one", "whole", "hole", "holes", "swapped", "anew", "twice"],
 )
 def test_numbers(numbers: list[int], kept: list[int]) -> None:
-    """Of a stream its newest calls without a hole are kept: swapped ones in order, of a group made anew the new ones."""
+    """Of a stream its newest calls without a hole are kept: swapped ones in order, of a group made
+    anew the new ones."""
     said = heard(box_of(numbers))
-    found = [number for calls in said.calls.values() for number in range(calls.first, calls.last + 1)]
+    found = [
+        number for calls in said.calls.values() for number in range(calls.first, calls.last + 1)
+    ]
     assert found == kept
     assert all(said.issued(key, number) is not None for key in said.calls for number in kept)
     assert all(said.issued(key, -1) is None and said.order(key, 10**6) == -1 for key in said.calls)
@@ -128,7 +142,9 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
     """A record damaged in the middle: its stream is kept from there on, the others whole."""
     whole = read_box(folder / "rank3.box")
     data = bytearray((folder / "rank3.box").read_bytes())
-    calls = [event for event in whole.events(kinds={"collective"}) if event.fields["mesh_dim"] == "tp"]
+    calls = [
+        event for event in whole.events(kinds={"collective"}) if event.fields["mesh_dim"] == "tp"
+    ]
     torn = calls[len(calls) // 2]
     assert whole.geometry is not None
     at = whole.geometry.ring_at + torn.number % whole.geometry.capacity * 64
@@ -143,7 +159,8 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
 
 
 def test_counts_without_names(folder: Path) -> None:
-    """A box whose table is cut off has counted what it cannot name: its label says so, and it is not heard at all."""
+    """A box whose table is cut off has counted what it cannot name: its label says so, and it is
+    not heard at all."""
     box = read_box(folder / "rank3.box")
     assert not label(box).lacks_counts
     box.names.clear()
@@ -159,12 +176,22 @@ def test_times_keep_their_order_over_hours() -> None:
     box.records["t_ns"] = [0, 10**9, 3600 * 10**9, 3600 * 10**9 + 5_000]
     said = heard(box)
     (key,) = said.calls
-    assert [said.issued_ns(key, number) for number in range(4)] == pytest.approx(box.records["t_ns"].tolist(), abs=1_000)
+    assert [said.issued_ns(key, number) for number in range(4)] == pytest.approx(
+        box.records["t_ns"].tolist(), abs=1_000
+    )
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
-FIELDS = {"op": "send", "raw_op": "c10d::send", "group": "7", "dtype": "float32", "shapes": [[4]], "peer": 3, "reduce_op": None}
+FIELDS = {
+    "op": "send",
+    "raw_op": "c10d::send",
+    "group": "7",
+    "dtype": "float32",
+    "shapes": [[4]],
+    "peer": 3,
+    "reduce_op": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -181,7 +208,8 @@ FIELDS = {"op": "send", "raw_op": "c10d::send", "group": "7", "dtype": "float32"
     ids=["message", "no peer", "root", "quotes", "backslash", "misleading", "odd op"],
 )
 def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
-    """The short cut for signatures that differ in group and peer gives what JSON gives, for names that mislead it too."""
+    """The short cut for signatures that differ in group and peer gives what JSON gives, for names
+    that mislead it too."""
     fields = FIELDS | change
     reader = Signatures()
     for _ in range(2):
@@ -197,14 +225,17 @@ def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
         assert signature.form == backwards.form
 
 
-@pytest.mark.parametrize("text", ["", "null", "[]", "{", '{"op": "send", "group": "1", "dtype": }, "peer": 1, }'])
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "{", '{"op": "send", "group": "1", "dtype": }, "peer": 1, }']
+)
 def test_what_is_no_signature(text: str) -> None:
     """An entry that is no JSON object is no collective."""
     assert Signatures().read(text) == (None, "")
 
 
 def test_roots_must_agree_and_peers_need_not() -> None:
-    """The root is part of what ranks agree on; who a message goes to is not, and who sends it neither."""
+    """The root is part of what ranks agree on; who a message goes to is not, and who sends it
+    neither."""
     reader = Signatures()
 
     def form(**change: Any) -> Any:
@@ -218,7 +249,8 @@ def test_roots_must_agree_and_peers_need_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "kind"), [([7, 9], "uint8"), ([0, 256], "uint16"), ([5, 70_000], "uint32"), ([0, 1 << 40], "uint64")]
+    ("values", "kind"),
+    [([7, 9], "uint8"), ([0, 256], "uint16"), ([5, 70_000], "uint32"), ([0, 1 << 40], "uint64")],
 )
 def test_narrow(values: list[int], kind: str) -> None:
     """As few bytes as the numbers need, and all of them come back."""
@@ -226,22 +258,36 @@ def test_narrow(values: list[int], kind: str) -> None:
     assert (found.dtype.name, (found.astype(np.uint64) + base).tolist()) == (kind, values)
 
 
-# -- folding ---------------------------------------------------------------------------------------------------------------
+# -- folding ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("module", "alike_in"),
     [
-        (lambda rank: "layers.0", ["state", "pass", "module", "call", "line", "detail", "op", "group", "number"]),
+        (
+            lambda rank: "layers.0",
+            ["state", "pass", "module", "call", "line", "detail", "op", "group", "number"],
+        ),
         (lambda rank: f"layers.{rank}", ["state", "pass", "op"]),
     ],
     ids=["alike", "all different"],
 )
 def test_folding_has_an_end(module: Callable[[int], str], alike_in: list[str]) -> None:
-    """However different ranks are, at most a few hundred of them are whole, and 16,384 of them are below 2 MB."""
-    last = {"op": "all_reduce", "number": 5, "shapes": [[4096, 8192]], "dtype": "bfloat16", "group": "tp"}
+    """However different ranks are, at most a few hundred of them are whole, and 16,384 of them are
+    below 2 MB."""
+    last = {
+        "op": "all_reduce",
+        "number": 5,
+        "shapes": [[4096, 8192]],
+        "dtype": "bfloat16",
+        "group": "tp",
+    }
     ranks = {
-        rank: RankReport(State.WAITING, Place(rank, 3, "forward", module=module(rank), line="train.py:12"), last=last)
+        rank: RankReport(
+            State.WAITING,
+            Place(rank, 3, "forward", module=module(rank), line="train.py:12"),
+            last=last,
+        )
         for rank in range(16_384)
     }
     value = Verdict(VerdictKind.MISSING, culprits=tuple(range(5, 9000)), ranks=ranks).to_dict()

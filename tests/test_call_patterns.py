@@ -1,4 +1,5 @@
-"""Each rank's own habit, and who is to blame for a circle by it: jobs that never ran, of which all is known."""
+"""Each rank's own habit, and who is to blame for a circle by it: jobs that never ran, of which all
+is known."""
 
 from __future__ import annotations
 
@@ -25,12 +26,14 @@ def judged(programs: list[list[Act]], folder: Path) -> Verdict:
     return diagnose(read_run(folder))
 
 
-def rounds(ranks: int, body: Callable[[int, int], Iterator[Act]], *, count: int = ROUNDS) -> list[list[Act]]:
+def rounds(
+    ranks: int, body: Callable[[int, int], Iterator[Act]], *, count: int = ROUNDS
+) -> list[list[Act]]:
     """The program of each rank: what it does in each round."""
     return [[act for turn in range(count) for act in body(rank, turn)] for rank in range(ranks)]
 
 
-# -- surprises -------------------------------------------------------------------------------------------------------------
+# -- surprises -------------------------------------------------------------------------------------
 
 
 def naive(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
@@ -39,7 +42,11 @@ def naive(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
     for at in range(len(tokens)):
         before = tokens[:at]
         for length in range(at - 1, 0, -1):
-            after = {before[i + length] for i in range(at - length) if before[i : i + length] == before[at - length :]}
+            after = {
+                before[i + length]
+                for i in range(at - length)
+                if before[i : i + length] == before[at - length :]
+            }
             if after and tokens[at] in after:
                 expected.add(at)
             elif 0 < len(after) <= 4:
@@ -50,11 +57,16 @@ def naive(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
 
 
 def test_surprises_are_those_of_all_stretches() -> None:
-    """Whatever a sequence is, its surprises are those that a search through all its stretches finds."""
+    """Whatever a sequence is, its surprises are those that a search through all its stretches
+    finds."""
     chance = random.Random(4)
     for _ in range(200):
         round_of = [chance.randrange(4) for _ in range(chance.randrange(1, 6))]
-        tokens = [token if chance.random() > 0.1 else chance.randrange(5) for _ in range(8) for token in round_of]
+        tokens = [
+            token if chance.random() > 0.1 else chance.randrange(5)
+            for _ in range(8)
+            for token in round_of
+        ]
         assert unexpected_tokens(tokens) == naive(tokens)
 
 
@@ -78,11 +90,14 @@ def test_what_is_done_again_is_a_habit(tmp_path: Path) -> None:
 
     Player(rounds(2, body, count=30)).play().write(tmp_path, [Skew()] * 2, ["a"] * 2)
     deviations = Patterns(heard(read_run(tmp_path)), ranks=2).of(0).deviations
-    late = min((deviation for deviation in deviations if deviation.record > 3 * 5), key=lambda deviation: deviation.record)
+    late = min(
+        (deviation for deviation in deviations if deviation.record > 3 * 5),
+        key=lambda deviation: deviation.record,
+    )
     assert (late.due[0][0].destination, late.due[0][1], late.is_new) == (1, 8, False)
 
 
-# -- circles ---------------------------------------------------------------------------------------------------------------
+# -- circles ---------------------------------------------------------------------------------------
 
 
 def left_out(rank: int, turn: int) -> Iterator[Act]:
@@ -117,7 +132,8 @@ def other_order(rank: int, turn: int) -> Iterator[Act]:
 
 
 def noticed_late(rank: int, turn: int) -> Iterator[Act]:
-    """Neighbours exchange, and all meet every fifth round; rank 2 does not write to rank 1 in one round, and goes on."""
+    """Neighbours exchange, and all meet every fifth round; rank 2 does not write to rank 1 in one
+    round, and goes on."""
     if rank:
         if (rank, turn) != (2, BROKEN - 1):
             yield send(rank - 1)
@@ -145,26 +161,31 @@ def wrong_peer(rank: int, turn: int) -> Iterator[Act]:
         (wrong_peer, VerdictKind.MISMATCH),
     ],
 )
-def test_who_departed_is_blamed(body: Callable[[int, int], Iterator[Act]], kind: VerdictKind, tmp_path: Path) -> None:
+def test_who_departed_is_blamed(
+    body: Callable[[int, int], Iterator[Act]], kind: VerdictKind, tmp_path: Path
+) -> None:
     """Of ranks that wait for each other, the one that alone did otherwise than it always had."""
     verdict = judged(rounds(4, body), tmp_path)
     assert (verdict.kind, verdict.culprits) == (kind, (2,)), verdict.explanation
 
 
 def test_sure_where_all_others_do_as_ever(tmp_path: Path) -> None:
-    """A rank that left a round it knows for another part of it, while all others stand where they were due, is to blame."""
+    """A rank that left a round it knows for another part of it, while all others stand where they
+    were due, is to blame."""
     verdict = judged(rounds(4, backward_left_out), tmp_path)
     assert verdict.certainty is Certainty.EXACT
     why, others = verdict.explanation[-2:]
-    assert why == (
-        "Likely: rank 2 left out send of float32 [4] with peer 1, which it had always issued there, 28 times or more, and went "
-        "on to recv of float32 [4] with peer 1. Look at: conditions on rank, step or data around what was left out."
+    assert (
+        why == "Likely: rank 2 left out send of float32 [4] with peer 1, which it had always issued"
+        " there, 28 times or more, and went on to recv of float32 [4] with peer 1. Look at:"
+        " conditions on rank, step or data around what was left out."
     )
     assert others == "The others do as they always did."
 
 
 def test_one_message_too_many(tmp_path: Path) -> None:
-    """A worker that asks once more than its server answers is to blame, though the server is the one it waits for."""
+    """A worker that asks once more than its server answers is to blame, though the server is the
+    one it waits for."""
 
     def body(rank: int, turn: int) -> Iterator[Act]:
         for worker in range(1, 4) if rank == 0 else ():
@@ -178,26 +199,44 @@ def test_one_message_too_many(tmp_path: Path) -> None:
                 yield call([0, 2])
 
     verdict = judged(rounds(4, body), tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == (VerdictKind.DEADLOCK, (2,), Certainty.INFERRED)
-    assert verdict.explanation[-1] == (
-        'Likely: rank 2 issued all_reduce of float32 [4] of group "0-2" where it had always issued recv of float32 [4] with '
-        'peer 0 of group "0-1-2-3", 8 times or more. Look at: what led it to that.'
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        VerdictKind.DEADLOCK,
+        (2,),
+        Certainty.INFERRED,
+    )
+    assert (
+        verdict.explanation[-1]
+        == 'Likely: rank 2 issued all_reduce of float32 [4] of group "0-2" where it had always'
+        ' issued recv of float32 [4] with peer 0 of group "0-1-2-3", 8 times or more. Look at:'
+        " what led it to that."
     )
 
 
 def test_who_stayed_behind(tmp_path: Path) -> None:
-    """Where most went on to something new together, the one that did not come along is the odd one; that is no proof."""
+    """Where most went on to something new together, the one that did not come along is the odd one;
+    that is no proof."""
     programs = [
-        [act for _ in range(11 if rank == 1 else 10) for act in (send((rank + 1) % 4), recv((rank - 1) % 4))]
+        [
+            act
+            for _ in range(11 if rank == 1 else 10)
+            for act in (send((rank + 1) % 4), recv((rank - 1) % 4))
+        ]
         for rank in range(4)
     ]
     verdict = judged([[*acts, call(range(4), "barrier")] for acts in programs], tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == (VerdictKind.DEADLOCK, (1,), Certainty.INFERRED)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        VerdictKind.DEADLOCK,
+        (1,),
+        Certainty.INFERRED,
+    )
 
 
 def test_several_that_go_together(tmp_path: Path) -> None:
     """A row of a mesh that leaves its loop early is named whole."""
-    rows, columns = [tuple(range(row, row + 2)) for row in (0, 2, 4, 6)], [tuple(range(at, 8, 2)) for at in (0, 1)]
+    rows, columns = (
+        [tuple(range(row, row + 2)) for row in (0, 2, 4, 6)],
+        [tuple(range(at, 8, 2)) for at in (0, 1)],
+    )
 
     def body(rank: int, turn: int) -> Iterator[Act]:
         if rank not in (4, 5) or turn < BROKEN:
@@ -212,7 +251,8 @@ def test_several_that_go_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, BROKEN])
 def test_in_a_first_round_nobody_is_sure(first: int, tmp_path: Path) -> None:
-    """Two ranks that wait for each other where they never were before: it is one of them, and that is said."""
+    """Two ranks that wait for each other where they never were before: it is one of them, and that
+    is said."""
 
     def body(rank: int, turn: int) -> Iterator[Act]:
         if turn == first:
@@ -221,15 +261,27 @@ def test_in_a_first_round_nobody_is_sure(first: int, tmp_path: Path) -> None:
             yield call([0, 1])
 
     verdict = judged(rounds(2, body), tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == (VerdictKind.DEADLOCK, (0, 1), Certainty.INFERRED)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        VerdictKind.DEADLOCK,
+        (0, 1),
+        Certainty.INFERRED,
+    )
     assert "which one does not show" in verdict.explanation[-2]
 
 
 def test_fewest_in_a_first_round(tmp_path: Path) -> None:
-    """Where habits say nothing and a circle is over groups, the smaller side is likely, and no more."""
+    """Where habits say nothing and a circle is over groups, the smaller side is likely, and no
+    more."""
     both = (0, 1, 2, 3), (3, 2, 1, 0)
-    verdict = judged([[call(group) for group in (both[::-1] if rank == 1 else both)] for rank in range(4)], tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == (VerdictKind.DEADLOCK, (1,), Certainty.INFERRED)
+    verdict = judged(
+        [[call(group) for group in (both[::-1] if rank == 1 else both)] for rank in range(4)],
+        tmp_path,
+    )
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        VerdictKind.DEADLOCK,
+        (1,),
+        Certainty.INFERRED,
+    )
 
 
 def test_a_long_circle(tmp_path: Path) -> None:

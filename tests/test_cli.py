@@ -1,4 +1,5 @@
-"""The command line: what each command prints for a real run, and what it says when it cannot. Golden outputs are in `golden/`.
+"""The command line: what each command prints for a real run, and what it says when it cannot.
+Golden outputs are in `golden/`.
 
 TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep it.
 """
@@ -40,21 +41,49 @@ GOLDEN = Path(__file__).parent / "golden"
 PICTURE = ROOT / "docs" / "images" / "comms.svg"
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {
-    name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR", "NO_COLOR")
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR", "NO_COLOR")
 }
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "COLUMNS": "", "TERM": "xterm-256color"}
 
 PLACE_FIELDS = {"kind", "rank", "step", "pass", "module", "call", "line", "graph", "thread", "t_ns"}
-COLLECTIVE_FIELDS = {"op", "raw_op", "group", "number", "dtype", "shapes", "bytes", "for", "async", "peer"}
+COLLECTIVE_FIELDS = {
+    "op",
+    "raw_op",
+    "group",
+    "number",
+    "dtype",
+    "shapes",
+    "bytes",
+    "for",
+    "async",
+    "peer",
+}
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that `make demo` makes: two ranks, FSDP2."""
     folder = tmp_path_factory.mktemp("demo") / "run"
-    command = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "torchwhere", "run", "--out", folder]
+    command = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "torchwhere",
+        "run",
+        "--out",
+        folder,
+    ]
     subprocess.run(
-        [*command, "examples/train_fsdp2.py"], cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True, timeout=120
+        [*command, "examples/train_fsdp2.py"],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        check=True,
+        capture_output=True,
+        timeout=120,
     )
     return folder
 
@@ -67,7 +96,9 @@ def copy(demo: Path, tmp_path: Path) -> Path:
 
 def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [BIN / "torchwhere", *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60
+    )
 
 
 def out(*arguments: object) -> str:
@@ -100,7 +131,7 @@ def without_times(text: str) -> str:
     return re.sub(r"^( +\d+ +\d+) +\d+\.\d{3} ", r"\1  0.000 ", text, flags=re.MULTILINE)
 
 
-# -- what is printed -------------------------------------------------------------------------------------------------------
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def test_events_table(demo: Path) -> None:
@@ -121,20 +152,30 @@ def test_comms_json(demo: Path) -> None:
 
 def test_groups(demo: Path) -> None:
     """`groups` lists the process groups and who is in them."""
-    assert out("groups", demo) == (
-        "group  description  mesh dimension  backend  ranks\n0      default_pg   -               gloo     0-1\n"
+    assert (
+        out("groups", demo)
+        == "group  description  mesh dimension  backend  ranks\n0      default_pg   -              "
+        " gloo     0-1\n"
     )
     (group,) = objects("groups", demo)
-    assert {key: group[key] for key in ("name", "desc", "ranks")} == {"name": "0", "desc": "default_pg", "ranks": [0, 1]}
+    assert {key: group[key] for key in ("name", "desc", "ranks")} == {
+        "name": "0",
+        "desc": "default_pg",
+        "ranks": [0, 1],
+    }
 
 
 def test_events_json_contract(demo: Path) -> None:
-    """`events --json` prints one object a line with the fields that are promised, and the same numbers on both ranks."""
+    """`events --json` prints one object a line with the fields that are promised, and the same
+    numbers on both ranks."""
     events = objects("events", demo)
     assert all(event.keys() >= PLACE_FIELDS for event in events)
     collectives = [event for event in events if event["kind"] == "collective"]
     assert all(event.keys() >= PLACE_FIELDS | COLLECTIVE_FIELDS for event in collectives)
-    streams = [[(e["group"], e["number"], e["op"], e["bytes"]) for e in collectives if e["rank"] == rank] for rank in (0, 1)]
+    streams = [
+        [(e["group"], e["number"], e["op"], e["bytes"]) for e in collectives if e["rank"] == rank]
+        for rank in (0, 1)
+    ]
     assert streams[0] == streams[1]
     first = collectives[0]
     assert first | {"t_ns": 0, "thread": ""} == first | {
@@ -161,7 +202,9 @@ def test_events_can_be_chosen(demo: Path) -> None:
     """`--rank`, `--last` and `--kind` choose, and may be combined and repeated."""
     assert {event["rank"] for event in objects("events", demo, "--rank", 1)} == {1}
     assert [event["rank"] for event in objects("events", demo, "--last", 2)] == [0, 0, 1, 1]
-    kinds = objects("events", demo, "--kind", "optimizer", "--kind", "end", "--rank", 0, "--last", 2)
+    kinds = objects(
+        "events", demo, "--kind", "optimizer", "--kind", "end", "--rank", 0, "--last", 2
+    )
     assert [event["kind"] for event in kinds] == ["optimizer", "end"]
     assert {event["rank"] for event in objects("events", demo, "--rank", 0, "--rank", 1)} == {0, 1}
     (one,) = objects("comms", demo, "--rank", 1)
@@ -171,7 +214,11 @@ def test_events_can_be_chosen(demo: Path) -> None:
 def test_nothing_chosen(demo: Path) -> None:
     """When no event is of the kind asked for, that is said, and is no error."""
     done = call("events", demo, "--kind", "compile_begin")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", f"torchwhere: no such events in {demo}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        0,
+        "",
+        f"torchwhere: no such events in {demo}\n",
+    )
 
 
 def test_head_may_stop_it(demo: Path) -> None:
@@ -179,7 +226,9 @@ def test_head_may_stop_it(demo: Path) -> None:
     for command in ("events", "events --json", "comms", "groups"):
         for reader in ("head -n 1", "true"):
             script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
-            done = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+            )
             assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -187,7 +236,9 @@ def terminal(*arguments: object, width: int, **environment: str) -> str:
     """What a command prints on a terminal of some width."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    process = subprocess.Popen([BIN / "torchwhere", *map(str, arguments)], stdout=slave, env=ENVIRONMENT | environment)
+    process = subprocess.Popen(
+        [BIN / "torchwhere", *map(str, arguments)], stdout=slave, env=ENVIRONMENT | environment
+    )
     os.close(slave)
     printed = b""
     try:
@@ -203,7 +254,8 @@ def terminal(*arguments: object, width: int, **environment: str) -> str:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_fits_the_terminal(demo: Path, width: int) -> None:
-    """On a terminal no line is longer than the terminal is wide, and names are cut where they tell least."""
+    """On a terminal no line is longer than the terminal is wide, and names are cut where they tell
+    least."""
     comms = terminal("comms", demo, width=width, TERM="dumb")
     events = terminal("events", demo, "--last", 12, "--rank", 0, width=width, TERM="dumb")
     assert max(map(len, (comms + events).splitlines())) <= width
@@ -211,7 +263,8 @@ def test_fits_the_terminal(demo: Path, width: int) -> None:
 
 
 def test_colours(demo: Path) -> None:
-    """A terminal gets colours unless NO_COLOR asks for none; a pipe gets none unless FORCE_COLOR asks for them."""
+    """A terminal gets colours unless NO_COLOR asks for none; a pipe gets none unless FORCE_COLOR
+    asks for them."""
     assert "\x1b[32mforward" in terminal("comms", demo, width=120)
     assert "\x1b[32mforward" in call("comms", demo, FORCE_COLOR="1").stdout
     assert "\x1b[3" not in terminal("comms", demo, width=120, NO_COLOR="1")
@@ -219,14 +272,16 @@ def test_colours(demo: Path) -> None:
 
 
 def test_terminal_without_unicode(demo: Path) -> None:
-    """Where the output knows no Unicode, the tree is drawn with plainer signs, and nothing fails."""
+    """Where the output knows no Unicode, the tree is drawn with plainer signs, and nothing
+    fails."""
     done = call("comms", demo, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "| forward   all_gather_into_tensor" in done.stdout
 
 
 def test_hostile_notes(tmp_path: Path) -> None:
-    """Whatever a program puts into its notes, names and fields stays text on the terminal and valid JSON in a pipe."""
+    """Whatever a program puts into its notes, names and fields stays text on the terminal and valid
+    JSON in a pipe."""
     evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202eevil\x9b31m"
     with torchwhere.watch(out=tmp_path):
         torchwhere.note(evil, loss=float("nan"), **{evil: float("-inf")})
@@ -236,17 +291,24 @@ def test_hostile_notes(tmp_path: Path) -> None:
     table = out("events", tmp_path)
     assert all(line.isprintable() and len(line) < 1200 for line in table.splitlines())
     assert "evil" in table
-    assert all(line.isprintable() for line in terminal("events", tmp_path, width=80, TERM="dumb").splitlines())
+    assert all(
+        line.isprintable()
+        for line in terminal("events", tmp_path, width=80, TERM="dumb").splitlines()
+    )
 
     def not_json(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     lines = out("events", tmp_path, "--json").splitlines()
-    note = next(found for line in lines if (found := json.loads(line, parse_constant=not_json))["kind"] == "note")
+    note = next(
+        found
+        for line in lines
+        if (found := json.loads(line, parse_constant=not_json))["kind"] == "note"
+    )
     assert (note["text"], note["loss"], note[evil]) == (evil, "nan", "-inf")
 
 
-# -- what the pages show ---------------------------------------------------------------------------------------------------
+# -- what the pages show ---------------------------------------------------------------------------
 
 
 def test_pages_show_what_is_printed(demo: Path) -> None:
@@ -273,14 +335,17 @@ def test_picture_is_of_this_version(demo: Path) -> None:
         for line in [*lines, []]:
             console.print(Text.assemble(*line), soft_wrap=True)
         picture = console.export_svg(title="torchwhere comms run/demo", unique_id="comms")
-        PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))  # no fonts from elsewhere
-    texts = html.unescape("".join(re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text()))).replace("\xa0", " ")
-    assert "".join(texts.split()) == "torchwherecommsrun/demo" + "".join(part for line in lines for part, _ in line).replace(
-        " ", ""
-    )
+        # no fonts from elsewhere
+        PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
+    texts = html.unescape(
+        "".join(re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text()))
+    ).replace("\xa0", " ")
+    assert "".join(texts.split()) == "torchwherecommsrun/demo" + "".join(
+        part for line in lines for part, _ in line
+    ).replace(" ", "")
 
 
-# -- for programs ----------------------------------------------------------------------------------------------------------
+# -- for programs ----------------------------------------------------------------------------------
 
 STUCK = """
 import sys, time
@@ -295,12 +360,31 @@ for step in range(100):
 
 
 def test_verdicts_of_monitors_as_json(tmp_path: Path) -> None:
-    """A monitor prints its verdicts on stdout, one object a line; that of `run` on stderr, for stdout is the job's."""
+    """A monitor prints its verdicts on stdout, one object a line; that of `run` on stderr, for
+    stdout is the job's."""
     (tmp_path / "train.py").write_text(STUCK)
     (tmp_path / "run").mkdir()
-    launch = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "torchwhere", "run", "--out", "run", "--json"]
-    pipes: dict[str, Any] = {"cwd": tmp_path, "env": ENVIRONMENT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    job = subprocess.Popen([*launch, "--stall", "4", "--end-with", "KILL", "train.py"], text=True, **pipes)
+    launch = [
+        BIN / "torchrun",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "torchwhere",
+        "run",
+        "--out",
+        "run",
+        "--json",
+    ]
+    pipes: dict[str, Any] = {
+        "cwd": tmp_path,
+        "env": ENVIRONMENT,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
+    job = subprocess.Popen(
+        [*launch, "--stall", "4", "--end-with", "KILL", "train.py"], text=True, **pipes
+    )
     while len(list((tmp_path / "run").glob("*.box"))) < 2:
         assert job.poll() is None
         time.sleep(0.05)
@@ -339,9 +423,14 @@ JSON_COMMANDS = {
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
 def test_json_and_nothing_else(
-    demo: Path, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    demo: Path,
+    tmp_path: Path,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With `--json` stdout has one object, or of `events` one a line, and nothing else; when it fails, nothing at all."""
+    """With `--json` stdout has one object, or of `events` one a line, and nothing else; when it
+    fails, nothing at all."""
     monkeypatch.chdir(tmp_path)
     name, *options = command.split()
     assert main([name, str(demo), "--json", *options]) == 0
@@ -363,19 +452,32 @@ def test_every_command_has_json(capsys: pytest.CaptureFixture[str]) -> None:
         return capsys.readouterr().out
 
     names = re.findall(r"^    ([a-z-]+)\b", help_of(), re.MULTILINE)
-    assert {command.partition(" ")[0] for command in JSON_COMMANDS} == set(names) - {"run", "monitor", "native"}
+    assert {command.partition(" ")[0] for command in JSON_COMMANDS} == set(names) - {
+        "run",
+        "monitor",
+        "native",
+    }
     assert all("--json" in help_of(name) for name in names)
 
 
-# -- what cannot be written ------------------------------------------------------------------------------------------------
+# -- what cannot be written ------------------------------------------------------------------------
 
-WRITING = ["report -o {}.html", "trace -o {}.json.gz", "trace -o {}/", "export -o {}.jsonl", "export -o {}.parquet"]
+WRITING = [
+    "report -o {}.html",
+    "trace -o {}.json.gz",
+    "trace -o {}/",
+    "export -o {}.jsonl",
+    "export -o {}.parquet",
+]
 
 
 @pytest.mark.parametrize("command", [*WRITING, "flight-recorder -o {}"])
 @pytest.mark.parametrize("place", ["/proc/x", "{}/file/x", "/dev/full/x"])
-def test_no_way_to_write(command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What cannot be written is said before a box is opened: here there is none that could be read."""
+def test_no_way_to_write(
+    command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be written is said before a box is opened: here there is none that could be
+    read."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rank0.box").write_bytes(b"no box at all")
     (tmp_path / "file").touch()
@@ -404,16 +506,29 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("command", WRITING)
 def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of reading or writing ends with one line and 130; what was there before is there, and no more."""
+    """Ctrl-C in the middle of reading or writing ends with one line and 130; what was there before
+    is there, and no more."""
     name, *options = command.format(tmp_path / "old").split()
     again = ["--force"] * (name == "export")
     assert call(name, copy, *options).returncode == 0
     before = contents(tmp_path)
     (copy / "rank1.box").unlink()  # so that another one would be written
     for count in (1, 2):
-        python = [sys.executable, "-c", INTERRUPTED.format(count=count), name, copy, *options, *again]
+        python = [
+            sys.executable,
+            "-c",
+            INTERRUPTED.format(count=count),
+            name,
+            copy,
+            *options,
+            *again,
+        ]
         done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (130, "", "torchwhere: interrupted")
+        assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (
+            130,
+            "",
+            "torchwhere: interrupted",
+        )
         assert "Traceback" not in done.stderr
         assert contents(tmp_path) == before
 
@@ -421,31 +536,51 @@ def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """All that is there but the boxes, and what may be gone on with."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in files if path.suffix != ".box" and ".parquet.part" not in str(path)}
+    return {
+        str(path): path.read_bytes()
+        for path in files
+        if path.suffix != ".box" and ".parquet.part" not in str(path)
+    }
 
 
 def test_full_or_closed_output(demo: Path) -> None:
     """A full disk behind stdout is one line and exit code 2; a closed one is no reason to fail."""
     for command in ("comms", "events --json", "doctor"):
-        for end, code, said in ((">/dev/full", 2, "cannot go on: No space left on device\n"), (">&-", 0, ""), ("2>&-", 0, "")):
+        for end, code, said in (
+            (">/dev/full", 2, "cannot go on: No space left on device\n"),
+            (">&-", 0, ""),
+            ("2>&-", 0, ""),
+        ):
             script = f"{BIN}/torchwhere {command} {demo} {end}"
-            done = subprocess.run(["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
-            assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (code, said), script
+            done = subprocess.run(
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+            )
+            assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (
+                code,
+                said,
+            ), script
 
 
-# -- what cannot be read ---------------------------------------------------------------------------------------------------
+# -- what cannot be read ---------------------------------------------------------------------------
 
 
 def test_unknown_folder(tmp_path: Path) -> None:
     """A folder that is not there is refused, with what to type to make one."""
     nowhere = tmp_path / "nowhere"
-    expected = f"there is no folder {nowhere}. Record one with: torchwhere run --out {nowhere} train.py"
-    assert [refused(command, nowhere) for command in ("events", "comms", "groups")] == [expected] * 3
+    expected = (
+        f"there is no folder {nowhere}. Record one with: torchwhere run --out {nowhere} train.py"
+    )
+    assert [refused(command, nowhere) for command in ("events", "comms", "groups")] == [
+        expected
+    ] * 3
 
 
 def test_empty_folder(tmp_path: Path) -> None:
     """A folder without boxes is refused, with what to type to make some."""
-    expected = f"{tmp_path} holds no black box (*.box). Record one with: torchwhere run --out {tmp_path} train.py"
+    expected = (
+        f"{tmp_path} holds no black box (*.box). Record one with: torchwhere run --out {tmp_path}"
+        " train.py"
+    )
     assert refused("events", tmp_path) == expected
 
 
@@ -460,12 +595,18 @@ def with_version(box: Path, version: int) -> None:
 
 
 def test_folder_of_another_version(copy: Path) -> None:
-    """Boxes of another version of the format are refused by that version's number; one among readable ones is only said."""
+    """Boxes of another version of the format are refused by that version's number; one among
+    readable ones is only said."""
     with_version(copy / "rank1.box", 99)
-    problem = f"written in format 99, this torchwhere reads {file_format.VERSION}: use the other version"
+    problem = (
+        f"written in format 99, this torchwhere reads {file_format.VERSION}: use the other version"
+    )
     done = call("groups", copy)
     assert (done.returncode, "default_pg" in done.stdout) == (0, True)
-    assert done.stderr == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
+    assert (
+        done.stderr
+        == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
+    )
     with_version(copy / "rank0.box", 99)
     assert refused("events", copy) == f"none of the 2 boxes in {copy} can be read: {problem}"
 
@@ -475,11 +616,16 @@ def test_not_a_box(copy: Path) -> None:
     (copy / "rank7\x1b[2J.box").write_bytes(b"hello")
     done = call("comms", copy)
     assert done.returncode == 0
-    assert done.stderr == "torchwhere: rank7\N{REPLACEMENT CHARACTER}[2J.box: no readable header: not a black box, or damaged\n"
+    assert (
+        done.stderr
+        == "torchwhere: rank7\N{REPLACEMENT CHARACTER}[2J.box: no readable header: not a black box,"
+        " or damaged\n"
+    )
 
 
 def test_what_is_no_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder, a pipe or a dangling link that is named like a box is none, and is not waited for."""
+    """A folder, a pipe or a dangling link that is named like a box is none, and is not waited
+    for."""
     (copy / "rank2.box").mkdir()
     os.mkfifo(copy / "rank3.box")
     (copy / "rank4.box").symlink_to("nowhere")
@@ -503,7 +649,9 @@ def test_missing_rank(copy: Path) -> None:
 def test_rank_that_does_not_exist(demo: Path) -> None:
     """A rank that is not there is refused, with those that are."""
     for command in ("events", "comms", "groups"):
-        assert refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0, 1"
+        assert (
+            refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0, 1"
+        )
 
 
 @pytest.mark.parametrize(
@@ -512,7 +660,10 @@ def test_rank_that_does_not_exist(demo: Path) -> None:
         (["events", "x", "--kind", "colective"], "argument --kind: invalid choice: 'colective'"),
         (["events", "x", "--last", "0"], "argument --last: '0' is not a number of 1 or more"),
         (["events", "x", "--rank", "one"], "argument --rank: invalid int value: 'one'"),
-        (["run", "--records", "15", "x.py"], "argument --records: '15' is not a number of 16 or more"),
+        (
+            ["run", "--records", "15", "x.py"],
+            "argument --records: '15' is not a number of 16 or more",
+        ),
         (["run"], "the following arguments are required: script"),
         ([], "the following arguments are required: COMMAND"),
         (["coms"], "invalid choice: 'coms'"),
@@ -536,17 +687,22 @@ def test_version() -> None:
     assert out("--version") == f"torchwhere {torchwhere.__version__}\n"
 
 
-# -- without torch ---------------------------------------------------------------------------------------------------------
+# -- without torch ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def torchless(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
+def torchless(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Python on a machine that has torchwhere, numpy and rich, and no torch."""
     import numpy
     import rich
 
     folder = tmp_path_factory.mktemp("torchless")
-    for home, names in ((Path(numpy.__file__).parents[1], ("numpy", "numpy.libs")), (Path(rich.__file__).parents[1], RICH)):
+    for home, names in (
+        (Path(numpy.__file__).parents[1], ("numpy", "numpy.libs")),
+        (Path(rich.__file__).parents[1], RICH),
+    ):
         for name in names:
             if (home / name).exists():
                 (folder / name).symlink_to(home / name)
@@ -579,39 +735,57 @@ NEEDS_TORCH = (
 
 
 def test_watching_without_torch(tmp_path: Path, torchless: Callable[..., Any]) -> None:
-    """Where there is no torch, watching says what to install; the rest of the package can be imported."""
+    """Where there is no torch, watching says what to install; the rest of the package can be
+    imported."""
     (tmp_path / "train.py").write_text("print('ran')")
     done = torchless("-m", "torchwhere", "run", "--out", tmp_path / "boxes", tmp_path / "train.py")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"torchwhere: {NEEDS_TORCH.format('start')}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        f"torchwhere: {NEEDS_TORCH.format('start')}\n",
+    )
     done = torchless(
-        "-c", "import torchwhere\ntry: torchwhere.watch()\nexcept torchwhere.TorchwhereError as error: print(error)"
+        "-c",
+        "import torchwhere\ntry: torchwhere.watch()\nexcept torchwhere.TorchwhereError as error:"
+        " print(error)",
     )
     assert (done.stdout, done.stderr) == (f"{NEEDS_TORCH.format('watch')}\n", "")
 
 
-# -- wrong calls -----------------------------------------------------------------------------------------------------------
+# -- wrong calls -----------------------------------------------------------------------------------
 
 
 def test_wrong_calls() -> None:
-    """Wrong arguments of the functions raise at once what Python raises for such things, and say what was expected."""
-    with pytest.raises(TypeError, match=r"^watch\(model\): expected a torch.nn.Module or None, got str$"):
+    """Wrong arguments of the functions raise at once what Python raises for such things, and say
+    what was expected."""
+    with pytest.raises(
+        TypeError, match=r"^watch\(model\): expected a torch.nn.Module or None, got str$"
+    ):
         torchwhere.watch("run/")  # type: ignore[arg-type]
     for records in (15, 0, -1, 1e6, None):
-        expected = re.escape(f"records={records!r}: the ring needs at least 16 records (the default is 65536)")
+        expected = re.escape(
+            f"records={records!r}: the ring needs at least 16 records (the default is 65536)"
+        )
         with pytest.raises(ValueError, match=f"^{expected}$"):
             torchwhere.watch(records=records)  # type: ignore[arg-type]
     for name in ("", None, 3):
-        with pytest.raises(ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"):
+        with pytest.raises(
+            ValueError, match=rf"^phase\({re.escape(repr(name))}\): expected a name$"
+        ):
             torchwhere.phase(name)  # type: ignore[arg-type]
     for number in (-1, 1.5, "2", file_format.NO_STEP):
-        expected = f"step({number!r}): expected a step number of 0 or more, below 4294967295, or nothing for the next one"
+        expected = (
+            f"step({number!r}): expected a step number of 0 or more, below 4294967295, or nothing"
+            " for the next one"
+        )
         expected = re.escape(expected)
         with pytest.raises(ValueError, match=f"^{expected}$"):
             torchwhere.step(number)  # type: ignore[arg-type]
 
 
 def test_nobody_watches() -> None:
-    """While nobody watches, every function may be called: it does nothing, and `where` says that nothing is known."""
+    """While nobody watches, every function may be called: it does nothing, and `where` says that
+    nothing is known."""
     torchwhere.note("text")
     torchwhere.step(3)
     torchwhere.stop()

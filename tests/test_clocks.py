@@ -1,4 +1,5 @@
-"""Clocks: offsets and drift between hosts are found by what ranks did together, and lateness is not taken for either."""
+"""Clocks: offsets and drift between hosts are found by what ranks did together, and lateness is not
+taken for either."""
 
 from __future__ import annotations
 
@@ -29,12 +30,19 @@ def clocks_of(folder: Path) -> Clocks:
     return aligned(arrivals(read_box(path)) for path in sorted(folder.glob("*.box")))
 
 
-def worst_ns(player: Player, clocks: Clocks, skews: list[Skew], *, ranks: range | None = None) -> float:
-    """How far what was aligned is from what the clock of the first of the ranks showed at that moment, at the worst."""
+def worst_ns(
+    player: Player, clocks: Clocks, skews: list[Skew], *, ranks: range | None = None
+) -> float:
+    """How far what was aligned is from what the clock of the first of the ranks showed at that
+    moment, at the worst."""
     chosen = ranks or range(len(player.log))
     reference = skews[chosen[0]]
     return max(
-        abs(clocks.aligned_ns(rank, WALL_NS + skews[rank].shows(true_ns)) - WALL_NS - reference.shows(true_ns))
+        abs(
+            clocks.aligned_ns(rank, WALL_NS + skews[rank].shows(true_ns))
+            - WALL_NS
+            - reference.shows(true_ns)
+        )
         for rank in chosen
         for true_ns, _, _ in player.log[rank]
     )
@@ -44,7 +52,12 @@ def steps(ranks: int, body: Body, *, count: int = 60, seed: int = 0) -> list[lis
     chances = [random.Random(1000 * seed + rank) for rank in range(ranks)]
     step = [mark(Kind.STEP_BEGIN)]
     return [
-        [act for _ in range(count) for act in [*step, *body(rank, chances[rank]), mark(Kind.STEP_END)]] for rank in range(ranks)
+        [
+            act
+            for _ in range(count)
+            for act in [*step, *body(rank, chances[rank]), mark(Kind.STEP_END)]
+        ]
+        for rank in range(ranks)
     ]
 
 
@@ -52,8 +65,16 @@ def pipeline(forward: tuple[float, float], backward: tuple[float, float], *, las
     """Computes for so many milliseconds, from .. to."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
-        there = [*([recv(rank - 1)] if rank else []), spread(chance, *forward), *([send(rank + 1)] if rank < last else [])]
-        back = [*([recv(rank + 1)] if rank < last else []), spread(chance, *backward), *([send(rank - 1)] if rank else [])]
+        there = [
+            *([recv(rank - 1)] if rank else []),
+            spread(chance, *forward),
+            *([send(rank + 1)] if rank < last else []),
+        ]
+        back = [
+            *([recv(rank + 1)] if rank < last else []),
+            spread(chance, *backward),
+            *([send(rank - 1)] if rank else []),
+        ]
         return [*there, *back]
 
     return body
@@ -67,41 +88,62 @@ def jitter(chance: random.Random, ns: float) -> Act:
     return work(ns * (0.7 + 0.6 * chance.random()))
 
 
-# -- what is removed -------------------------------------------------------------------------------------------------------
+# -- what is removed -------------------------------------------------------------------------------
 
 
 def test_offsets_and_drift(tmp_path: Path) -> None:
-    """Offsets of 5 s and drifts of 100 ppm, one way and the other, are removed to under a millisecond over a minute."""
+    """Offsets of 5 s and drifts of 100 ppm, one way and the other, are removed to under a
+    millisecond over a minute."""
     world = range(4)
-    programs = steps(4, lambda rank, chance: [jitter(chance, 900 * MS), call(world), jitter(chance, 100 * MS), call(world)])
+    programs = steps(
+        4,
+        lambda rank, chance: [
+            jitter(chance, 900 * MS),
+            call(world),
+            jitter(chance, 100 * MS),
+            call(world),
+        ],
+    )
     player = Player(programs).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
     assert player.log[0][-1][0] > 60e9
     assert worst_ns(player, clocks, SKEWS) < 1 * MS
-    assert [clock.evidence for clock in clocks.clocks] == [Evidence.REFERENCE] + 3 * [Evidence.COMPLETIONS]
+    assert [clock.evidence for clock in clocks.clocks] == [Evidence.REFERENCE] + 3 * [
+        Evidence.COMPLETIONS
+    ]
     assert [round(clock.line.slope * 1e6) for clock in clocks.clocks] == [0, 100, -100, 37]
 
 
 @pytest.mark.parametrize("skews", [SKEWS, [Skew()] * 4], ids=["skewed", "right"])
 def test_straggler_stays_one(tmp_path: Path, skews: list[Skew]) -> None:
-    """A rank that is late by 30 ms at every call, in the same place, is late by 30 ms afterwards: not aligned away."""
+    """A rank that is late by 30 ms at every call, in the same place, is late by 30 ms afterwards:
+    not aligned away."""
     world = range(4)
 
     def body(rank: int, chance: random.Random) -> list[Act]:
-        return [work(30 * MS * (rank == 2)), jitter(chance, 5 * MS), call(world), jitter(chance, MS), mark(Kind.OPTIMIZER)]
+        return [
+            work(30 * MS * (rank == 2)),
+            jitter(chance, 5 * MS),
+            call(world),
+            jitter(chance, MS),
+            mark(Kind.OPTIMIZER),
+        ]
 
     player = Player(steps(4, body, count=200)).play()
     player.write(tmp_path, skews, HOSTS)
     clocks = clocks_of(tmp_path)
     assert worst_ns(player, clocks, skews) < 1 * MS
     found = arrivals(read_box(tmp_path / "rank2.box")), arrivals(read_box(tmp_path / "rank0.box"))
-    late, early = (clocks.aligned_ns(each.rank, next(iter(each.streams.values())).issued_ns) for each in found)
+    late, early = (
+        clocks.aligned_ns(each.rank, next(iter(each.streams.values())).issued_ns) for each in found
+    )
     assert 27 * MS < np.median(late - early) < 33 * MS
 
 
 def test_messages_both_ways(tmp_path: Path) -> None:
-    """A pipeline that only sends: forward one way, backward the other, stage by stage, with nothing recorded in between."""
+    """A pipeline that only sends: forward one way, backward the other, stage by stage, with nothing
+    recorded in between."""
     player = Player(steps(4, pipeline((0, 20), (0, 20)), count=400)).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
@@ -110,7 +152,8 @@ def test_messages_both_ways(tmp_path: Path) -> None:
 
 
 def test_small_groups_only(tmp_path: Path) -> None:
-    """Ranks 0 and 3 have no group in common: they are aligned over those in between, who compute after each call."""
+    """Ranks 0 and 3 have no group in common: they are aligned over those in between, who compute
+    after each call."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
         pairs = [pair for pair in ((0, 1), (1, 2), (2, 3)) if rank in pair]
@@ -124,9 +167,18 @@ def test_small_groups_only(tmp_path: Path) -> None:
 
 
 def test_calls_that_do_not_wait(tmp_path: Path) -> None:
-    """Where no call waits, seconds are removed all the same, as well as the ranks' arrivals allow."""
+    """Where no call waits, seconds are removed all the same, as well as the ranks' arrivals
+    allow."""
     world = range(4)
-    programs = steps(4, lambda rank, chance: [jitter(chance, 10 * MS), call(world, is_async=True), work(MS), call(world)])
+    programs = steps(
+        4,
+        lambda rank, chance: [
+            jitter(chance, 10 * MS),
+            call(world, is_async=True),
+            work(MS),
+            call(world),
+        ],
+    )
     for program in programs:
         program[:] = [act for act in program if act.what != "call" or act.is_async]
     player = Player(programs).play()
@@ -137,19 +189,27 @@ def test_calls_that_do_not_wait(tmp_path: Path) -> None:
     assert worst_ns(player, clocks, SKEWS) < drifted_apart_ns + 20 * MS
 
 
-# -- programs of many kinds: whoever leaves a call computes for a while, and nothing is recorded until then ----------------
+# -- programs of many kinds: whoever leaves a call computes for a while, and nothing is recorded unt
 
 
 def straggler(rank: int, chance: random.Random) -> list[Act]:
     """Rank 2 is 30 ms slower than others, before each call and so also after one."""
     slower = [work(30 * MS)] if rank == 2 else []
-    return [act for _ in range(2) for act in (spread(chance, 0, 20), *slower, call(range(4)))] + [spread(chance, 0, 20)]
+    return [act for _ in range(2) for act in (spread(chance, 0, 20), *slower, call(range(4)))] + [
+        spread(chance, 0, 20)
+    ]
 
 
 def mesh(rank: int, chance: random.Random) -> list[Act]:
     """Groups of four along the rows of a mesh, of four along its columns: 16 ranks."""
     row, column = range(rank // 4 * 4, rank // 4 * 4 + 4), range(rank % 4, 16, 4)
-    return [spread(chance, 0, 20), call(row), spread(chance, 0, 20), call(column), spread(chance, 0, 20)]
+    return [
+        spread(chance, 0, 20),
+        call(row),
+        spread(chance, 0, 20),
+        call(column),
+        spread(chance, 0, 20),
+    ]
 
 
 def microbatches(rank: int, chance: random.Random) -> list[Act]:
@@ -187,7 +247,12 @@ def scheduled_badly(rank: int, chance: random.Random) -> list[Act]:
 
 def with_async(rank: int, chance: random.Random) -> list[Act]:
     """Calls that wait among calls that do not."""
-    acts = [spread(chance, 0, 10), call(range(4), is_async=True), spread(chance, 0, 10), call(range(4), is_async=True)]
+    acts = [
+        spread(chance, 0, 10),
+        call(range(4), is_async=True),
+        spread(chance, 0, 10),
+        call(range(4), is_async=True),
+    ]
     return [*acts, spread(chance, 0, 10), call(range(4)), spread(chance, 0, 20)]
 
 
@@ -197,7 +262,13 @@ def an_hour(rank: int, chance: random.Random) -> list[Act]:
 
 def alike(rank: int, chance: random.Random) -> list[Act]:
     """Nobody is ever quick after a call, but all are alike."""
-    return [spread(chance, 7, 13), call(range(8)), spread(chance, 7, 13), call(range(8)), spread(chance, 7, 13)]
+    return [
+        spread(chance, 7, 13),
+        call(range(8)),
+        spread(chance, 7, 13),
+        call(range(8)),
+        spread(chance, 7, 13),
+    ]
 
 
 PROGRAMS: list[tuple[Body, int, int]] = [  # with how many ranks, how many steps
@@ -215,7 +286,13 @@ PROGRAMS: list[tuple[Body, int, int]] = [  # with how many ranks, how many steps
 def skewed(ranks: int, seed: int) -> list[Skew]:
     """Clocks up to 5 s and 100 ppm off."""
     chance = random.Random(seed)
-    return [Skew(), *(Skew(int(chance.uniform(-5e9, 5e9)), chance.choice((-100, 100, 37))) for _ in range(ranks - 1))]
+    return [
+        Skew(),
+        *(
+            Skew(int(chance.uniform(-5e9, 5e9)), chance.choice((-100, 100, 37)))
+            for _ in range(ranks - 1)
+        ),
+    ]
 
 
 def doubts_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
@@ -224,14 +301,20 @@ def doubts_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
     return all(
         clock is not None
         and clock.uncertainty_ns is not None
-        and abs(clocks.aligned_ns(rank, WALL_NS + skews[rank].shows(true_ns)) - WALL_NS - skews[0].shows(true_ns))
+        and abs(
+            clocks.aligned_ns(rank, WALL_NS + skews[rank].shows(true_ns))
+            - WALL_NS
+            - skews[0].shows(true_ns)
+        )
         <= clock.uncertainty_ns + 20_000
         for rank, clock in enumerate(said[1:], 1)
         for true_ns, _, _ in player.log[rank]
     )
 
 
-@pytest.mark.parametrize(("body", "ranks", "count"), PROGRAMS, ids=[body.__name__ for body, _, _ in PROGRAMS])
+@pytest.mark.parametrize(
+    ("body", "ranks", "count"), PROGRAMS, ids=[body.__name__ for body, _, _ in PROGRAMS]
+)
 def test_programs(tmp_path: Path, body: Body, ranks: int, count: int) -> None:
     """Under a millisecond is left, and no clock is further off than is said of it."""
     skews = skewed(ranks, seed=1)
@@ -245,9 +328,19 @@ def test_programs(tmp_path: Path, body: Body, ranks: int, count: int) -> None:
 def test_rank_that_stops_early(tmp_path: Path) -> None:
     """It is aligned as long as it is there; the others are, to the end."""
     everyone, rest = range(4), range(3)
-    programs = steps(4, lambda rank, chance: [spread(chance, 0, 20), call(everyone), spread(chance, 0, 20)], count=200)
-    later = steps(3, lambda rank, chance: [spread(chance, 0, 20), call(rest), spread(chance, 0, 20)], count=200)
-    player = Player([*(first + then for first, then in zip(programs, later, strict=False)), programs[3]]).play()
+    programs = steps(
+        4,
+        lambda rank, chance: [spread(chance, 0, 20), call(everyone), spread(chance, 0, 20)],
+        count=200,
+    )
+    later = steps(
+        3,
+        lambda rank, chance: [spread(chance, 0, 20), call(rest), spread(chance, 0, 20)],
+        count=200,
+    )
+    player = Player(
+        [*(first + then for first, then in zip(programs, later, strict=False)), programs[3]]
+    ).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
     assert player.log[3][-1][0] < 0.6 * player.log[0][-1][0]
@@ -270,17 +363,19 @@ def test_ring_that_went_round(tmp_path: Path) -> None:
     assert doubts_hold(player, clocks, SKEWS)
 
 
-# -- what nobody can know --------------------------------------------------------------------------------------------------
+# -- what nobody can know --------------------------------------------------------------------------
 
 
 def slower_by_rank(rank: int, chance: random.Random) -> list[Act]:
     return [call(range(4)), spread(chance, 10 * rank + 10, 10 * rank + 15)]
 
 
-@pytest.mark.parametrize("body", [slower_by_rank, pipeline((3, 5), (6, 10))], ids=["calls", "messages"])
+@pytest.mark.parametrize(
+    "body", [slower_by_rank, pipeline((3, 5), (6, 10))], ids=["calls", "messages"]
+)
 def test_doubt_is_said(tmp_path: Path, body: Body, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where each rank takes its own time after every call, offsets within that time explain all that was recorded. That is
-    said, by as much as clocks can be off."""
+    """Where each rank takes its own time after every call, offsets within that time explain all
+    that was recorded. That is said, by as much as clocks can be off."""
     player = Player(steps(4, body, count=200)).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
@@ -290,26 +385,33 @@ def test_doubt_is_said(tmp_path: Path, body: Body, capsys: pytest.CaptureFixture
     assert all(1 * MS < doubt < 100 * MS for doubt in doubts)
     assert main(["trace", str(tmp_path), "-o", str(tmp_path / "trace.json")]) == 0
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("clock of")]
-    assert [f", at most {doubt / MS:,.1f} ms off" in line for doubt, line in zip(doubts, said, strict=True)] == [True] * 3
+    assert [
+        f", at most {doubt / MS:,.1f} ms off" in line
+        for doubt, line in zip(doubts, said, strict=True)
+    ] == [True] * 3
     kept = json.loads((tmp_path / "trace.json").read_text())["otherData"]["clocks"]
     assert [clock["uncertainty_ns"] for clock in kept[1:]] == [round(doubt) for doubt in doubts]
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_no_bound_without_waiting(tmp_path: Path, backend: str) -> None:
-    """Calls that may only go into a queue are aligned by, if times allow, but bound nothing for certain."""
-    player = Player(steps(4, lambda rank, chance: [spread(chance, 0, 20), call(range(4))], count=100)).play()
+    """Calls that may only go into a queue are aligned by, if times allow, but bound nothing for
+    certain."""
+    player = Player(
+        steps(4, lambda rank, chance: [spread(chance, 0, 20), call(range(4))], count=100)
+    ).play()
     player.write(tmp_path, SKEWS, HOSTS, backend=backend)
     clocks = clocks_of(tmp_path)
     assert worst_ns(player, clocks, SKEWS) < 1 * MS
     assert [clock.uncertainty_ns for clock in clocks.clocks] == [None] * 4
 
 
-# -- what is not touched ---------------------------------------------------------------------------------------------------
+# -- what is not touched ---------------------------------------------------------------------------
 
 
 def test_late_host_of_a_gpu_job(tmp_path: Path) -> None:
-    """Calls that only go into a queue say nothing of a clock: a host that is 30 ms late on a right clock stays late."""
+    """Calls that only go into a queue say nothing of a clock: a host that is 30 ms late on a right
+    clock stays late."""
     world = range(4)
 
     def body(rank: int, chance: random.Random) -> list[Act]:
@@ -320,12 +422,15 @@ def test_late_host_of_a_gpu_job(tmp_path: Path) -> None:
     player = Player(programs, waits=False).play()
     player.write(tmp_path, [Skew()] * 4, HOSTS)
     clocks = clocks_of(tmp_path)
-    assert [clock.evidence for clock in clocks.clocks] == [Evidence.REFERENCE] + 3 * [Evidence.WALL_CLOCK]
+    assert [clock.evidence for clock in clocks.clocks] == [Evidence.REFERENCE] + 3 * [
+        Evidence.WALL_CLOCK
+    ]
     assert worst_ns(player, clocks, [Skew()] * 4) == 0
 
 
 def test_ranks_of_a_host_share_a_clock(tmp_path: Path) -> None:
-    """Two ranks of a host are one clock, and what they took for the wall-clock time, a little apart, is made one."""
+    """Two ranks of a host are one clock, and what they took for the wall-clock time, a little
+    apart, is made one."""
     world, hosts, skews = range(4), ["a", "a", "b", "b"], [SKEWS[0], SKEWS[0], SKEWS[1], SKEWS[1]]
     player = Player(steps(4, lambda rank, chance: [jitter(chance, 100 * MS), call(world)])).play()
     player.write(tmp_path, skews, hosts, offsets=[0, 7 * MS, 0, -3 * MS])
@@ -334,13 +439,18 @@ def test_ranks_of_a_host_share_a_clock(tmp_path: Path) -> None:
     for rank, offset in ((1, 7 * MS), (3, -3 * MS)):
         true_ns = player.log[rank][50][0]
         shown = WALL_NS + skews[rank].shows(true_ns)
-        assert abs(clocks.aligned_ns(rank, shown + offset) - WALL_NS - SKEWS[0].shows(true_ns)) < 1 * MS
+        assert (
+            abs(clocks.aligned_ns(rank, shown + offset) - WALL_NS - SKEWS[0].shows(true_ns))
+            < 1 * MS
+        )
 
 
 def test_hosts_of_one_name(tmp_path: Path) -> None:
     """Ranks that say they are of one host, and cannot be: each has its own clock."""
     world = range(4)
-    player = Player(steps(4, lambda rank, chance: [jitter(chance, 10 * MS), call(world)], count=200)).play()
+    player = Player(
+        steps(4, lambda rank, chance: [jitter(chance, 10 * MS), call(world)], count=200)
+    ).play()
     player.write(tmp_path, SKEWS, ["localhost"] * 4)
     clocks = clocks_of(tmp_path)
     assert [clock.ranks for clock in clocks.clocks] == [(0,), (1,), (2,), (3,)]
@@ -348,17 +458,25 @@ def test_hosts_of_one_name(tmp_path: Path) -> None:
 
 
 def test_islands(tmp_path: Path) -> None:
-    """Two pairs that never meet are aligned each by itself; one that meets nobody keeps its clock. All of this is said."""
+    """Two pairs that never meet are aligned each by itself; one that meets nobody keeps its clock.
+    All of this is said."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
-        return [jitter(chance, 10 * MS), *([call((0, 1) if rank < 2 else (2, 3))] if rank < 4 else [])]
+        return [
+            jitter(chance, 10 * MS),
+            *([call((0, 1) if rank < 2 else (2, 3))] if rank < 4 else []),
+        ]
 
     skews = [*SKEWS, Skew(77 * MS)]
     player = Player(steps(5, body, count=200)).play()
     player.write(tmp_path, skews, [*HOSTS, "e"])
     clocks = clocks_of(tmp_path)
     unmatched = 3 * [Evidence.UNMATCHED]
-    assert [clock.evidence for clock in clocks.clocks] == [Evidence.REFERENCE, Evidence.COMPLETIONS, *unmatched]
+    assert [clock.evidence for clock in clocks.clocks] == [
+        Evidence.REFERENCE,
+        Evidence.COMPLETIONS,
+        *unmatched,
+    ]
     assert worst_ns(player, clocks, skews, ranks=range(2)) < 1 * MS
     assert worst_ns(player, clocks, skews, ranks=range(2, 4)) < 1 * MS
     assert clocks.offset_ns(4, WALL_NS) == 0

@@ -1,4 +1,5 @@
-"""`drop_in.comm_mode`: what tests of torch's own `CommDebugMode` ask for, and the right answers where it has none."""
+"""`drop_in.comm_mode`: what tests of torch's own `CommDebugMode` ask for, and the right answers
+where it has none."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ WORLD = 2
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Two ranks of which this process is one; the other answers nothing, and nobody waits for it."""
+    """Two ranks of which this process is one; the other answers nothing, and nobody waits for
+    it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     hook = sys.excepthook
@@ -55,14 +57,22 @@ def tensor_parallel(model: nn.Module, prefix: str = "") -> nn.Module:
 
 
 def forward_counts(mode: CommDebugMode, op: Any) -> dict[str, int]:
-    return {name: counts["forward"][op] for name, counts in mode.comm_module_counts.items() if op in counts["forward"]}
+    return {
+        name: counts["forward"][op]
+        for name, counts in mode.comm_module_counts.items()
+        if op in counts["forward"]
+    }
 
 
 def backward_counts(mode: CommDebugMode, op: Any) -> dict[str, int]:
-    return {name: counts["backward"][op] for name, counts in mode.comm_module_counts.items() if op in counts["backward"]}
+    return {
+        name: counts["backward"][op]
+        for name, counts in mode.comm_module_counts.items()
+        if op in counts["backward"]
+    }
 
 
-# -- counting --------------------------------------------------------------------------------------------------------------
+# -- counting --------------------------------------------------------------------------------------
 
 
 class Wrapper(nn.Module):
@@ -81,30 +91,47 @@ class Wrapper(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_functional_collectives(fake_world: None) -> None:
-    """A functional collective counts once, under its legacy name, and not again for the c10d op below it."""
+    """A functional collective counts once, under its legacy name, and not again for the c10d op
+    below it."""
     for op, reduce in (
         (functional.all_reduce, lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD)),
-        (functional.all_reduce_coalesced, lambda x: funcol.all_reduce_coalesced([x], "sum", dist.group.WORLD)),
+        (
+            functional.all_reduce_coalesced,
+            lambda x: funcol.all_reduce_coalesced([x], "sum", dist.group.WORLD),
+        ),
     ):
         mode = CommDebugMode()
         with mode:
             Wrapper(reduce)(batch())
-        assert mode.get_comm_counts() == {op: 1, functional.all_gather_into_tensor: 1, functional.reduce_scatter_tensor: 1}
+        assert mode.get_comm_counts() == {
+            op: 1,
+            functional.all_gather_into_tensor: 1,
+            functional.reduce_scatter_tensor: 1,
+        }
         assert mode.get_total_counts() == 3
         assert mode.get_comm_counts()[functional.broadcast] == 0
         assert repr(mode) == "CommDebugMode(get_total_counts()=3)"
 
 
 def test_functional_variants(fake_world: None) -> None:
-    """Legacy, autograd, in-place and coalesced functional ops, and DTensor's own all-to-all, each count once."""
+    """Legacy, autograd, in-place and coalesced functional ops, and DTensor's own all-to-all, each
+    count once."""
     group, x = dist.group.WORLD.group_name, torch.ones(4, 4)
     native = torch.ops._c10d_functional
     calls: list[tuple[Callable[[], Any], Any, int]] = [
         (lambda: functional.all_reduce(x, "sum", "", [0, 1], 2), functional.all_reduce, 1),
         (lambda: native.all_reduce_(x, "sum", group), functional.all_reduce, 1),
         (lambda: native.broadcast(x, 0, group), functional.broadcast, 1),
-        (lambda: native.all_gather_into_tensor_coalesced([x, x], 2, group), functional.all_gather_into_tensor_coalesced, 1),
-        (lambda: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group), torch.ops._dtensor.shard_dim_alltoall, 1),
+        (
+            lambda: native.all_gather_into_tensor_coalesced([x, x], 2, group),
+            functional.all_gather_into_tensor_coalesced,
+            1,
+        ),
+        (
+            lambda: torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group),
+            torch.ops._dtensor.shard_dim_alltoall,
+            1,
+        ),
         (_all_to_all_and_back, functional.all_to_all_single, 2),
     ]
     mode = CommDebugMode()
@@ -122,7 +149,8 @@ def _all_to_all_and_back() -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_c10d_collectives(fake_world: None) -> None:
-    """Every c10d collective counts under its own packet; entering the mode again resets the counts."""
+    """Every c10d collective counts under its own packet; entering the mode again resets the
+    counts."""
     x, wide = torch.rand(2, 4), torch.empty(4, 4)
     pair = [x.clone(), x.clone()]
     calls: dict[str, Callable[[], Any]] = {
@@ -139,8 +167,12 @@ def test_c10d_collectives(fake_world: None) -> None:
         "reduce_scatter_": lambda: dist.reduce_scatter(x, pair),
         "alltoall_": lambda: dist.all_to_all([x, x], pair),
         "alltoall_base_": lambda: dist.all_to_all_single(x, x),
-        "allgather_into_tensor_coalesced_": lambda: _coalesced(lambda: dist.all_gather_into_tensor(wide, x)),
-        "reduce_scatter_tensor_coalesced_": lambda: _coalesced(lambda: dist.reduce_scatter_tensor(x, wide)),
+        "allgather_into_tensor_coalesced_": lambda: _coalesced(
+            lambda: dist.all_gather_into_tensor(wide, x)
+        ),
+        "reduce_scatter_tensor_coalesced_": lambda: _coalesced(
+            lambda: dist.reduce_scatter_tensor(x, wide)
+        ),
     }
     assert {getattr(c10d, name) for name in calls} == comm_mode.c10d_collective_ops
     mode = CommDebugMode()
@@ -179,7 +211,8 @@ def test_dtensor_redistribution(fake_world: None) -> None:
 
 
 def test_fake_tensors(fake_world: None) -> None:
-    """Under fake tensors, in either order, collectives and modules are known and no operation is listed."""
+    """Under fake tensors, in either order, collectives and modules are known and no operation is
+    listed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for modes in ((CommDebugMode(), FakeTensorMode()), (FakeTensorMode(), CommDebugMode())):
@@ -187,14 +220,20 @@ def test_fake_tensors(fake_world: None) -> None:
         with modes[0], modes[1]:
             funcol.all_reduce(Block()(torch.ones(4, 8)), "sum", dist.group.WORLD)
         assert mode.get_comm_counts() == {functional.all_reduce: 1}
-        assert list(mode.advanced_module_tracker.module_helper_dict) == ["Global", "Block", "Block.up", "Block.down"]
+        assert list(mode.advanced_module_tracker.module_helper_dict) == [
+            "Global",
+            "Block",
+            "Block.up",
+            "Block.down",
+        ]
         assert mode.comm_module_operation_counts == {}
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("level", [0, 3])
 def test_local_tensors_count_as_in_the_original(fake_world: None, level: int) -> None:
-    """Under LocalTensorMode, which answers collectives by itself, each counts once, for its module, as in the original."""
+    """Under LocalTensorMode, which answers collectives by itself, each counts once, for its module,
+    as in the original."""
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
@@ -209,7 +248,8 @@ def test_local_tensors_count_as_in_the_original(fake_world: None, level: int) ->
                 dist.all_reduce(x)
                 dist.all_gather_into_tensor(wide, x)
                 funcol.all_reduce(x, "sum", group).wait()
-                functional.all_reduce(x, "sum", "", [0, 1], WORLD)  # the mode runs it once for each rank
+                # the mode runs it once for each rank
+                functional.all_reduce(x, "sum", "", [0, 1], WORLD)
                 torch.ops._dtensor.shard_dim_alltoall(x, 0, 1, group.group_name)
                 tensor_parallel(Block())(batch()).sum().backward()
                 whole = distribute_tensor(weight, mesh, [Shard(0)])
@@ -218,14 +258,22 @@ def test_local_tensors_count_as_in_the_original(fake_world: None, level: int) ->
     original, ours = modes
     assert ours.get_comm_counts() == original.get_comm_counts()
     assert ours.get_comm_counts()[functional.all_reduce] == 3
-    assert forward_counts(ours, functional.all_reduce) == forward_counts(original, functional.all_reduce)
+    assert forward_counts(ours, functional.all_reduce) == forward_counts(
+        original, functional.all_reduce
+    )
     if level:
         names = [[str(op["name"]) for op in _operations(mode)] for mode in modes]
-        assert [name for name in names[1] if "c10d" in name] == [name for name in names[0] if "c10d" in name]
+        assert [name for name in names[1] if "c10d" in name] == [
+            name for name in names[0] if "c10d" in name
+        ]
 
 
 def _operations(mode: Any) -> list[dict[str, Any]]:
-    return [op for listed in mode.comm_module_operation_counts.values() for op in listed["operations_list"]]
+    return [
+        op
+        for listed in mode.comm_module_operation_counts.values()
+        for op in listed["operations_list"]
+    ]
 
 
 def test_a_failed_collective_under_local_tensors(fake_world: None) -> None:
@@ -249,7 +297,9 @@ def test_c10d_operations_are_listed(fake_world: None) -> None:
     for mode in modes:
         with mode:
             dist.all_reduce(torch.ones(2))
-    assert [str(op["name"]) for op in _operations(modes[1])] == [str(op["name"]) for op in _operations(modes[0])]
+    assert [str(op["name"]) for op in _operations(modes[1])] == [
+        str(op["name"]) for op in _operations(modes[0])
+    ]
     assert "c10d.allreduce_.default" in [str(op["name"]) for op in _operations(modes[1])]
 
 
@@ -285,11 +335,12 @@ def test_other_threads_are_not_counted(fake_world: None) -> None:
     assert sorted(counts) == [2, 4, 6]
 
 
-# -- modules ---------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 def test_modules_parameters_and_sharding(fake_world: None) -> None:
-    """The dicts of the module tracker name all modules that ran, their parameters, and how these are sharded."""
+    """The dicts of the module tracker name all modules that ran, their parameters, and how these
+    are sharded."""
     model = tensor_parallel(Block())
     mode = CommDebugMode()
     with mode:
@@ -327,7 +378,8 @@ def test_modules_parameters_and_sharding(fake_world: None) -> None:
 
 
 def test_printed_infos(fake_world: None) -> None:
-    """Parameters and sharding are printed as the original prints them, by the mode and by its tracker."""
+    """Parameters and sharding are printed as the original prints them, by the mode and by its
+    tracker."""
     with CommDebugMode() as mode:
         tensor_parallel(Block())(batch())
     for owner in (mode, mode.advanced_module_tracker):
@@ -340,7 +392,8 @@ def test_printed_infos(fake_world: None) -> None:
 
 
 def test_entering_again_resets_everything(fake_world: None) -> None:
-    """At the start of a block counts, modules, parameters and operations are those of nobody, in the very same dicts."""
+    """At the start of a block counts, modules, parameters and operations are those of nobody, in
+    the very same dicts."""
     mode, block = CommDebugMode(), tensor_parallel(Block())
     model = tensor_parallel(tensor_parallel(nn.Sequential(Block(), Block()), "0."), "1.")
     with mode:
@@ -349,7 +402,11 @@ def test_entering_again_resets_everything(fake_world: None) -> None:
     with mode:
         assert len(mode.advanced_module_tracker.module_helper_dict) == 1
         assert mode.get_comm_module_counts() == {"Global": {"forward": {}, "backward": {}}}
-        assert (mode.get_parameter_info(), mode.get_sharding_info(), mode.comm_module_operation_counts) == ({}, {}, {})
+        assert (
+            mode.get_parameter_info(),
+            mode.get_sharding_info(),
+            mode.comm_module_operation_counts,
+        ) == ({}, {}, {})
         model(batch())
     assert counts is mode.get_comm_counts()
     assert counts == {functional.all_reduce: 2}
@@ -363,7 +420,8 @@ def test_entering_again_resets_everything(fake_world: None) -> None:
 
 
 def test_live_inside_a_forward(fake_world: None) -> None:
-    """Inside a module the tracker says which one, in forward and backward, and the counts so far can be read."""
+    """Inside a module the tracker says which one, in forward and backward, and the counts so far
+    can be read."""
     seen: list[tuple[str, set[str], bool, int]] = []
 
     class Reporter(nn.Module):
@@ -385,11 +443,12 @@ def test_live_inside_a_forward(fake_world: None) -> None:
     assert mode.advanced_module_tracker.name == "Global"
 
 
-# -- where the original has no answer --------------------------------------------------------------------------------------
+# -- where the original has no answer --------------------------------------------------------------
 
 
 def test_c1_a_module_called_twice(fake_world: None) -> None:
-    """A module called twice, in one forward and in two steps, is one entry, and nothing stays on it."""
+    """A module called twice, in one forward and in two steps, is one entry, and nothing stays on
+    it."""
     block = tensor_parallel(Block())
     mode = CommDebugMode()
     with mode:
@@ -401,7 +460,11 @@ def test_c1_a_module_called_twice(fake_world: None) -> None:
     with CommDebugMode():
         for _ in range(10):
             plain(torch.ones(1, 2))
-    assert (len(plain._forward_hooks), len(plain._forward_pre_hooks), len(plain._backward_pre_hooks)) == (0, 0, 0)
+    assert (
+        len(plain._forward_hooks),
+        len(plain._forward_pre_hooks),
+        len(plain._backward_pre_hooks),
+    ) == (0, 0, 0)
 
 
 def test_c2_a_forward_that_raises(fake_world: None) -> None:
@@ -415,7 +478,8 @@ def test_c2_a_forward_that_raises(fake_world: None) -> None:
 
 
 def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> None:
-    """A prefetch belongs to the layer that is fetched, a reduce-scatter to the layer whose gradients it carries."""
+    """A prefetch belongs to the layer that is fetched, a reduce-scatter to the layer whose
+    gradients it carries."""
     model = Model(depth=3)
     for layer in model.layers:
         fully_shard(layer)
@@ -426,7 +490,11 @@ def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> Non
     layers = {f"FSDPModel.layers.{i}": 1 for i in range(3)}
     assert forward_counts(mode, c10d._allgather_base_) == {"Global": 4, "FSDPModel": 4, **layers}
     assert backward_counts(mode, c10d._allgather_base_) == {"Global": 3, "FSDPModel": 3, **layers}
-    assert backward_counts(mode, c10d._reduce_scatter_base_) == {"Global": 4, "FSDPModel": 4, **layers}
+    assert backward_counts(mode, c10d._reduce_scatter_base_) == {
+        "Global": 4,
+        "FSDPModel": 4,
+        **layers,
+    }
     with CommDebugMode() as forward:
         loss = model(batch()).sum()
     with CommDebugMode() as backward:
@@ -437,7 +505,8 @@ def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> Non
 
 @pytest.mark.parametrize("noise_level", [0, 3])
 def test_c5_compiling_goes_on_as_ever(fake_world: None, noise_level: int) -> None:
-    """What is compiled under the mode is compiled once, stays compiled after it, and its collectives are counted."""
+    """What is compiled under the mode is compiled once, stays compiled after it, and its
+    collectives are counted."""
     import torch._dynamo
     from torch._dynamo.utils import counters
 
@@ -454,7 +523,9 @@ def test_c5_compiling_goes_on_as_ever(fake_world: None, noise_level: int) -> Non
             assert forward_counts(mode, functional.all_reduce) == {"Global": 1, "Wrapped": 1}
             assert backward_counts(mode, functional.all_reduce) == {"Global": 1, "Wrapped": 1}
             compiled(batch().requires_grad_()).sum().backward()
-        listed = mode.comm_module_operation_counts.get("Wrapped", {"operations_list": []})["operations_list"]
+        listed = mode.comm_module_operation_counts.get("Wrapped", {"operations_list": []})[
+            "operations_list"
+        ]
         assert any("addmm" in str(op["name"]) for op in listed) == (noise_level > 0)
         assert counters["stats"]["unique_graphs"] == 1
     finally:
@@ -471,14 +542,29 @@ class Wrapped(nn.Module):
 
 
 def test_backward_is_charged_to_the_module_of_its_node(fake_world: None) -> None:
-    """The all-reduce of a column-parallel linear's backward is its own, not that of the module that came last."""
+    """The all-reduce of a column-parallel linear's backward is its own, not that of the module that
+    came last."""
     model = nn.Sequential(nn.Linear(8, 8), tensor_parallel(Block()), nn.Linear(8, 8))
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
     op = functional.all_reduce
-    assert forward_counts(mode, op) == {"Global": 1, "Sequential": 1, "Sequential.1": 1, "Sequential.1.down": 1}
-    assert backward_counts(mode, op) == {"Global": 1, "Sequential": 1, "Sequential.1": 1, "Sequential.1.up": 1}
-    (line,) = [op for op in mode.comm_module_operation_counts["Sequential.2"]["operations_list"] if op["is_bw"]][:1]
+    assert forward_counts(mode, op) == {
+        "Global": 1,
+        "Sequential": 1,
+        "Sequential.1": 1,
+        "Sequential.1.down": 1,
+    }
+    assert backward_counts(mode, op) == {
+        "Global": 1,
+        "Sequential": 1,
+        "Sequential.1": 1,
+        "Sequential.1.up": 1,
+    }
+    (line,) = [
+        op
+        for op in mode.comm_module_operation_counts["Sequential.2"]["operations_list"]
+        if op["is_bw"]
+    ][:1]
     assert "mm" in str(line["name"]) or "t.default" in str(line["name"])
 
 
@@ -495,13 +581,15 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
-    """What checkpointing computes again is listed as that, with its collectives in the backward of the same modules."""
+    """What checkpointing computes again is listed as that, with its collectives in the backward of
+    the same modules."""
     model = Checkpointed(reentrant=reentrant)
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
     block = {"Global": 1, "Checkpointed": 1, "Checkpointed.block": 1}
     assert forward_counts(mode, functional.all_reduce) == block | {"Checkpointed.block.down": 1}
-    up = {"Checkpointed.block.up": 1}  # the other kind stops before the last collective, whose result nobody needs
+    # the other kind stops before the last collective, whose result nobody needs
+    up = {"Checkpointed.block.up": 1}
     assert backward_counts(mode, functional.all_reduce) == (
         dict.fromkeys(block, 2) | up | {"Checkpointed.block.down": 1} if reentrant else block | up
     )
@@ -510,14 +598,16 @@ def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
     assert again.count("aten.addmm.default") == 2  # on DTensors, and on their local tensors
     assert all(op["is_bw"] for op in listed if op["is_activation_checkpointing"])
     assert not any(
-        op["is_activation_checkpointing"] for op in mode.comm_module_operation_counts["Checkpointed.first"]["operations_list"]
+        op["is_activation_checkpointing"]
+        for op in mode.comm_module_operation_counts["Checkpointed.first"]["operations_list"]
     )
     table = mode.generate_comm_debug_tracing_table(2)
     assert 2 <= table.count("ACTIVATION CHECKPOINTING") <= 3  # in the block and its linears
 
 
 def test_backward_alone_under_a_watch(fake_world: None) -> None:
-    """A block around the backward alone knows the modules that ran before it, if a watch saw them."""
+    """A block around the backward alone knows the modules that ran before it, if a watch saw
+    them."""
     model = nn.Sequential(nn.Linear(8, 8), tensor_parallel(Block()))
     with torchwhere.watch(model):
         loss = model(batch()).sum()
@@ -532,7 +622,8 @@ def test_backward_alone_under_a_watch(fake_world: None) -> None:
 
 
 def test_wrappers_and_second_models_have_plain_names(fake_world: None) -> None:
-    """A name is the root's class and the module's own path: no wrapper's prefix; a second model has its own class."""
+    """A name is the root's class and the module's own path: no wrapper's prefix; a second model has
+    its own class."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(nn.Linear(8, 8), checkpoint_wrapper(Block()))
@@ -541,13 +632,17 @@ def test_wrappers_and_second_models_have_plain_names(fake_world: None) -> None:
     with CommDebugMode() as mode:
         loss(model(batch()), batch()).backward()
     assert list(mode.advanced_module_tracker.module_helper_dict) == [
-        *("Global", "Sequential", "Sequential.0", "Dropout"),  # the last is held by nobody: it has its class alone
+        # the last is held by nobody: it has its class alone
+        *("Global", "Sequential", "Sequential.0", "Dropout"),
         *("Sequential.1", "Sequential.1.up", "Sequential.1.down", "MSELoss"),
     ]
-    assert mode.advanced_module_tracker.module_helper_dict["Sequential.1"]["module_type"] == "class 'models.Block'"
+    assert (
+        mode.advanced_module_tracker.module_helper_dict["Sequential.1"]["module_type"]
+        == "class 'models.Block'"
+    )
 
 
-# -- over gloo -------------------------------------------------------------------------------------------------------------
+# -- over gloo -------------------------------------------------------------------------------------
 
 
 def _ddp_on_a_rank() -> dict[str, int]:
@@ -561,12 +656,14 @@ def _ddp_on_a_rank() -> dict[str, int]:
 
 
 def test_ddp(two_ranks: Pool) -> None:
-    """DDP's reductions, from C++, are charged to the innermost module that holds all parameters of the bucket."""
+    """DDP's reductions, from C++, are charged to the innermost module that holds all parameters of
+    the bucket."""
     assert two_ranks.run(_ddp_on_a_rank) == [{"Global": 3, "Model": 3}] * 2
 
 
 def _train_with_both(kind: str) -> None:
-    """The totals of a real run over gloo are those of the original; messages in between are in neither."""
+    """The totals of a real run over gloo are those of the original; messages in between are in
+    neither."""
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
     model: nn.Module = Model(depth=2)
@@ -593,11 +690,12 @@ def _train_with_both(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tp", "fsdp"])
 def test_totals_are_those_of_the_original(two_ranks: Pool, kind: str) -> None:
-    """On real ranks, tensor parallel and FSDP2, the counts are the original's and the losses the same."""
+    """On real ranks, tensor parallel and FSDP2, the counts are the original's and the losses the
+    same."""
     two_ranks.run(_train_with_both, kind, checks_itself=True)
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 class Layered(nn.Module):
@@ -634,7 +732,9 @@ def test_texts_are_those_of_the_original(fake_world: None, tmp_path: Path) -> No
     assert "\033[1;33m            *c10d_functional.all_reduce: 1\033[0m\n" in ours[0]
     assert "sharding: [(Shard(dim=0),), (Replicate(),), (Shard(dim=1),)]" in ours[1]
     assert "\033" not in ours[3]
-    assert json.loads(ours[4])["children"][0]["children"][2]["collectives_forward"] == [["c10d_functional.all_reduce", 1]]
+    assert json.loads(ours[4])["children"][0]["children"][2]["collectives_forward"] == [
+        ["c10d_functional.all_reduce", 1]
+    ]
 
 
 def test_level_3_lists_what_the_program_does(fake_world: None) -> None:
@@ -644,7 +744,9 @@ def test_level_3_lists_what_the_program_does(fake_world: None) -> None:
         model(batch())
     table = re.sub(r"\033\[[0-9;]*m", "", mode.generate_comm_debug_tracing_table())
     assert mode.generate_comm_debug_tracing_table() == mode.generate_comm_debug_tracing_table(3)
-    assert re.findall(r"\*\*(\S+)", table.partition("Block.up\n")[2].partition("Block.down\n")[0]) == [
+    assert re.findall(
+        r"\*\*(\S+)", table.partition("Block.up\n")[2].partition("Block.down\n")[0]
+    ) == [
         *("aten.view.default", "aten.t.default", "aten.t.default"),
         *("aten.addmm.default", "aten.addmm.default", "aten.view.default"),
     ]
@@ -671,7 +773,9 @@ def test_older_names(fake_world: None, tmp_path: Path, monkeypatch: pytest.Monke
     mode.log_module_tracing_table_to_file()
     mode.log_comm_debug_tracing_table_to_file()
     mode.generate_json_dump()
-    assert (tmp_path / "output.txt").read_text().splitlines()[1] == "  *c10d_functional.all_reduce: 1"
+    assert (tmp_path / "output.txt").read_text().splitlines()[
+        1
+    ] == "  *c10d_functional.all_reduce: 1"
     assert (tmp_path / "comm_mode_log.txt").read_text().startswith("Global\n")
     assert json.loads((tmp_path / "comm_mode_log.json").read_text())["fqn"] == "Global"
 
@@ -680,17 +784,27 @@ def test_module_exports() -> None:
     """The other names of the original's modules are there."""
     from torch.distributed.tensor.debug import _comm_mode, visualize_sharding
 
-    for name in ("NATIVE_TO_PY_MAPPING", "c10d_collective_ops", "trivial_ops", "funcol_native", "funcol_py", "c10d_ops"):
+    for name in (
+        "NATIVE_TO_PY_MAPPING",
+        "c10d_collective_ops",
+        "trivial_ops",
+        "funcol_native",
+        "funcol_py",
+        "c10d_ops",
+    ):
         assert getattr(comm_mode, name) == getattr(_comm_mode, name)
     assert comm_mode.visualize_sharding is visualize_sharding
     assert CommDebugMode().comm_registry == _comm_mode.CommDebugMode().comm_registry
-    with pytest.raises(AttributeError, match=r"^module 'torchwhere.drop_in.comm_mode' has no attribute 'nope'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'torchwhere.drop_in.comm_mode' has no attribute 'nope'$"
+    ):
         comm_mode.nope  # noqa: B018
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and with the original."""
+    """The program on the page about changing over prints what stands below it, with the drop-in and
+    with the original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## torch's `CommDebugMode`")
     section, end, after = section.partition("\n## ")
@@ -698,7 +812,8 @@ def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = program.replace("torchwhere.drop_in.comm_mode", "torch.distributed.tensor.debug")
     assert changed != program
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the original puts one of its own there
+    # the original puts one of its own there
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     printed = [_printed(one) for one in (program, changed)]
     if os.environ.get("TORCHWHERE_REGENERATE"):
@@ -715,11 +830,12 @@ def _printed(program: str) -> str:
     return out.getvalue()
 
 
-# -- noise levels and what is left behind ----------------------------------------------------------------------------------
+# -- noise levels and what is left behind ----------------------------------------------------------
 
 
 def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
-    """Made for level 0 it puts no dispatch mode on ops; a higher level asked for later is an error that says what to do."""
+    """Made for level 0 it puts no dispatch mode on ops; a higher level asked for later is an error
+    that says what to do."""
     mode = CommDebugMode(noise_level=0)
     with mode:
         assert torch._C._len_torch_dispatch_stack() == 0
@@ -727,9 +843,9 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
     assert mode.generate_comm_debug_tracing_table(0).count("c10d_functional.all_reduce: 1") == 3
     with pytest.raises(ValueError, match="noise_level") as wrong:
         mode.generate_comm_debug_tracing_table()
-    assert str(wrong.value) == (
-        "noise_level=3: operations were not listed, because this is a CommDebugMode(noise_level=0). "
-        "Ask for noise_level=0, or make it without that argument."
+    assert (
+        str(wrong.value) == "noise_level=3: operations were not listed, because this is a"
+        " CommDebugMode(noise_level=0). Ask for noise_level=0, or make it without that argument."
     )
 
 
@@ -737,8 +853,8 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
 def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
     """A level that does not exist is a ValueError that says which there are."""
     said = (
-        f"noise_level={level!r}: there are 0 (the collectives of each module), 1 (and the operations on DTensors), "
-        "2 (and all operations but the trivial ones), 3 (all operations)"
+        f"noise_level={level!r}: there are 0 (the collectives of each module), 1 (and the"
+        " operations on DTensors), 2 (and all operations but the trivial ones), 3 (all operations)"
     )
     mode = CommDebugMode()
     asked: list[Callable[[], Any]] = [
@@ -757,13 +873,21 @@ def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
 def test_before_it_is_entered() -> None:
     """A mode that was never entered has counted nothing, and its tables are empty."""
     mode = CommDebugMode()
-    assert (mode.get_total_counts(), mode.get_comm_counts(), mode.get_comm_module_counts()) == (0, {}, {})
-    assert (mode.generate_comm_debug_tracing_table(), mode.generate_module_tracing_table()) == ("", "")
+    assert (mode.get_total_counts(), mode.get_comm_counts(), mode.get_comm_module_counts()) == (
+        0,
+        {},
+        {},
+    )
+    assert (mode.generate_comm_debug_tracing_table(), mode.generate_module_tracing_table()) == (
+        "",
+        "",
+    )
     assert mode.advanced_module_tracker.name == ""
 
 
 def test_nothing_is_left_behind(fake_world: None) -> None:
-    """No kernel on a functional op, no mode and no watch outlives the block, also if it ends in an exception."""
+    """No kernel on a functional op, no mode and no watch outlives the block, also if it ends in an
+    exception."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     with CommDebugMode():
         assert has("_c10d_functional::all_reduce", "BackendSelect")
@@ -776,8 +900,8 @@ def test_nothing_is_left_behind(fake_world: None) -> None:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_modes_begin_and_end_while_threads_issue_collectives(fake_world: None) -> None:
-    """While other threads issue collectives, modes and watches begin and end and no call fails; the next mode that ends
-    without such threads removes the kernels."""
+    """While other threads issue collectives, modes and watches begin and end and no call fails; the
+    next mode that ends without such threads removes the kernels."""
     name, native = dist.group.WORLD.group_name, torch.ops._c10d_functional
     failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
 
@@ -812,7 +936,8 @@ def test_modes_begin_and_end_while_threads_issue_collectives(fake_world: None) -
 
 
 def test_a_fork_inside_a_mode(fake_world: None) -> None:
-    """A child that is forked inside a mode leaves that mode and begins one of its own, and no kernel stays."""
+    """A child that is forked inside a mode leaves that mode and begins one of its own, and no
+    kernel stays."""
     none = leaks.snapshot()["kernels"]
     mode = CommDebugMode()
     with mode:

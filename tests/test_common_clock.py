@@ -1,4 +1,5 @@
-"""Who is late on several hosts, whose clocks differ: nobody is blamed for a clock, and no clock hides who is late."""
+"""Who is late on several hosts, whose clocks differ: nobody is blamed for a clock, and no clock
+hides who is late."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from torchwhere.pipeline.verdict import diagnose_run
 STEPS, USUAL_NS, SLOW_NS = 60, 10_000_000, 15_000_000
 
 
-def judged(folder: Path, *, hosts: list[str], skews: list[Skew], slow: int | None = None, is_async: bool = False) -> Verdict:
+def judged(
+    folder: Path,
+    *,
+    hosts: list[str],
+    skews: list[Skew],
+    slow: int | None = None,
+    is_async: bool = False,
+) -> Verdict:
     """Of a job in which one rank may be slow."""
     world = range(len(hosts))
 
@@ -38,7 +46,8 @@ BEHIND = [Skew(), Skew(offset_ns=-50_000_000)]
 
 @pytest.mark.parametrize("skews", [AHEAD, BEHIND], ids=["ahead", "behind"])
 def test_a_clock_is_no_straggler(tmp_path: Path, skews: list[Skew]) -> None:
-    """Two hosts of one rank each, clocks 50 ms apart, five steps: nobody is late. By wall clocks alone somebody would be."""
+    """Two hosts of one rank each, clocks 50 ms apart, five steps: nobody is late. By wall clocks
+    alone somebody would be."""
     verdict = judged(tmp_path, hosts=["a", "b"], skews=skews)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
 
@@ -46,7 +55,8 @@ def test_a_clock_is_no_straggler(tmp_path: Path, skews: list[Skew]) -> None:
 @pytest.mark.parametrize("skews", [AHEAD, BEHIND], ids=["ahead", "behind"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int) -> None:
-    """Whoever is late by 15 ms is named, with that, though clocks are 50 ms apart; what they may still be off is said."""
+    """Whoever is late by 15 ms is named, with that, though clocks are 50 ms apart; what they may
+    still be off is said."""
     verdict = judged(tmp_path, hosts=["a", "b"], skews=skews, slow=slow)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("straggler", (slow,), "inferred")
     assert verdict.facts["late_s"] == pytest.approx(SLOW_NS / 1e9, rel=0.05)
@@ -56,12 +66,15 @@ def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int
 
 def test_calls_that_do_not_wait(tmp_path: Path) -> None:
     """Where nothing ties clocks together, nobody is blamed across hosts."""
-    verdict = judged(tmp_path, hosts=["a", "b"], skews=[Skew(), Skew(offset_ns=4_000_000)], is_async=True)
+    verdict = judged(
+        tmp_path, hosts=["a", "b"], skews=[Skew(), Skew(offset_ns=4_000_000)], is_async=True
+    )
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
 
 
 def test_late_among_its_own(tmp_path: Path) -> None:
-    """A rank that is later than the others of its host is late by whatever clock, also where nobody has compared any."""
+    """A rank that is later than the others of its host is late by whatever clock, also where nobody
+    has compared any."""
     skews = [Skew(), Skew(), Skew(offset_ns=50_000_000), Skew(offset_ns=50_000_000)]
     verdict = judged(tmp_path, hosts=["a", "a", "b", "b"], skews=skews, slow=1)
     assert (verdict.kind, verdict.culprits) == ("straggler", (1,))

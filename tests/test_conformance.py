@@ -1,4 +1,5 @@
-"""The attribution cases: each a small program and the one right answer. One process; those with ranks are in the other file."""
+"""The attribution cases: each a small program and the one right answer. One process; those with
+ranks are in the other file."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def told(places: list[Place]) -> list[tuple[str, str | None, int | None]]:
 
 
 def test_c1_one_module_called_twice(tmp_path: Path) -> None:
-    """Two calls of one name are call 0 and call 1, in each step anew, and nothing stays on the module."""
+    """Two calls of one name are call 0 and call 1, in each step anew, and nothing stays on the
+    module."""
     seen: list[Place] = []
     model = nn.Sequential(Probe(seen))
     model.append(model[0])
@@ -59,7 +61,12 @@ def test_c1_one_module_called_twice(tmp_path: Path) -> None:
         for _ in range(2):
             model(batch()).sum().backward()
             optimizer.step()
-    one_step = [("forward", "0", 0), ("forward", "0", 1), ("backward", "0", 1), ("backward", "0", 0)]
+    one_step = [
+        ("forward", "0", 0),
+        ("forward", "0", 1),
+        ("backward", "0", 1),
+        ("backward", "0", 0),
+    ]
     assert told(seen) == one_step * 2
     assert [place.step for place in seen] == [0] * 4 + [1] * 4
     assert set(vars(model[0])) == attributes
@@ -114,7 +121,9 @@ def test_c6_reentrant_checkpoint(calls: int) -> None:
     model = _Checkpointed(seen, reentrant=True)
     with torchwhere.watch(model):
         sum(model(batch()).sum() for _ in range(calls)).backward()
-    forward = [("forward", name, call) for call in range(calls) for name in ("before", "block", "after")]
+    forward = [
+        ("forward", name, call) for call in range(calls) for name in ("before", "block", "after")
+    ]
     assert told(seen[: len(forward)]) == forward
     backward = [
         place
@@ -158,17 +167,25 @@ class _CheckpointedTwice(nn.Module):
 @pytest.mark.parametrize("outer", [True, False], ids=["in reentrant", "in non-reentrant"])
 @pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "non-reentrant"])
 def test_c6_and_c7_checkpoint_inside_a_checkpoint(outer: bool, inner: bool) -> None:
-    """However often a block is recomputed, and before any module was called, its call is that of the forward it repeats."""
+    """However often a block is recomputed, and before any module was called, its call is that of
+    the forward it repeats."""
     seen: list[Place] = []
     model = _CheckpointedTwice(seen, reentrant=inner)
     with torchwhere.watch(model):
-        outputs = [checkpoint(model, batch(seed=seed).requires_grad_(), use_reentrant=outer) for seed in range(3)]
+        outputs = [
+            checkpoint(model, batch(seed=seed).requires_grad_(), use_reentrant=outer)
+            for seed in range(3)
+        ]
         for output in outputs:
             output.sum().backward()
     recomputed = 1 if not outer and not inner else 2  # non-reentrant ones share what they recompute
     fast_path = ["forward", "backward"] + ["recompute"] * recomputed
-    assert sorted(told(seen)) == sorted((each, "block", call) for each in fast_path for call in range(3))
-    assert [place.call for place in seen] == [0, 1, 2] + [call for call in range(3) for _ in fast_path[1:]]
+    assert sorted(told(seen)) == sorted(
+        (each, "block", call) for each in fast_path for call in range(3)
+    )
+    assert [place.call for place in seen] == [0, 1, 2] + [
+        call for call in range(3) for _ in fast_path[1:]
+    ]
     assert {place.certainty for place in seen} == {"exact"}
 
 
@@ -191,12 +208,17 @@ class _Named(nn.Module):
 
 
 def test_c8_keyword_only_tensors() -> None:
-    """A module called with keyword-only tensors has its own backward; the layer before it has the other."""
+    """A module called with keyword-only tensors has its own backward; the layer before it has the
+    other."""
     seen: list[Place] = []
     model = _KeywordOnly(seen)
     with torchwhere.watch(model):
         model(batch()).sum().backward()
-    assert told(seen) == [("forward", "first", 0), ("backward", "second", 0), ("backward", "first", 0)]
+    assert told(seen) == [
+        ("forward", "first", 0),
+        ("backward", "second", 0),
+        ("backward", "first", 0),
+    ]
 
 
 def test_c9_one_module_used_twice_before_one_backward() -> None:
@@ -244,7 +266,12 @@ def test_c10_backward_raises_once() -> None:
         seen.clear()
         model(batch()).sum().backward()
     assert (outside.pass_, outside.module) == ("outside", None)
-    assert told(seen) == [("forward", "0", 1), ("forward", "2", 1), ("backward", "2", 1), ("backward", "0", 1)]
+    assert told(seen) == [
+        ("forward", "0", 1),
+        ("forward", "2", 1),
+        ("backward", "2", 1),
+        ("backward", "0", 1),
+    ]
 
 
 def test_c11_submodule_called_before_its_root() -> None:
@@ -258,7 +285,8 @@ def test_c11_submodule_called_before_its_root() -> None:
 
 
 def test_c11_names_without_a_model_are_those_of_the_users_model() -> None:
-    """With no model given the root is found at the first outermost call; a loss beside it does not take its names."""
+    """With no model given the root is found at the first outermost call; a loss beside it does not
+    take its names."""
     seen: list[Place] = []
     model = nn.Sequential(nn.Linear(8, 8), Probe(seen))
     loss = nn.Sequential(nn.Identity(), nn.MSELoss())
@@ -273,7 +301,8 @@ def test_c11_names_without_a_model_are_those_of_the_users_model() -> None:
 
 
 def test_c11_a_part_is_called_before_the_model_is_put_together() -> None:
-    """A parametrization runs when it is registered, by itself: the model is the root all the same, with its own names."""
+    """A parametrization runs when it is registered, by itself: the model is the root all the same,
+    with its own names."""
     seen: list[Place] = []
     model = nn.Sequential(nn.Linear(8, 8), Probe(seen))
     with torchwhere.watch():
@@ -286,7 +315,8 @@ def test_c11_a_part_is_called_before_the_model_is_put_together() -> None:
 
 
 def test_c11_a_wrapper_that_comes_later_changes_no_names() -> None:
-    """Once training has begun, a module around the model (to evaluate it, say) is a stranger: no name changes on the way."""
+    """Once training has begun, a module around the model (to evaluate it, say) is a stranger: no
+    name changes on the way."""
     seen: list[Place] = []
     model = nn.Sequential(Probe(seen))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -313,7 +343,8 @@ def test_c11_the_next_model_has_its_own_names_too() -> None:
 
 
 def test_c11_tied_modules_and_wrappers() -> None:
-    """Wrapper prefixes are removed, from compile and checkpoint wrappers too; every alias of a tied module is known."""
+    """Wrapper prefixes are removed, from compile and checkpoint wrappers too; every alias of a tied
+    module is known."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     from torchwhere.model.module_names import NameTable
@@ -416,7 +447,8 @@ class _Cube(nn.Module):
 
 
 def test_c13_double_backward() -> None:
-    """A node that a backward made (create_graph) belongs to the module whose backward made it; no hook stays."""
+    """A node that a backward made (create_graph) belongs to the module whose backward made it; no
+    hook stays."""
     seen: list[Place] = []
     model = nn.Sequential(_Cube(seen), nn.Identity(), _Cube(seen))
     x = batch().requires_grad_()
@@ -428,9 +460,13 @@ def test_c13_double_backward() -> None:
     assert [place.module for place in seen].count("2") == 1
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: backward runs on device threads there")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device: backward runs on device threads there",
+)
 def test_c14_backward_on_device_threads() -> None:
-    """On CUDA, where backward and recompute run on the engine's own threads, the answers are those of the CPU."""
+    """On CUDA, where backward and recompute run on the engine's own threads, the answers are those
+    of the CPU."""
     answers = {}
     for device in ("cpu", "cuda"):
         for reentrant in (False, True):
@@ -453,11 +489,14 @@ def test_c17_post_accumulate_grad_hooks() -> None:
     with torchwhere.watch(model):
         model(batch()).sum().backward()
     assert {place.param for place in seen} == {name for name, _ in model.named_parameters()}
-    assert all(place.pass_ == "backward" and f"{place.module}." in f"{place.param}" for place in seen)
+    assert all(
+        place.pass_ == "backward" and f"{place.module}." in f"{place.param}" for place in seen
+    )
 
 
 def test_c17_optimizer_in_backward(tmp_path: Path) -> None:
-    """An optimizer per parameter, stepping in backward: pass optimizer, the parameter named, one step a backward."""
+    """An optimizer per parameter, stepping in backward: pass optimizer, the parameter named, one
+    step a backward."""
     model = Model()
     seen: list[Place] = []
     optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
@@ -496,7 +535,9 @@ def test_c20_another_thread_has_its_own_place() -> None:
 
     class Waits(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            helper = threading.Thread(target=lambda: places.append(torchwhere.where()), name="helper")
+            helper = threading.Thread(
+                target=lambda: places.append(torchwhere.where()), name="helper"
+            )
             helper.start()
             helper.join()
             places.append(torchwhere.where())
@@ -509,7 +550,8 @@ def test_c20_another_thread_has_its_own_place() -> None:
 
 
 def test_c22_exception_in_forward() -> None:
-    """A user's exception propagates unchanged, with one note that says rank, step, pass, module and the last collectives."""
+    """A user's exception propagates unchanged, with one note that says rank, step, pass, module and
+    the last collectives."""
     model = nn.Sequential(nn.Identity(), _Fragile())
     error = RuntimeError("mine")
     model[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
@@ -526,14 +568,19 @@ def _hook_that_raises(grad: torch.Tensor) -> None:
     raise RuntimeError("in a hook")
 
 
-@pytest.mark.parametrize("where", ["function", "tensor hook", "parameter hook", "module hook", "operation"])
+@pytest.mark.parametrize(
+    "where", ["function", "tensor hook", "parameter hook", "module hook", "operation"]
+)
 def test_c22_exception_in_backward(where: str) -> None:
-    """So does one in backward, from a function of the user's, a hook, or an operation of torch itself."""
+    """So does one in backward, from a function of the user's, a hook, or an operation of torch
+    itself."""
     model = Model()
     if where == "function":
         model.layers[1] = nn.Sequential(model.layers[1], _BreaksInBackward([True]))
     if where == "tensor hook":
-        model.layers[1].up.register_forward_hook(lambda m, i, out: out.register_hook(_hook_that_raises) and None)
+        model.layers[1].up.register_forward_hook(
+            lambda m, i, out: out.register_hook(_hook_that_raises) and None
+        )
     if where == "parameter hook":
         model.layers[1].up.weight.register_post_accumulate_grad_hook(_hook_that_raises)
     if where == "module hook":
@@ -543,8 +590,14 @@ def test_c22_exception_in_backward(where: str) -> None:
     with torchwhere.watch(model), pytest.raises(RuntimeError) as caught:
         model(batch()).sum().backward()
     (note,) = caught.value.__notes__
-    expected = {"function": "layers.1.1", "parameter hook": "layers.1.up.weight", "operation": "layers.1"}
-    assert note.startswith(f"torchwhere: rank 0, step 0, backward of {expected.get(where, 'layers.1.up')}"), note
+    expected = {
+        "function": "layers.1.1",
+        "parameter hook": "layers.1.up.weight",
+        "operation": "layers.1",
+    }
+    assert note.startswith(
+        f"torchwhere: rank 0, step 0, backward of {expected.get(where, 'layers.1.up')}"
+    ), note
     assert "test_conformance.py:" in note
 
 

@@ -1,4 +1,5 @@
-"""The attribution cases that need ranks: real processes over gloo, two unless the case needs more."""
+"""The attribution cases that need ranks: real processes over gloo, two unless the case needs
+more."""
 
 from __future__ import annotations
 
@@ -32,11 +33,12 @@ def brief(event: dict[str, Any], *keys: str) -> tuple[Any, ...]:
 
 
 def group_up() -> None:
-    """All ranks' boxes are written before anybody reads: reading needs every rank's file to be there."""
+    """All ranks' boxes are written before anybody reads: reading needs every rank's file to be
+    there."""
     dist.barrier()
 
 
-# -- C3 --------------------------------------------------------------------------------------------------------------------
+# -- C3 --------------------------------------------------------------------------------------------
 
 
 def _all_kinds(folder: Path) -> list[dict[str, Any]]:
@@ -55,10 +57,14 @@ def _all_kinds(folder: Path) -> list[dict[str, Any]]:
         dist.reduce_scatter(torch.empty(4), [torch.ones(4) for _ in range(world)])
         dist.reduce_scatter_tensor(torch.empty(4), wide)
         dist.gather(x, [torch.empty(4) for _ in range(world)] if rank == 0 else None, dst=0)
-        dist.scatter(torch.empty(4), [torch.ones(4) for _ in range(world)] if rank == 0 else None, src=0)
+        dist.scatter(
+            torch.empty(4), [torch.ones(4) for _ in range(world)] if rank == 0 else None, src=0
+        )
         dist.all_to_all_single(torch.empty(4 * world), wide)
         if GLOO_HAS_ALL_TO_ALL:
-            dist.all_to_all([torch.empty(2) for _ in range(world)], [torch.ones(2) for _ in range(world)])
+            dist.all_to_all(
+                [torch.empty(2) for _ in range(world)], [torch.ones(2) for _ in range(world)]
+            )
         dist.barrier()
         dist.monitored_barrier(timeout=datetime.timedelta(seconds=30))
         (dist.send if rank == 0 else dist.recv)(x, peer)
@@ -85,7 +91,8 @@ _WORLD = [[4], [4]]
 
 
 def test_c3_every_collective(two_ranks: Pool, tmp_path: Path) -> None:
-    """Each c10d op is recorded once, with group, number, dtype, shapes, bytes, and peer where there is one."""
+    """Each c10d op is recorded once, with group, number, dtype, shapes, bytes, and peer where there
+    is one."""
     first, _ = two_ranks.run(_all_kinds, tmp_path)
     expected = [
         # op, shapes, bytes, async, peer
@@ -138,18 +145,29 @@ def test_c3_every_collective(two_ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_c3_numbers_match_between_ranks(two_ranks: Pool, tmp_path: Path) -> None:
-    """The n-th collective of a group has the number n on every rank; messages are counted per pair and direction."""
+    """The n-th collective of a group has the number n on every rank; messages are counted per pair
+    and direction."""
     ranks = two_ranks.run(_all_kinds, tmp_path)
     streams = []
     for events in ranks:
-        whole = [(e["number"], e["op"], e["shapes"], e["bytes"]) for e in events if e["op"] not in ("send", "recv")]
+        whole = [
+            (e["number"], e["op"], e["shapes"], e["bytes"])
+            for e in events
+            if e["op"] not in ("send", "recv")
+        ]
         start = whole[0][0]
         assert [number for number, *_ in whole] == list(range(start, start + len(whole)))
         streams.append(whole)
     same = [row[:2] for row in streams[0]]
     assert same == [row[:2] for row in streams[1]]
-    sent = {rank: [e["number"] for e in events if e["op"] == "send"] for rank, events in enumerate(ranks)}
-    received = {rank: [e["number"] for e in events if e["op"] == "recv"] for rank, events in enumerate(ranks)}
+    sent = {
+        rank: [e["number"] for e in events if e["op"] == "send"]
+        for rank, events in enumerate(ranks)
+    }
+    received = {
+        rank: [e["number"] for e in events if e["op"] == "recv"]
+        for rank, events in enumerate(ranks)
+    }
     assert sent == {0: [0, 1, 2], 1: [0, 1]}
     assert received == {0: [0, 1], 1: [0, 1, 2]}
 
@@ -168,8 +186,11 @@ def _late_watch(folder: Path) -> list[int]:
     return [event["number"] for event in collectives(folder)]
 
 
-def test_c3_ranks_that_begin_to_watch_at_different_moments_agree(two_ranks: Pool, tmp_path: Path) -> None:
-    """Numbers continue the group's own count, so a late watcher gives the same number to the same collective."""
+def test_c3_ranks_that_begin_to_watch_at_different_moments_agree(
+    two_ranks: Pool, tmp_path: Path
+) -> None:
+    """Numbers continue the group's own count, so a late watcher gives the same number to the same
+    collective."""
     first, second = two_ranks.run(_late_watch, tmp_path)
     assert len(first) == 2
     assert first[1:] == second
@@ -192,7 +213,8 @@ def _groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_c3_group_table_is_complete(two_ranks: Pool, tmp_path: Path) -> None:
-    """Groups are known whether made before or after the watch began, used or not, with ranks, backend and mesh dimension."""
+    """Groups are known whether made before or after the watch began, used or not, with ranks,
+    backend and mesh dimension."""
     for rank, groups in enumerate(two_ranks.run(_groups, tmp_path)):
         by_desc = {group["desc"]: group for group in groups}
         assert {"default_pg", "made before", "made after", "mesh_tp"} <= set(by_desc)
@@ -202,7 +224,7 @@ def test_c3_group_table_is_complete(two_ranks: Pool, tmp_path: Path) -> None:
         assert {group["backend"] for group in groups} == {"gloo"}
 
 
-# -- C4, FSDP --------------------------------------------------------------------------------------------------------------
+# -- C4, FSDP --------------------------------------------------------------------------------------
 
 
 def _fsdp2(folder: Path) -> list[dict[str, Any]]:
@@ -220,7 +242,8 @@ def _fsdp2(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_c4_fsdp2(two_ranks: Pool, tmp_path: Path) -> None:
-    """An all-gather has the running module as issuer and the unit it gathers as beneficiary; a reduce-scatter its unit."""
+    """An all-gather has the running module as issuer and the unit it gathers as beneficiary; a
+    reduce-scatter its unit."""
     for events in two_ranks.run(_fsdp2, tmp_path):
         assert [brief(e, "op", "pass", "module", "for") for e in events] == [
             ("all_gather_into_tensor", "forward", "", ""),
@@ -260,7 +283,7 @@ def test_c4_and_c11_fsdp1(two_ranks: Pool, tmp_path: Path) -> None:
         assert all(e["module"] is not None for e in events)
 
 
-# -- C5, compiled ----------------------------------------------------------------------------------------------------------
+# -- C5, compiled ----------------------------------------------------------------------------------
 
 
 def _compiled(folder: Path, backend: str) -> dict[str, Any]:
@@ -285,19 +308,24 @@ def _compiled(folder: Path, backend: str) -> dict[str, Any]:
         compiled(x)
     unchanged = (dict(counters["stats"]), dict(counters["graph_break"])) == inside
     group_up()
-    kinds = [event.to_dict() for event in torchwhere.read_run(folder).boxes[dist.get_rank()].events()]
+    kinds = [
+        event.to_dict() for event in torchwhere.read_run(folder).boxes[dist.get_rank()].events()
+    ]
     return {
         "graphs": inside[0].get("unique_graphs"),
         "breaks": inside[1],
         "unchanged": unchanged,
         "collectives": collectives(folder),
-        "compilations": [brief(e, "kind", "what") for e in kinds if e["kind"].startswith("compile")],
+        "compilations": [
+            brief(e, "kind", "what") for e in kinds if e["kind"].startswith("compile")
+        ],
     }
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_c5_compiled_under_a_watch(two_ranks: Pool, tmp_path: Path, backend: str) -> None:
-    """A function first compiled under a watch is compiled as usual and stays so; its collectives name the graph."""
+    """A function first compiled under a watch is compiled as usual and stays so; its collectives
+    name the graph."""
     for answer in two_ranks.run(_compiled, tmp_path, backend):
         assert answer["graphs"] == 1
         assert answer["breaks"] == {}
@@ -311,7 +339,7 @@ def test_c5_compiled_under_a_watch(two_ranks: Pool, tmp_path: Path, backend: str
         assert ("compile_end", "0/0") in answer["compilations"]
 
 
-# -- C15, DDP --------------------------------------------------------------------------------------------------------------
+# -- C15, DDP --------------------------------------------------------------------------------------
 
 
 def _ddp(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -329,14 +357,24 @@ def _ddp(folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bucket_cap_mb": 0.03}, {"bucket_cap_mb": 0.03, "find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+    [
+        {},
+        {"bucket_cap_mb": 0.03},
+        {"bucket_cap_mb": 0.03, "find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ],
     ids=["one bucket", "buckets", "unused", "view"],
 )
 def test_c15_ddp_buckets(two_ranks: Pool, tmp_path: Path, options: dict[str, Any]) -> None:
-    """Each all-reduce was issued by the parameter that completed its bucket, for the bucket's parameters, in every step."""
+    """Each all-reduce was issued by the parameter that completed its bucket, for the bucket's
+    parameters, in every step."""
     names = {name for name, _ in Model(width=64, depth=3).named_parameters()}
     for events in two_ranks.run(_ddp, tmp_path, options):
-        gradients = [e for e in events if e["op"] == "all_reduce" and e["dtype"] == "float32" and e["pass"] == "backward"]
+        gradients = [
+            e
+            for e in events
+            if e["op"] == "all_reduce" and e["dtype"] == "float32" and e["pass"] == "backward"
+        ]
         assert gradients
         for step in range(5):
             of_step = [e for e in gradients if e["step"] == step]
@@ -361,7 +399,8 @@ def _ddp_hook(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_c15_ddp_with_a_comm_hook(two_ranks: Pool, tmp_path: Path) -> None:
-    """A reduction launched by a communication hook names the parameters of the bucket the hook was given."""
+    """A reduction launched by a communication hook names the parameters of the bucket the hook was
+    given."""
     names = {name for name, _ in Model().named_parameters()}
     for events in two_ranks.run(_ddp_hook, tmp_path):
         (reduction,) = [e for e in events if e["dtype"] == "float16"]
@@ -382,7 +421,8 @@ def _ddp_without_a_wrapper(folder: Path) -> list[dict[str, Any]]:
 
 
 def _ddp_static(folder: Path) -> list[dict[str, Any]]:
-    """Of two models, so that the one whose buckets are reduced at the end of a backward is not the only one there is."""
+    """Of two models, so that the one whose buckets are reduced at the end of a backward is not the
+    only one there is."""
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
     models = [Ddp(Model(width), static_graph=True, bucket_cap_mb=0.002) for width in (8, 16)]
@@ -393,17 +433,30 @@ def _ddp_static(folder: Path) -> list[dict[str, Any]]:
             models[1](batch(16)).sum().backward()
             optimizer.step()
     group_up()
-    return [event for event in collectives(folder) if event["bytes"] != sum(p.nbytes for p in models[0].parameters())]
+    return [
+        event
+        for event in collectives(folder)
+        if event["bytes"] != sum(p.nbytes for p in models[0].parameters())
+    ]
 
 
-@pytest.mark.parametrize("job", [_ddp_without_a_wrapper, _ddp_static], ids=["replicate", "static graph"])
+@pytest.mark.parametrize(
+    "job", [_ddp_without_a_wrapper, _ddp_static], ids=["replicate", "static graph"]
+)
 def test_c15_ddp_of_other_kinds(two_ranks: Pool, tmp_path: Path, job: Any) -> None:
-    """The gradients of all parameters are reduced in every step, the first too, wherever DDP keeps its reducer."""
+    """The gradients of all parameters are reduced in every step, the first too, wherever DDP keeps
+    its reducer."""
     names = {name for name, _ in Model().named_parameters()}
     for events in two_ranks.run(job, tmp_path):
-        gradients = [e for e in events if e["op"] == "all_reduce" and e["dtype"] == "float32" and e["pass"] == "backward"]
+        gradients = [
+            e
+            for e in events
+            if e["op"] == "all_reduce" and e["dtype"] == "float32" and e["pass"] == "backward"
+        ]
         for step in range(3):
-            reduced = [name for e in gradients if e["step"] == step for name in e["for"] or ["unknown"]]
+            reduced = [
+                name for e in gradients if e["step"] == step for name in e["for"] or ["unknown"]
+            ]
             assert sorted(reduced) == sorted(names)
 
 
@@ -439,19 +492,24 @@ def _gone_while_watched(folder: Path) -> dict[str, Any]:
 
 
 def test_what_the_job_lets_go_of_is_gone(two_ranks: Pool, tmp_path: Path) -> None:
-    """While watched: the parameters of a DDP model that is deleted, and the threads of a process group that is destroyed."""
+    """While watched: the parameters of a DDP model that is deleted, and the threads of a process
+    group that is destroyed."""
     for answer in two_ranks.run(_gone_while_watched, tmp_path):
         assert not any(answer["params"])
         assert answer["threads"] <= 0
         assert answer["numbers"] == [0, 0, 0]
 
 
-# -- C16, tensor parallel --------------------------------------------------------------------------------------------------
+# -- C16, tensor parallel --------------------------------------------------------------------------
 
 
 def _tensor_parallel(folder: Path) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     model = Model(depth=1)
@@ -463,14 +521,18 @@ def _tensor_parallel(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_c16_tensor_parallel(two_ranks: Pool, tmp_path: Path) -> None:
-    """The forward all-reduce is the row-parallel linear's own, the backward one the column-parallel linear's."""
+    """The forward all-reduce is the row-parallel linear's own, the backward one the column-parallel
+    linear's."""
     for events in two_ranks.run(_tensor_parallel, tmp_path):
         reductions = [e for e in events if e["op"] == "all_reduce"]
-        assert [brief(e, "pass", "module") for e in reductions] == [("forward", "layers.0.down"), ("backward", "layers.0.up")]
+        assert [brief(e, "pass", "module") for e in reductions] == [
+            ("forward", "layers.0.down"),
+            ("backward", "layers.0.up"),
+        ]
         assert {e["mesh_dim"] for e in reductions} == {"tp"}
 
 
-# -- C18, pipelines --------------------------------------------------------------------------------------------------------
+# -- C18, pipelines --------------------------------------------------------------------------------
 
 
 def _squared(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -484,35 +546,47 @@ def _pipeline(folder: Path, schedule: str) -> dict[str, Any]:
     stage_module = nn.ModuleDict({"block": Model(depth=1).layers[0]})
     stage_module.forward = lambda x: stage_module["block"](x)
     stage = PipelineStage(stage_module, rank, world, torch.device("cpu"))
-    runner = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](stage, n_microbatches=4, loss_fn=_squared)
+    runner = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[schedule](
+        stage, n_microbatches=4, loss_fn=_squared
+    )
     places: list[Any] = []
-    stage_module["block"].up.register_full_backward_pre_hook(lambda *_: places.append(torchwhere.where()))
+    stage_module["block"].up.register_full_backward_pre_hook(
+        lambda *_: places.append(torchwhere.where())
+    )
     with torchwhere.watch(stage_module, out=folder):
         if rank == 0:
             runner.step(batch(rows=8))
         else:
             runner.step(target=batch(rows=8))
     group_up()
-    return {"events": collectives(folder), "backward": [(p.pass_, p.module, p.call) for p in places]}
+    return {
+        "events": collectives(folder),
+        "backward": [(p.pass_, p.module, p.call) for p in places],
+    }
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_c18_pipeline(two_ranks: Pool, tmp_path: Path, schedule: str) -> None:
-    """A microbatch is a call of the stage, in forward and in backward; each message has its peer."""
+    """A microbatch is a call of the stage, in forward and in backward; each message has its
+    peer."""
     first, last = two_ranks.run(_pipeline, tmp_path, schedule)
     for answer, peer in ((first, 1), (last, 0)):
         # A pipeline may first run a microbatch to find out shapes: that one is no call.
-        microbatches = [place for place in answer["backward"] if place != ("backward", "block.up", None)]
+        microbatches = [
+            place for place in answer["backward"] if place != ("backward", "block.up", None)
+        ]
         assert microbatches == [("backward", "block.up", call) for call in range(4)]
         messages = [e for e in answer["events"] if e["op"] in ("send", "recv")]
         assert {e["peer"] for e in messages} == {peer}
     sends = [e["number"] for e in first["events"] if e["op"] == "send" and e["dtype"] == "float32"]
-    receives = [e["number"] for e in last["events"] if e["op"] == "recv" and e["dtype"] == "float32"]
+    receives = [
+        e["number"] for e in last["events"] if e["op"] == "recv" and e["dtype"] == "float32"
+    ]
     assert sends == receives
     assert len(sends) >= 4
 
 
-# -- C20, C22 --------------------------------------------------------------------------------------------------------------
+# -- C20, C22 --------------------------------------------------------------------------------------
 
 
 def _from_a_thread(folder: Path) -> list[dict[str, Any]]:
@@ -534,7 +608,9 @@ def _from_a_thread(folder: Path) -> list[dict[str, Any]]:
 def test_c20_collective_from_another_thread(two_ranks: Pool, tmp_path: Path) -> None:
     """A collective from another thread has that thread's place, never the main thread's module."""
     for events in two_ranks.run(_from_a_thread, tmp_path):
-        assert [brief(e, "pass", "module", "thread") for e in events] == [("outside", None, "helper")]
+        assert [brief(e, "pass", "module", "thread") for e in events] == [
+            ("outside", None, "helper")
+        ]
 
 
 def _raises_after_collectives(folder: Path) -> list[str]:

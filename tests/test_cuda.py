@@ -1,4 +1,5 @@
-"""What only a CUDA device can show: no added synchronisation, and collectives launched from the engine's own threads."""
+"""What only a CUDA device can show: no added synchronisation, and collectives launched from the
+engine's own threads."""
 
 from __future__ import annotations
 
@@ -23,14 +24,17 @@ pytestmark = [
 @pytest.fixture
 def one_gpu() -> Iterator[None]:
     hook = sys.excepthook
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     yield
     dist.destroy_process_group()
     sys.excepthook = hook
 
 
 def test_ddp_on_a_device_thread(one_gpu: None, tmp_path: Path) -> None:
-    """DDP's reductions come from a thread without a Python stack: parameter, bucket and line are known all the same."""
+    """DDP's reductions come from a thread without a Python stack: parameter, bucket and line are
+    known all the same."""
     model = nn.parallel.DistributedDataParallel(Model(64, 3).cuda(), bucket_cap_mb=0.03)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     names = sorted(name for name, _ in model.module.named_parameters())
@@ -38,7 +42,9 @@ def test_ddp_on_a_device_thread(one_gpu: None, tmp_path: Path) -> None:
         for _ in range(4):
             model(batch(64).cuda()).sum().backward()
             optimizer.step()
-    events = [event.to_dict() for event in torchwhere.read_run(tmp_path).events(kinds={"collective"})]
+    events = [
+        event.to_dict() for event in torchwhere.read_run(tmp_path).events(kinds={"collective"})
+    ]
     for step in range(4):
         reductions = [e for e in events if e["step"] == step and e["pass"] == "backward"]
         assert sorted(name for e in reductions for name in e["for"]) == names

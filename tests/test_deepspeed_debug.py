@@ -1,4 +1,5 @@
-"""The drop-in for `deepspeed.utils.debug`: the original's own answers and texts, and better ones where it has none."""
+"""The drop-in for `deepspeed.utils.debug`: the original's own answers and texts, and better ones
+where it has none."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def forgotten() -> Iterator[None]:
     printing.close_logs()
 
 
-# -- as the original -------------------------------------------------------------------------------------------------------
+# -- as the original -------------------------------------------------------------------------------
 
 
 def test_every_name_of_the_original_is_there(original: Any) -> None:
@@ -63,26 +64,37 @@ def test_every_name_of_the_original_is_there(original: Any) -> None:
 
 
 def test_the_same_answers(original: Any) -> None:
-    """On a plain model every function says what the original says, for what is known and for what is not."""
+    """On a plain model every function says what the original says, for what is known and for what
+    is not."""
     model = Model()
     model.again = model.head
     for toolbox in (original, debug):
         toolbox.debug_extract_module_and_param_names(model)
     stranger = nn.Linear(2, 2)
-    stranger.weight.ds_id, stranger.weight.ds_shape, stranger.weight.ds_status = 7, (4, 4), "PARTITIONED"
+    stranger.weight.ds_id, stranger.weight.ds_shape, stranger.weight.ds_status = (
+        7,
+        (4, 4),
+        "PARTITIONED",
+    )
     for name in OF_PARAMS[:-1]:
         for param in (*model.parameters(), *stranger.parameters()):
             assert getattr(debug, name)(param) == getattr(original, name)(param)
     for name in OF_MODULES:
         for module in (*model.modules(), stranger):
             assert getattr(debug, name)(module) == getattr(original, name)(module)
-    assert debug.debug_param2name_id_shape_status(stranger.weight) == original.debug_param2name_id_shape_status(stranger.weight)
-    assert (len(debug.module_names), len(debug.param_names)) == (len(original.module_names), len(original.param_names))
+    assert debug.debug_param2name_id_shape_status(
+        stranger.weight
+    ) == original.debug_param2name_id_shape_status(stranger.weight)
+    assert (len(debug.module_names), len(debug.param_names)) == (
+        len(original.module_names),
+        len(original.param_names),
+    )
     original.debug_clear_module_and_param_names()
 
 
 def test_the_texts() -> None:
-    """The texts as they are: names, ids, shapes, devices, numels, and `none` where there is no ZeRO."""
+    """The texts as they are: names, ids, shapes, devices, numels, and `none` where there is no
+    ZeRO."""
     model = Model()
     debug.debug_extract_module_and_param_names(model)
     weight = model.layers[0].up.weight
@@ -92,15 +104,23 @@ def test_the_texts() -> None:
     model.layers[0].id = 4  # older versions of DeepSpeed number modules
     assert debug.debug_module2name_id(model.layers[0]) == "name=layers.0 id=4"
     assert debug.debug_param2name_id(weight) == "name=layers.0.up.weight id=none"
-    assert debug.debug_param2name_id_shape(weight) == "name=layers.0.up.weight id=none shape=torch.Size([8, 8])"
-    assert debug.debug_param2name_id_shape_device(weight).endswith(" shape=torch.Size([8, 8]) device=cpu")
+    assert (
+        debug.debug_param2name_id_shape(weight)
+        == "name=layers.0.up.weight id=none shape=torch.Size([8, 8])"
+    )
+    assert debug.debug_param2name_id_shape_device(weight).endswith(
+        " shape=torch.Size([8, 8]) device=cpu"
+    )
     assert debug.debug_param2name_id_numel(weight) == "name=layers.0.up.weight id=none numel=64"
-    assert debug.debug_param2name_id_shape_status(weight).endswith(" shape=torch.Size([8, 8]) status=none")
+    assert debug.debug_param2name_id_shape_status(weight).endswith(
+        " shape=torch.Size([8, 8]) status=none"
+    )
     assert debug.debug_module2name(nn.ReLU()) == debug.debug_param2name(torch.ones(1)) == "unknown"
 
 
 def test_names_follow_the_model() -> None:
-    """Prefixes of wrappers are not in the names, names hold after wrapping, and what is replaced is let go."""
+    """Prefixes of wrappers are not in the names, names hold after wrapping, and what is replaced is
+    let go."""
     model = Model()
     debug.debug_extract_module_and_param_names(torch.compile(model))
     assert debug.debug_param2name(model.head.weight) == "head.weight"
@@ -121,7 +141,8 @@ def test_names_follow_the_model() -> None:
 
 
 def test_the_maps_by_hand() -> None:
-    """`param_names` and `module_names` take names, give them, and never take a new object for one that is gone."""
+    """`param_names` and `module_names` take names, give them, and never take a new object for one
+    that is gone."""
     doomed = nn.Linear(4, 4, bias=False)
     debug.param_names[doomed.weight] = "ghost"
     debug.param_names[doomed.weight] = "spirit"
@@ -148,12 +169,20 @@ def test_ddp_leaves_no_prefix(one_rank: None) -> None:
     wrapped = DistributedDataParallel(model)
     assert debug.debug_module2name_class(wrapped) == "name= DistributedDataParallel"
     debug.debug_extract_module_and_param_names(wrapped)
-    assert {debug.debug_param2name(param) for param in model.parameters()} == {name for name, _ in model.named_parameters()}
+    assert {debug.debug_param2name(param) for param in model.parameters()} == {
+        name for name, _ in model.named_parameters()
+    }
 
 
-def test_a_freed_parameter_is_not_printed(one_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """FSDP2 frees the whole parameters after a forward: the text says so, and the process does not crash."""
-    model, mesh = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU()), init_device_mesh("cpu", (1,))
+def test_a_freed_parameter_is_not_printed(
+    one_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP2 frees the whole parameters after a forward: the text says so, and the process does not
+    crash."""
+    model, mesh = (
+        nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU()),
+        init_device_mesh("cpu", (1,)),
+    )
     fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     debug.print_backward_tensors(model(torch.ones(2, 4)).sum())
@@ -163,20 +192,34 @@ def test_a_freed_parameter_is_not_printed(one_rank: None, capsys: pytest.Capture
 def test_bad_input() -> None:
     """What is no model and what is no parameter is said, never an AttributeError."""
     with pytest.raises(
-        TypeError, match=r"^debug_extract_module_and_param_names\(model\): expected a torch.nn.Module, got int\."
+        TypeError,
+        match=(
+            r"^debug_extract_module_and_param_names\(model\): expected a torch.nn.Module, got int\."
+        ),
     ):
         debug.debug_extract_module_and_param_names(3)  # type: ignore[arg-type]
     assert debug.debug_module2name(3) == debug.debug_param2name(3) == "unknown"  # type: ignore[arg-type]
-    for name, missing in (("_shape", "shape"), ("_shape_device", "shape"), ("_numel", "numel"), ("_shape_status", "shape")):
-        with pytest.raises(TypeError, match=rf"^expected a parameter, got int, which has no {missing}$"):
+    for name, missing in (
+        ("_shape", "shape"),
+        ("_shape_device", "shape"),
+        ("_numel", "numel"),
+        ("_shape_status", "shape"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^expected a parameter, got int, which has no {missing}$"
+        ):
             getattr(debug, f"debug_param2name_id{name}")(3)
     with pytest.raises(
-        ValueError, match=r"^print_backward_tensors\(tensor\): no graph is behind this tensor \(its grad_fn is None"
+        ValueError,
+        match=(
+            r"^print_backward_tensors\(tensor\): no graph is behind this tensor \(its grad_fn is"
+            r" None"
+        ),
     ):
         debug.print_backward_tensors(torch.ones(1))
 
 
-# -- sharded ---------------------------------------------------------------------------------------------------------------
+# -- sharded ---------------------------------------------------------------------------------------
 
 
 def _zero(stage: int) -> dict[str, Any]:
@@ -190,16 +233,27 @@ def _zero(stage: int) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 100,
+        },
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=model.parameters()
+    )
     weight = model.layers[0].up.weight
     theirs.debug_extract_module_and_param_names(model)
 
     def now() -> dict[str, Any]:
-        functions = OF_PARAMS if stage == 3 else OF_PARAMS[:-1]  # the original fails without a status
-        same = all(getattr(debug, name)(p) == getattr(theirs, name)(p) for name in functions for p in model.parameters())
+        # the original fails without a status
+        functions = OF_PARAMS if stage == 3 else OF_PARAMS[:-1]
+        same = all(
+            getattr(debug, name)(p) == getattr(theirs, name)(p)
+            for name in functions
+            for p in model.parameters()
+        )
         return {
             "same": same,
             "facts": names.facts("layers.0.up.weight").to_dict(),
@@ -232,8 +286,9 @@ def _zero(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(two_ranks: Pool, stage: int) -> None:
-    """Real ZeRO: names, ids, shapes and status before, during and after gathering, in forward and after a step, as the original
-    says them; the native facts keep this rank's part apart from the whole."""
+    """Real ZeRO: names, ids, shapes and status before, during and after gathering, in forward and
+    after a step, as the original says them; the native facts keep this rank's part apart from the
+    whole."""
     for answer in two_ranks.run(_zero, stage, checks_itself=True):
         seen, partitioned = answer["seen"], stage == 3
         assert set(seen) == {"before", "gathered", "in forward", "after", "trained"}
@@ -248,8 +303,13 @@ def test_zero(two_ranks: Pool, stage: int) -> None:
             assert facts["local_numel"] == (32 if partitioned else 64)
             number = facts["id"] if partitioned else "none"
             text = f"ZeroParamStatus.{status}" if partitioned else "none"
-            assert now["status"] == f"name=layers.0.up.weight id={number} shape=torch.Size([8, 8]) status={text}"
-            assert now["numel"] == f"name=layers.0.up.weight id={number} numel={64 if is_whole else 0}"
+            assert (
+                now["status"]
+                == f"name=layers.0.up.weight id={number} shape=torch.Size([8, 8]) status={text}"
+            )
+            assert (
+                now["numel"] == f"name=layers.0.up.weight id={number} numel={64 if is_whole else 0}"
+            )
             assert now["described"].startswith("parameter layers.0.up.weight: [8, 8] float32 cpu")
             assert (f"ZeRO id {number}, {status}" in now["described"]) is partitioned
         assert len(set(answer["ids"])) == 10 if partitioned else answer["ids"] == [None] * 10
@@ -267,7 +327,9 @@ def _sharded() -> dict[str, Any]:
     for use_orig_params in (True, False):
         model = Model()
         debug.debug_extract_module_and_param_names(model)
-        wrapped = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
         param = model.head.weight if use_orig_params else wrapped._handle.flat_param
         answer[f"fsdp1, {use_orig_params}"] = debug.debug_param2name_id_shape_status(param)
     debug.debug_clear_module_and_param_names()
@@ -276,14 +338,22 @@ def _sharded() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp(two_ranks: Pool) -> None:
-    """Parameters of FSDP2 and FSDP1 have their names and whole shapes, flat ones too, and DTensors their placements."""
+    """Parameters of FSDP2 and FSDP1 have their names and whole shapes, flat ones too, and DTensors
+    their placements."""
     for answer in two_ranks.run(_sharded, checks_itself=True):
-        assert answer["fsdp2"] == "name=head.weight id=none shape=torch.Size([8, 8]) status=none placements=(Shard(0))"
-        assert answer["fsdp1, True"] == "name=head.weight id=none shape=torch.Size([8, 8]) status=none"
-        assert answer["fsdp1, False"] == "name=_flat_param id=none shape=torch.Size([360]) status=none"
+        assert (
+            answer["fsdp2"]
+            == "name=head.weight id=none shape=torch.Size([8, 8]) status=none placements=(Shard(0))"
+        )
+        assert (
+            answer["fsdp1, True"] == "name=head.weight id=none shape=torch.Size([8, 8]) status=none"
+        )
+        assert (
+            answer["fsdp1, False"] == "name=_flat_param id=none shape=torch.Size([360]) status=none"
+        )
 
 
-# -- printing --------------------------------------------------------------------------------------------------------------
+# -- printing --------------------------------------------------------------------------------------
 
 
 def test_printflock(original: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,7 +379,8 @@ def test_print_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each message, in the working directory, at once, every rank in a file of its own, older lines kept."""
+    """A line for each message, in the working directory, at once, every rank in a file of its own,
+    older lines kept."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log_rank_1.txt").write_text("older\n")
     debug.log_rank_file(0, "a", 2)
@@ -323,10 +394,12 @@ def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "log_rank_0.txt").read_text().endswith("None\nc\n")
 
 
-# -- the graph -------------------------------------------------------------------------------------------------------------
+# -- the graph -------------------------------------------------------------------------------------
 
 
-def test_backward_tensors_as_the_original(original: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_backward_tensors_as_the_original(
+    original: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Where no node is reached twice the text is the original's, to the snapshot."""
     model = Model()
     loss = model(batch()).sum()
@@ -339,7 +412,8 @@ def test_backward_tensors_as_the_original(original: Any, capsys: pytest.CaptureF
 
 
 def test_backward_tensors_once_each_with_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """Twenty residual layers: every node once, where the original visits millions; names of parameters and modules."""
+    """Twenty residual layers: every node once, where the original visits millions; names of
+    parameters and modules."""
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
     debug.debug_extract_module_and_param_names(layers)
     with torchwhere.watch(layers):
@@ -351,7 +425,9 @@ def test_backward_tensors_once_each_with_names(capsys: pytest.CaptureFixture[str
     headers = re.findall(r"^Backward tensors in (<\w+ object at \w+>)(.*)$", text, re.MULTILINE)
     assert len(headers) == len({node for node, _ in headers}) == 60
     assert ("AddmmBackward0", " of 3") in {(node[1:].split(" ")[0], rest) for node, rest in headers}
-    assert sorted(re.findall(r"grad: None, name: (\S+)$", text, re.MULTILINE)) == sorted(dict(layers.named_parameters()))
+    assert sorted(re.findall(r"grad: None, name: (\S+)$", text, re.MULTILINE)) == sorted(
+        dict(layers.named_parameters())
+    )
 
 
 def test_backward_tensors_of_a_long_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +439,10 @@ def test_backward_tensors_of_a_long_chain(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(debug.dist, "print_whole", printed.append)
     debug.print_backward_tensors(x)
     assert len(printed) == 20_001
-    assert f"Tensor - id: {id(leaf)}, shape: torch.Size([1]), data: tensor([1.], requires_grad=True), grad: None" in printed[-1]
+    assert (
+        f"Tensor - id: {id(leaf)}, shape: torch.Size([1]), data: tensor([1.], requires_grad=True),"
+        " grad: None" in printed[-1]
+    )
 
 
 def test_deepspeed_is_not_needed() -> None:
@@ -371,13 +450,16 @@ def test_deepspeed_is_not_needed() -> None:
     import subprocess
 
     code = (
-        "import sys; sys.modules['deepspeed'] = None; from torchwhere.drop_in import deepspeed_debug as d; d.printflock('ok')"
+        "import sys; sys.modules['deepspeed'] = None; from torchwhere.drop_in import"
+        " deepspeed_debug as d; d.printflock('ok')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("ok\n", "")
 
 
-# -- side by side ----------------------------------------------------------------------------------------------------------
+# -- side by side ----------------------------------------------------------------------------------
 
 
 def _printed(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -389,7 +471,8 @@ def _printed(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_side_by_side(original: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and with the original."""
+    """The program on the page about changing over prints what stands below it, with the drop-in and
+    with the original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## DeepSpeed's")
     section, end, after = section.partition("\n## ")
@@ -397,7 +480,10 @@ def test_side_by_side(original: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     changed = program.replace("torchwhere.drop_in.deepspeed_debug", "deepspeed.utils.debug")
     assert changed != program
     monkeypatch.setattr(original, "fh", None)
-    printed = [_printed(program, tmp_path / "ours", monkeypatch), _printed(changed, tmp_path / "theirs", monkeypatch)]
+    printed = [
+        _printed(program, tmp_path / "ours", monkeypatch),
+        _printed(changed, tmp_path / "theirs", monkeypatch),
+    ]
     original.fh.close()
     original.debug_clear_module_and_param_names()
     if os.environ.get("TORCHWHERE_REGENERATE"):

@@ -1,4 +1,5 @@
-"""`describe(anything)`: one line that says what an object is and where it belongs, whatever it is and whatever became of it."""
+"""`describe(anything)`: one line that says what an object is and where it belongs, whatever it is
+and whatever became of it."""
 
 from __future__ import annotations
 
@@ -21,43 +22,64 @@ from torchwhere.model import watched
 
 
 def test_modules_and_tensors_of_no_known_model() -> None:
-    """Without a watch and without `names` the class, shape, dtype and device are told, and that no model is known."""
+    """Without a watch and without `names` the class, shape, dtype and device are told, and that no
+    model is known."""
     model = Model()
     assert describe(model) == "module of no known model: Model, 10 parameters of 360 elements"
     assert describe(nn.ReLU()) == "module of no known model: ReLU"
-    assert describe(model.head.weight) == "parameter of no known model: [8, 8] float32 cpu, requires grad"
+    assert (
+        describe(model.head.weight)
+        == "parameter of no known model: [8, 8] float32 cpu, requires grad"
+    )
     assert describe(torch.ones(2, 3, dtype=torch.int8, device="meta")) == "tensor: [2, 3] int8 meta"
-    assert describe(model(batch())) == "tensor: [4, 8] float32 cpu, requires grad, from AddmmBackward0"
+    assert (
+        describe(model(batch())) == "tensor: [4, 8] float32 cpu, requires grad, from AddmmBackward0"
+    )
 
 
 def test_names_of_models_that_were_asked_about() -> None:
-    """After `names(model)` everything in the model has its name, as long as the model lives, also what was added since."""
+    """After `names(model)` everything in the model has its name, as long as the model lives, also
+    what was added since."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     model[2].weight = model[0].weight
     torchwhere.names(model)
     linear = "Linear(in_features=8, out_features=8, bias=True)"
     assert describe(model) == "module <root>: Sequential, 4 parameters of 88 elements"
     assert describe(model[0]) == f"module 0: {linear}, 2 parameters of 72 elements"
-    assert describe(model[0].weight) == "parameter 0.weight (also 2.weight): [8, 8] float32 cpu, requires grad"
+    assert (
+        describe(model[0].weight)
+        == "parameter 0.weight (also 2.weight): [8, 8] float32 cpu, requires grad"
+    )
     assert describe(model[1].running_mean) == "buffer 1.running_mean: [8] float32 cpu"
     model.append(nn.Linear(8, 1))
     assert describe(model[3].bias) == "parameter 3.bias: [1] float32 cpu, requires grad"
-    assert describe(torch.compile(model)).startswith("module <root>: OptimizedModule around Sequential, ")
+    assert describe(torch.compile(model)).startswith(
+        "module <root>: OptimizedModule around Sequential, "
+    )
 
 
 def test_autograd_nodes() -> None:
-    """A node says its operation; one that accumulates a gradient the parameter; under a watch the module call that made it."""
+    """A node says its operation; one that accumulates a gradient the parameter; under a watch the
+    module call that made it."""
     model = Model()
     before = model(batch())
     assert describe(before.grad_fn) == "node AddmmBackward0"
     with torchwhere.watch(model):
         first, second = model(batch()), model(batch())
         assert describe(second.grad_fn) == "node AddmmBackward0 of head call 1"
-        assert describe(first) == "tensor: [4, 8] float32 cpu, requires grad, from AddmmBackward0 of head"
+        assert (
+            describe(first)
+            == "tensor: [4, 8] float32 cpu, requires grad, from AddmmBackward0 of head"
+        )
         assert describe((first + second).grad_fn) == "node AddBackward0, made outside any module"
-        assert describe(before.grad_fn) == "node AddmmBackward0, made where the watch did not see it"
+        assert (
+            describe(before.grad_fn) == "node AddmmBackward0, made where the watch did not see it"
+        )
         leaf = first.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        assert describe(leaf) == "node AccumulateGrad into parameter head.bias: [8] float32 cpu, requires grad"
+        assert (
+            describe(leaf)
+            == "node AccumulateGrad into parameter head.bias: [8] float32 cpu, requires grad"
+        )
         assert describe(model.layers[1].up).startswith("module layers.1.up: Linear(")
     assert watched.running() is None
     assert describe(first.grad_fn) == "node AddmmBackward0"
@@ -71,14 +93,17 @@ def test_autograd_nodes() -> None:
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return 2 * grad
 
-    assert describe(Double.apply(torch.ones(1, requires_grad=True)).grad_fn) == "node DoubleBackward"
+    assert (
+        describe(Double.apply(torch.ones(1, requires_grad=True)).grad_fn) == "node DoubleBackward"
+    )
     done = checkpoint(model, batch().requires_grad_(), use_reentrant=True)
     done.sum().backward()
     assert describe(done.grad_fn) == "node CheckpointFunctionBackward"  # freed by now
 
 
 def test_describing_changes_nothing() -> None:
-    """A module that was described before it became part of the model has its name in the watch afterwards."""
+    """A module that was described before it became part of the model has its name in the watch
+    afterwards."""
     model, adapter = Model(), nn.Linear(8, 8)
     seen = []
     adapter.register_forward_hook(lambda *_: seen.append(torchwhere.where().module))
@@ -92,11 +117,17 @@ def test_describing_changes_nothing() -> None:
 
 
 def test_groups_and_meshes(one_rank: None) -> None:
-    """A group says its backend and ranks, a mesh its dimensions and where this rank is; a wrapper what it wraps."""
-    assert describe(dist.group.WORLD) == "process group default_pg (0): gloo, rank 0; this is its rank 0"
+    """A group says its backend and ranks, a mesh its dimensions and where this rank is; a wrapper
+    what it wraps."""
+    assert (
+        describe(dist.group.WORLD)
+        == "process group default_pg (0): gloo, rank 0; this is its rank 0"
+    )
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
     assert describe(mesh) == "device mesh dp=1 x tp=1 on cpu, rank 0; this rank is at dp=0, tp=0"
-    assert describe(init_device_mesh("cpu", (1,))) == "device mesh 1 on cpu, rank 0; this rank is at 0"
+    assert (
+        describe(init_device_mesh("cpu", (1,))) == "device mesh 1 on cpu, rank 0; this rank is at 0"
+    )
     tensor = distribute_tensor(torch.ones(4, 2), mesh["dp"], [Shard(0)])
     assert describe(tensor) == "DTensor: [4, 2] float32 cpu, Shard(0) on dp=1"
     model = Model()
@@ -118,7 +149,8 @@ def _describe_groups() -> list[str]:
 
 
 def test_groups_and_meshes_of_real_ranks(two_ranks: Pool) -> None:
-    """On every rank: which ranks, which of them this one is, and how much of a sharded tensor is here."""
+    """On every rank: which ranks, which of them this one is, and how much of a sharded tensor is
+    here."""
     for rank, found in enumerate(two_ranks.run(_describe_groups)):
         assert found[0] == f"device mesh dp=2 on cpu, ranks 0-1; this rank is at dp={rank}"
         assert found[1].startswith("process group everybody (")
@@ -129,7 +161,8 @@ def test_groups_and_meshes_of_real_ranks(two_ranks: Pool) -> None:
 
 
 def test_a_world_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """Groups, meshes and sharded tensors of a world that was destroyed are told as what they were."""
+    """Groups, meshes and sharded tensors of a world that was destroyed are told as what they
+    were."""
     import sys
 
     hook = sys.excepthook

@@ -1,4 +1,5 @@
-"""Where ranks part: healthy runs of every kind have no difference, planted ones are found where they are."""
+"""Where ranks part: healthy runs of every kind have no difference, planted ones are found where
+they are."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def compared(folder: Path, **options: Any) -> Diff:
     return diff(torchwhere.read_run(folder), **options)
 
 
-# -- real runs -----------------------------------------------------------------------------------------------------------------
+# -- real runs -------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -98,7 +99,11 @@ def _hsdp() -> nn.Module:
 def _tensor_parallel() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Model()
@@ -125,7 +130,9 @@ def _pipeline(folder: Path, stages: int, planted: bool = False) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    mesh = init_device_mesh("cpu", (stages, dist.get_world_size() // stages), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(
+        "cpu", (stages, dist.get_world_size() // stages), mesh_dim_names=("pp", "dp")
+    )
     at = mesh.get_local_rank("pp")
     torch.manual_seed(0)
     module = nn.ModuleDict({f"layer{at}": Model().layers[0]})
@@ -152,7 +159,10 @@ def _ring(folder: Path) -> None:
         for number in range(3):
             torchwhere.step(number)
             block, other = torch.ones(4), torch.ones(4)
-            sends = [dist.P2POp(dist.isend, block, (rank + 1) % world), dist.P2POp(dist.irecv, other, (rank - 1) % world)]
+            sends = [
+                dist.P2POp(dist.isend, block, (rank + 1) % world),
+                dist.P2POp(dist.irecv, other, (rank - 1) % world),
+            ]
             for work in dist.batch_isend_irecv(sends):
                 work.wait()
     dist.barrier()
@@ -160,37 +170,53 @@ def _ring(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "tp"])
 def test_healthy_runs_have_no_difference(four_ranks: Pool, tmp_path: Path, kind: str) -> None:
-    """Ranks of DDP, FSDP2, HSDP and tensor parallel over data parallel do the same, each seen from its own groups."""
+    """Ranks of DDP, FSDP2, HSDP and tensor parallel over data parallel do the same, each seen from
+    its own groups."""
     four_ranks.run(_train, kind, tmp_path, checks_itself=True)
     found = compared(tmp_path)
     assert found.events is not None
     assert found.events.divergences == ()
     assert found.is_equal
-    assert (found.events.cohorts, found.events.steps, found.events.remarks) == (((0, 1, 2, 3),), (0, 3), ())
+    assert (found.events.cohorts, found.events.steps, found.events.remarks) == (
+        ((0, 1, 2, 3),),
+        (0, 3),
+        (),
+    )
     assert found.events.compared > 80
 
 
-@pytest.mark.parametrize(("stages", "said"), [(4, "rank 0; rank 1; rank 2; rank 3"), (2, "ranks 0-1; ranks 2-3")])
-def test_stages_of_a_pipeline_differ_by_design(four_ranks: Pool, tmp_path: Path, stages: int, said: str) -> None:
-    """Stages of a pipeline are told from replicas by their messages, and compared each by itself: no alarm."""
+@pytest.mark.parametrize(
+    ("stages", "said"), [(4, "rank 0; rank 1; rank 2; rank 3"), (2, "ranks 0-1; ranks 2-3")]
+)
+def test_stages_of_a_pipeline_differ_by_design(
+    four_ranks: Pool, tmp_path: Path, stages: int, said: str
+) -> None:
+    """Stages of a pipeline are told from replicas by their messages, and compared each by itself:
+    no alarm."""
     four_ranks.run(_pipeline, tmp_path, stages, checks_itself=True)
     found = compared(tmp_path)
     assert found.is_equal
     assert found.events is not None
     (remark,) = found.events.remarks
-    assert remark == (
-        f"{stages} stages of a pipeline, which do different things by design (they first differ in step 0: module_enter of "
-        f"{said.partition(';')[0]}): {said}"
+    assert (
+        remark
+        == f"{stages} stages of a pipeline, which do different things by design (they first differ"
+        f" in step 0: module_enter of {said.partition(';')[0]}): {said}"
     )
 
 
 def test_a_replica_that_differs_from_its_own_stage(four_ranks: Pool, tmp_path: Path) -> None:
-    """In a pipeline with replicas, a rank that does something else than the other replica of its stage is found."""
+    """In a pipeline with replicas, a rank that does something else than the other replica of its
+    stage is found."""
     four_ranks.run(_pipeline, tmp_path, 2, True, checks_itself=True)
     found = compared(tmp_path)
     assert found.events is not None
     (divergence,) = found.events.divergences
-    assert (divergence.kind, divergence.step, [version.ranks for version in divergence.versions]) == ("flow", 1, [(2,), (3,)])
+    assert (
+        divergence.kind,
+        divergence.step,
+        [version.ranks for version in divergence.versions],
+    ) == ("flow", 1, [(2,), (3,)])
     assert found.events.cohorts == ((0, 1), (2,), (3,))
     assert divergence.versions[0].entry is None
     assert divergence.minority.entry is not None
@@ -233,16 +259,28 @@ def test_a_rank_that_says_something_more(four_ranks: Pool, tmp_path: Path) -> No
     assert "they differ in this step alone, of 4" in divergence.remarks
 
 
-# -- boxes written by hand -------------------------------------------------------------------------------------------------
+# -- boxes written by hand -------------------------------------------------------------------------
 
-WORLD = {"name": "0", "desc": "default_pg", "mesh_dim": None, "backend": "gloo", "ranks": [0, 1, 2, 3]}
+WORLD = {
+    "name": "0",
+    "desc": "default_pg",
+    "mesh_dim": None,
+    "backend": "gloo",
+    "ranks": [0, 1, 2, 3],
+}
 
 
 class Rank:
     """Writes what a rank did."""
 
     def __init__(
-        self, folder: Path, rank: int, *, world: int = 4, records: int = 4096, groups: Iterable[Any] = (WORLD,)
+        self,
+        folder: Path,
+        rank: int,
+        *,
+        world: int = 4,
+        records: int = 4096,
+        groups: Iterable[Any] = (WORLD,),
     ) -> None:
         meta = {"rank": rank, "world_size": world, "started_ns": 0, "host": f"node{rank}"}
         self.box = BoxWriter(folder / box_name(rank), meta=meta, records=records)
@@ -254,7 +292,14 @@ class Rank:
         self.record(Kind.STEP_BEGIN)
 
     def record(
-        self, kind: Kind, *, thread: int = 0, line: int = 1, module: str | None = None, what: int = 0, more: int = 0
+        self,
+        kind: Kind,
+        *,
+        thread: int = 0,
+        line: int = 1,
+        module: str | None = None,
+        what: int = 0,
+        more: int = 0,
     ) -> None:
         named = 0 if module is None else self.box.intern(EntryType.MODULE, module)
         where = self.box.intern(EntryType.LINE, f"train.py:{line}")
@@ -262,7 +307,14 @@ class Rank:
         self.box.record(kind, 1, pass_, 0, thread, self.step, named, 0, where, 0, what, 0, 0, more)
 
     def call(
-        self, op: str = "all_reduce", shape: int = 8, *, group: str = "0", line: int = 5, module: str = "layer", **more: Any
+        self,
+        op: str = "all_reduce",
+        shape: int = 8,
+        *,
+        group: str = "0",
+        line: int = 5,
+        module: str = "layer",
+        **more: Any,
     ) -> Rank:
         fields = {
             "op": op,
@@ -278,7 +330,9 @@ class Rank:
         )
         thread = more.pop("thread", 0)
         what = self.box.intern(EntryType.COLLECTIVE, json.dumps(fields | more))
-        self.record(Kind.COLLECTIVE, thread=thread, line=line, module=module, what=what, more=number)
+        self.record(
+            Kind.COLLECTIVE, thread=thread, line=line, module=module, what=what, more=number
+        )
         return self
 
     def note(self, text: str, **options: Any) -> Rank:
@@ -312,7 +366,14 @@ def briefly(found: Comparison) -> list[Any]:
             divergence.kind,
             divergence.step,
             [
-                (version.ranks, version.entry and (version.entry.text, version.entry.event and version.entry.event.place.line))
+                (
+                    version.ranks,
+                    version.entry
+                    and (
+                        version.entry.text,
+                        version.entry.event and version.entry.event.place.line,
+                    ),
+                )
                 for version in divergence.versions
             ],
         )
@@ -321,11 +382,16 @@ def briefly(found: Comparison) -> list[Any]:
 
 
 def test_another_branch(tmp_path: Path) -> None:
-    """A rank that takes another branch is found where it does, with what came before; later steps are compared anew."""
+    """A rank that takes another branch is found where it does, with what came before; later steps
+    are compared anew."""
     for number in range(4):
         rank = Rank(tmp_path, number)
         for step in range(4):
-            rank.call(line=4).call("broadcast", line=9) if number == 1 and step == 2 else rank.call(line=4).call(line=5)
+            (
+                rank.call(line=4).call("broadcast", line=9)
+                if number == 1 and step == 2
+                else rank.call(line=4).call(line=5)
+            )
             if number == 3 and step == 3:
                 rank.call(line=11)
             rank.call(line=6).next_step()
@@ -333,13 +399,34 @@ def test_another_branch(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found.cohorts == ((0, 2), (1,), (3,))
     assert briefly(found) == [
-        ("flow", 2, [((0, 2, 3), ("collective all_reduce", "train.py:5")), ((1,), ("collective broadcast", "train.py:9"))]),
-        ("flow", 3, [((0, 2), ("collective all_reduce", "train.py:6")), ((3,), ("collective all_reduce", "train.py:11"))]),
+        (
+            "flow",
+            2,
+            [
+                ((0, 2, 3), ("collective all_reduce", "train.py:5")),
+                ((1,), ("collective broadcast", "train.py:9")),
+            ],
+        ),
+        (
+            "flow",
+            3,
+            [
+                ((0, 2), ("collective all_reduce", "train.py:6")),
+                ((3,), ("collective all_reduce", "train.py:11")),
+            ],
+        ),
     ]
     first, second = found.divergences
-    assert [entry.event and entry.event.place.line for entry in first.before] == ["train.py:1", "train.py:1", "train.py:4"]
+    assert [entry.event and entry.event.place.line for entry in first.before] == [
+        "train.py:1",
+        "train.py:1",
+        "train.py:4",
+    ]
     assert first.remarks == ("they differ in this step alone, of 5",)
-    assert second.remarks[0] == "in step 3 rank 3 had 4 collective events on default_pg; ranks 0, 2 had 3"
+    assert (
+        second.remarks[0]
+        == "in step 3 rank 3 had 4 collective events on default_pg; ranks 0, 2 had 3"
+    )
 
 
 @pytest.mark.parametrize(
@@ -348,25 +435,40 @@ def test_another_branch(tmp_path: Path) -> None:
     ids=["shape", "dtype", "reduction", "root"],
 )
 def test_ranks_of_a_group_must_agree(tmp_path: Path, odd: dict[str, Any]) -> None:
-    """In one collective another shape, dtype, reduction or root on one rank is a difference, at its place."""
+    """In one collective another shape, dtype, reduction or root on one rank is a difference, at its
+    place."""
     usual = {"op": "reduce", "peer": 0} if "peer" in odd else {}
     for number in range(4):
         rank = Rank(tmp_path, number)
         for step in range(3):
-            rank.call(**usual).call(**usual | odd if number == 2 and step == 1 else usual).next_step()
+            rank.call(**usual).call(
+                **usual | odd if number == 2 and step == 1 else usual
+            ).next_step()
         rank.end()
     (divergence,) = events(tmp_path).divergences
-    assert (divergence.step, [version.ranks for version in divergence.versions]) == (1, [(0, 1, 3), (2,)])
+    assert (divergence.step, [version.ranks for version in divergence.versions]) == (
+        1,
+        [(0, 1, 3), (2,)],
+    )
     assert divergence.kind == ("flow" if "peer" in odd else "group")
     assert divergence.minority.entry is not None
     assert divergence.minority.entry.event is not None
     place = divergence.minority.entry.event.place
-    assert (place.step, place.pass_, place.module, place.line) == (1, "forward", "layer", "train.py:5")
+    assert (place.step, place.pass_, place.module, place.line) == (
+        1,
+        "forward",
+        "layer",
+        "train.py:5",
+    )
 
 
 def test_groups_may_differ_from_each_other(tmp_path: Path) -> None:
-    """Shapes must be equal within a group: sibling groups may see other data, and only members have a group's events."""
-    tp = [{"name": f"tp{at}", "desc": "mesh_tp", "mesh_dim": "tp", "ranks": [2 * at, 2 * at + 1]} for at in (0, 1)]
+    """Shapes must be equal within a group: sibling groups may see other data, and only members have
+    a group's events."""
+    tp = [
+        {"name": f"tp{at}", "desc": "mesh_tp", "mesh_dim": "tp", "ranks": [2 * at, 2 * at + 1]}
+        for at in (0, 1)
+    ]
     extra = {"name": "x", "desc": "evaluators", "mesh_dim": None, "ranks": [0, 1]}
     for number in range(4):
         own = tp[number // 2]
@@ -374,13 +476,16 @@ def test_groups_may_differ_from_each_other(tmp_path: Path) -> None:
         rank.call(shape=8 + number // 2, group=str(own["name"]))
         if number < 2:
             rank.call("barrier", group="x")
-        rank.call("all_to_all_single", shape=number).call("gather", peer=0, out_shapes=[[8]] * 4 if number == 0 else [])
+        rank.call("all_to_all_single", shape=number).call(
+            "gather", peer=0, out_shapes=[[8]] * 4 if number == 0 else []
+        )
         rank.end()
     assert events(tmp_path).divergences == ()
 
 
 def test_two_ends_of_a_message_must_agree(tmp_path: Path) -> None:
-    """A message that is received as something else than was sent is a difference; lines of both ends may differ."""
+    """A message that is received as something else than was sent is a difference; lines of both
+    ends may differ."""
     for number in range(2):
         rank = Rank(tmp_path, number, world=2, groups=[WORLD | {"ranks": [0, 1]}])
         for step in range(3):
@@ -391,12 +496,20 @@ def test_two_ends_of_a_message_must_agree(tmp_path: Path) -> None:
             rank.next_step()
         rank.end()
     assert briefly(events(tmp_path)) == [
-        ("group", 1, [((0,), ("collective send", "train.py:10")), ((1,), ("collective recv", "train.py:20"))])
+        (
+            "group",
+            1,
+            [
+                ((0,), ("collective send", "train.py:10")),
+                ((1,), ("collective recv", "train.py:20")),
+            ],
+        )
     ]
 
 
 def test_a_rank_that_ends_early(tmp_path: Path) -> None:
-    """A rank that ended in order before the others parts from them; one that was killed is compared as far as it came."""
+    """A rank that ended in order before the others parts from them; one that was killed is compared
+    as far as it came."""
     for number in range(4):
         rank = Rank(tmp_path, number)
         for _ in range({1: 2, 3: 2}.get(number, 3)):
@@ -410,7 +523,10 @@ def test_a_rank_that_ends_early(tmp_path: Path) -> None:
     assert found.cohorts == ((0, 1, 2), (3,))
     assert found.remarks == ("rank 1 had not ended: compared as far as they came",)
     (divergence,) = found.divergences
-    assert (divergence.step, [version.ranks for version in divergence.versions]) == (2, [(0, 1, 2), (3,)])
+    assert (divergence.step, [version.ranks for version in divergence.versions]) == (
+        2,
+        [(0, 1, 2), (3,)],
+    )
     assert divergence.minority.entry is None
     assert [entry.text for entry in divergence.minority.after] == ["end exit 1"]
 
@@ -424,11 +540,15 @@ def test_all_were_killed_at_once(tmp_path: Path) -> None:
             rank.call()
         rank.killed()
     found = events(tmp_path)
-    assert (found.divergences, found.remarks) == ((), ("ranks 0-3 had not ended: compared as far as they came",))
+    assert (found.divergences, found.remarks) == (
+        (),
+        ("ranks 0-3 had not ended: compared as far as they came",),
+    )
 
 
 def test_rings_that_have_gone_round(tmp_path: Path) -> None:
-    """Only steps that all rings still have as a whole are compared, and that is said; what differs before them is not seen."""
+    """Only steps that all rings still have as a whole are compared, and that is said; what differs
+    before them is not seen."""
     for number in range(3):
         rank = Rank(tmp_path, number, records=64 if number == 1 else 4096)
         for step in range(40):
@@ -436,12 +556,20 @@ def test_rings_that_have_gone_round(tmp_path: Path) -> None:
         rank.end()
     found = events(tmp_path)
     assert found.steps == (20, 40)
-    assert found.remarks == ("nothing whole from before step 20 of rank 1: compared from there on (--records keeps more)",)
-    assert [(divergence.step, divergence.minority.ranks) for divergence in found.divergences] == [(35, (0,))]
+    assert found.remarks == (
+        (
+            "nothing whole from before step 20 of rank 1: compared from there on (--records keeps"
+            " more)"
+        ),
+    )
+    assert [(divergence.step, divergence.minority.ranks) for divergence in found.divergences] == [
+        (35, (0,))
+    ]
 
 
 def test_no_step_in_common(tmp_path: Path) -> None:
-    """Where no step is whole in all rings, the collectives of a group are still compared, by their numbers."""
+    """Where no step is whole in all rings, the collectives of a group are still compared, by their
+    numbers."""
     for number in range(3):
         rank = Rank(tmp_path, number, records=32)
         for at in range(100):
@@ -449,13 +577,19 @@ def test_no_step_in_common(tmp_path: Path) -> None:
         rank.end()
     found = events(tmp_path)
     assert found.remarks == (
-        "no step is whole in all rings: only collectives of one group were compared, by number (--records keeps more)",
+        (
+            "no step is whole in all rings: only collectives of one group were compared, by number"
+            " (--records keeps more)"
+        ),
     )
-    assert [(divergence.kind, divergence.minority.ranks) for divergence in found.divergences] == [("group", (2,))]
+    assert [(divergence.kind, divergence.minority.ranks) for divergence in found.divergences] == [
+        ("group", (2,))
+    ]
 
 
 def test_texts_that_were_overwritten(tmp_path: Path) -> None:
-    """Notes whose text one rank has lost are not taken for other notes: compared from the step after them."""
+    """Notes whose text one rank has lost are not taken for other notes: compared from the step
+    after them."""
     for number in range(2):
         rank = Rank(tmp_path, number, world=2)
         for step in range(6):
@@ -465,16 +599,23 @@ def test_texts_that_were_overwritten(tmp_path: Path) -> None:
     assert found.steps is not None
     assert 0 < found.steps[0] < 5
     assert found.remarks == (
-        f"nothing whole from before step {found.steps[0]} of rank 1: compared from there on (--records keeps more)",
+        (
+            f"nothing whole from before step {found.steps[0]} of rank 1: compared from there on"
+            " (--records keeps more)"
+        ),
     )
 
 
 def test_values_in_notes(tmp_path: Path) -> None:
-    """Notes that say the same about other values are one difference, and hide none in what ranks do."""
+    """Notes that say the same about other values are one difference, and hide none in what ranks
+    do."""
     for number in range(4):
         rank = Rank(tmp_path, number)
         for step in range(4):
-            rank.note(f"[rank{number}] loss {0.5 if number < 3 else 0.25} on cuda:{number} after {number} ms")
+            rank.note(
+                f"[rank{number}] loss {0.5 if number < 3 else 0.25} on cuda:{number} after"
+                f" {number} ms"
+            )
             rank.call(line=7 if number == 1 and step == 3 else 5).next_step()
         rank.end()
     found = events(tmp_path)
@@ -505,7 +646,8 @@ def test_other_threads_and_compilations(tmp_path: Path) -> None:
 
 
 def test_damaged_boxes(tmp_path: Path) -> None:
-    """Boxes with bytes changed anywhere are compared as far as they can be read: never an exception."""
+    """Boxes with bytes changed anywhere are compared as far as they can be read: never an
+    exception."""
     example(tmp_path)
     whole = (tmp_path / box_name(1)).read_bytes()
     used = [at for at, byte in enumerate(whole) if byte]
@@ -514,7 +656,9 @@ def test_damaged_boxes(tmp_path: Path) -> None:
         damaged = bytearray(whole)
         for at in choose.sample(used, 20):
             damaged[at] = choose.randrange(256)
-        (tmp_path / box_name(1)).write_bytes(damaged[: choose.choice([len(whole), len(whole) - choose.randrange(5000)])])
+        (tmp_path / box_name(1)).write_bytes(
+            damaged[: choose.choice([len(whole), len(whole) - choose.randrange(5000)])]
+        )
         assert compared(tmp_path).to_dict()
         assert torchwhere.phases(tmp_path).to_dict()
 
@@ -530,7 +674,8 @@ def test_only_some_ranks(tmp_path: Path) -> None:
 
 
 def test_many_ranks(tmp_path: Path) -> None:
-    """Of 200 ranks in numbered groups of 8, the one that differs is found, and those that each differ are told apart."""
+    """Of 200 ranks in numbered groups of 8, the one that differs is found, and those that each
+    differ are told apart."""
     for number in range(200):
         own = {
             "name": str(1000 + number // 8),
@@ -538,10 +683,18 @@ def test_many_ranks(tmp_path: Path) -> None:
             "mesh_dim": None,
             "ranks": list(range(number // 8 * 8, number // 8 * 8 + 8)),
         }
-        rank = Rank(tmp_path, number, world=200, records=128, groups=[WORLD | {"ranks": list(range(200))}, own])
+        rank = Rank(
+            tmp_path,
+            number,
+            world=200,
+            records=128,
+            groups=[WORLD | {"ranks": list(range(200))}, own],
+        )
         for step in range(10):
             for line in range(3):
-                rank.call(group=str(own["name"]), line=line).call(line=50 if (number, step, line) == (77, 6, 1) else 40)
+                rank.call(group=str(own["name"]), line=line).call(
+                    line=50 if (number, step, line) == (77, 6, 1) else 40
+                )
             rank.next_step()
         if number >= 190:
             rank.note(f"{'abcdefghij'[number - 190]} is odd")
@@ -554,7 +707,8 @@ def test_many_ranks(tmp_path: Path) -> None:
 
 
 def test_very_many_ranks(tmp_path: Path) -> None:
-    """Of more boxes than are kept in memory a few are at a time; what a running job has overwritten meanwhile is said."""
+    """Of more boxes than are kept in memory a few are at a time; what a running job has overwritten
+    meanwhile is said."""
     make(Job(288, steps=2, records=128, fault="shape", victim=3), tmp_path)
     before, seen = live_boxes(), []
 
@@ -569,8 +723,14 @@ def test_very_many_ranks(tmp_path: Path) -> None:
     assert found is not None
     assert len(seen) >= 6
     assert max(seen) < 20
-    told = [(version.ranks, version.entry) for divergence in found.divergences for version in divergence.versions]
-    assert {entry.text for ranks, entry in told if ranks[0] == 3 and entry} == {"overwritten since it was compared"}
+    told = [
+        (version.ranks, version.entry)
+        for divergence in found.divergences
+        for version in divergence.versions
+    ]
+    assert {entry.text for ranks, entry in told if ranks[0] == 3 and entry} == {
+        "overwritten since it was compared"
+    }
     assert "overwritten since it was compared" in as_text(diff_lines(Diff(None, found), width=None))
 
 
@@ -578,10 +738,12 @@ def live_boxes() -> int:
     return sum(isinstance(one, Box) for one in gc.get_objects())
 
 
-# -- logs ------------------------------------------------------------------------------------------------------------------
+# -- logs ------------------------------------------------------------------------------------------
 
 
-def write_logs(folder: Path, texts: Iterable[Iterable[str]], name: str = "log_rank_{}.txt") -> list[Path]:
+def write_logs(
+    folder: Path, texts: Iterable[Iterable[str]], name: str = "log_rank_{}.txt"
+) -> list[Path]:
     found = []
     for rank, lines in enumerate(texts):
         path = folder / name.format(rank)
@@ -612,16 +774,23 @@ def test_logs_that_say_the_same(tmp_path: Path) -> None:
 
 
 def test_another_line(tmp_path: Path) -> None:
-    """Ranks part at the first line that says something else, each cohort goes on by itself, the smaller one is named."""
+    """Ranks part at the first line that says something else, each cohort goes on by itself, the
+    smaller one is named."""
     usual = [f"step {number} ok" for number in range(8)]
     more = [*usual[:5], "gradient overflow, skipping", *usual[5:]]
     found = logs(tmp_path, [usual, more, usual, [*usual[:7], "saving", "saved"], usual])
     first, second = found.divergences
-    assert [(version.ranks, version.entry and version.entry.text) for version in first.versions] == [
+    assert [
+        (version.ranks, version.entry and version.entry.text) for version in first.versions
+    ] == [
         ((0, 2, 3, 4), "step 5 ok"),
         ((1,), "gradient overflow, skipping"),
     ]
-    assert [(entry.number, entry.text) for entry in first.before] == [(3, "step 2 ok"), (4, "step 3 ok"), (5, "step 4 ok")]
+    assert [(entry.number, entry.text) for entry in first.before] == [
+        (3, "step 2 ok"),
+        (4, "step 3 ok"),
+        (5, "step 4 ok"),
+    ]
     assert first.remarks == ("they come together again after 1 line of rank 1",)
     assert [version.ranks for version in second.versions] == [(0, 2, 4), (3,)]
     assert second.remarks == ("they do not come together again in the next 100 lines",)
@@ -631,18 +800,25 @@ def test_another_line(tmp_path: Path) -> None:
 def test_a_log_that_ends(tmp_path: Path) -> None:
     """A log that is a part of the others ends where they go on; an empty one at once."""
     found = logs(tmp_path, [["a", "b", "c"], ["a", "b"], ["a", "b", "c"], []])
-    assert [[(v.ranks, v.entry and v.entry.text) for v in divergence.versions] for divergence in found.divergences] == [
+    assert [
+        [(v.ranks, v.entry and v.entry.text) for v in divergence.versions]
+        for divergence in found.divergences
+    ] == [
         [((0, 1, 2), "a"), ((3,), None)],
         [((0, 2), "c"), ((1,), None)],
     ]
 
 
 def test_other_values(tmp_path: Path) -> None:
-    """Lines that say the same about other values are told once, apart from lines that say something else."""
+    """Lines that say the same about other values are told once, apart from lines that say something
+    else."""
     texts = [[f"loss {rank + number / 10}" for number in range(5)] for rank in range(3)]
     texts[2].insert(3, "restarting")
     found = logs(tmp_path, texts)
-    assert [(p.kind, p.versions[0].entry and p.versions[0].entry.number, len(p.versions)) for p in found.divergences] == [
+    assert [
+        (p.kind, p.versions[0].entry and p.versions[0].entry.number, len(p.versions))
+        for p in found.divergences
+    ] == [
         ("value", 1, 3),
         ("flow", 4, 2),
     ]
@@ -650,9 +826,12 @@ def test_other_values(tmp_path: Path) -> None:
 
 
 def test_lines_that_overwrite_themselves(tmp_path: Path) -> None:
-    """Of a progress bar, which a terminal shows once, the last state counts; how often it was drawn does not."""
+    """Of a progress bar, which a terminal shows once, the last state counts; how often it was drawn
+    does not."""
     bars = ["50%|## | 1/2 [00:01<00:01,  1.2it/s]", "100%|####| 2/2 [00:02<00:00,  1.1it/s]"]
-    found = logs(tmp_path, [["a", "\r".join(bars)], ["a", "\r" + bars[1].replace("1.1", "3.4") + "\r"]])
+    found = logs(
+        tmp_path, [["a", "\r".join(bars)], ["a", "\r" + bars[1].replace("1.1", "3.4") + "\r"]]
+    )
     assert found.divergences == ()
 
 
@@ -674,12 +853,19 @@ def test_whose_log_it_is(tmp_path: Path) -> None:
         0: Path("run7/rank_0.log"),
         12: Path("run7/rank_12.log"),
     }
-    assert list(ranks_of([Path(f"job5/attempt_0/{rank}/stdout.log") for rank in (0, 1, 10)])) == [0, 1, 10]
+    assert list(ranks_of([Path(f"job5/attempt_0/{rank}/stdout.log") for rank in (0, 1, 10)])) == [
+        0,
+        1,
+        10,
+    ]
     with pytest.raises(
-        TorchwhereError, match=r"^cannot tell which rank wrote a\.log: the files' names must differ in one number"
+        TorchwhereError,
+        match=r"^cannot tell which rank wrote a\.log: the files' names must differ in one number",
     ):
         ranks_of([Path("a.log"), Path("b.log")])
-    with pytest.raises(TorchwhereError, match=r"^two logs of rank 1: rank1\.out and rank1\.err\. Say which: --logs"):
+    with pytest.raises(
+        TorchwhereError, match=r"^two logs of rank 1: rank1\.out and rank1\.err\. Say which: --logs"
+    ):
         ranks_of([Path("rank1.out"), Path("rank1.err")])
 
 
@@ -695,12 +881,18 @@ def test_where_logs_are(tmp_path: Path) -> None:
         find_logs(tmp_path, str(tmp_path / "nothing*"))
 
 
-# -- the parts -------------------------------------------------------------------------------------------------------------
+# -- the parts -------------------------------------------------------------------------------------
 
 
 MAY_DIFFER = [
-    ("[rank3]: Traceback (most recent call last):", "[rank<n>]: Traceback (most recent call last):"),
-    ("local_rank=3 global_rank: 7 log_rank_2.txt", "local_rank=<n> global_rank: <n> log_rank_<n>.txt"),
+    (
+        "[rank3]: Traceback (most recent call last):",
+        "[rank<n>]: Traceback (most recent call last):",
+    ),
+    (
+        "local_rank=3 global_rank: 7 log_rank_2.txt",
+        "local_rank=<n> global_rank: <n> log_rank_<n>.txt",
+    ),
     ("param id=140 ids", "param id=<n> ids"),
     ("<Linear at 0x7f3a> on cuda:1, gpu 2", "<Linear at <address>> on cuda:<n>, gpu <n>"),
     ("2024-01-02T03:04:05.678Z and 03:04:05", "<time> and <time>"),
@@ -730,17 +922,23 @@ def test_what_may_differ() -> None:
 def test_what_is_a_value() -> None:
     """Values are numbers that are no part of a name, a version or a place in the code."""
     text = 'layers.0.w 2.13.0 loss -0.5e-3 nan [4, 8] 5% train.py:12 File "a.py", line 3, x1'
-    assert skeleton(text) == 'layers.0.w 2.13.0 loss # # [#, #] #% train.py:12 File "a.py", line 3, x1'
+    assert (
+        skeleton(text) == 'layers.0.w 2.13.0 loss # # [#, #] #% train.py:12 File "a.py", line 3, x1'
+    )
 
 
 def test_what_a_rank_knows_of_itself() -> None:
-    """A rank's own number before its lines, and its host, may differ; other numbers there may not."""
+    """A rank's own number before its lines, and its host, may differ; other numbers there may
+    not."""
     strip = Stripper(3, "node-17", patterns([r"loss=\S+"]))
     assert strip("[3] hello from node-17: loss=0.5") == "[<n>] hello from <host>: <->"
     assert strip("3: hello") == "<n>: hello"
     assert strip("[4] hello") == "[4] hello"
     with pytest.raises(
-        ValueError, match=r"^'\(' is not a regular expression: missing \), unterminated subpattern at position 0$"
+        ValueError,
+        match=(
+            r"^'\(' is not a regular expression: missing \), unterminated subpattern at position 0$"
+        ),
     ):
         patterns(["("])
 
@@ -750,7 +948,20 @@ PIECES = st.lists(
     st.one_of(
         WORDS,
         st.sampled_from(
-            ["rank 3", "id=5", "cuda:1", "0x1f", "12:30:00", "3.5 ms", "took 5", "/tmp/x", "1700000000", "10.0.0.1", " ", "7"]
+            [
+                "rank 3",
+                "id=5",
+                "cuda:1",
+                "0x1f",
+                "12:30:00",
+                "3.5 ms",
+                "took 5",
+                "/tmp/x",
+                "1700000000",
+                "10.0.0.1",
+                " ",
+                "7",
+            ]
         ),
     ),
     max_size=8,
@@ -768,10 +979,13 @@ def test_stripping_twice_changes_nothing(text: str) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(
-    words=st.lists(st.sampled_from(["loss", "step", "ok:", "x"]), max_size=4), a=st.integers(0, 10**6), b=st.integers(0, 10**6)
+    words=st.lists(st.sampled_from(["loss", "step", "ok:", "x"]), max_size=4),
+    a=st.integers(0, 10**6),
+    b=st.integers(0, 10**6),
 )
 def test_ids_never_matter_and_values_always_do(words: list[str], a: int, b: int) -> None:
-    """Texts that differ in ids alone are equal; texts that differ in a value are not, but say the same."""
+    """Texts that differ in ids alone are equal; texts that differ in a value are not, but say the
+    same."""
     text = " ".join([*words, "id={} on cuda:{} rank {} value [{}]"])
     assert stripped(text.format(a, a, a, 1)) == stripped(text.format(b, b, b, 1))
     one, other = stripped(text.format(1, 1, 1, a)), stripped(text.format(1, 1, 1, b))
@@ -782,7 +996,8 @@ def test_ids_never_matter_and_values_always_do(words: list[str], a: int, b: int)
 @settings(max_examples=200, deadline=None)
 @given(places=st.lists(st.dictionaries(st.integers(0, 7), st.integers(0, 2)), max_size=8))
 def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
-    """Every rank is in one cohort; ranks part only where they have different things, and never come together again."""
+    """Every rank is in one cohort; ranks part only where they have different things, and never come
+    together again."""
     cohorts, parted = Cohorts([range(8)]), set()
     for place in places:
         before = {rank: cohort for cohort in cohorts.all for rank in cohort}
@@ -795,7 +1010,9 @@ def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
                     parted.add((one, other))
                 assert before[one] == before[other] or after[one] != after[other]
         for versions in told:
-            assert [len(version) for version in versions] == sorted(map(len, versions), reverse=True)
+            assert [len(version) for version in versions] == sorted(
+                map(len, versions), reverse=True
+            )
     assert all(after[one] != after[other] for one, other in parted) if places else not parted
 
 
@@ -803,7 +1020,12 @@ def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
 @given(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8))
 def test_coming_together_again(one: list[str], other: list[str]) -> None:
     """Two lines that follow in both, after the fewest left out; None where there are none."""
-    pairs = [(a, b) for a in range(len(one) - 1) for b in range(len(other) - 1) if one[a : a + 2] == other[b : b + 2]]
+    pairs = [
+        (a, b)
+        for a in range(len(one) - 1)
+        for b in range(len(other) - 1)
+        if one[a : a + 2] == other[b : b + 2]
+    ]
     found = rejoined(one, other)
     assert found == (None if not pairs else found)
     assert found is None or (found in pairs and sum(found) == min(map(sum, pairs)))
@@ -816,11 +1038,12 @@ def test_ranks_as_text() -> None:
     assert ranks_named(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def example(folder: Path) -> None:
-    """Four ranks, of which rank 2 takes another branch in step 1 and says so; rank 3 has another shape in step 2."""
+    """Four ranks, of which rank 2 takes another branch in step 1 and says so; rank 3 has another
+    shape in step 2."""
     for number in range(4):
         rank = Rank(folder, number)
         for step in range(3):
@@ -840,7 +1063,10 @@ def example(folder: Path) -> None:
         "done in {rank}.5 s",
     ]
     odd = [*usual[:2], "step 1: loss nan", "skipping step 1", *usual[3:]]
-    write_logs(folder, [[line.format(rank=rank) for line in (odd if rank == 2 else usual)] for rank in range(4)])
+    write_logs(
+        folder,
+        [[line.format(rank=rank) for line in (odd if rank == 2 else usual)] for rank in range(4)],
+    )
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -863,17 +1089,24 @@ def test_how_it_looks(tmp_path: Path, width: int | None) -> None:
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """1 where ranks differ, 0 where they do not, 2 with a sentence where there is nothing to compare."""
+    """1 where ranks differ, 0 where they do not, 2 with a sentence where there is nothing to
+    compare."""
     example(tmp_path)
     code, out, err = run_command(capsys, str(tmp_path))
     assert (code, err) == (1, "")
     assert "rank 2 parts from ranks 0-1, 3 in step 1" in out
     assert run_command(capsys, str(tmp_path), "--rank", "0", "--rank", "1")[0] == 0
     for arguments, said in {
-        ("--rank", "0"): "nothing to compare: there are neither boxes nor logs of two ranks or more",
+        (
+            "--rank",
+            "0",
+        ): "nothing to compare: there are neither boxes nor logs of two ranks or more",
         ("--rank", "0", "--rank", "9"): f"{tmp_path} has no box of rank 9; it has ranks 0, 1, 2, 3",
         ("--logs", "nowhere/*"): "--logs nowhere/*: there is no such file",
-        ("--strip", "("): "'(' is not a regular expression: missing ), unterminated subpattern at position 0",
+        (
+            "--strip",
+            "(",
+        ): "'(' is not a regular expression: missing ), unterminated subpattern at position 0",
     }.items():
         assert run_command(capsys, str(tmp_path), *arguments) == (2, "", f"torchwhere: {said}\n")
     empty = tmp_path / "empty"
@@ -882,35 +1115,55 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` is one object with everything: cohorts, partings with the events and lines, remarks."""
+    """`--json` is one object with everything: cohorts, partings with the events and lines,
+    remarks."""
     example(tmp_path)
     code, out, _ = run_command(capsys, str(tmp_path), "--json")
     found = json.loads(out)
     assert (code, found["equal"], sorted(found)) == (1, False, ["equal", "events", "logs"])
-    assert sorted(found["events"]) == sorted(found["logs"]) == ["cohorts", "compared", "partings", "ranks", "remarks", "steps"]
+    assert (
+        sorted(found["events"])
+        == sorted(found["logs"])
+        == ["cohorts", "compared", "partings", "ranks", "remarks", "steps"]
+    )
     assert found["events"]["cohorts"] == [[0, 1], [2], [3]]
     divergence = found["events"]["partings"][0]
     assert sorted(divergence) == ["before", "kind", "remarks", "step", "versions"]
     assert [version["ranks"] for version in divergence["versions"]] == [[0, 1, 3], [2]]
     assert divergence["versions"][0]["entry"]["event"]["line"] == "train.py:42"
-    assert found["logs"]["partings"][0]["versions"][1]["entry"] == {"number": 3, "text": "step 1: loss nan"}
+    assert found["logs"]["partings"][0]["versions"][1]["entry"] == {
+        "number": 3,
+        "text": "step 1: loss nan",
+    }
     assert found == diff(torchwhere.read_run(tmp_path), logs=find_logs(tmp_path, None)).to_dict()
 
 
 def test_logs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A folder with logs and no box is compared by its logs; logs may lie elsewhere."""
     write_logs(tmp_path / "logs", [["a"], ["a"], ["b"]], "{}/stdout.log")
-    code, out, _ = run_command(capsys, str(tmp_path), "--logs", str(tmp_path / "logs" / "*" / "stdout.log"))
+    code, out, _ = run_command(
+        capsys, str(tmp_path), "--logs", str(tmp_path / "logs" / "*" / "stdout.log")
+    )
     assert code == 1
-    assert out.splitlines()[:2] == ["events: nothing to compare", "logs of 3 ranks, 3 lines: 2 cohorts: 0-1; 2"]
-    assert run_command(capsys, str(tmp_path), "--logs", str(tmp_path / "logs"), "--ignore", "[ab]")[0] == 0
+    assert out.splitlines()[:2] == [
+        "events: nothing to compare",
+        "logs of 3 ranks, 3 lines: 2 cohorts: 0-1; 2",
+    ]
+    assert (
+        run_command(capsys, str(tmp_path), "--logs", str(tmp_path / "logs"), "--ignore", "[ab]")[0]
+        == 0
+    )
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:
     """The comparison works where there is no torch."""
     example(tmp_path)
-    code = f"import sys; from torchwhere.cli import main; code = main(['diff', {str(tmp_path)!r}]); "
+    code = (
+        f"import sys; from torchwhere.cli import main; code = main(['diff', {str(tmp_path)!r}]); "
+    )
     code += "assert 'torch' not in sys.modules; sys.exit(code)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, "")
-    assert re.search(r"^logs of 4 ranks, 21 lines: 2 cohorts: 0-1, 3; 2$", done.stdout, re.MULTILINE)
+    assert re.search(
+        r"^logs of 4 ranks, 21 lines: 2 cohorts: 0-1, 3; 2$", done.stdout, re.MULTILINE
+    )

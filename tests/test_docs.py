@@ -1,4 +1,5 @@
-"""The pages as a whole: each is listed and reachable, every example is run by a test, every command and option is explained."""
+"""The pages as a whole: each is listed and reachable, every example is run by a test, every command
+and option is explained."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torchwhere import cli
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 QUESTIONS = sorted(path for path in DOCS.glob("*.md") if path.name not in ("README.md", "index.md"))
-RUN_ELSEWHERE = {"migrating.md"}  # its examples stand beside the originals, in the tests of each drop-in
+# its examples stand beside the originals, in the tests of each drop-in
+RUN_ELSEWHERE = {"migrating.md"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -25,16 +27,23 @@ def text_of(page: Path) -> str:
 
 def anchors(page: Path) -> set[str]:
     """The anchors of the headings, as GitHub and the site make them."""
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.+)$", re.sub(r"```.*?```", "", text_of(page), flags=re.DOTALL), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_every_page_is_listed() -> None:
-    """Every page is in the list of pages on GitHub and in the contents of the site, once, and both list nothing else."""
+    """Every page is in the list of pages on GitHub and in the contents of the site, once, and both
+    list nothing else."""
     names = [path.stem for path in QUESTIONS]
     listed = re.findall(r"\]\(([\w-]+)\.md\)", text_of(DOCS / "README.md"))
     contents = re.findall(r"```\{toctree\}\n(.*?)```", text_of(DOCS / "index.md"), re.DOTALL)
-    in_site = [line for part in contents for line in part.splitlines() if line and not line.startswith(":")]
+    in_site = [
+        line for part in contents for line in part.splitlines() if line and not line.startswith(":")
+    ]
     assert sorted(listed) == names
     assert sorted(in_site) == names
 
@@ -47,7 +56,8 @@ def test_every_page_asks_one_thing() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Every link between the pages leads to a page and a heading that are there; none leads out of the site."""
+    """Every link between the pages leads to a page and a heading that are there; none leads out of
+    the site."""
     found = 0
     for page in [*QUESTIONS, DOCS / "index.md", DOCS / "README.md"]:
         for target in LINK.findall(text_of(page)):
@@ -63,7 +73,8 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_every_example_is_run() -> None:
-    """A page with a program on it is among those whose programs are run, or its programs are run by a test of their own."""
+    """A page with a program on it is among those whose programs are run, or its programs are run by
+    a test of their own."""
     with_programs = {page.name for page in QUESTIONS if "```python\n" in text_of(page)}
     assert with_programs <= {page.name for page in PAGES} | RUN_ELSEWHERE
     assert len(with_programs) > 10
@@ -83,10 +94,14 @@ def test_every_command_and_option_is_explained(name: str) -> None:
     pages = [text_of(page) for page in QUESTIONS]
     of_command = [page for page in pages if f"torchwhere {name} " in page]
     assert of_command, f"no page says: torchwhere {name} ..."
-    told = {option for page in of_command for option in re.findall(r"(?<![\w-])--?[a-z][\w-]*", page)}
+    told = {
+        option for page in of_command for option in re.findall(r"(?<![\w-])--?[a-z][\w-]*", page)
+    }
     for action in commands()[name]._actions:
         if action.option_strings and action.help != argparse.SUPPRESS and action.dest != "help":
-            assert told & set(action.option_strings), f"no page says what {action.option_strings} of torchwhere {name} is"
+            assert told & set(action.option_strings), (
+                f"no page says what {action.option_strings} of torchwhere {name} is"
+            )
 
 
 def test_the_site_knows_the_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
-"""The doctor on real jobs of four ranks with a fault planted in one: kind, culprits, place; live, and after all were killed,
-with and without what a monitor kept, and with any one box gone or cut."""
+"""The doctor on real jobs of four ranks with a fault planted in one: kind, culprits, place; live,
+and after all were killed, with and without what a monitor kept, and with any one box gone or
+cut."""
 
 from __future__ import annotations
 
@@ -30,17 +31,23 @@ from torchwhere.snapshots.read import DOCTOR, MONITOR
 
 AT_ONCE = 4
 STEPS_ENOUGH = 40
-ALL = (MONITOR, DOCTOR)  # who kept notes: its monitor, and the doctor who was asked while it was there
+# who kept notes: its monitor, and the doctor who was asked while it was there
+ALL = (MONITOR, DOCTOR)
 BARE: tuple[str, ...] = ()  # nobody looked at it but its own ranks
 VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
 
 
 class Nursery:
-    """A process that has imported everything and forks a job's ranks: torch is imported once for all jobs."""
+    """A process that has imported everything and forks a job's ranks: torch is imported once for
+    all jobs."""
 
     def __init__(self, library: Path | None = None) -> None:
         self.lock = threading.Lock()
-        native = {"XDG_CACHE_HOME": str(library.parent.parent), SWITCH: "1"} if library is not None else {}
+        native = (
+            {"XDG_CACHE_HOME": str(library.parent.parent), SWITCH: "1"}
+            if library is not None
+            else {}
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", "import faulty_jobs; faulty_jobs.serve()"],
             stdin=subprocess.PIPE,
@@ -75,7 +82,8 @@ class Damage:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the doctor said of one job: while it was there, and after all of it was killed, whole or damaged."""
+    """What the doctor said of one job: while it was there, and after all of it was killed, whole or
+    damaged."""
 
     live: Verdict
     after: dict[Damage, Verdict]
@@ -91,18 +99,28 @@ def diagnose(nursery: Nursery, name: str, victim: int, folder: Path) -> Outcome:
             live = wait_for_verdict(folder / "run", expected)
         finally:
             kill(pids[::-1])  # the monitor first
-        after = {damage: consult_damaged(folder, damage) for damage in damages(name, victim, folder)}
+        after = {
+            damage: consult_damaged(folder, damage) for damage in damages(name, victim, folder)
+        }
     return Outcome(live, after)
 
 
 def damages(name: str, victim: int, folder: Path) -> list[Damage]:
-    """None, each box deleted, each box cut at two random bytes; each with all that was kept, and with nothing."""
+    """None, each box deleted, each box cut at two random bytes; each with all that was kept, and
+    with nothing."""
     chance = random.Random(f"{name} {victim}")
     whole = (folder / "run" / "rank0.box").stat().st_size
-    cuts = [(rank, size) for rank in range(WORLD) for size in (chance.randrange(whole), chance.randrange(40_000))]
+    cuts = [
+        (rank, size)
+        for rank in range(WORLD)
+        for size in (chance.randrange(whole), chance.randrange(40_000))
+    ]
     kinds = [(None, None), *((rank, None) for rank in range(WORLD)), *cuts]
     only_monitored = [Damage(rank, None, (MONITOR,)) for rank in (None, *range(WORLD))]
-    return [*(Damage(rank, size, kept) for rank, size in kinds for kept in (ALL, BARE)), *only_monitored]
+    return [
+        *(Damage(rank, size, kept) for rank, size in kinds for kept in (ALL, BARE)),
+        *only_monitored,
+    ]
 
 
 def consult_damaged(folder: Path, damage: Damage) -> Verdict:
@@ -117,7 +135,9 @@ def damaged(folder: Path, damage: Damage) -> Path:
     found = Path(tempfile.mkdtemp(dir=folder))
     for path in (folder / "run").iterdir():
         keeper = MONITOR if path.name.startswith("verdict.") else path.name.partition("-")[0]
-        if path.name != f"rank{damage.rank}.box" and (keeper in damage.kept or keeper not in (MONITOR, DOCTOR)):
+        if path.name != f"rank{damage.rank}.box" and (
+            keeper in damage.kept or keeper not in (MONITOR, DOCTOR)
+        ):
             os.link(path, found / path.name)
     if damage.size is not None:
         with (folder / "run" / f"rank{damage.rank}.box").open("rb") as box:
@@ -126,8 +146,9 @@ def damaged(folder: Path, damage: Damage) -> Path:
 
 
 def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) -> Verdict:
-    """The first verdict on a job that is not `healthy`; of one that must be healthy, the one after ten seconds; of one that is
-    slow for one rank, one that has enough steps to go by, whatever else the machine does."""
+    """The first verdict on a job that is not `healthy`; of one that must be healthy, the one after
+    ten seconds; of one that is slow for one rank, one that has enough steps to go by, whatever else
+    the machine does."""
     begin, verdict = time.monotonic(), None
     is_healthy = expected.kinds == ("healthy",)
     while time.monotonic() - begin < most_s:
@@ -136,8 +157,12 @@ def wait_for_verdict(folder: Path, expected: Expected, *, most_s: float = 90) ->
             verdict = diagnose_folder(folder, stall_s=STALL_S)
         except TorchwhereError:  # no box yet
             continue
-        is_early = verdict.kind == "healthy" or verdict.facts.get("of_steps", STEPS_ENOUGH) < STEPS_ENOUGH
-        if len(verdict.ranks) == WORLD and (not is_early or (is_healthy and time.monotonic() - begin > 10)):
+        is_early = (
+            verdict.kind == "healthy" or verdict.facts.get("of_steps", STEPS_ENOUGH) < STEPS_ENOUGH
+        )
+        if len(verdict.ranks) == WORLD and (
+            not is_early or (is_healthy and time.monotonic() - begin > 10)
+        ):
             return verdict
     raise AssertionError(f"no verdict within {most_s} s, but {verdict}")
 
@@ -161,12 +186,17 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcomes(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Future[Outcome]]:
-    """All jobs, a few at a time: most of their time they do nothing but hang. Watched as `torchwhere run` would, natively."""
+def outcomes(
+    library: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, int], Future[Outcome]]:
+    """All jobs, a few at a time: most of their time they do nothing but hang. Watched as
+    `torchwhere run` would, natively."""
     nursery, folder = Nursery(library), tmp_path_factory.mktemp("jobs")
     jobs = [(name, victim) for name in FAULTS for victim in VICTIMS]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        done = {job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs}
+        done = {
+            job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs
+        }
     nursery.close()
     return done
 
@@ -174,8 +204,8 @@ def outcomes(library: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tu
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """Kind and culprits are right while the job hangs, and again when it and its monitor were killed; the culprit's place is
-    right."""
+    """Kind and culprits are right while the job hangs, and again when it and its monitor were
+    killed; the culprit's place is right."""
     expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
     live, after, culprits = outcome.live, outcome.after[Damage()], expected.culprits(victim)
     assert (live.kind in expected.kinds, set(live.culprits)) == (True, culprits), live.explanation
@@ -188,45 +218,61 @@ def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Ou
     if expected.module is not None:
         assert live.ranks[victim].place.module == expected.module
     if expected.issued is not None:
-        (said,) = [cohort["issued"] for cohort in live.facts["cohorts"] if cohort["ranks"] == [victim]]
+        (said,) = [
+            cohort["issued"] for cohort in live.facts["cohorts"] if cohort["ranks"] == [victim]
+        ]
         assert f"{marked(expected.issued)}," in said
     if expected.words is not None:
         assert expected.words in (live.ranks[victim].detail or "")
-    assert (after.kind in kinds_after(expected), set(after.culprits)) == (True, culprits), after.explanation
+    assert (after.kind in kinds_after(expected), set(after.culprits)) == (True, culprits), (
+        after.explanation
+    )
 
 
 def kinds_after(expected: Expected) -> tuple[str, ...]:
-    """What may be said when all was killed: of a job that was well, that it is dead, and not that it was healthy to its end."""
+    """What may be said when all was killed: of a job that was well, that it is dead, and not that
+    it was healthy to its end."""
     return ("dead",) if expected.kinds == ("healthy",) else expected.kinds
 
 
 def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
-    """Whether it names the right ones, and what they did. One that died before the others noticed may be called missing, where
-    nobody saw it: as a conclusion."""
-    is_close = "dead" in expected.kinds and verdict.kind == "missing" and verdict.certainty == "inferred"
-    return set(verdict.culprits) == expected.culprits(victim) and (verdict.kind in kinds_after(expected) or is_close)
+    """Whether it names the right ones, and what they did. One that died before the others noticed
+    may be called missing, where nobody saw it: as a conclusion."""
+    is_close = (
+        "dead" in expected.kinds and verdict.kind == "missing" and verdict.certainty == "inferred"
+    )
+    return set(verdict.culprits) == expected.culprits(victim) and (
+        verdict.kind in kinds_after(expected) or is_close
+    )
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_nobody_watched(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """When all was killed and no monitor was there, the boxes alone tell the same: by their hearts, how long it had stood."""
+def test_nobody_watched(
+    name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
+) -> None:
+    """When all was killed and no monitor was there, the boxes alone tell the same: by their hearts,
+    how long it had stood."""
     verdict, expected = outcome_of(outcomes, name, victim).after[Damage(kept=BARE)], FAULTS[name][1]
     assert is_right(verdict, expected, victim), verdict.explanation
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
 @pytest.mark.parametrize("name", FAULTS)
-def test_one_box_is_gone_or_cut(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """With any one box deleted or cut, nobody is blamed but the culprit, and it is said. The culprit is named if somebody was
-    asked before; and else where ranks stood still, as one of them or a monitor had seen it; if not, it takes the boxes that
-    show it."""
+def test_one_box_is_gone_or_cut(
+    name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
+) -> None:
+    """With any one box deleted or cut, nobody is blamed but the culprit, and it is said. The
+    culprit is named if somebody was asked before; and else where ranks stood still, as one of them
+    or a monitor had seen it; if not, it takes the boxes that show it."""
     expected, outcome = FAULTS[name][1], outcome_of(outcomes, name, victim)
     for damage, verdict in outcome.after.items():
         if damage.rank is None:
             continue
         said = " ".join(verdict.missing_data)
-        assert f"no box of rank {damage.rank}" in said if damage.size is None else verdict.missing_data, damage
+        assert (
+            f"no box of rank {damage.rank}" in said if damage.size is None else verdict.missing_data
+        ), damage
         assert set(verdict.culprits) <= expected.culprits(victim), (damage, verdict.explanation)
         is_known = DOCTOR in damage.kept or outcome.live.stalled_s is not None
         if is_known or damage.rank not in expected.needs(victim):
@@ -241,11 +287,15 @@ def outcome_of(outcomes: dict[tuple[str, int], Future[Outcome]], name: str, vict
 
 
 def test_the_flight_recorder_is_asked(outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
-    """Where all hang together, every rank that listens is asked for its dump, once, and what it adds is said."""
+    """Where all hang together, every rank that listens is asked for its dump, once, and what it
+    adds is said."""
     live = outcome_of(outcomes, "cable_pulled", 2).live
     assert live.collective is not None
     number = live.collective["number"]
-    assert f'By the flight recorder, #{number} of group "default" is issued on ranks 0-3.' in live.explanation
+    assert (
+        f'By the flight recorder, #{number} of group "default" is issued on ranks 0-3.'
+        in live.explanation
+    )
     assert live.facts["flight_recorder"][0]["ranks"] == [
         {"ranks": list(range(WORLD)), "issued": number, "started": None, "completed": None}
     ]

@@ -1,4 +1,5 @@
-"""The doctor on a thousand ranks: one in a crowd is blamed and nobody else, and work grows as the ranks do."""
+"""The doctor on a thousand ranks: one in a crowd is blamed and nobody else, and work grows as the
+ranks do."""
 
 from __future__ import annotations
 
@@ -50,16 +51,23 @@ def without(folder: Path, rank: int, into: Path) -> Path:
     return into
 
 
-# -- verdicts --------------------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 def test_missing(verdict_on: Callable[[str], Verdict]) -> None:
-    """One rank of a thousand stops in a backward: it is named, with its place, and those who wait for it are not."""
+    """One rank of a thousand stops in a backward: it is named, with its place, and those who wait
+    for it are not."""
     verdict = verdict_on("missing")
     assert found(verdict) == ("missing", (VICTIM,), "inferred")
     culprit = verdict.ranks[VICTIM]
-    assert (culprit.state, culprit.place.module, culprit.place.line) == (State.RUNNING, "layers.12.mlp.up", "train.py:50")
-    assert {rank for rank, report in verdict.ranks.items() if report.state is State.RUNNING} == {VICTIM}
+    assert (culprit.state, culprit.place.module, culprit.place.line) == (
+        State.RUNNING,
+        "layers.12.mlp.up",
+        "train.py:50",
+    )
+    assert {rank for rank, report in verdict.ranks.items() if report.state is State.RUNNING} == {
+        VICTIM
+    }
     assert verdict.collective is not None
     assert VICTIM in verdict.collective["group_ranks"]
 
@@ -72,25 +80,31 @@ def test_dead(verdict_on: Callable[[str], Verdict]) -> None:
 
 
 def test_mismatch_in_form(verdict_on: Callable[[str], Verdict]) -> None:
-    """One rank of one tensor-parallel group gives another shape: that group, that number, that rank."""
+    """One rank of one tensor-parallel group gives another shape: that group, that number, that
+    rank."""
     verdict = verdict_on("shape")
     assert found(verdict) == ("mismatch", (VICTIM,), "exact")
     first = VICTIM // TP * TP
     assert verdict.collective is not None
-    assert (verdict.collective["group"], verdict.collective["group_ranks"]) == ("tp", list(range(first, first + TP)))
+    assert (verdict.collective["group"], verdict.collective["group_ranks"]) == (
+        "tp",
+        list(range(first, first + TP)),
+    )
     assert verdict.facts["differs_in"] == ["shape"]
     assert [cohort["ranks"] for cohort in verdict.facts["cohorts"]][1] == [VICTIM]
 
 
 def test_mismatch_in_meaning(verdict_on: Callable[[str], Verdict]) -> None:
-    """One rank swaps two collectives of one shape, two steps before the end: nothing fails, and it is seen."""
+    """One rank swaps two collectives of one shape, two steps before the end: nothing fails, and it
+    is seen."""
     verdict = verdict_on("swapped")
     assert found(verdict) == ("mismatch", (VICTIM,), "inferred")
     assert verdict.facts["differs_in"] == ["module", "line"]
 
 
 def test_deadlock(verdict_on: Callable[[str], Verdict]) -> None:
-    """One rank takes two groups in the other order: the circle goes over several groups, and who changed its ways is blamed."""
+    """One rank takes two groups in the other order: the circle goes over several groups, and who
+    changed its ways is blamed."""
     verdict = verdict_on("deadlock")
     assert found(verdict) == ("deadlock", (VICTIM,), "exact")
     cycle = [link["rank"] for link in verdict.facts["circle"]]
@@ -114,7 +128,8 @@ def test_healthy(made: Made) -> None:
 
 
 def test_culprits_box_is_gone(made: Made, tmp_path: Path) -> None:
-    """Without the culprit's own box, those who stand in a collective with it are not blamed: the one nobody knows about is."""
+    """Without the culprit's own box, those who stand in a collective with it are not blamed: the
+    one nobody knows about is."""
     verdict = diagnose_folder(without(made("missing"), VICTIM, tmp_path / "run"))
     assert found(verdict) == ("missing", (VICTIM,), "inferred")
     assert verdict.missing_data[0] == f"{RANKS - 1} of {RANKS} ranks: no box of rank {VICTIM}"
@@ -122,30 +137,39 @@ def test_culprits_box_is_gone(made: Made, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("gone", [VICTIM // TP * TP, VICTIM - 128, 0])
 def test_another_box_is_gone(gone: int, made: Made, tmp_path: Path) -> None:
-    """Without the box of somebody else, of the culprit's group, of a stage before or of another one, the culprit is found."""
+    """Without the box of somebody else, of the culprit's group, of a stage before or of another
+    one, the culprit is found."""
     verdict = diagnose_folder(without(made("missing"), gone, tmp_path / "run"))
     assert found(verdict) == ("missing", (VICTIM,), "inferred")
 
 
 def test_healthy_with_a_box_gone(made: Made, tmp_path: Path) -> None:
     """A box that is not there is no fault of its rank."""
-    assert found(diagnose_folder(without(made("none"), 5, tmp_path / "run"))) == ("healthy", (), "inferred")
+    assert found(diagnose_folder(without(made("none"), 5, tmp_path / "run"))) == (
+        "healthy",
+        (),
+        "inferred",
+    )
 
 
-@pytest.mark.parametrize(("fault", "kind"), [("missing", "missing"), ("shape", "mismatch"), ("deadlock", "deadlock")])
+@pytest.mark.parametrize(
+    ("fault", "kind"), [("missing", "missing"), ("shape", "mismatch"), ("deadlock", "deadlock")]
+)
 def test_rings_have_wrapped(fault: str, kind: str, made: Made) -> None:
-    """With rings that keep two of twelve steps the verdict is the same, and it says what was compared."""
+    """With rings that keep two of twelve steps the verdict is the same, and it says what was
+    compared."""
     ranks = RANKS if fault == "missing" else 256
     verdict = diagnose_folder(made(fault, ranks=ranks, steps=11, records=100))
     assert (verdict.kind, verdict.culprits) == (kind, (VICTIM % ranks,))
     assert f"the rings of {ranks} ranks have wrapped" in " ".join(verdict.missing_data)
 
 
-# -- how ---------------------------------------------------------------------------------------------------------------------
+# -- how -------------------------------------------------------------------------------------------
 
 
 def test_processes_say_the_same(made: Made) -> None:
-    """Read here or by several processes, each with numbers of its own: one verdict, word for word."""
+    """Read here or by several processes, each with numbers of its own: one verdict, word for
+    word."""
     folder = made("shape")
     here, there = (judged(load_calls(folder, processes=processes)) for processes in (0, 3))
     assert here.to_dict() == there.to_dict()
@@ -176,14 +200,20 @@ def test_a_group_is_one_thing(made: Made) -> None:
     """What a thousand boxes list, each of them a thousand members, is kept once."""
     _, job_calls = load_calls(made("none"), processes=2)
     job = Job(RANKS)
-    worlds = {id(job_calls.group(key)) for each in job_calls.by_rank.values() for key in each.counts if key.group == 0}
+    worlds = {
+        id(job_calls.group(key))
+        for each in job_calls.by_rank.values()
+        for key in each.counts
+        if key.group == 0
+    }
     assert len(worlds) == 1
     with pytest.raises(IndexError):
         job_calls.shared_ids.groups.thing(1 + job.pp * job.dp + job.pp * TP + job.dp * TP)
 
 
 def test_earlier_boxes_are_not_heard(made: Made, tmp_path: Path) -> None:
-    """A box that a larger run before left in the folder is set aside, by whatever process it was read."""
+    """A box that a larger run before left in the folder is set aside, by whatever process it was
+    read."""
     folder = tmp_path / "run"
     shutil.copytree(made("none", ranks=64), folder)
     make(Job(128, steps=2, records=512), tmp_path / "larger")
@@ -195,7 +225,7 @@ def test_earlier_boxes_are_not_heard(made: Made, tmp_path: Path) -> None:
         assert [box.path.name for box in run.unreadable] == ["rank7.box"]
 
 
-# -- how much ----------------------------------------------------------------------------------------------------------------
+# -- how much --------------------------------------------------------------------------------------
 
 
 def calls_made(work: Callable[[], Any]) -> int:
@@ -206,12 +236,16 @@ def calls_made(work: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("fault", ["missing", "deadlock", "none"])
 def test_work_grows_as_the_ranks_do(fault: str, made: Made) -> None:
-    """Four times the ranks take four times the function calls, or little more: to read the boxes, and to judge them."""
+    """Four times the ranks take four times the function calls, or little more: to read the boxes,
+    and to judge them."""
     work = {}
     for ranks in (256, RANKS):
         folder = made(fault, ranks=ranks)
         heard = load_calls(folder, processes=0)
-        work[ranks] = calls_made(lambda folder=folder: load_calls(folder, processes=0)), calls_made(lambda: judged(heard))  # noqa: B023
+        work[ranks] = (
+            calls_made(lambda folder=folder: load_calls(folder, processes=0)),
+            calls_made(lambda: judged(heard)),
+        )
     for few, many in zip(work[256], work[RANKS], strict=True):
         assert many / few < 1.25 * RANKS / 256, work
 
@@ -230,23 +264,29 @@ def test_half_the_ranks_wait_for_the_other_half(tmp_path: Path) -> None:
 
 
 def test_every_record_is_decoded_once(made: Made) -> None:
-    """The clerk decodes each record of each box once, and the hearing keeps ten bytes or so of a collective."""
+    """The clerk decodes each record of each box once, and the hearing keeps ten bytes or so of a
+    collective."""
     from torchwhere.blackbox.reader import BoxReader
     from torchwhere.diagnose.calls.encode import Encoder
 
     paths = sorted(made("none").glob("*.box"))
     reader, encoder = BoxReader(), Encoder()
     batch = encoder.encode(reader.read(path) for path in paths)
-    assert encoder.decoded == sum(rank_summary.label.counts.good for rank_summary in batch.rank_summaries) == 6 * 48 * RANKS
+    assert (
+        encoder.decoded
+        == sum(rank_summary.label.counts.good for rank_summary in batch.rank_summaries)
+        == 6 * 48 * RANKS
+    )
     arrays = (batch.codes, batch.steps, batch.records, batch.ticks)
     assert sum(array.nbytes for array in arrays) <= 10 * len(batch.codes)
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------------
 
 
 def test_json_of_many_ranks_is_folded(verdict_on: Callable[[str], Verdict]) -> None:
-    """Every rank has its state and step; the culprit and one of each kind are whole; 16,384 of them fit into 2 MB."""
+    """Every rank has its state and step; the culprit and one of each kind are whole; 16,384 of them
+    fit into 2 MB."""
     verdict = verdict_on("missing")
     value = verdict_json(verdict)
     ranks = value["ranks"]
@@ -265,7 +305,17 @@ def test_like_means_like(verdict_on: Callable[[str], Verdict]) -> None:
     """A rank that is `like` another one has the same report, in all that `alike_in` names."""
     verdict = verdict_on("deadlock")
     value = verdict_json(verdict)
-    assert value["alike_in"] == ["state", "pass", "module", "call", "line", "detail", "op", "group", "number"]
+    assert value["alike_in"] == [
+        "state",
+        "pass",
+        "module",
+        "call",
+        "line",
+        "detail",
+        "op",
+        "group",
+        "number",
+    ]
     for rank, report in value["ranks"].items():
         own, head = verdict.ranks[int(rank)], verdict.ranks[report.get("like", int(rank))]
         assert (own.state, own.place.pass_, own.place.module, own.place.line) == (

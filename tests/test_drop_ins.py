@@ -1,4 +1,5 @@
-"""Each drop-in can take the whole place of its original: every name that torch or DeepSpeed needs is there."""
+"""Each drop-in can take the whole place of its original: every name that torch or DeepSpeed needs
+is there."""
 
 from __future__ import annotations
 
@@ -17,7 +18,10 @@ import used_names
 DROP_INS = {**SWAPPED, "deepspeed.utils.debug": "torchwhere.drop_in.deepspeed_debug"}
 EACH = pytest.mark.parametrize(
     "original",
-    [pytest.param(name, marks=[pytest.mark.checks_itself] * name.startswith("deepspeed")) for name in DROP_INS],
+    [
+        pytest.param(name, marks=[pytest.mark.checks_itself] * name.startswith("deepspeed"))
+        for name in DROP_INS
+    ],
 )
 PACKAGES = ("torch", "deepspeed")
 
@@ -31,7 +35,8 @@ def installed(original: str) -> str:
 
 @EACH
 def test_every_name_is_there(original: str) -> None:
-    """Public names of the original, and names that an installed package imports from it, exist in the drop-in."""
+    """Public names of the original, and names that an installed package imports from it, exist in
+    the drop-in."""
     drop_in = importlib.import_module(DROP_INS[installed(original)])
     wanted = used_names.defined(original)
     assert wanted
@@ -42,7 +47,8 @@ def test_every_name_is_there(original: str) -> None:
 
 @EACH
 def test_a_star_import_brings_every_public_name(original: str) -> None:
-    """`from drop_in import *` brings what `from original import *` brings, but for what the original imports itself."""
+    """`from drop_in import *` brings what `from original import *` brings, but for what the
+    original imports itself."""
     brought: dict[str, object] = {}
     exec(f"from {DROP_INS[installed(original)]} import *", brought)
     assert used_names.defined(original) - set(brought) == set()
@@ -50,7 +56,8 @@ def test_a_star_import_brings_every_public_name(original: str) -> None:
 
 @EACH
 def test_every_member_is_there(original: str) -> None:
-    """Classes have the public members of the original's, and the private ones that an installed package uses."""
+    """Classes have the public members of the original's, and the private ones that an installed
+    package uses."""
     module = importlib.import_module(installed(original))
     drop_in = importlib.import_module(DROP_INS[original])
     used = set().union(*(used_names.members_used(package, original) for package in PACKAGES))
@@ -58,22 +65,36 @@ def test_every_member_is_there(original: str) -> None:
     for name in used_names.defined(original):
         cls = getattr(module, name)
         if inspect.isclass(cls):
-            members = used_names.members(original, name) - set().union(*(dir(base) for base in cls.__bases__))
+            members = used_names.members(original, name) - set().union(
+                *(dir(base) for base in cls.__bases__)
+            )
             wanted = {member for member in members if not member.startswith("_") or member in used}
-            missing |= {f"{name}.{member}" for member in wanted if not hasattr(getattr(drop_in, name)(), member)}
+            missing |= {
+                f"{name}.{member}"
+                for member in wanted
+                if not hasattr(getattr(drop_in, name)(), member)
+            }
     assert missing == set()
 
 
 def test_what_torch_uses_is_found() -> None:
-    """The scan finds names that torch imports relatively, absolutely and inside functions, and members it calls."""
-    logging_utils, mod_tracker = "torch._functorch._aot_autograd.logging_utils", "torch.distributed._tools.mod_tracker"
+    """The scan finds names that torch imports relatively, absolutely and inside functions, and
+    members it calls."""
+    logging_utils, mod_tracker = (
+        "torch._functorch._aot_autograd.logging_utils",
+        "torch.distributed._tools.mod_tracker",
+    )
     assert used_names.used("torch", logging_utils) >= {
         "callback_set",  # relative, in several lines
         "setup_stacktrace_preservation_hooks",
         "set_model_name",  # in a function of torch.compiler
     }
     assert "ModTracker" in used_names.used("torch", mod_tracker)
-    assert used_names.members_used("torch", mod_tracker) >= {"_get_mod_name", "get_known_fqn", "parents"}
+    assert used_names.members_used("torch", mod_tracker) >= {
+        "_get_mod_name",
+        "get_known_fqn",
+        "parents",
+    }
     assert used_names.defined("torch.utils.module_tracker") == {"ModuleTracker"}
 
 
@@ -139,7 +160,8 @@ print("all of it ran")
 
 @pytest.mark.parametrize("original", SWAPPED)
 def test_torch_runs_on_the_drop_in(original: str) -> None:
-    """With a drop-in in place of its original, AOTAutograd, FSDP, DTensor and torch's other tools import and run."""
+    """With a drop-in in place of its original, AOTAutograd, FSDP, DTensor and torch's other tools
+    import and run."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, original, DROP_INS[original]],
         capture_output=True,
@@ -166,5 +188,7 @@ print("all of it ran")
 def test_deepspeed_runs_on_the_drop_in() -> None:
     """DeepSpeed, with its engine and ZeRO, imports the drop-in in place of its own module."""
     installed("deepspeed.utils.debug")
-    done = subprocess.run([sys.executable, "-c", DEEPSPEED_PROGRAM], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-c", DEEPSPEED_PROGRAM], capture_output=True, text=True, timeout=400
+    )
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["all of it ran"]), done.stderr

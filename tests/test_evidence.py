@@ -1,4 +1,5 @@
-"""What is seen from outside and what was not asked for: out of memory, stacks by py-spy, dumps of the flight recorder."""
+"""What is seen from outside and what was not asked for: out of memory, stacks by py-spy, dumps of
+the flight recorder."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
     return BoxSummary(folder / f"rank{rank}.box", rank, ("", 0), True, last_ns, False, 0, meta)
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("files", "mounts", "line", "kills", "limit"),
     [
         (
-            {"job/memory.events": "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n", "job/memory.max": "max"},
+            {
+                "job/memory.events": "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\noom_group_kill 0\n",
+                "job/memory.max": "max",
+            },
             "cgroup2 {} cgroup2 rw,nosuid 0 0\n",
             "0::/job\n",
             2,
@@ -58,7 +62,8 @@ def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
             1_000_000,
         ),
         (
-            {"memory.events": "oom_kill 1\n", "memory.max": "5000"},  # a container that sees itself as the root
+            # a container that sees itself as the root
+            {"memory.events": "oom_kill 1\n", "memory.max": "5000"},
             "cgroup2 {} cgroup2 rw 0 0\n",
             "0::/kubepods/pod1\n",
             1,
@@ -67,8 +72,11 @@ def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
     ],
     ids=["version 2", "version 1", "container"],
 )
-def test_a_cgroup_is_read(files: dict[str, str], mounts: str, line: str, kills: int, limit: int | None, tmp_path: Path) -> None:
-    """Counter and limit of a process's cgroup are found in both versions, the limit of one above it too."""
+def test_a_cgroup_is_read(
+    files: dict[str, str], mounts: str, line: str, kills: int, limit: int | None, tmp_path: Path
+) -> None:
+    """Counter and limit of a process's cgroup are found in both versions, the limit of one above it
+    too."""
     root, proc = tmp_path / "cgroup", tmp_path / "proc" / "7"
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +91,8 @@ def test_a_cgroup_is_read(files: dict[str, str], mounts: str, line: str, kills: 
 
 
 def test_a_box_names_no_other_file(tmp_path: Path) -> None:
-    """Only a counter is read, whatever a box says its counter is; one that is gone, or says nothing, counts nothing."""
+    """Only a counter is read, whatever a box says its counter is; one that is gone, or says
+    nothing, counts nothing."""
     (tmp_path / "secret").write_text("oom_kill 5\n")
     (tmp_path / "memory.events").write_text("oom_kill many\n")
     for name in ("secret", "memory.events", "gone/memory.events"):
@@ -91,7 +100,8 @@ def test_a_box_names_no_other_file(tmp_path: Path) -> None:
 
 
 def test_killed_for_want_of_memory(tmp_path: Path) -> None:
-    """A process that the kernel killed at the limit of its cgroup is told from one that was killed beside it."""
+    """A process that the kernel killed at the limit of its cgroup is told from one that was killed
+    beside it."""
     name = f"tw-{os.getpid()}"
     eats = "import sys; sys.stdin.read(1); x = b'x' * 900_000_000"
     waits = "import sys; sys.stdin.read()"
@@ -101,13 +111,20 @@ def test_killed_for_want_of_memory(tmp_path: Path) -> None:
         except NotHereError as error:
             pytest.skip(str(error))
         both = [
-            subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, preexec_fn=lambda: enter_memory_limit(name))
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                preexec_fn=lambda: enter_memory_limit(name),
+            )
             for code in (waits, eats)
         ]
         counter = cgroup.oom_counter(both[0].pid)
         assert counter is not None
         meta = {"oom_counter": counter, "oom_kills": cgroup.oom_kills(counter)}
-        boxes = {rank: label(rank, tmp_path, pid=process.pid, **meta) for rank, process in enumerate(both)}
+        boxes = {
+            rank: label(rank, tmp_path, pid=process.pid, **meta)
+            for rank, process in enumerate(both)
+        }
         before = look(boxes)
         both[1].communicate(b"x")
         between = {rank: seen.after(before[rank]) for rank, seen in look(boxes).items()}
@@ -116,20 +133,24 @@ def test_killed_for_want_of_memory(tmp_path: Path) -> None:
         after = {rank: seen.after(between[rank]) for rank, seen in look(boxes).items()}
     assert [before[rank].out_of_memory for rank in boxes] == [None, None]
     assert after[0].out_of_memory is None
-    assert after[1].out_of_memory == (
-        "killed by the system: out of memory (cgroup limit 300 MB, its oom_kill count went from 0 to 1)"
+    assert (
+        after[1].out_of_memory
+        == "killed by the system: out of memory (cgroup limit 300 MB, its oom_kill count went from"
+        " 0 to 1)"
     )
     assert ProcessStatus.from_dict(after[1].to_dict()) == after[1]
 
 
-# -- py-spy ----------------------------------------------------------------------------------------------------------------
+# -- py-spy ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stopped(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A program that has stopped itself, in `stuck`, line 4."""
     program = tmp_path / "train.py"
-    program.write_text("import os, signal\n\ndef stuck():\n    os.kill(os.getpid(), signal.SIGSTOP)\n\nstuck()\n")
+    program.write_text(
+        "import os, signal\n\ndef stuck():\n    os.kill(os.getpid(), signal.SIGSTOP)\n\nstuck()\n"
+    )
     with subprocess.Popen([sys.executable, str(program)]) as process:
         while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.01)
@@ -139,7 +160,8 @@ def stopped(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
 def test_the_stack_of_a_stopped_process(stopped: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """A process that cannot answer has a stack all the same, innermost line first, and stays stopped."""
+    """A process that cannot answer has a stack all the same, innermost line first, and stays
+    stopped."""
     seen = look({0: label(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
     program = tmp_path / "train.py"
     assert seen.stack == (f"{program}:4 in stuck", f"{program}:6 in <module>")
@@ -148,12 +170,18 @@ def test_the_stack_of_a_stopped_process(stopped: subprocess.Popen[bytes], tmp_pa
 
 @pytest.mark.parametrize("spy", [None, "exit 1", "echo '[{\"frames\": 3}]'", "sleep 60"], ids=str)
 def test_without_py_spy(
-    spy: str | None, stopped: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spy: str | None,
+    stopped: subprocess.Popen[bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where it is missing, fails, talks nonsense or hangs, there is no stack and everything else as before."""
+    """Where it is missing, fails, talks nonsense or hangs, there is no stack and everything else as
+    before."""
     program = tmp_path / "py-spy"
     if spy is not None:
-        program.write_text(f"#!/bin/sh\nexec {spy}\n" if spy.startswith("sleep") else f"#!/bin/sh\n{spy}\n")
+        program.write_text(
+            f"#!/bin/sh\nexec {spy}\n" if spy.startswith("sleep") else f"#!/bin/sh\n{spy}\n"
+        )
         program.chmod(0o755)
     monkeypatch.setattr(py_spy, "program", lambda: str(program) if spy is not None else None)
     monkeypatch.setattr(py_spy, "_PATIENCE_S", 0.3)
@@ -161,13 +189,18 @@ def test_without_py_spy(
     assert (seen.alive, seen.state, seen.stack) == (True, "T", ())
 
 
-# -- flight recorder -------------------------------------------------------------------------------------------------------
+# -- flight recorder -------------------------------------------------------------------------------
 
-TOGETHER = Verdict(VerdictKind.TOGETHER, collective={"group": "default", "number": 5}, explanation=("They wait.",))
+TOGETHER = Verdict(
+    VerdictKind.TOGETHER, collective={"group": "default", "number": 5}, explanation=("They wait.",)
+)
 
 
 def started_on(*ranks: int) -> list[Recorder]:
-    return [recorder.call(state="started" if recorder.rank in ranks else "scheduled") for recorder in four()]
+    return [
+        recorder.call(state="started" if recorder.rank in ranks else "scheduled")
+        for recorder in four()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +209,10 @@ def started_on(*ranks: int) -> list[Recorder]:
         (
             (0, 1, 3),
             (
-                'By the flight recorder, #5 of group "default" is started on ranks 0, 1, 3; scheduled on rank 2.',
+                (
+                    'By the flight recorder, #5 of group "default" is started on ranks 0, 1, 3;'
+                    " scheduled on rank 2."
+                ),
                 "The device of rank 2 has not come to it: look at what was queued there before.",
             ),
         ),
@@ -190,8 +226,11 @@ def started_on(*ranks: int) -> list[Recorder]:
     ],
     ids=["one is not in it", "all are in it"],
 )
-def test_dumps_beside_the_run(ranks: tuple[int, ...], said: tuple[str, ...], tmp_path: Path) -> None:
-    """Dumps in the run's folder say which device has come to the collective that all hosts are in."""
+def test_dumps_beside_the_run(
+    ranks: tuple[int, ...], said: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Dumps in the run's folder say which device has come to the collective that all hosts are
+    in."""
     boxes = {rank: label(rank, tmp_path) for rank in range(4)}
     for recorder in started_on(*ranks):
         recorder.write(tmp_path)
@@ -202,14 +241,17 @@ def test_dumps_beside_the_run(ranks: tuple[int, ...], said: tuple[str, ...], tmp
 
 
 def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
-    """A rank that listens on NCCL's pipe is asked, once; one that has written since it stands still is not asked again."""
+    """A rank that listens on NCCL's pipe is asked, once; one that has written since it stands still
+    is not asked again."""
     settings = {"dump": str(tmp_path / "nccl_trace_rank_"), "pipe": str(tmp_path / "pipe")}
     boxes = {rank: label(rank, tmp_path, flight_recorder=settings) for rank in range(4)}
     os.mkfifo(tmp_path / "pipe0.pipe")
     (tmp_path / "pipe1.pipe").write_text("")  # no pipe
     os.mkfifo(tmp_path / "pipe2.pipe")  # nobody listens
     heard: list[bytes] = []
-    with open(os.open(tmp_path / "pipe0.pipe", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as pipe:
+    with open(
+        os.open(tmp_path / "pipe0.pipe", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0
+    ) as pipe:
 
         def serve() -> None:
             while not (asked := pipe.read(128)):
@@ -225,12 +267,17 @@ def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
         heard.append(pipe.read(128) or b"")
     assert heard == [b"1\n", b""]
     assert (tmp_path / "pipe1.pipe").read_text() == ""
-    assert first.explanation[1] == again.explanation[1] == 'By the flight recorder, #5 of group "default" is started on rank 0.'
+    assert (
+        first.explanation[1]
+        == again.explanation[1]
+        == 'By the flight recorder, #5 of group "default" is started on rank 0.'
+    )
 
 
 @pytest.mark.parametrize("kind", ["healthy", "old", "hostile", "many"])
 def test_dumps_that_add_nothing(kind: str, tmp_path: Path) -> None:
-    """A healthy job's dumps are not read, nor those of an earlier job; one that is refused, and too many, are said."""
+    """A healthy job's dumps are not read, nor those of an earlier job; one that is refused, and too
+    many, are said."""
     boxes = {rank: label(rank, tmp_path) for rank in range(300 if kind == "many" else 4)}
     verdict, ranks = TOGETHER, 300 if kind == "many" else 1
     for rank in range(ranks):

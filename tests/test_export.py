@@ -1,4 +1,5 @@
-"""Events for other tools: what is written is what was recorded, whole or not at all, and the queries on the page work."""
+"""Events for other tools: what is written is what was recorded, whole or not at all, and the
+queries on the page work."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ LONE = "\ud800"  # half a character: JSON may hold it, UTF-8 may not
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen ranks of a job with a rank that is always late, and of one where a rank swaps two collectives."""
+    """Sixteen ranks of a job with a rank that is always late, and of one where a rank swaps two
+    collectives."""
     folder = tmp_path_factory.mktemp("jobs")
     for fault, victim in (("straggler", 5), ("swapped", 3)):
         (folder / fault).mkdir()
@@ -49,14 +51,19 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(target: Path, rank: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.ParquetFile(target / f"rank={rank}" / "part-0.parquet").read().to_pylist()
+    found: list[dict[str, Any]] = (
+        pq.ParquetFile(target / f"rank={rank}" / "part-0.parquet").read().to_pylist()
+    )
     return found
 
 
 def by_duckdb(query: str) -> list[tuple[Any, ...]]:
-    """In a process of its own: DuckDB reports leaks of its own at the end of one whose objects were frozen, as here."""
+    """In a process of its own: DuckDB reports leaks of its own at the end of one whose objects were
+    frozen, as here."""
     code = "import duckdb, json, sys; print(json.dumps(duckdb.sql(sys.argv[1]).fetchall()))"
-    done = subprocess.run([sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=60
+    )
     return [tuple(row) for row in json.loads(done.stdout)]
 
 
@@ -64,17 +71,26 @@ def expected(event: Event) -> dict[str, Any]:
     """A row, from an event as everybody else sees it."""
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
     told = event.kind in ("start", "end", "note", "exception", "compile_begin", "group_begin")
-    rest = {name: value for name, value in event.fields.items() if told and name not in ("text", "reason", "type")}
+    rest = {
+        name: value
+        for name, value in event.fields.items()
+        if told and name not in ("text", "reason", "type")
+    }
     if event.kind == "compile_begin":
         rest.pop("what", None)
     own = {name: value for name, value in event.fields.items() if name not in rest}
     found |= {name: value for name, value in own.items() if name in COLUMNS} | event.place.to_dict()
-    found |= {"record": event.number, "kind": event.kind, "t_ns": event.t_ns, "fields": rest or None}
+    found |= {
+        "record": event.number,
+        "kind": event.kind,
+        "t_ns": event.t_ns,
+        "fields": rest or None,
+    }
     nested = {name for name, value in found.items() if isinstance(value, (list, dict))}
     return {name: json_text(found[name]) if name in nested else found[name] for name in COLUMNS}
 
 
-# -- what is written is what was recorded ----------------------------------------------------------------------------------
+# -- what is written is what was recorded ----------------------------------------------------------
 
 
 def eventful(folder: Path) -> None:
@@ -84,7 +100,14 @@ def eventful(folder: Path) -> None:
     with torchwhere.watch(model, out=folder, module_events=True, records=512):
         for number in range(2):
             with torchwhere.phase("data"):
-                torchwhere.note("ready", size=number, nested={"a": [1, float("nan")]}, step="mine", what=3, odd=LONE)
+                torchwhere.note(
+                    "ready",
+                    size=number,
+                    nested={"a": [1, float("nan")]},
+                    step="mine",
+                    what=3,
+                    odd=LONE,
+                )
             model(torch.ones(2, 4)).sum().backward()
             dist.all_reduce(torch.ones(3), group=dist.new_group([0]), async_op=True).wait()
             optimizer.step()
@@ -94,7 +117,8 @@ def eventful(folder: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_rows_are_the_events(tmp_path: Path) -> None:
-    """Each row has what the event has, in its column; what has none is in `fields`; nested values are their JSON."""
+    """Each row has what the event has, in its column; what has none is in `fields`; nested values
+    are their JSON."""
     eventful(tmp_path / "run")
     written = export(tmp_path / "run", out=tmp_path / "events.parquet")
     events = list(torchwhere.read_run(tmp_path / "run").events())
@@ -109,21 +133,30 @@ def test_rows_are_the_events(tmp_path: Path) -> None:
 
 
 def test_many_ranks(jobs: Path, tmp_path: Path) -> None:
-    """Every rank has a file with all its events, in order; readers find the rank in the name of its folder."""
+    """Every rank has a file with all its events, in order; readers find the rank in the name of its
+    folder."""
     written = export(jobs / "swapped", out=tmp_path / "events.parquet")
     run = torchwhere.read_run(jobs / "swapped")
     for rank in (0, 3, 15):
-        assert rows(tmp_path / "events.parquet", rank) == [expected(event) for event in run.events(ranks={rank})]
-    per_rank = by_duckdb(f"SELECT rank, count(*) FROM '{tmp_path}/events.parquet/*/*.parquet' GROUP BY rank ORDER BY rank")
+        assert rows(tmp_path / "events.parquet", rank) == [
+            expected(event) for event in run.events(ranks={rank})
+        ]
+    per_rank = by_duckdb(
+        f"SELECT rank, count(*) FROM '{tmp_path}/events.parquet/*/*.parquet' GROUP BY rank ORDER BY"
+        " rank"
+    )
     assert per_rank == [(rank, len(box.records)) for rank, box in sorted(run.boxes.items())]
     assert written.events == sum(len(box.records) for box in run.boxes.values())
     assert written.ranks == tuple(range(16))
     frame = pandas.read_parquet(tmp_path / "events.parquet")
-    assert frame.groupby("rank", observed=True).size().to_dict() == {rank: len(box.records) for rank, box in run.boxes.items()}
+    assert frame.groupby("rank", observed=True).size().to_dict() == {
+        rank: len(box.records) for rank, box in run.boxes.items()
+    }
 
 
 def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
-    """A file without a single collective has the same columns and types as one that is full of them: plain ones."""
+    """A file without a single collective has the same columns and types as one that is full of
+    them: plain ones."""
     export(jobs / "swapped", out=tmp_path / "full.parquet", ranks=[0])
     export(jobs / "swapped", out=tmp_path / "poor.parquet", ranks=[0], kinds={"step_begin"})
     export(jobs / "swapped", out=tmp_path / "none.parquet", ranks=[0], kinds={"exception"})
@@ -132,7 +165,9 @@ def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
         for name in ("full.parquet", "poor.parquet", "none.parquet")
     ]
     types = {TEXT: "string", NUMBER: "int64", FLAG: "bool"}
-    assert {field.name: str(field.type) for field in schemas[0]} == {name: types[sort] for name, sort in COLUMNS.items()}
+    assert {field.name: str(field.type) for field in schemas[0]} == {
+        name: types[sort] for name, sort in COLUMNS.items()
+    }
     assert schemas[0].equals(schemas[1])
     assert schemas[0].equals(schemas[2])
     assert {row["kind"] for row in rows(tmp_path / "poor.parquet", 0)} == {"step_begin"}
@@ -140,16 +175,20 @@ def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_batches(jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box of more events than a batch is written in several row groups, and is the same to a reader."""
+    """A box of more events than a batch is written in several row groups, and is the same to a
+    reader."""
     export(jobs / "swapped", out=tmp_path / "one.parquet", ranks=[1])
     monkeypatch.setattr("torchwhere.api.parquet.BATCH", 100)
     export(jobs / "swapped", out=tmp_path / "many.parquet", ranks=[1])
-    assert pq.ParquetFile(tmp_path / "many.parquet" / "rank=1" / "part-0.parquet").num_row_groups > 3
+    assert (
+        pq.ParquetFile(tmp_path / "many.parquet" / "rank=1" / "part-0.parquet").num_row_groups > 3
+    )
     assert rows(tmp_path / "one.parquet", 1) == rows(tmp_path / "many.parquet", 1)
 
 
 def test_metadata(jobs: Path, tmp_path: Path) -> None:
-    """A file says whose it is, how much was lost, and who is in its groups; it is compressed with zstd."""
+    """A file says whose it is, how much was lost, and who is in its groups; it is compressed with
+    zstd."""
     export(jobs / "swapped", out=tmp_path / "events.parquet", ranks=[7])
     file = pq.ParquetFile(tmp_path / "events.parquet" / "rank=7" / "part-0.parquet")
     said = {key.decode(): json.loads(value) for key, value in file.metadata.metadata.items()}
@@ -161,7 +200,8 @@ def test_metadata(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_boxes(jobs: Path, tmp_path: Path) -> None:
-    """Boxes that were cut or scribbled over are written as far as they can be read; nothing raises, nothing is invented."""
+    """Boxes that were cut or scribbled over are written as far as they can be read; nothing raises,
+    nothing is invented."""
     chance = random.Random(7)
     for at in range(16):
         folder = tmp_path / str(at)
@@ -181,7 +221,19 @@ def test_json_lines(jobs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     """JSON lines are what `torchwhere events --json` prints, compressed or not."""
     export(jobs / "swapped", out=tmp_path / "events.jsonl", ranks=[1, 4], kinds=["optimizer"])
     export(jobs / "swapped", out=tmp_path / "events.jsonl.gz", ranks=[1, 4], kinds=["optimizer"])
-    cli.main(["events", str(jobs / "swapped"), "--json", "--rank", "1", "--rank", "4", "--kind", "optimizer"])
+    cli.main(
+        [
+            "events",
+            str(jobs / "swapped"),
+            "--json",
+            "--rank",
+            "1",
+            "--rank",
+            "4",
+            "--kind",
+            "optimizer",
+        ]
+    )
     printed = capsys.readouterr().out
     assert (tmp_path / "events.jsonl").read_text() == printed
     assert gzip.decompress((tmp_path / "events.jsonl.gz").read_bytes()).decode() == printed
@@ -203,7 +255,7 @@ def test_one_box_at_a_time(jobs: Path, tmp_path: Path) -> None:
     assert max(most) - before <= 1
 
 
-# -- whole or not at all ---------------------------------------------------------------------------------------------------
+# -- whole or not at all ---------------------------------------------------------------------------
 
 
 class Enough(Exception):
@@ -224,7 +276,8 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def test_an_interrupted_export_goes_on(jobs: Path, tmp_path: Path) -> None:
-    """What was interrupted has not the name of the whole; the next time only what is missing is written."""
+    """What was interrupted has not the name of the whole; the next time only what is missing is
+    written."""
     target = tmp_path / "events.parquet"
     interrupted(jobs / "swapped", target, after=16 + 6)
     assert not target.exists()
@@ -247,7 +300,9 @@ def test_going_on_takes_nothing_of_another_run(jobs: Path, tmp_path: Path) -> No
     interrupted(jobs / "straggler", target, after=16 + 6)
     export(jobs / "swapped", out=target, ranks=[0, 1, 8])
     assert sorted(path.name for path in target.iterdir()) == ["rank=0", "rank=1", "rank=8"]
-    assert rows(target, 1) == [expected(event) for event in torchwhere.read_run(jobs / "swapped").events(ranks={1})]
+    assert rows(target, 1) == [
+        expected(event) for event in torchwhere.read_run(jobs / "swapped").events(ranks={1})
+    ]
 
 
 def test_an_interrupted_file_is_taken_away(jobs: Path, tmp_path: Path) -> None:
@@ -258,7 +313,8 @@ def test_an_interrupted_file_is_taken_away(jobs: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["events.parquet", "events.jsonl"])
 def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
-    """Where there is no room, that is said, and nothing stands under the name; with room the same command writes it all."""
+    """Where there is no room, that is said, and nothing stands under the name; with room the same
+    command writes it all."""
     code = (
         "import resource, sys; from torchwhere.cli import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)\n"
@@ -266,7 +322,12 @@ def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
     )
     arguments = ["export", jobs / "swapped", "-o", tmp_path / name, "--rank", "3"]
     done = [
-        subprocess.run([sys.executable, "-c", code, room, *arguments], capture_output=True, text=True, timeout=60)
+        subprocess.run(
+            [sys.executable, "-c", code, room, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         for room in ("4096", "4000000")
     ]
     assert [one.returncode for one in done] == [2, 0]
@@ -280,7 +341,10 @@ def test_what_is_there_stays(jobs: Path, tmp_path: Path) -> None:
     """An earlier export is replaced only when told to, anything else never."""
     target = tmp_path / "events.parquet"
     export(jobs / "straggler", out=target)
-    with pytest.raises(TorchwhereError, match=r"events.parquet is there already: give another name, or --force to replace it$"):
+    with pytest.raises(
+        TorchwhereError,
+        match=r"events.parquet is there already: give another name, or --force to replace it$",
+    ):
         export(jobs / "swapped", out=target)
     assert len(rows(target, 15)) > 0
     export(jobs / "swapped", out=target, ranks=[0], force=True)
@@ -290,12 +354,14 @@ def test_what_is_there_stays(jobs: Path, tmp_path: Path) -> None:
         (tmp_path / name / "thesis.tex").write_text("dear")
     (tmp_path / "file.parquet").write_text("dear")
     for name in ("mine.parquet", "mine.jsonl", "other.parquet", "file.parquet"):
-        with pytest.raises(TorchwhereError, match=r"is there already, and is no export: give another name$"):
+        with pytest.raises(
+            TorchwhereError, match=r"is there already, and is no export: give another name$"
+        ):
             export(jobs / "swapped", out=tmp_path / name, force=True)
     assert len(list(tmp_path.glob("*/thesis.tex"))) == 3
 
 
-# -- the command, and bad input --------------------------------------------------------------------------------------------
+# -- the command, and bad input --------------------------------------------------------------------
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
@@ -308,11 +374,15 @@ def command(*arguments: object) -> tuple[int, str, str]:
 def test_the_command(jobs: Path, tmp_path: Path) -> None:
     """The command says what it wrote and what was not there to write, as text or as JSON."""
     target = tmp_path / "deep" / "events.parquet"
-    code, out, err = command(jobs / "swapped", "-o", target, "--rank", 3, "--kind", "optimizer", "--kind", "note")
+    code, out, err = command(
+        jobs / "swapped", "-o", target, "--rank", 3, "--kind", "optimizer", "--kind", "note"
+    )
     assert (code, err) == (0, "")
     first, second = out.splitlines()
     assert re.fullmatch(rf"\d+ events of 1 rank in {target} \([\d,]+ bytes\)", first)
-    assert re.fullmatch(r"  not there: [\d,]+ older events, overwritten in the rings \(see --records\)", second)
+    assert re.fullmatch(
+        r"  not there: [\d,]+ older events, overwritten in the rings \(see --records\)", second
+    )
     code, out, _ = command(jobs / "swapped", "-o", target, "--rank", 3, "--force", "--json")
     said = json.loads(out)
     assert (code, said["path"], said["format"], said["ranks"]) == (0, str(target), ".parquet", [3])
@@ -339,9 +409,15 @@ def test_bad_input(jobs: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = jobs / "swapped"
     for arguments, said in (
-        ((tmp_path / "no", "-o", "x.parquet"), f"there is no folder {tmp_path}/no. Record one with: torchwhere run --out"),
+        (
+            (tmp_path / "no", "-o", "x.parquet"),
+            f"there is no folder {tmp_path}/no. Record one with: torchwhere run --out",
+        ),
         ((tmp_path / "empty", "-o", "x.parquet"), f"{tmp_path}/empty holds no black box (*.box)."),
-        ((run, "-o", "x.csv"), "cannot tell what to write to x.csv: a name ends with .parquet, .jsonl, .jsonl.gz"),
+        (
+            (run, "-o", "x.csv"),
+            "cannot tell what to write to x.csv: a name ends with .parquet, .jsonl, .jsonl.gz",
+        ),
         ((run, "-o", tmp_path / "x.parquet", "--rank", 99), f"{run} has no box of rank 99"),
         ((run, "-o", tmp_path / "file" / "x.parquet"), f"cannot write {tmp_path}/file/x.parquet: "),
         ((run, "-o", tmp_path / "file" / "x.jsonl"), f"cannot write {tmp_path}/file/x.jsonl: "),
@@ -357,22 +433,30 @@ def test_bad_input(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_without_pyarrow(jobs: Path, tmp_path: Path) -> None:
-    """Without pyarrow the message has the line to type, and JSON lines work; torch is needed by neither."""
-    code = "import sys; sys.modules['pyarrow'] = sys.modules['torch'] = None; from torchwhere.cli import main; sys.exit(main())"
+    """Without pyarrow the message has the line to type, and JSON lines work; torch is needed by
+    neither."""
+    code = (
+        "import sys; sys.modules['pyarrow'] = sys.modules['torch'] = None; from torchwhere.cli"
+        " import main; sys.exit(main())"
+    )
     done = [
         subprocess.run(
-            [sys.executable, "-c", code, "export", jobs / "swapped", "-o", tmp_path / name], capture_output=True, text=True
+            [sys.executable, "-c", code, "export", jobs / "swapped", "-o", tmp_path / name],
+            capture_output=True,
+            text=True,
         )
         for name in ("x.parquet", "x.jsonl")
     ]
     assert [one.returncode for one in done] == [2, 0]
-    assert done[0].stderr == (
-        "torchwhere: export to Parquet needs pyarrow, which is not installed here: pip install 'torchwhere[parquet]'\n"
+    assert (
+        done[0].stderr
+        == "torchwhere: export to Parquet needs pyarrow, which is not installed here: pip install"
+        " 'torchwhere[parquet]'\n"
     )
     assert (tmp_path / "x.jsonl").stat().st_size > 1000
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -404,7 +488,9 @@ def test_bytes_by_module_and_pass(exported: Path) -> None:
         sums[1] += row["bytes"]
     for found in answers(0):
         assert {row[:3]: list(row[3:]) for row in found} == known
-        assert [row[4] for row in found] == sorted((sums[1] for sums in known.values()), reverse=True)
+        assert [row[4] for row in found] == sorted(
+            (sums[1] for sums in known.values()), reverse=True
+        )
 
 
 def test_last_to_come_in_each_step(exported: Path) -> None:
@@ -413,13 +499,19 @@ def test_last_to_come_in_each_step(exported: Path) -> None:
     for found in answers(1):
         assert [row[1] for row in found] == [5] * len(found)
         assert len(found) > 4
-        assert [row[2] for row in found[1:]] == pytest.approx([LATE_NS / 1e6] * (len(found) - 1), abs=0.1)  # the first is cut
+        # the first is cut
+        assert [row[2] for row in found[1:]] == pytest.approx(
+            [LATE_NS / 1e6] * (len(found) - 1), abs=0.1
+        )
 
 
 def test_first_step_that_differs(exported: Path) -> None:
-    """The third question names the step and the rank that did something else, and nobody where all do the same."""
+    """The third question names the step and the rank that did something else, and nobody where all
+    do the same."""
     export(exported / "swapped", out="events.parquet")
-    last = max(event.place.step or 0 for event in torchwhere.read_run(exported / "swapped").events())
+    last = max(
+        event.place.step or 0 for event in torchwhere.read_run(exported / "swapped").events()
+    )
     for found in answers(2):
         assert found == [(last - 2, [3])]
     export(exported / "straggler", out="events.parquet", force=True)
@@ -436,5 +528,14 @@ def test_the_page_has_every_column_and_option() -> None:
     types = {TEXT: "string", NUMBER: "int64", FLAG: "bool"}
     assert found == {"rank": "integer"} | {name: types[sort] for name, sort in COLUMNS.items()}
     options = set(re.findall(r"`(--?[\w-]+)", PAGE.partition("| option |")[2].partition("\n\n")[0]))
-    done = subprocess.run([sys.executable, "-m", "torchwhere", "export", "--help"], capture_output=True, text=True, timeout=60)
-    assert set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout.partition("options:")[2])) - {"-h", "--help"} == options
+    done = subprocess.run(
+        [sys.executable, "-m", "torchwhere", "export", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (
+        set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout.partition("options:")[2]))
+        - {"-h", "--help"}
+        == options
+    )

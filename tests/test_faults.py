@@ -1,4 +1,5 @@
-"""The fault file: a forked child lets go of what it inherits and deletes nothing; the program's own handler stays."""
+"""The fault file: a forked child lets go of what it inherits and deletes nothing; the program's own
+handler stays."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torchwhere.hooks.fault_stack import Faults
 
 
 def test_a_child_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`abandon` deletes no file, the parent's or any other: as root, a device that has no size would be gone for everybody."""
+    """`abandon` deletes no file, the parent's or any other: as root, a device that has no size
+    would be gone for everybody."""
     deleted: list[Path] = []
     monkeypatch.setattr(Path, "unlink", lambda path, **_: deleted.append(path))
     faults = Faults(tmp_path / "rank0.fault")
@@ -35,7 +37,8 @@ def test_an_empty_file_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file_of_its_own", [True, False])
 def test_the_programs_own_fault_handler_stays(tmp_path: Path, file_of_its_own: bool) -> None:
-    """One that the program enables while we watch is still on when the watch is over; ours alone is not."""
+    """One that the program enables while we watch is still on when the watch is over; ours alone is
+    not."""
     faulthandler.disable()
     try:
         faults = Faults(tmp_path / "rank0.fault")

@@ -1,4 +1,5 @@
-"""A rank is killed, and the launcher ends the others with SIGTERM 0.1 s later: which rank went first, by what is left."""
+"""A rank is killed, and the launcher ends the others with SIGTERM 0.1 s later: which rank went
+first, by what is left."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.exit_waiter import ExitWaiter
 
 WORLD = 4
-WHERE = ("before a collective", "in a collective", "outside any collective", "first step", "SIGTERM is caught")
+WHERE = (
+    "before a collective",
+    "in a collective",
+    "outside any collective",
+    "first step",
+    "SIGTERM is caught",
+)
 
 JOBS = """
 import os, signal, sys, threading, time
@@ -99,32 +106,42 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, Path]
     root = tmp_path_factory.mktemp("launched")
     found = {where: (index % WORLD, root / f"job{index}") for index, where in enumerate(WHERE)}
     lines = [f"{victim} {folder} {where}\n" for where, (victim, folder) in found.items()]
-    subprocess.run([sys.executable, "-c", JOBS], input="".join(lines), text=True, check=True, timeout=500)
+    subprocess.run(
+        [sys.executable, "-c", JOBS], input="".join(lines), text=True, check=True, timeout=500
+    )
     return {where: (victim, folder / "run") for where, (victim, folder) in found.items()}
 
 
 def without_monitor(run: Path, folder: Path) -> Verdict:
     """The verdict without what the monitor saw."""
-    left = shutil.copytree(run, folder / "run", ignore=shutil.ignore_patterns("monitor-*", "verdict.*"))
+    left = shutil.copytree(
+        run, folder / "run", ignore=shutil.ignore_patterns("monitor-*", "verdict.*")
+    )
     return diagnose_folder(left)
 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_killed_rank_is_named(where: str, runs: dict[str, tuple[int, Path]]) -> None:
-    """With what the monitor saw, the killed rank is named, wherever it was, and those that SIGTERM ended are not."""
+    """With what the monitor saw, the killed rank is named, wherever it was, and those that SIGTERM
+    ended are not."""
     victim, run = runs[where]
     verdict = diagnose_folder(run)
     assert (verdict.kind, verdict.culprits) == ("dead", (victim,)), verdict.explanation
     (kept,) = run.glob("monitor-*.json")
-    codes = {int(rank): seen["exit_code"] for rank, seen in json.loads(kept.read_text())["ranks"].items()}
+    codes = {
+        int(rank): seen["exit_code"] for rank, seen in json.loads(kept.read_text())["ranks"].items()
+    }
     if codes[victim] is not None:  # Linux 6.15, or the monitor came before the launcher
         assert codes[victim] == -signal.SIGKILL
         assert f"Rank {victim} ended: killed by SIGKILL." in verdict.explanation
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_not_healthy_without_a_monitor(where: str, runs: dict[str, tuple[int, Path]], tmp_path: Path) -> None:
-    """The boxes alone may not show who went first; the job is not called healthy, and no other rank is named."""
+def test_not_healthy_without_a_monitor(
+    where: str, runs: dict[str, tuple[int, Path]], tmp_path: Path
+) -> None:
+    """The boxes alone may not show who went first; the job is not called healthy, and no other rank
+    is named."""
     victim, run = runs[where]
     verdict = without_monitor(run, tmp_path)
     assert verdict.kind == "dead", verdict.explanation
@@ -133,7 +150,8 @@ def test_not_healthy_without_a_monitor(where: str, runs: dict[str, tuple[int, Pa
 
 
 def test_exit_codes() -> None:
-    """Exit codes of processes come once, also of those that ended between two waits, and only of processes that are gone."""
+    """Exit codes of processes come once, also of those that ended between two waits, and only of
+    processes that are gone."""
     line = [sys.executable, "-c", "input()"]
     processes = [subprocess.Popen(line, stdin=subprocess.PIPE) for _ in range(3)]
     with ExitWaiter() as vigil:
@@ -145,6 +163,7 @@ def test_exit_codes() -> None:
             process.wait()
         vigil.keep({other.pid})
         codes = vigil.exit_codes()
-        assert codes in ({}, {killed.pid: -signal.SIGKILL, terminated.pid: -signal.SIGTERM})  # {}: before Linux 6.15
+        # {}: before Linux 6.15
+        assert codes in ({}, {killed.pid: -signal.SIGKILL, terminated.pid: -signal.SIGTERM})
         assert (vigil.exit_codes(), other.pid in codes) == ({}, False)
         other.communicate(b"\n")

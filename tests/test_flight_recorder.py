@@ -1,4 +1,5 @@
-"""The flight recorder, both ways: the doctor on dumps, made up as of NCCL and real ones of gloo; its own tool on ours."""
+"""The flight recorder, both ways: the doctor on dumps, made up as of NCCL and real ones of gloo;
+its own tool on ours."""
 
 from __future__ import annotations
 
@@ -44,7 +45,13 @@ MOMENT_NS = 1_700_000_000_000_000_000
 class Recorder:
     """What one rank of NCCL records, in the words of a dump."""
 
-    def __init__(self, rank: int, *, version: str = "2.10", groups: dict[tuple[str, str], list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        *,
+        version: str = "2.10",
+        groups: dict[tuple[str, str], list[int]] | None = None,
+    ) -> None:
         self.rank, self.version = rank, version
         self.groups = groups or {DEFAULT: list(range(WORLD))}
         self.entries: list[dict[str, Any]] = []
@@ -62,8 +69,12 @@ class Recorder:
         again: bool = False,
         backend: str = "nccl",
     ) -> Recorder:
-        is_p2p = op.startswith(("send", "recv")) or (op == "coalesced" and self.entries[-1]["is_p2p"])
-        number = self._numbers[group[0], is_p2p] = self._numbers.get((group[0], is_p2p), 0) + (not again)
+        is_p2p = op.startswith(("send", "recv")) or (
+            op == "coalesced" and self.entries[-1]["is_p2p"]
+        )
+        number = self._numbers[group[0], is_p2p] = self._numbers.get((group[0], is_p2p), 0) + (
+            not again
+        )
         sizes = [list(shape)] if "barrier" not in op and op != "coalesced" else []
         self.entries.append(
             {
@@ -109,20 +120,48 @@ class Recorder:
         return self
 
     def dump(self) -> dict[str, Any]:
-        config = {name: {"name": name, "desc": desc, "ranks": str(ranks)} for (name, desc), ranks in self.groups.items()}
+        config = {
+            name: {"name": name, "desc": desc, "ranks": str(ranks)}
+            for (name, desc), ranks in self.groups.items()
+        }
         reached = {entry["pg_id"]: entry["collective_seq_id"] for entry in self.entries}
         words = ("enqueued", "started", "completed")
-        status = {str(pg_id): {f"last_{word}_collective": number for word in words} for pg_id, number in reached.items()}
-        library = {"nccl_version" if self.version < "2.9" and self.version != "2.10" else "comm_lib_version": "2.21.5"}
-        return {"version": self.version, "pg_config": config, "pg_status": status, **library, "entries": self.entries}
+        status = {
+            str(pg_id): {f"last_{word}_collective": number for word in words}
+            for pg_id, number in reached.items()
+        }
+        library = {
+            (
+                "nccl_version"
+                if self.version < "2.9" and self.version != "2.10"
+                else "comm_lib_version"
+            ): "2.21.5"
+        }
+        return {
+            "version": self.version,
+            "pg_config": config,
+            "pg_status": status,
+            **library,
+            "entries": self.entries,
+        }
 
-    def write(self, folder: Path, *, name: str = "nccl_trace_rank_{}", as_json: bool = False) -> None:
+    def write(
+        self, folder: Path, *, name: str = "nccl_trace_rank_{}", as_json: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         dump = self.dump()
         if as_json:  # no stacks, and the status as texts
-            status = {pg_id: {word: str(number) for word, number in each.items()} for pg_id, each in dump["pg_status"].items()}
-            entries = [{key: value for key, value in entry.items() if key != "frames"} for entry in self.entries]
-            (folder / name.format(self.rank)).write_text(json.dumps({**dump, "pg_status": status, "entries": entries}))
+            status = {
+                pg_id: {word: str(number) for word, number in each.items()}
+                for pg_id, each in dump["pg_status"].items()
+            }
+            entries = [
+                {key: value for key, value in entry.items() if key != "frames"}
+                for entry in self.entries
+            ]
+            (folder / name.format(self.rank)).write_text(
+                json.dumps({**dump, "pg_status": status, "entries": entries})
+            )
         else:
             (folder / name.format(self.rank)).write_bytes(pickle.dumps(dump, protocol=2))
 
@@ -138,14 +177,16 @@ def four(**recorder: Any) -> list[Recorder]:
     return [Recorder(rank, **recorder).calls(5) for rank in range(WORLD)]
 
 
-# -- dumps as NCCL writes them ---------------------------------------------------------------------------------------------
+# -- dumps as NCCL writes them ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("version", "as_json"), [("2.4", False), ("2.5", False), ("2.9", False), ("2.10", False), ("2.10", True)]
+    ("version", "as_json"),
+    [("2.4", False), ("2.5", False), ("2.9", False), ("2.10", False), ("2.10", True)],
 )
 def test_missing_in_every_version(version: str, as_json: bool, tmp_path: Path) -> None:
-    """The rank that never came is named in dumps of every version, as pickle and as JSON; lines where there are stacks."""
+    """The rank that never came is named in dumps of every version, as pickle and as JSON; lines
+    where there are stacks."""
     for recorder in four(version=version):
         if recorder.rank != VICTIM:
             recorder.call(line=12, state="started")
@@ -153,7 +194,10 @@ def test_missing_in_every_version(version: str, as_json: bool, tmp_path: Path) -
     verdict = consult_dumps(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (VICTIM,), "exact")
     assert verdict.collective is not None
-    assert {key: verdict.collective[key] for key in ("op", "number", "group", "dtype", "shapes", "bytes")} == {
+    assert {
+        key: verdict.collective[key]
+        for key in ("op", "number", "group", "dtype", "shapes", "bytes")
+    } == {
         "op": "all_reduce",
         "number": 5,
         "group": "default",
@@ -165,7 +209,10 @@ def test_missing_in_every_version(version: str, as_json: bool, tmp_path: Path) -
         [None] * 2 if as_json else ["train.py:12", "train.py:9"]
     )
     assert [str(verdict.ranks[rank].state) for rank in (0, VICTIM)] == ["waiting", "running"]
-    assert 'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.' in verdict.explanation
+    assert (
+        'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.'
+        in verdict.explanation
+    )
 
 
 def test_text_of_a_verdict(tmp_path: Path) -> None:
@@ -174,9 +221,14 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
     for recorder in recorders[:VICTIM] + recorders[VICTIM + 1 :]:
         recorder.call(line=12, state="started")
     likely = "rank 2 took another way, or is held, after train.py:9."
-    not_known = "not where a rank is now; modules, passes, steps, roots and reduce ops are not in them"
+    not_known = (
+        "not where a rank is now; modules, passes, steps, roots and reduce ops are not in them"
+    )
     text = verdict_text(diagnose_folder(tmp_path, recorders))
-    assert f"```text\n{text}\n```" in (Path(__file__).parent.parent / "docs" / "flight-recorder.md").read_text()
+    assert (
+        f"```text\n{text}\n```"
+        in (Path(__file__).parent.parent / "docs" / "flight-recorder.md").read_text()
+    )
     assert text.splitlines() == [
         "HANG  4 ranks",
         'Rank 2 never issued all_reduce of float32 [4], #5 of group "default".',
@@ -189,9 +241,12 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("program", [None, "", "import sys; sys.stdout.write('nonsense')"], ids=["well", "silent", "mad"])
+@pytest.mark.parametrize(
+    "program", [None, "", "import sys; sys.stdout.write('nonsense')"], ids=["well", "silent", "mad"]
+)
 def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many dumps are read by several processes: nothing is lost or mixed up, also where such a process fails."""
+    """Many dumps are read by several processes: nothing is lost or mixed up, also where such a
+    process fails."""
     count = 30
     for rank in range(count):
         Recorder(rank, groups={DEFAULT: list(range(count))}).calls(3 + rank).write(tmp_path)
@@ -203,18 +258,27 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
     run = read_dumps(tmp_path, on_progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert told[-1] == (count, count)
-    assert {rank: len(box.records) for rank, box in run.boxes.items()} == {n: 3 + n for n in range(count) if n != 7}
+    assert {rank: len(box.records) for rank, box in run.boxes.items()} == {
+        n: 3 + n for n in range(count) if n != 7
+    }
     assert [box.path.name for box in run.unreadable] == ["nccl_trace_rank_7"]
 
 
 @pytest.mark.parametrize(
     ("other", "differs_in"),
-    [({"op": "broadcast"}, ["op"]), ({"shape": (5,)}, ["shape"]), ({"dtype": "BFloat16"}, ["dtype"])],
+    [
+        ({"op": "broadcast"}, ["op"]),
+        ({"shape": (5,)}, ["shape"]),
+        ({"dtype": "BFloat16"}, ["dtype"]),
+    ],
     ids=["op", "shape", "dtype"],
 )
 def test_mismatch(other: dict[str, Any], differs_in: list[str], tmp_path: Path) -> None:
     """Ranks that issued something different at one number: who, where, and in what."""
-    recorders = [r.call(**(other if r.rank == VICTIM else {}), line=20 + r.rank, state="scheduled") for r in four()]
+    recorders = [
+        r.call(**(other if r.rank == VICTIM else {}), line=20 + r.rank, state="scheduled")
+        for r in four()
+    ]
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("mismatch", (VICTIM,), "exact")
     assert verdict.facts["differs_in"] == differs_in
@@ -222,7 +286,8 @@ def test_mismatch(other: dict[str, Any], differs_in: list[str], tmp_path: Path) 
 
 
 def test_silent_mismatch(tmp_path: Path) -> None:
-    """Two reductions of one shape in the other order: nothing fails, and the lines in the dumps tell."""
+    """Two reductions of one shape in the other order: nothing fails, and the lines in the dumps
+    tell."""
     recorders = [Recorder(rank) for rank in range(WORLD)]
     for step in range(5):
         for recorder in recorders:
@@ -252,20 +317,25 @@ def test_deadlock(tmp_path: Path) -> None:
     """Two groups in opposite order are a circle of waits."""
     one, other = ("1", "one"), ("2", "other")
     groups = {DEFAULT: [0, 1, 2, 3], one: [0, 1, 2, 3], other: [0, 1, 2, 3]}
-    recorders = [r.call(group=other if r.rank == VICTIM else one, state="started") for r in four(groups=groups)]
+    recorders = [
+        r.call(group=other if r.rank == VICTIM else one, state="started")
+        for r in four(groups=groups)
+    ]
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("deadlock", (VICTIM,))
     assert {link["rank"] for link in verdict.facts["circle"]} >= {VICTIM}
 
 
 def test_dumps_of_different_moments(tmp_path: Path) -> None:
-    """What others have completed, a rank must have issued after its dump was made: it is not blamed for it."""
+    """What others have completed, a rank must have issued after its dump was made: it is not blamed
+    for it."""
     recorders = [r.calls(0 if r.rank == VICTIM else 3) for r in four()]
     assert diagnose_folder(tmp_path, recorders).kind == "healthy"
 
 
 def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
-    """The root of a broadcast may be done before anybody has come: who is behind then is still missing."""
+    """The root of a broadcast may be done before anybody has come: who is behind then is still
+    missing."""
     recorders = four()
     recorders[0].call("broadcast").call("broadcast", state="started")
     for recorder in (recorders[1], recorders[3]):
@@ -275,43 +345,55 @@ def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_who_waits_is_not_blamed_for_being_late(tmp_path: Path) -> None:
-    """Who is still in a collective that all have issued is not the one that is missing from the next."""
+    """Who is still in a collective that all have issued is not the one that is missing from the
+    next."""
     recorders = four()
     for recorder in recorders:
-        recorder.call("broadcast", state="started" if recorder.rank in (0, VICTIM) else "completed", line=11)
+        recorder.call(
+            "broadcast", state="started" if recorder.rank in (0, VICTIM) else "completed", line=11
+        )
         if recorder.rank not in (0, VICTIM):
             recorder.call("broadcast", state="started", line=12)
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("together", (), "inferred")
-    assert verdict.explanation[0] == (
-        'Ranks 0, 2 are still in #5 of group "default", which all have issued; ranks 1, 3 went on. No rank is missing from it.'
+    assert (
+        verdict.explanation[0]
+        == 'Ranks 0, 2 are still in #5 of group "default", which all have issued; ranks 1, 3 went'
+        " on. No rank is missing from it."
     )
     assert verdict.collective is not None
     assert verdict.collective["number"] == 5
 
 
 def test_of_those_who_are_late_only_who_does_not_wait_is_blamed(tmp_path: Path) -> None:
-    """Of two ranks that are missing, the one that is still in what all have issued is not a culprit."""
+    """Of two ranks that are missing, the one that is still in what all have issued is not a
+    culprit."""
     recorders = four()
     for recorder in recorders:
         recorder.call("broadcast", state="started" if recorder.rank == 0 else "completed")
         recorder.calls(recorder.rank not in (0, VICTIM), state="started")
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
-    assert "Rank 0 did not come either: still in an earlier collective that all have issued." in verdict.explanation
+    assert (
+        "Rank 0 did not come either: still in an earlier collective that all have issued."
+        in verdict.explanation
+    )
 
 
-# -- messages and batches --------------------------------------------------------------------------------------------------
+# -- messages and batches --------------------------------------------------------------------------
 
 
 def ring(rank: int, rounds: int, *, wrong: int | None = None) -> Recorder:
-    """Messages around a ring; in the last round one rank may listen to the wrong one. Those after it go on till they wait."""
+    """Messages around a ring; in the last round one rank may listen to the wrong one. Those after
+    it go on till they wait."""
     recorder, after, before = Recorder(rank), (rank + 1) % WORLD, (rank - 1) % WORLD
     goes_on = 0 if wrong is None else {wrong: 0, (wrong - 1) % WORLD: 0}.get(rank, 1)
     for number in range(rounds + goes_on):
         state = "completed" if number < rounds - 1 else "started"
         source = after if number == rounds - 1 and rank == wrong else before
-        recorder.call(f"send {rank}->{after}", state=state).call(f"recv {rank}<-{source}", state=state)
+        recorder.call(f"send {rank}->{after}", state=state).call(
+            f"recv {rank}<-{source}", state=state
+        )
     return recorder
 
 
@@ -323,10 +405,14 @@ def test_messages(tmp_path: Path) -> None:
 
 
 def test_messages_whose_beginning_is_lost(tmp_path: Path) -> None:
-    """Rings that have lost different numbers of messages: they are not matched, which is said, and nobody is blamed."""
+    """Rings that have lost different numbers of messages: they are not matched, which is said, and
+    nobody is blamed."""
     verdict = diagnose_folder(tmp_path, [ring(rank, 9).forget(3 + rank) for rank in range(WORLD)])
     assert verdict.culprits == ()
-    assert any("the first sends and receives are no longer in the ring" in said for said in verdict.missing_data)
+    assert any(
+        "the first sends and receives are no longer in the ring" in said
+        for said in verdict.missing_data
+    )
 
 
 def test_batch_of_messages(tmp_path: Path) -> None:
@@ -335,15 +421,21 @@ def test_batch_of_messages(tmp_path: Path) -> None:
     for here, there in ((0, 1), (1, 0)):
         for _ in range(3):
             recorders[here].call(f"send {here}->{there}", state="scheduled")
-            recorders[here].call(f"recv {here}<-{there}", state="scheduled", again=True).call("coalesced", again=True)
+            recorders[here].call(f"recv {here}<-{there}", state="scheduled", again=True).call(
+                "coalesced", again=True
+            )
     for recorder in recorders:
         recorder.groups = {DEFAULT: [0, 1]}
     assert diagnose_folder(tmp_path, recorders).kind == "healthy"
-    assert [event.fields["op"] for event in read_dumps(tmp_path).boxes[0].events()] == ["send", "recv"] * 3
+    assert [event.fields["op"] for event in read_dumps(tmp_path).boxes[0].events()] == [
+        "send",
+        "recv",
+    ] * 3
 
 
 def test_batch_of_collectives(tmp_path: Path) -> None:
-    """The collectives of a batch are one call with one number; a rank whose batch is another one is found."""
+    """The collectives of a batch are one call with one number; a rank whose batch is another one is
+    found."""
     recorders = four()
     for recorder in recorders:
         for part in range(3):
@@ -353,30 +445,40 @@ def test_batch_of_collectives(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
-    assert (verdict.collective["op"], verdict.collective["number"]) == ("all_gather_into_tensor_coalesced", 5)
+    assert (verdict.collective["op"], verdict.collective["number"]) == (
+        "all_gather_into_tensor_coalesced",
+        5,
+    )
     assert verdict.collective["shapes"] == [[4], [4], [4]]
 
 
-# -- what is not there -----------------------------------------------------------------------------------------------------
+# -- what is not there -----------------------------------------------------------------------------
 
 
 def test_rank_without_a_dump(tmp_path: Path) -> None:
-    """Where all others wait, the rank that left no dump is named, as what is likely and not as what is known."""
-    verdict = diagnose_folder(tmp_path, [r.call(state="started") for r in four() if r.rank != VICTIM])
+    """Where all others wait, the rank that left no dump is named, as what is likely and not as what
+    is known."""
+    verdict = diagnose_folder(
+        tmp_path, [r.call(state="started") for r in four() if r.rank != VICTIM]
+    )
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (VICTIM,), "inferred")
     assert "3 of 4 ranks: no dump of rank 2" in verdict.missing_data
     assert verdict.explanation[0].startswith("Rank 2 may never have issued all_reduce")
 
 
 def test_half_written_dump(tmp_path: Path) -> None:
-    """A dump that is cut is no proof that its rank stayed behind; that ranks differ it still proves."""
+    """A dump that is cut is no proof that its rank stayed behind; that ranks differ it still
+    proves."""
     recorders = [r.call(state="started") for r in four()]
     diagnose_folder(tmp_path, recorders)
     path = tmp_path / f"nccl_trace_rank_{VICTIM}"
     path.write_bytes(path.read_bytes()[:-700])
     verdict = consult_dumps(tmp_path)
     assert (verdict.kind, verdict.certainty) == ("missing", "inferred")
-    assert any("cut short: it ends at byte" in said and "its newest entries are lost" in said for said in verdict.missing_data)
+    assert any(
+        "cut short: it ends at byte" in said and "its newest entries are lost" in said
+        for said in verdict.missing_data
+    )
 
     recorders[VICTIM].entries[1]["profiling_name"] = "nccl:broadcast"
     diagnose_folder(tmp_path, recorders)
@@ -386,19 +488,26 @@ def test_half_written_dump(tmp_path: Path) -> None:
 
 
 def test_wrapped_rings(tmp_path: Path) -> None:
-    """Rings that begin at different numbers are compared where they overlap; numbers are those of the job."""
+    """Rings that begin at different numbers are compared where they overlap; numbers are those of
+    the job."""
     recorders = [r.calls(20) for r in four()]
     for recorder in recorders:
-        recorder.call(shape=(5,) if recorder.rank == VICTIM else (4,), state="started").forget(3 * recorder.rank)
+        recorder.call(shape=(5,) if recorder.rank == VICTIM else (4,), state="started").forget(
+            3 * recorder.rank
+        )
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (VICTIM,))
     assert verdict.collective is not None
     assert verdict.collective["number"] == 25
-    assert "the rings of 3 ranks have wrapped: only what all of them still have was compared" in verdict.missing_data
+    assert (
+        "the rings of 3 ranks have wrapped: only what all of them still have was compared"
+        in verdict.missing_data
+    )
 
 
 def test_group_that_left_the_ring(tmp_path: Path) -> None:
-    """A rank whose ring has nothing of a group any more is not blamed there; that it is not known is said."""
+    """A rank whose ring has nothing of a group any more is not blamed there; that it is not known
+    is said."""
     busy = ("1", "busy")
     groups = {DEFAULT: [0, 1, 2, 3], busy: [0, 1, 2, 3]}
     recorders = [Recorder(rank, groups=groups).calls(2, op="broadcast") for rank in range(WORLD)]
@@ -407,12 +516,15 @@ def test_group_that_left_the_ring(tmp_path: Path) -> None:
     recorders[VICTIM].forget(2)
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
-    said = 'rank 2: nothing of group "0" is left in the ring; whether it came to #1 there is not known'
+    said = (
+        'rank 2: nothing of group "0" is left in the ring; whether it came to #1 there is not known'
+    )
     assert said in verdict.missing_data
 
 
 def test_numbers_that_nobody_records(tmp_path: Path) -> None:
-    """gloo counts what it does not record (a monitored barrier): such holes are no reason not to compare."""
+    """gloo counts what it does not record (a monitored barrier): such holes are no reason not to
+    compare."""
     recorders = four()
     for recorder in recorders:
         recorder._numbers["0", False] += 2
@@ -423,12 +535,15 @@ def test_numbers_that_nobody_records(tmp_path: Path) -> None:
     assert verdict.collective["number"] == 5
 
 
-# -- folders ---------------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["{}", "rank{}.json", "host/deep/trace-v2_{}", "comm_lib_trace_rank_{}.pickle"])
+@pytest.mark.parametrize(
+    "name", ["{}", "rank{}.json", "host/deep/trace-v2_{}", "comm_lib_trace_rank_{}.pickle"]
+)
 def test_any_name(name: str, tmp_path: Path) -> None:
-    """A rank is the number at the end of a file's name, in any folder below; other files, and pipes, are not read."""
+    """A rank is the number at the end of a file's name, in any folder below; other files, and
+    pipes, are not read."""
     (tmp_path / "README").write_text("dumps of Tuesday")
     os.mkfifo(tmp_path / "pipe_0")
     for recorder in four():
@@ -446,11 +561,15 @@ def test_dumps_of_another_time(tmp_path: Path) -> None:
         recorder.write(tmp_path, name="new_{}")
     verdict = consult_dumps(tmp_path)
     assert verdict.kind == "together"
-    assert "4 other dumps in the folder, older or of another name, were left out" in verdict.missing_data
+    assert (
+        "4 other dumps in the folder, older or of another name, were left out"
+        in verdict.missing_data
+    )
 
 
 def test_lines_of_the_user() -> None:
-    """What is of Python, torch, another package, a compiler or torchwhere is not the user's line; all else is."""
+    """What is of Python, torch, another package, a compiler or torchwhere is not the user's line;
+    all else is."""
     others = (
         "/usr/lib/python3.11/threading.py",
         "/home/user/venv/lib/python3.12/site-packages/lightning/trainer.py",
@@ -461,21 +580,34 @@ def test_lines_of_the_user() -> None:
         "/src/torchwhere/sense/collectives.py",
     )
     assert {user_line({"filename": file, "line": 1}) for file in others} == {None}
-    assert user_line({"filename": "/home/user/torch/train.py", "line": 7}) == "/home/user/torch/train.py:7"
+    assert (
+        user_line({"filename": "/home/user/torch/train.py", "line": 7})
+        == "/home/user/torch/train.py:7"
+    )
 
 
 def test_dump_of_nccl(tmp_path: Path) -> None:
-    """What NCCL's own recorder wrote on an H200, asked for through its pipe: ops, groups, numbers, sizes and lines are read."""
+    """What NCCL's own recorder wrote on an H200, asked for through its pipe: ops, groups, numbers,
+    sizes and lines are read."""
     shutil.copy(Path(__file__).parent / "golden/nccl-2.28.9-rank_0", tmp_path / "nccl_trace_rank_0")
     dumps = read_dumps(tmp_path)
     events = [event.to_dict() for event in dumps.events()]
     assert (list(dumps.boxes), dumps.boxes[0].has_states) == ([0], True)
     assert [event["number"] for event in events] == list(range(26))
-    assert Counter(event["op"] for event in events) == {"all_reduce": 21, "broadcast": 4, "all_gather": 1}
+    assert Counter(event["op"] for event in events) == {
+        "all_reduce": 21,
+        "broadcast": 4,
+        "all_gather": 1,
+    }
     assert {event["group_desc"] for event in events} == {"default_pg"}
     assert {event["dtype"] for event in events} == {"float32", "int32", "int64"}
-    assert (events[-1]["line"], events[-1]["shapes"], events[-1]["bytes"]) == ("nccl.py:24", [[4]], 16)
-    assert [event["shapes"] for event in events if event["line"] is None][-1] == [[65792]]  # DDP's: no frame of the user's
+    assert (events[-1]["line"], events[-1]["shapes"], events[-1]["bytes"]) == (
+        "nccl.py:24",
+        [[4]],
+        16,
+    )
+    # DDP's: no frame of the user's
+    assert [event["shapes"] for event in events if event["line"] is None][-1] == [[65792]]
     assert consult_dumps(tmp_path).kind == "healthy"
 
 
@@ -487,18 +619,23 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(TorchwhereError, match=rf"^{tmp_path} holds no dump\. {how_to}$"):
         consult_dumps(tmp_path)
     (tmp_path / "trace_0").write_bytes(b"?")
-    with pytest.raises(TorchwhereError, match=r"can be read\. trace_0: refused: neither a pickle nor JSON$"):
+    with pytest.raises(
+        TorchwhereError, match=r"can be read\. trace_0: refused: neither a pickle nor JSON$"
+    ):
         consult_dumps(tmp_path)
     Recorder(0).write(tmp_path, name="trace_{}")
-    with pytest.raises(TorchwhereError, match=rf"^the dumps in {tmp_path} have no entries\. Is the recorder on"):
+    with pytest.raises(
+        TorchwhereError, match=rf"^the dumps in {tmp_path} have no entries\. Is the recorder on"
+    ):
         consult_dumps(tmp_path)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`torchwhere doctor --flight-recorder` gives the verdict as text and as JSON; the exit code says sick or healthy."""
+    """`torchwhere doctor --flight-recorder` gives the verdict as text and as JSON; the exit code
+    says sick or healthy."""
     for recorder in four():
         recorder.write(tmp_path / "well")
         recorder.calls(recorder.rank != VICTIM, state="started")
@@ -512,7 +649,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         {"ranks": [2], "issued": 4, "started": 4, "completed": 4},
     ]
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "torchwhere: give a run's folder, or a folder of dumps with --flight-recorder\n"
+    assert (
+        capsys.readouterr().err
+        == "torchwhere: give a run's folder, or a folder of dumps with --flight-recorder\n"
+    )
 
 
 def test_command_needs_no_torch(tmp_path: Path) -> None:
@@ -523,11 +663,13 @@ def test_command_needs_no_torch(tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from torchwhere.cli import main; main(['doctor', '--flight-recorder', sys.argv[1]])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout.splitlines()[0], done.stderr) == ("HEALTHY  4 ranks, (inferred)", "")
 
 
-# -- the other way ---------------------------------------------------------------------------------------------------------
+# -- the other way ---------------------------------------------------------------------------------
 
 
 def torchfrtrace(folder: Path, *arguments: str) -> list[str]:
@@ -578,7 +720,8 @@ def work(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def fresh_ranks() -> Iterator[Pool]:
-    """Ranks of their own: in those that all tests share, a planted fault may have left the ranks' numbers apart."""
+    """Ranks of their own: in those that all tests share, a planted fault may have left the ranks'
+    numbers apart."""
     pool = Pool(4)
     yield pool
     pool.close()
@@ -592,7 +735,8 @@ def sound_run(fresh_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_sound_run_is_sound_for_torchfrtrace(sound_run: Path, tmp_path: Path) -> None:
-    """Every kind of collective of a sound run is written, and PyTorch's own tool finds no fault in it."""
+    """Every kind of collective of a sound run is written, and PyTorch's own tool finds no fault in
+    it."""
     written = write_dumps(torchwhere.read_run(sound_run), folder=tmp_path / "dumps")
     assert written.left_out == {}
     assert written.ranks == (0, 1, 2, 3)
@@ -622,7 +766,8 @@ def test_place_rides_along(sound_run: Path, tmp_path: Path) -> None:
     for rank, box in run.boxes.items():
         one, other = (
             [
-                [getattr(event.place, name) for name in places] + [event.fields[name] for name in fields]
+                [getattr(event.place, name) for name in places]
+                + [event.fields[name] for name in fields]
                 for event in found.events(kinds={"collective"})
             ]
             for found in (box, dumps.boxes[rank])
@@ -633,7 +778,8 @@ def test_place_rides_along(sound_run: Path, tmp_path: Path) -> None:
 
 
 def test_dumps_hold_plain_data(sound_run: Path, tmp_path: Path) -> None:
-    """What is written has no globals either, and the frame that torchfrtrace prints says the place."""
+    """What is written has no globals either, and the frame that torchfrtrace prints says the
+    place."""
     write_dumps(torchwhere.read_run(sound_run), folder=tmp_path / "dumps")
     data = (tmp_path / "dumps" / "torchwhere_rank_0").read_bytes()
     assert data[:2] == b"\x80\x02"
@@ -643,7 +789,8 @@ def test_dumps_hold_plain_data(sound_run: Path, tmp_path: Path) -> None:
 
 
 def test_rings_are_written_from_where_all_have_them(fresh_ranks: Pool, tmp_path: Path) -> None:
-    """Of rings that begin at different numbers only the common part is written; PyTorch's tool finds no fault in it."""
+    """Of rings that begin at different numbers only the common part is written; PyTorch's tool
+    finds no fault in it."""
     fresh_ranks.run(overflow, str(tmp_path / "run"))
     run = torchwhere.read_run(tmp_path / "run")
     firsts = {next(box.events(kinds={"collective"})).fields["number"] for box in run.boxes.values()}
@@ -664,11 +811,14 @@ def overflow(folder: str) -> None:
 
 
 def test_write_command(sound_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`torchwhere flight-recorder` writes dumps and says how to read them; it writes into no folder that holds something."""
+    """`torchwhere flight-recorder` writes dumps and says how to read them; it writes into no folder
+    that holds something."""
     assert main(["flight-recorder", str(sound_run), "-o", str(tmp_path / "dumps")]) == 0
     said = capsys.readouterr().out
     assert said.startswith("4 dumps with ")
-    assert said.endswith(f" entries in {tmp_path}/dumps. Read them with: torchfrtrace {tmp_path}/dumps\n")
+    assert said.endswith(
+        f" entries in {tmp_path}/dumps. Read them with: torchfrtrace {tmp_path}/dumps\n"
+    )
     assert main(["flight-recorder", str(sound_run), "-o", str(tmp_path / "dumps")]) == 2
     reason = "is not an empty folder: torchfrtrace would read what is in it. Give another one"
     assert capsys.readouterr().err == f"torchwhere: {tmp_path}/dumps {reason}\n"
@@ -676,7 +826,9 @@ def test_write_command(sound_run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["ranks"] == [0, 1, 2, 3]
 
 
-def test_verdict_with_both(sound_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verdict_with_both(
+    sound_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a run and dumps, the verdict is the run's, with what the dumps add."""
     for recorder in four():
         recorder.write(tmp_path)
@@ -686,9 +838,10 @@ def test_verdict_with_both(sound_run: Path, tmp_path: Path, capsys: pytest.Captu
     assert any(said.startswith("flight recorder: ") for said in found["missing_data"])
 
 
-# -- real faults -----------------------------------------------------------------------------------------------------------
+# -- real faults -----------------------------------------------------------------------------------
 
-# What torchfrtrace must say of the dumps that are written from the boxes. It sees no silent mismatch, and matches no roots.
+# What torchfrtrace must say of the dumps that are written from the boxes. It sees no silent
+# mismatch, and matches no roots.
 NAMED = {
     "wrong_order": "Culprit rank 2; Error type: COLLECTIVE_TYPE_MISMATCH",
     "opposite_groups": "missing ranks: {2}",
@@ -725,7 +878,8 @@ class DumpingNursery(Nursery):
 
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, Path]]:
-    """All jobs at once, till each has its verdict and its dumps: the verdict from its boxes, and its folder."""
+    """All jobs at once, till each has its verdict and its dumps: the verdict from its boxes, and
+    its folder."""
     folders = {name: tmp_path_factory.mktemp(name) for name in NAMED}
     nursery, verdicts = DumpingNursery(), {}
     jobs = {name: nursery.start(name, VICTIM, folder) for name, folder in folders.items()}
@@ -751,21 +905,32 @@ def has_dumps(name: str, folder: Path) -> bool:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_real_fault(name: str, faults: dict[str, tuple[Verdict, Path]]) -> None:
-    """Boxes, gloo's own dumps and the dumps that we write of the boxes give one verdict; PyTorch's tool agrees on the last."""
+    """Boxes, gloo's own dumps and the dumps that we write of the boxes give one verdict; PyTorch's
+    tool agrees on the last."""
     live, folder = faults[name]
     assert has_dumps(name, folder)
     verdicts = {kind: consult_dumps(folder / kind) for kind in ("pickle", "json", "written")}
     for kind, verdict in verdicts.items():
         if (name, kind) != ("swapped", "json"):  # without stacks there is nothing to see
-            assert (kind, verdict.kind, verdict.culprits) == (kind, live.kind, live.culprits), verdict.explanation
+            assert (kind, verdict.kind, verdict.culprits) == (
+                kind,
+                live.kind,
+                live.culprits,
+            ), verdict.explanation
     assert any("gloo's recorder keeps no sends" in said for said in verdicts["pickle"].missing_data)
     said, named = torchfrtrace(folder / "written"), NAMED[name]
     assert any(named in line for line in said) if named is not None else not said
 
 
 def test_torchfrtrace_as_a_command(faults: dict[str, tuple[Verdict, Path]]) -> None:
-    """The command that comes with torch reads what we write, ends well, and prints our place as a stack."""
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(faults["lock"][1] / "written")]
+    """The command that comes with torch reads what we write, ends well, and prints our place as a
+    stack."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.flight_recorder.fr_trace",
+        str(faults["lock"][1] / "written"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0
     assert "Not all ranks joining collective, sequence number: 13" in done.stderr

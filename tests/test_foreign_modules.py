@@ -35,7 +35,12 @@ def test_made_anew_in_every_step() -> None:
     """A loss that is made anew has one name; those that are alive together have numbers."""
     with torchwhere.watch(nn.Linear(2, 2)):
         assert names_of(nn.ReLU, times=5, keep=False) == ["<ReLU>"] * 5
-        assert names_of(nn.Tanh, times=4, keep=True) == ["<Tanh>", "<Tanh#2>", "<Tanh#3>", "<Tanh#4>"]
+        assert names_of(nn.Tanh, times=4, keep=True) == [
+            "<Tanh>",
+            "<Tanh#2>",
+            "<Tanh#3>",
+            "<Tanh#4>",
+        ]
 
 
 def test_a_number_is_given_again() -> None:
@@ -69,13 +74,22 @@ def ring(size: int) -> list[Pair]:
 
 
 def test_no_first_call_looks_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is called for the first time, the garbage collector is never asked: it looks at every object of the process."""
+    """Whatever is called for the first time, the garbage collector is never asked: it looks at
+    every object of the process."""
     asked: list[str] = []
     for name in ("get_referrers", "get_objects"):
         monkeypatch.setattr(gc, name, lambda *_, name=name: asked.append(name) or [])
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     unseen = nn.Sequential(nn.Linear(2, 2), nn.GELU())
-    first = [copy.deepcopy(model), copy.deepcopy(model), nn.Linear(2, 2), nn.MSELoss(), unseen[1], *ring(2), *ring(3)]
+    first = [
+        copy.deepcopy(model),
+        copy.deepcopy(model),
+        nn.Linear(2, 2),
+        nn.MSELoss(),
+        unseen[1],
+        *ring(2),
+        *ring(3),
+    ]
     with torchwhere.watch(model):
         model(torch.zeros(2))
         for module in first:
@@ -132,7 +146,7 @@ def test_modules_that_refer_to_each_other(size: int) -> None:
     assert (seen[0] or "").startswith("<Pair>")
 
 
-# -- the model around a part, as the calling frames see it -------------------------------------------------------------------
+# -- the model around a part, as the calling frames see it -----------------------------------------
 
 
 def a_model() -> tuple[nn.Sequential, list[str | None]]:
@@ -186,7 +200,9 @@ def in_a_closure(model: nn.Sequential) -> None:
     inner()
 
 
-@pytest.mark.parametrize("held", [in_a_variable, in_an_attribute, in_a_list, in_a_global, in_a_closure])
+@pytest.mark.parametrize(
+    "held", [in_a_variable, in_an_attribute, in_a_list, in_a_global, in_a_closure]
+)
 def test_where_the_model_may_be(held: Callable[[nn.Sequential], None]) -> None:
     """A part is named after its model, wherever the calling frames have the model."""
     model, seen = a_model()
@@ -199,7 +215,8 @@ def test_where_the_model_may_be(held: Callable[[nn.Sequential], None]) -> None:
 
 
 def test_a_part_that_is_called_before_its_model_is_seen() -> None:
-    """Called where nobody has the model, a part has its class as name; once the model is called, it has its name in that."""
+    """Called where nobody has the model, a part has its class as name; once the model is called, it
+    has its name in that."""
     model, seen = a_model()
     thread = threading.Thread(target=model[0][0], args=(torch.zeros(2),))
     with torchwhere.watch(nn.Linear(2, 2)):
@@ -211,7 +228,8 @@ def test_a_part_that_is_called_before_its_model_is_seen() -> None:
 
 
 def test_a_part_that_came_to_a_known_model() -> None:
-    """A module that is added to the watched model and called by itself has its name in the model."""
+    """A module that is added to the watched model and called by itself has its name in the
+    model."""
     model, seen = nn.Sequential(nn.Linear(2, 2)), []
     with torchwhere.watch(model):
         model(torch.zeros(2))
@@ -246,7 +264,8 @@ def _makes_a_variable(first: nn.Module) -> int:
 
 
 def test_what_a_function_has_of_its_variables_stays() -> None:
-    """The dictionary that `locals()` gave, and a variable that `exec` made, are as without a watch."""
+    """The dictionary that `locals()` gave, and a variable that `exec` made, are as without a
+    watch."""
     alone = _saves_locals(nn.Linear(2, 2), 1), _makes_a_variable(nn.Linear(2, 2))
     with torchwhere.watch(nn.Linear(2, 2)):
         watched = _saves_locals(nn.Linear(2, 2), 1), _makes_a_variable(nn.Linear(2, 2))
@@ -254,7 +273,8 @@ def test_what_a_function_has_of_its_variables_stays() -> None:
 
 
 def test_a_part_of_an_unknown_model_is_found() -> None:
-    """A bare module that is part of a model is not taken for one made on the fly, whatever came before of other classes."""
+    """A bare module that is part of a model is not taken for one made on the fly, whatever came
+    before of other classes."""
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with torchwhere.watch(nn.Linear(2, 2)):
         names_of(nn.ReLU, times=5, keep=False)

@@ -1,4 +1,5 @@
-"""Which line of the forward made a tensor or a node: recorded, from anomaly mode, of a compiled function, of a module."""
+"""Which line of the forward made a tensor or a node: recorded, from anomaly mode, of a compiled
+function, of a module."""
 
 from __future__ import annotations
 
@@ -53,16 +54,19 @@ class Block(nn.Module):
 
 def ops_and_lines(tensor: torch.Tensor) -> dict[str, str | None]:
     nodes = [
-        node for node in nodes_of([tensor.grad_fn]) if node.name() not in ("torch::autograd::AccumulateGrad", "TBackward0")
+        node
+        for node in nodes_of([tensor.grad_fn])
+        if node.name() not in ("torch::autograd::AccumulateGrad", "TBackward0")
     ]
     return {node.name(): whole(torchwhere.forward_line(node)) for node in nodes}
 
 
-# -- recorded --------------------------------------------------------------------------------------------------------------
+# -- recorded --------------------------------------------------------------------------------------
 
 
 def test_recorded_lines_are_exact() -> None:
-    """Each node has the line of the user's code that made it, inside modules too; a call over several lines has its own."""
+    """Each node has the line of the user's code that made it, inside modules too; a call over
+    several lines has its own."""
     model = Block()
     with torchwhere.forward_lines():
         z = model(torch.ones(1, 4)) * 2
@@ -80,7 +84,8 @@ def test_recorded_lines_are_exact() -> None:
 
 
 def test_before_and_after_nothing_is_recorded() -> None:
-    """Nodes made before, after and between have no line; those of an earlier recording keep theirs."""
+    """Nodes made before, after and between have no line; those of an earlier recording keep
+    theirs."""
     x = torch.ones(2, requires_grad=True)
     before = x.sin()
     with torchwhere.forward_lines():
@@ -95,7 +100,8 @@ def test_before_and_after_nothing_is_recorded() -> None:
 
 
 def test_a_decorator_nested_and_an_exception() -> None:
-    """As a decorator, nested, and left by an exception it records what ran inside, and nothing stays behind."""
+    """As a decorator, nested, and left by an exception it records what ran inside, and nothing
+    stays behind."""
 
     @torchwhere.forward_lines()
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +110,10 @@ def test_a_decorator_nested_and_an_exception() -> None:
         return y.cos()
 
     y = forward(torch.ones(2, requires_grad=True))
-    assert ops_and_lines(y) == {"CosBackward0": line_of(forward, 4), "ExpBackward0": line_of(forward, 3)}
+    assert ops_and_lines(y) == {
+        "CosBackward0": line_of(forward, 4),
+        "ExpBackward0": line_of(forward, 3),
+    }
     x = torch.ones(2, requires_grad=True)
     try:
         with torchwhere.forward_lines():
@@ -112,7 +121,9 @@ def test_a_decorator_nested_and_an_exception() -> None:
             raise KeyError
     except KeyError:
         pass
-    assert whole(torchwhere.forward_line(z)) == line_of(test_a_decorator_nested_and_an_exception, 14)
+    assert whole(torchwhere.forward_line(z)) == line_of(
+        test_a_decorator_nested_and_an_exception, 14
+    )
     assert sys.gettrace() is None
     assert sys._getframe().f_trace is None
 
@@ -176,7 +187,10 @@ def test_a_debugger_is_not_pushed_aside() -> None:
     sys.settrace(debugger)
     try:
         with (
-            pytest.raises(torchwhere.TorchwhereError, match=r"^forward_lines\(\): something else traces this thread already"),
+            pytest.raises(
+                torchwhere.TorchwhereError,
+                match=r"^forward_lines\(\): something else traces this thread already",
+            ),
             torchwhere.forward_lines(),
         ):
             pass
@@ -194,7 +208,7 @@ def test_graphs_have_lines() -> None:
     assert f"{graph[1].line}" in str(graph)
 
 
-# -- other ways of knowing -------------------------------------------------------------------------------------------------
+# -- other ways of knowing -------------------------------------------------------------------------
 
 
 def test_anomaly_mode_is_read() -> None:
@@ -205,13 +219,20 @@ def test_anomaly_mode_is_read() -> None:
             y = Block()(torch.ones(1, 4))
     line = torchwhere.forward_line(y)
     assert line is not None
-    assert (whole(line), line.source, line.certainty) == (line_of(Block.forward, 3), "anomaly", Certainty.EXACT)
+    assert (whole(line), line.source, line.certainty) == (
+        line_of(Block.forward, 3),
+        "anomaly",
+        Certainty.EXACT,
+    )
     graph = torchwhere.backward_graph(y)
-    assert [whole(node.line) for node in graph if node.op == "ReluBackward0"] == [line_of(Block.forward, 2)]
+    assert [whole(node.line) for node in graph if node.op == "ReluBackward0"] == [
+        line_of(Block.forward, 2)
+    ]
 
 
 def test_a_watch_knows_the_module() -> None:
-    """Under a watch alone, the line is where the forward of the innermost module of the user's begins, as inferred."""
+    """Under a watch alone, the line is where the forward of the innermost module of the user's
+    begins, as inferred."""
     model = nn.Sequential(Block(), nn.Linear(4, 4))
     with torchwhere.watch(model):
         y = model[0](torch.ones(1, 4))
@@ -219,15 +240,21 @@ def test_a_watch_knows_the_module() -> None:
         for origin in (y, node):
             line = torchwhere.forward_line(origin)
             assert line is not None
-            assert (whole(line), line.source, line.certainty) == (line_of(Block.forward, 0), "module", Certainty.INFERRED)
+            assert (whole(line), line.source, line.certainty) == (
+                line_of(Block.forward, 0),
+                "module",
+                Certainty.INFERRED,
+            )
         assert torchwhere.forward_line(y.sum()) is None  # no module made it
-        assert torchwhere.forward_line(model(torch.ones(1, 4))) is None  # Sequential and Linear are torch's own
+        # Sequential and Linear are torch's own
+        assert torchwhere.forward_line(model(torch.ones(1, 4))) is None
     assert torchwhere.forward_line(y) is None  # the watch is over
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_graphs(backend: str) -> None:
-    """A node of a compiled graph has the line where the compiled function begins; recording recompiles nothing."""
+    """A node of a compiled graph has the line where the compiled function begins; recording
+    recompiles nothing."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
@@ -239,7 +266,11 @@ def test_compiled_graphs(backend: str) -> None:
     plain = compiled(x)
     line = torchwhere.forward_line(plain)
     assert line is not None
-    assert (whole(line), line.source, line.certainty) == (line_of(function, 0), "compiled", Certainty.INFERRED)
+    assert (whole(line), line.source, line.certainty) == (
+        line_of(function, 0),
+        "compiled",
+        Certainty.INFERRED,
+    )
     before = dict(counters["stats"])
     with dynamo.config.patch(error_on_recompile=True), torchwhere.forward_lines():
         recorded = compiled(x)
@@ -249,7 +280,8 @@ def test_compiled_graphs(backend: str) -> None:
 
 
 def test_compiling_while_recording() -> None:
-    """A function that is first compiled while lines are recorded is compiled as usual, and stays so."""
+    """A function that is first compiled while lines are recorded is compiled as usual, and stays
+    so."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
@@ -265,7 +297,8 @@ def test_compiling_while_recording() -> None:
 
 
 def test_an_error_of_a_custom_backward() -> None:
-    """For an exception that a custom function raised in backward: the line of the forward that called it."""
+    """For an exception that a custom function raised in backward: the line of the forward that
+    called it."""
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -284,7 +317,10 @@ def test_an_error_of_a_custom_backward() -> None:
         z.backward()
     line = torchwhere.forward_line(raised.value)
     assert line is not None
-    assert (whole(line), line.certainty) == (line_of(test_an_error_of_a_custom_backward, 14), Certainty.EXACT)
+    assert (whole(line), line.certainty) == (
+        line_of(test_an_error_of_a_custom_backward, 14),
+        Certainty.EXACT,
+    )
 
 
 def test_an_error_of_torch_in_backward() -> None:
@@ -315,7 +351,7 @@ def test_an_error_of_a_forward() -> None:
     assert torchwhere.forward_line(ValueError("never raised")) is None
 
 
-# -- no line ---------------------------------------------------------------------------------------------------------------
+# -- no line ---------------------------------------------------------------------------------------
 
 
 def test_a_leaf_has_no_line() -> None:
@@ -329,9 +365,19 @@ def test_a_leaf_has_no_line() -> None:
 
 def test_bad_input() -> None:
     """A tensor without a graph is a ValueError that says why, anything else a TypeError."""
-    with pytest.raises(ValueError, match=r"^forward_line\(tensor\): this tensor has no graph: requires_grad is False"):
+    with pytest.raises(
+        ValueError,
+        match=r"^forward_line\(tensor\): this tensor has no graph: requires_grad is False",
+    ):
         torchwhere.forward_line(torch.ones(1))
-    with pytest.raises(ValueError, match=r"^forward_line\(tensor\): this tensor is a leaf: no operation made it"):
+    with pytest.raises(
+        ValueError, match=r"^forward_line\(tensor\): this tensor is a leaf: no operation made it"
+    ):
         torchwhere.forward_line(torch.ones(1, requires_grad=True))
-    with pytest.raises(TypeError, match=r"^forward_line\(...\): expected a tensor, an autograd node or an exception, got str$"):
+    with pytest.raises(
+        TypeError,
+        match=(
+            r"^forward_line\(...\): expected a tensor, an autograd node or an exception, got str$"
+        ),
+    ):
         torchwhere.forward_line("x")  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""The frameworks people train with, each for real: DeepSpeed ZeRO, transformers' Trainer, accelerate, Lightning."""
+"""The frameworks people train with, each for real: DeepSpeed ZeRO, transformers' Trainer,
+accelerate, Lightning."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def recorded(folder: Path) -> list[dict[str, Any]]:
     return [event.to_dict() for event in torchwhere.read_run(folder).boxes[rank].events()]
 
 
-# -- DeepSpeed -------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------
 
 
 def _deepspeed(folder: Path, stage: int) -> dict[str, Any]:
@@ -55,10 +56,16 @@ def _deepspeed(folder: Path, stage: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100},
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "reduce_bucket_size": 100,
+        },
         "zero_allow_untested_optimizer": True,
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config, model_parameters=model.parameters()
+    )
     seen = []
     model.layers[1].up.register_forward_hook(lambda *_: seen.append(torchwhere.where()))
     with watching(folder):
@@ -73,24 +80,34 @@ def _deepspeed(folder: Path, stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_c21_deepspeed_zero(two_ranks: Pool, tmp_path: Path, stage: int) -> None:
-    """ZeRO's gathers and reductions are recorded; names stay although the data is partitioned; one step per engine step."""
+    """ZeRO's gathers and reductions are recorded; names stay although the data is partitioned; one
+    step per engine step."""
     names = {name for name, _ in Model().named_parameters()}
     for answer in two_ranks.run(_deepspeed, tmp_path, stage, checks_itself=True):
         assert answer["step"] == STEPS
-        assert answer["places"] == [("forward", "layers.1.up", call, step) for step in range(STEPS) for call in range(2)]
+        assert answer["places"] == [
+            ("forward", "layers.1.up", call, step) for step in range(STEPS) for call in range(2)
+        ]
         collectives = [event for event in answer["events"] if event["kind"] == "collective"]
         fast_path = {(event["pass"], event["op"]) for event in collectives}
         reduces_in = "outside" if stage == 1 else "backward"  # ZeRO-1 reduces once backward is over
         assert any(pass_ == reduces_in and "reduce" in op for pass_, op in fast_path), fast_path
         modules = {event["module"] for event in collectives if event["module"]}
-        assert modules <= {"", "layers"} | {name.rpartition(".")[0] for name in names} | {"layers.0", "layers.1"}
+        assert modules <= {"", "layers"} | {name.rpartition(".")[0] for name in names} | {
+            "layers.0",
+            "layers.1",
+        }
         if stage == 3:
-            gathers = [event for event in collectives if event["op"].startswith("all_gather") and event["pass"] == "forward"]
+            gathers = [
+                event
+                for event in collectives
+                if event["op"].startswith("all_gather") and event["pass"] == "forward"
+            ]
             assert {name for event in gathers for name in event["for"] or ()} == names
         assert all(event["certainty"] == "exact" for event in collectives)
 
 
-# -- transformers and accelerate -------------------------------------------------------------------------------------------
+# -- transformers and accelerate -------------------------------------------------------------------
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -105,26 +122,46 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, loss_type="ForCausalLM"))
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, loss_type="ForCausalLM"
+        )
+    )
 
 
 def test_transformers_trainer(tmp_path: Path) -> None:
-    """A Trainer, watched from outside without the model: names as in the user's model, one step per optimizer step."""
+    """A Trainer, watched from outside without the model: names as in the user's model, one step per
+    optimizer step."""
     from transformers import Trainer, TrainingArguments
 
     model = _gpt2()
     seen = []
-    model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda *_: seen.append(torchwhere.where()))
-    options = {"per_device_train_batch_size": 4, "max_steps": STEPS, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+    model.transformer.h[1].mlp.c_fc.register_forward_hook(
+        lambda *_: seen.append(torchwhere.where())
+    )
+    options = {
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        arguments = TrainingArguments(output_dir=str(tmp_path / "trainer"), disable_tqdm=True, logging_strategy="no", **options)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "trainer"),
+            disable_tqdm=True,
+            logging_strategy="no",
+            **options,
+        )
         trainer = Trainer(model=model, args=arguments, train_dataset=Rows())
         with watching(tmp_path / "run"):
             trainer.train()
             step = torchwhere.where().step
     assert step == STEPS
-    assert [(place.module, place.step) for place in seen] == [("transformer.h.1.mlp.c_fc", step) for step in range(STEPS)]
+    assert [(place.module, place.step) for place in seen] == [
+        ("transformer.h.1.mlp.c_fc", step) for step in range(STEPS)
+    ]
     assert "test_frameworks.py:" in str(seen[0].line)
 
 
@@ -147,22 +184,26 @@ def _accelerate(folder: Path) -> dict[str, Any]:
 
 
 def test_accelerate(two_ranks: Pool, tmp_path: Path) -> None:
-    """accelerate over DDP with gradient accumulation: one step per real optimizer step, reductions for named parameters."""
+    """accelerate over DDP with gradient accumulation: one step per real optimizer step, reductions
+    for named parameters."""
     names = {name for name, _ in Model().named_parameters()}
     for answer in two_ranks.run(_accelerate, tmp_path, checks_itself=True):
         assert answer["step"] == 2
-        reductions = [e for e in answer["events"] if e["kind"] == "collective" and e["pass"] == "backward"]
+        reductions = [
+            e for e in answer["events"] if e["kind"] == "collective" and e["pass"] == "backward"
+        ]
         assert reductions
         for event in reductions:
             assert set(event["for"]) <= names
             assert event["param"] in event["for"]
 
 
-# -- Lightning -------------------------------------------------------------------------------------------------------------
+# -- Lightning -------------------------------------------------------------------------------------
 
 
 def test_lightning(tmp_path: Path) -> None:
-    """A Lightning fit: its closure runs inside the optimizer, the places are those of forward and backward all the same."""
+    """A Lightning fit: its closure runs inside the optimizer, the places are those of forward and
+    backward all the same."""
     import lightning
 
     seen = []
@@ -180,9 +221,18 @@ def test_lightning(tmp_path: Path) -> None:
 
     lit = Lit()
     lit.model.head.register_forward_hook(lambda *_: seen.append(torchwhere.where()))
-    lit.model.head.weight.register_post_accumulate_grad_hook(lambda _: seen.append(torchwhere.where()))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(max_steps=STEPS, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet)
+    lit.model.head.weight.register_post_accumulate_grad_hook(
+        lambda _: seen.append(torchwhere.where())
+    )
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet
+    )
     data = torch.utils.data.DataLoader([batch()[0] for _ in range(8)], batch_size=2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,5 @@
-"""`drop_in.fsdp_debug`: the tree of sharded modules, beside the original. The first two tests are what PyTorch's own checked
-when its `fully_shard` was still the one that the original knows."""
+"""`drop_in.fsdp_debug`: the tree of sharded modules, beside the original. The first two tests are
+what PyTorch's own checked when its `fully_shard` was still the one that the original knows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from rank_pool import Pool
-from torchwhere.drop_in.fsdp_debug import _get_sharded_module_tree_with_module_name_to_fqns as tree_of
+from torchwhere.drop_in.fsdp_debug import (
+    _get_sharded_module_tree_with_module_name_to_fqns as tree_of,
+)
 
 Answer = tuple[str, dict[str, list[str]]]
 
@@ -67,11 +69,15 @@ class CompositeModel(nn.Module):
 
 
 def of_unit(name: str) -> list[str]:
-    return [f"{name}.{layer}.{kind}" for layer in ("l1", "seq.1", "l2") for kind in ("weight", "bias")]
+    return [
+        f"{name}.{layer}.{kind}" for layer in ("l1", "seq.1", "l2") for kind in ("weight", "bias")
+    ]
 
 
 def original(model: nn.Module) -> Answer:
-    from torch.distributed.fsdp._debug_utils import _get_sharded_module_tree_with_module_name_to_fqns
+    from torch.distributed.fsdp._debug_utils import (
+        _get_sharded_module_tree_with_module_name_to_fqns,
+    )
 
     answer: Answer = _get_sharded_module_tree_with_module_name_to_fqns(model)
     return answer
@@ -85,7 +91,7 @@ def fsdp1(module: nn.Module, **options: Any) -> Any:
         return FullyShardedDataParallel(module, device_id=torch.device("cpu"), **options)
 
 
-# -- what PyTorch's own test checked ---------------------------------------------------------------------------------------
+# -- what PyTorch's own test checked ---------------------------------------------------------------
 
 
 def _fsdp2() -> tuple[Answer, Answer, Answer]:
@@ -102,7 +108,8 @@ def _fsdp2() -> tuple[Answer, Answer, Answer]:
 
 
 def test_fsdp2(two_ranks: Pool) -> None:
-    """Units of `fully_shard` are marked, with their own classes' names, and manage what is in no unit further in."""
+    """Units of `fully_shard` are marked, with their own classes' names, and manage what is in no
+    unit further in."""
     for answer in two_ranks.run(_fsdp2):
         (tree, managed), (_, nested), (_, of_original) = answer
         assert tree == TREE
@@ -117,27 +124,35 @@ def _fsdp1() -> list[tuple[Answer, Answer]]:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({UnitModule})
-    models = [fsdp1(CompositeModel(), auto_wrap_policy=policy, use_orig_params=keep) for keep in (True, False)]
+    models = [
+        fsdp1(CompositeModel(), auto_wrap_policy=policy, use_orig_params=keep)
+        for keep in (True, False)
+    ]
     return [(tree_of(model), original(model)) for model in models]
 
 
 def test_fsdp1(two_ranks: Pool) -> None:
-    """FSDP1 gives the same units and names: the wrapper has a line, the module in it is what is sharded."""
+    """FSDP1 gives the same units and names: the wrapper has a line, the module in it is what is
+    sharded."""
     for answers in two_ranks.run(_fsdp1):
         for (tree, managed), (tree_of_original, of_original) in answers:
-            assert managed == {"[CompositeModel]": ROOT, "u1[UnitModule]": of_unit("u1"), "u2[UnitModule]": of_unit("u2")}
+            assert managed == {
+                "[CompositeModel]": ROOT,
+                "u1[UnitModule]": of_unit("u1"),
+                "u2[UnitModule]": of_unit("u2"),
+            }
             lines = tree.splitlines()
             assert lines[:2] == ["[FullyShardedDataParallel]", "    [CompositeModel] FULLY SHARDED"]
             assert [line.strip() for line in lines if "[FullyShardedDataParallel]" not in line] == [
                 line.strip() for line in TREE.splitlines()
             ]
-            assert tree.replace(" FULLY SHARDED", "") == tree_of_original.replace("_fsdp_wrapped_module.", "").replace(
-                "_fsdp_wrapped_module[", "["
-            ).replace(".[", "[")
+            assert tree.replace(" FULLY SHARDED", "") == tree_of_original.replace(
+                "_fsdp_wrapped_module.", ""
+            ).replace("_fsdp_wrapped_module[", "[").replace(".[", "[")
             assert of_original == {}, "the original has learned FSDP1 again: compare with it"
 
 
-# -- the same text as the original -----------------------------------------------------------------------------------------
+# -- the same text as the original -----------------------------------------------------------------
 
 
 def test_nothing_sharded_is_the_original_text() -> None:
@@ -161,13 +176,19 @@ def test_types_are_those_of_the_original() -> None:
 
 
 def test_the_page_shows_both() -> None:
-    """The program in docs/migrating.md prints what stands below it, and with the original's import what stands there for it."""
+    """The program in docs/migrating.md prints what stands below it, and with the original's import
+    what stands there for it."""
     page = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
     section = page.partition("the tree of sharded modules\n")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     ours, theirs = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
     assert _printed(program) == ours
-    assert _printed(program.replace("torchwhere.drop_in.fsdp_debug", "torch.distributed.fsdp._debug_utils")) == theirs
+    assert (
+        _printed(
+            program.replace("torchwhere.drop_in.fsdp_debug", "torch.distributed.fsdp._debug_utils")
+        )
+        == theirs
+    )
 
 
 def _printed(program: str) -> str:
@@ -178,11 +199,12 @@ def _printed(program: str) -> str:
     return out.getvalue()
 
 
-# -- the rest of FSDP ------------------------------------------------------------------------------------------------------
+# -- the rest of FSDP ------------------------------------------------------------------------------
 
 
 def test_groups_ties_and_units_without_parameters(one_rank: None) -> None:
-    """One unit over two modules is marked at both; a tied parameter is named once; a unit with nothing left is not marked."""
+    """One unit over two modules is marked at both; a tied parameter is named once; a unit with
+    nothing left is not marked."""
     from torch.distributed.fsdp import fully_shard
 
     model = CompositeModel()
@@ -202,7 +224,8 @@ def test_groups_ties_and_units_without_parameters(one_rank: None) -> None:
 
 
 def test_gathered_units_and_checkpointing(one_rank: None) -> None:
-    """In the middle of a forward, where parameters are gathered, the answer is the same; checkpointing leaves no name."""
+    """In the middle of a forward, where parameters are gathered, the answer is the same;
+    checkpointing leaves no name."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -246,6 +269,9 @@ def test_a_world_that_is_gone() -> None:
 
 def test_not_a_module() -> None:
     """What is not a module is a TypeError, not an AttributeError from inside."""
-    expected = r"^_get_sharded_module_tree_with_module_name_to_fqns\(model\): expected a torch\.nn\.Module, got dict$"
+    expected = (
+        r"^_get_sharded_module_tree_with_module_name_to_fqns\(model\): expected a"
+        r" torch\.nn\.Module, got dict$"
+    )
     with pytest.raises(TypeError, match=expected):
         tree_of({})  # type: ignore[arg-type]

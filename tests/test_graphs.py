@@ -1,4 +1,5 @@
-"""The table of compiled graphs: ids, kinds, functions, inputs by parameter name, recompilations and why. Real torch.compile."""
+"""The table of compiled graphs: ids, kinds, functions, inputs by parameter name, recompilations and
+why. Real torch.compile."""
 
 from __future__ import annotations
 
@@ -40,12 +41,13 @@ def facts(graphs: Any) -> list[tuple[Any, ...]]:
     return [(graph.id, graph.kind, graph.function, graph.recompiled) for graph in graphs]
 
 
-# -- what was compiled -----------------------------------------------------------------------------------------------------
+# -- what was compiled -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_forward_backward_inference_and_again(backend: str) -> None:
-    """Each graph has its id, kind, function, backend, ops and inputs by name; one compiled again says how often and why."""
+    """Each graph has its id, kind, function, backend, ops and inputs by name; one compiled again
+    says how often and why."""
     model = Model(depth=1)
     compiled = torch.compile(model, backend=backend)
     compiled(batch()).sum().backward()
@@ -61,7 +63,9 @@ def test_forward_backward_inference_and_again(backend: str) -> None:
         ("0/2", "inference", "Model.forward", 2),
     ]
     assert {graph.backend for graph in found} == {backend}
-    assert {os.path.basename(graph.line or "") for graph in found} == {f"models.py:{Model.forward.__code__.co_firstlineno}"}
+    assert {os.path.basename(graph.line or "") for graph in found} == {
+        f"models.py:{Model.forward.__code__.co_firstlineno}"
+    }
     assert [graph.ops for graph in found if graph.kind != "backward"] == [4, 4, 4]
     assert [graph.reason for graph in found] == [
         None,
@@ -84,7 +88,8 @@ def test_forward_backward_inference_and_again(backend: str) -> None:
 
 
 def test_asking_changes_nothing() -> None:
-    """Asking compiles nothing, breaks no graph and causes no recompilation, also while a watch is running."""
+    """Asking compiles nothing, breaks no graph and causes no recompilation, also while a watch is
+    running."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
@@ -101,15 +106,21 @@ def test_asking_changes_nothing() -> None:
 
 
 def test_dynamo_is_not_loaded_for_this() -> None:
-    """Where nothing was compiled the table is empty, and dynamo has not been loaded to find that out."""
-    code = "import sys, torchwhere; print(torchwhere.graphs(), len(torchwhere.graphs()), 'torch._dynamo' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    """Where nothing was compiled the table is empty, and dynamo has not been loaded to find that
+    out."""
+    code = (
+        "import sys, torchwhere; print(torchwhere.graphs(), len(torchwhere.graphs()),"
+        " 'torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == "no compiled graphs 0 False\n"
 
 
 def test_functions_breaks_buffers_and_containers() -> None:
-    """A function's graph has the parameters of the models it uses, buffers, and tensors as they are reached; a graph break
-    makes two."""
+    """A function's graph has the parameters of the models it uses, buffers, and tensors as they are
+    reached; a graph break makes two."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     @torch.compile(backend="aot_eager")
@@ -141,7 +152,9 @@ def test_a_backend_of_the_users() -> None:
         return module.forward
 
     torch.compile(Model(depth=1), backend=my_backend)(batch()).sum().backward()
-    assert [(graph.kind, graph.backend) for graph in torchwhere.graphs()] == [("forward", "my_backend")]
+    assert [(graph.kind, graph.backend) for graph in torchwhere.graphs()] == [
+        ("forward", "my_backend")
+    ]
 
 
 def test_the_name_of_the_model() -> None:
@@ -184,7 +197,7 @@ def test_a_failed_compilation_is_no_graph() -> None:
     assert list(torchwhere.graphs()) == []
 
 
-# -- a watch ---------------------------------------------------------------------------------------------------------------
+# -- a watch ---------------------------------------------------------------------------------------
 
 
 def test_a_watch_remembers_what_dynamo_forgets() -> None:
@@ -199,27 +212,38 @@ def test_a_watch_remembers_what_dynamo_forgets() -> None:
         found = torchwhere.graphs()
         assert (found["0/0"].ops, found["0/0"].seconds is not None) == (4, True)
     alone = torchwhere.graphs()
-    assert [(graph.id, graph.ops) for graph in alone if graph.kind == "forward"] == [("0/0", None), ("0/1", None)]
+    assert [(graph.id, graph.ops) for graph in alone if graph.kind == "forward"] == [
+        ("0/0", None),
+        ("0/1", None),
+    ]
 
 
 def test_events_say_what_and_why(tmp_path: Path) -> None:
-    """The box has for each compilation whether it is of a forward or a backward, and why it was compiled again."""
+    """The box has for each compilation whether it is of a forward or a backward, and why it was
+    compiled again."""
     compiled = torch.compile(Model(depth=1), backend="aot_eager")
     with torchwhere.watch(out=tmp_path):
         compiled(batch()).sum().backward()
         compiled(batch(rows=6))
-    found = [event.fields for event in torchwhere.read_run(tmp_path).events(kinds={"compile_begin"})]
+    found = [
+        event.fields for event in torchwhere.read_run(tmp_path).events(kinds={"compile_begin"})
+    ]
     assert found == [
         {"what": "0/0", "part": "forward"},
         {"what": "0/0", "part": "backward"},
-        {"what": "0/1", "part": "forward", "because": "0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6"},
+        {
+            "what": "0/1",
+            "part": "forward",
+            "because": "0/0: tensor 'x' size mismatch at index 0. expected 4, actual 6",
+        },
     ]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_a_place_knows_its_graph(backend: str) -> None:
-    """Where an op of the user's runs in a compiled graph, forward and backward, and while one is compiled, the place has the
-    graph's id, and the table the rest; a function that was not compiled is in no graph."""
+    """Where an op of the user's runs in a compiled graph, forward and backward, and while one is
+    compiled, the place has the graph's id, and the table the rest; a function that was not compiled
+    is in no graph."""
     seen: list[tuple[str, str | None]] = []
     name = f"torchwhere_test::look_{backend}"
 
@@ -250,26 +274,45 @@ def test_a_place_knows_its_graph(backend: str) -> None:
         compiled(torch.ones(2, requires_grad=True)).sum().backward()
         graph = torchwhere.graphs()["0/0"]
     in_backward = None if backend == "eager" else "0/0"  # only AOTAutograd compiles backwards
-    assert set(seen) == {("compiling", "0/0"), ("outside", "0/0"), ("disabled", None), ("backward", in_backward)}
+    assert set(seen) == {
+        ("compiling", "0/0"),
+        ("outside", "0/0"),
+        ("disabled", None),
+        ("backward", in_backward),
+    }
     assert graph.kind == "forward"
 
 
-# -- results ---------------------------------------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def test_table_and_json() -> None:
-    """The table has a line a graph and no empty column; one graph lists its inputs; the dictionary survives JSON."""
+    """The table has a line a graph and no empty column; one graph lists its inputs; the dictionary
+    survives JSON."""
     compiled = torch.compile(Model(depth=1), backend="aot_eager")
     compiled(batch())
     found = torchwhere.graphs()
     heading, row = str(found).splitlines()
-    assert heading.split() == ["graph", "kind", "function", "line", "backend", "ops", "inputs", "seconds"]
+    assert heading.split() == [
+        "graph",
+        "kind",
+        "function",
+        "line",
+        "backend",
+        "ops",
+        "inputs",
+        "seconds",
+    ]
     assert row.split()[:3] == ["0/0", "forward", "Model.forward"]
     assert "6 parameters, 1 input" in row
     text = str(found[0]).splitlines()
     assert text[0].startswith("graph 0/0 forward of Model.forward (")
     assert text[3] == "  2  input x"
-    assert json.loads(json.dumps(found.to_dict()))["graphs"][0]["inputs"][2] == {"number": 2, "kind": "input", "name": "x"}
+    assert json.loads(json.dumps(found.to_dict()))["graphs"][0]["inputs"][2] == {
+        "number": 2,
+        "kind": "input",
+        "name": "x",
+    }
     assert repr(found) == "<CompiledGraphs: 0/0>"
     assert found[0].describe(0) == "parameter layers.0.up.weight"
     assert "0/0" in found
@@ -277,18 +320,21 @@ def test_table_and_json() -> None:
 
 
 def test_bad_input() -> None:
-    """An unknown id is a KeyError that lists the known ones; an input that is not there a ValueError."""
+    """An unknown id is a KeyError that lists the known ones; an input that is not there a
+    ValueError."""
     torch.compile(Model(depth=1), backend="aot_eager")(batch()).sum().backward()
     found = torchwhere.graphs()
     with pytest.raises(KeyError, match=r"no compiled graph '7/7'; there are 0/0"):
         found["7/7"]
     with pytest.raises(ValueError, match=r"^describe\(7\): graph 0/0 has 7 inputs, 0 to 6$"):
         found[0].describe(7)
-    with pytest.raises(ValueError, match=r"^describe\(0\): the inputs of backward graph 0/0 are not known$"):
+    with pytest.raises(
+        ValueError, match=r"^describe\(0\): the inputs of backward graph 0/0 are not known$"
+    ):
         found[1].describe(0)
 
 
-# -- dynamo's code ---------------------------------------------------------------------------------------------------------
+# -- dynamo's code ---------------------------------------------------------------------------------
 
 
 def code_that_calls(body: str) -> CodeType:
@@ -299,9 +345,11 @@ def code_that_calls(body: str) -> CodeType:
 
 
 def test_inputs_are_read_off_the_code() -> None:
-    """Attributes, keys and constants are followed through variables; what is no parameter is given as it is reached."""
+    """Attributes, keys and constants are followed through variables; what is no parameter is given
+    as it is reached."""
     code = code_that_calls(
-        f"t = self._modules; return {GRAPH_NAME}1(t['a']._modules['0']._parameters['w'], x, d['k'][0], x.t(), 3)"
+        f"t = self._modules; return {GRAPH_NAME}1(t['a']._modules['0']._parameters['w'], x,"
+        " d['k'][0], x.t(), 3)"
     )
     inputs = graph_inputs(code)
     assert inputs is not None
@@ -324,4 +372,6 @@ def test_code_that_is_not_understood_gives_nothing() -> None:
     assert graph_inputs(code_that_calls(f"return {GRAPH_NAME}1(*[x for x in d])")) is None
     assert graph_inputs(code_that_calls("return x")) is None
     assert graph_name(code_that_calls("return x")) is None
-    assert any(i.opname == "BINARY_OP" for i in dis.get_instructions(code_that_calls("return x + 1")))
+    assert any(
+        i.opname == "BINARY_OP" for i in dis.get_instructions(code_that_calls("return x + 1"))
+    )

@@ -1,4 +1,5 @@
-"""Process groups in the making: what is recorded of it, and what the doctor says of ranks that wait there."""
+"""Process groups in the making: what is recorded of it, and what the doctor says of ranks that wait
+there."""
 
 from __future__ import annotations
 
@@ -35,10 +36,24 @@ def new(*ranks: int) -> tuple[str, list[int]]:
 
 
 def write(
-    folder: Path, rank: int, world: int, group_creations: list[tuple[str, list[int] | None]], *, waits: bool, calls: int = 0
+    folder: Path,
+    rank: int,
+    world: int,
+    group_creations: list[tuple[str, list[int] | None]],
+    *,
+    waits: bool,
+    calls: int = 0,
 ) -> None:
-    """A box: groups made one after another, the last one perhaps not yet; then all_reduces, in the last of which it is."""
-    meta = {"rank": rank, "world_size": world, "run_id": "made", "host": "here", "started_ns": S, "clock_offset_ns": 0}
+    """A box: groups made one after another, the last one perhaps not yet; then all_reduces, in the
+    last of which it is."""
+    meta = {
+        "rank": rank,
+        "world_size": world,
+        "run_id": "made",
+        "host": "here",
+        "started_ns": S,
+        "clock_offset_ns": 0,
+    }
     box = BoxWriter(folder / box_name(rank), meta=meta, records=64)
     box.intern(EntryType.THREAD, "0\tMainThread")
     line = box.intern(EntryType.LINE, f"train.py:{rank}")
@@ -47,8 +62,16 @@ def write(
         box.record(Kind.GROUP_BEGIN, (number + 1) * S, 0, 0, 0, 0, 0, 0, line, 0, 0, 0, 0, text)
         if number < len(group_creations) - 1 or not waits:
             box.record(Kind.GROUP_END, (number + 1) * S + 1, 0, 0, 0, 0, 0, 0, line)
-    box.intern(EntryType.GROUP, json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "backend": "gloo"}))
-    what = box.intern(EntryType.COLLECTIVE, json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}))
+    box.intern(
+        EntryType.GROUP,
+        json.dumps(
+            {"name": "0", "desc": "default_pg", "ranks": list(range(world)), "backend": "gloo"}
+        ),
+    )
+    what = box.intern(
+        EntryType.COLLECTIVE,
+        json.dumps({"op": "all_reduce", "group": "0", "dtype": "float32", "shapes": [[1]]}),
+    )
     for number in range(calls):
         box.record(Kind.COLLECTIVE, 20 * S + number, 0, 0, 0, 0, 0, 0, line, 0, what, 0, 0, number)
     box.close()
@@ -61,11 +84,12 @@ def verdict_on(folder: Path, *, now_s: float = NOW_S) -> Verdict:
     return diagnose(run, statuses=seen, now_ns=now_ns, stall_s=10)
 
 
-# -- the doctor ------------------------------------------------------------------------------------------------------------
+# -- the doctor ------------------------------------------------------------------------------------
 
 
 def test_one_never_comes(tmp_path: Path) -> None:
-    """Who has not begun to make the group in which the others wait is missing; after the job was killed it is inferred."""
+    """Who has not begun to make the group in which the others wait is missing; after the job was
+    killed it is inferred."""
     for rank in range(4):
         write(tmp_path, rank, 4, [] if rank == 2 else [INIT], waits=True)
     verdict = verdict_on(tmp_path)
@@ -93,16 +117,23 @@ def test_all_are_there(tmp_path: Path) -> None:
         write(tmp_path, rank, 4, [INIT, new(0, 1)], waits=True)
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("together", ())
-    assert verdict.explanation[0] == "All 4 ranks wait in new_group of ranks 0, 1, and none is missing."
+    assert (
+        verdict.explanation[0]
+        == "All 4 ranks wait in new_group of ranks 0, 1, and none is missing."
+    )
 
 
 def test_a_rank_without_a_box(tmp_path: Path) -> None:
-    """A rank that was never started leaves no box: it is said that nothing is known of it, and it is not blamed."""
+    """A rank that was never started leaves no box: it is said that nothing is known of it, and it
+    is not blamed."""
     for rank in (0, 1, 3):
         write(tmp_path, rank, 4, [INIT], waits=True)
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (), "unknown")
-    assert verdict.explanation[0] == "Ranks 0, 1, 3 wait in init_process_group, and of rank 2 nothing is known."
+    assert (
+        verdict.explanation[0]
+        == "Ranks 0, 1, 3 wait in init_process_group, and of rank 2 nothing is known."
+    )
 
 
 def test_groups_in_another_order(tmp_path: Path) -> None:
@@ -112,36 +143,56 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
         write(tmp_path, rank, 4, [INIT, *pairs[: 1 if rank in (0, 3) else 2]], waits=True)
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (3,))
-    assert "  rank 3: new_group of ranks 2, 3, outside any module, train.py:3, step 0" in verdict.explanation
+    assert (
+        "  rank 3: new_group of ranks 2, 3, outside any module, train.py:3, step 0"
+        in verdict.explanation
+    )
 
 
 def test_made_by_its_members_alone(tmp_path: Path) -> None:
-    """Half of the ranks left out a group that they are not in: what they make is what the others make later."""
+    """Half of the ranks left out a group that they are not in: what they make is what the others
+    make later."""
     for rank in range(4):
         group_creations = [INIT, new(0, 1), new(0, 3)] if rank < 2 else [INIT, new(0, 3)]
-        write(tmp_path, rank, 4, group_creations, waits=rank in (0, 3), calls=0 if rank in (0, 3) else 1)
+        write(
+            tmp_path,
+            rank,
+            4,
+            group_creations,
+            waits=rank in (0, 3),
+            calls=0 if rank in (0, 3) else 1,
+        )
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (2, 3))
     assert verdict.explanation[-1].startswith("All ranks must make all groups in one order")
 
 
 def test_others_went_on(tmp_path: Path) -> None:
-    """Some make a group, others went on to a collective with them: both wait, and the smaller side is named."""
+    """Some make a group, others went on to a collective with them: both wait, and the smaller side
+    is named."""
     for rank in range(4):
-        write(tmp_path, rank, 4, [INIT, new(0)] if rank == 0 else [INIT], waits=rank == 0, calls=0 if rank == 0 else 1)
+        write(
+            tmp_path,
+            rank,
+            4,
+            [INIT, new(0)] if rank == 0 else [INIT],
+            waits=rank == 0,
+            calls=0 if rank == 0 else 1,
+        )
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("mismatch", (0,), "inferred")
 
 
 def test_groups_that_were_made(tmp_path: Path) -> None:
-    """A job that is past its start is not held up by it, also where some ranks were watched only later."""
+    """A job that is past its start is not held up by it, also where some ranks were watched only
+    later."""
     for rank in range(4):
         write(tmp_path, rank, 4, [INIT, new(0, 1)] if rank else [], waits=False, calls=3)
     verdict = verdict_on(tmp_path)
     assert (verdict.culprits, "gathering" in verdict.facts) == ((), False)
 
 
-# -- what is recorded ------------------------------------------------------------------------------------------------------
+# -- what is recorded ------------------------------------------------------------------------------
 
 
 def _make_groups(folder: str) -> tuple[list[dict[str, object]], bool]:
@@ -154,24 +205,33 @@ def _make_groups(folder: str) -> tuple[list[dict[str, object]], bool]:
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     rank = dist.get_rank()
-    events = [event.to_dict() for event in torchwhere.read_run(folder).events() if event.kind.startswith("group_")]
+    events = [
+        event.to_dict()
+        for event in torchwhere.read_run(folder).events()
+        if event.kind.startswith("group_")
+    ]
     is_restored = makers == (dist.init_process_group, dist.distributed_c10d._new_group_with_tag)
     return [event for event in events if event["rank"] == rank], is_restored
 
 
 def test_what_is_recorded(two_ranks: Pool, tmp_path: Path) -> None:
-    """Each group that all ranks make is recorded on all of them, with its members and its line; a group of its members not."""
+    """Each group that all ranks make is recorded on all of them, with its members and its line; a
+    group of its members not."""
     for events, is_restored in two_ranks.run(_make_groups, str(tmp_path)):
         assert is_restored
         assert [event["kind"] for event in events] == ["group_begin", "group_end"] * 2
         begun = events[::2]
-        assert [(event["op"], event["ranks"]) for event in begun] == [("new_group", [0]), ("new_group", [0, 1])]
+        assert [(event["op"], event["ranks"]) for event in begun] == [
+            ("new_group", [0]),
+            ("new_group", [0, 1]),
+        ]
         assert begun[1]["number"] == begun[0]["number"] + 1
         assert all("test_group_creation.py:" in event["line"] for event in begun)
 
 
 def test_a_name_that_somebody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that was imported by name while we watched works as ever when the watch is over."""
+    """A function that was imported by name while we watched works as ever when the watch is
+    over."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch leaves one of its own
     with torchwhere.watch():
         from torch.distributed import init_process_group
@@ -191,12 +251,19 @@ with torchwhere.watch(out=f"{folder}/run"):
 
 
 def test_real_start(tmp_path: Path) -> None:
-    """Two processes, one of which never comes to the start: it is told while they wait, and where it is instead."""
+    """Two processes, one of which never comes to the start: it is told while they wait, and where
+    it is instead."""
     script = tmp_path / "half.py"
     script.write_text(_HALF_A_JOB)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path)] for rank in range(2)]
-    environments = [os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"} for rank in range(2)]
-    jobs = [subprocess.Popen(command, env=env, cwd=tmp_path) for command, env in zip(commands, environments, strict=True)]
+    environments = [
+        os.environ | {"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        for rank in range(2)
+    ]
+    jobs = [
+        subprocess.Popen(command, env=env, cwd=tmp_path)
+        for command, env in zip(commands, environments, strict=True)
+    ]
     try:
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
@@ -216,11 +283,12 @@ def test_real_start(tmp_path: Path) -> None:
             job.wait()
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------------
+# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_a_thread_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that ends a thread of the user's is an event, and goes to whoever is told of such exceptions as ever."""
+    """An exception that ends a thread of the user's is an event, and goes to whoever is told of
+    such exceptions as ever."""
     told: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
 
@@ -231,7 +299,9 @@ def test_a_thread_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         thread = threading.Thread(target=load, name="loader")
         thread.start()
         thread.join()
-    (event,) = [event.to_dict() for event in torchwhere.read_run(tmp_path).events(kinds={"exception"})]
+    (event,) = [
+        event.to_dict() for event in torchwhere.read_run(tmp_path).events(kinds={"exception"})
+    ]
     assert (event["text"], event["thread"]) == ("IndexError: no such row", "loader")
     assert "test_group_creation.py:" in event["line"]
     assert told == ["no such row"]

@@ -1,4 +1,5 @@
-"""The heart: a rank among several says that it is there, and where it stands still; and nothing of it is ever in the way."""
+"""The heart: a rank among several says that it is there, and where it stands still; and nothing of
+it is ever in the way."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ import torchwhere
 from rank_pool import Pool
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
-from torchwhere.blackbox.file_format import CURSOR_HEART, CURSOR_TIME, HEADER_BYTES, HEADER_COPIES, RECORD
+from torchwhere.blackbox.file_format import (
+    CURSOR_HEART,
+    CURSOR_TIME,
+    HEADER_BYTES,
+    HEADER_COPIES,
+    RECORD,
+)
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import STALL_MARK, BoxWriter
@@ -48,8 +55,8 @@ def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
 
 
 def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -> None:
-    """While the main thread waits the box is told that the process is there; its stack is left; others are seen; and when the
-    watch is over, thread and stack are gone."""
+    """While the main thread waits the box is told that the process is there; its stack is left;
+    others are seen; and when the watch is over, thread and stack are gone."""
     for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
         assert (during, after) == ([HEART], [])
         assert told.startswith(STALL_MARK)
@@ -91,12 +98,14 @@ def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
 
 
 def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> None:
-    """A signal that the main thread waits for is not taken by the heart, which would end the process; a child has no heart."""
+    """A signal that the main thread waits for is not taken by the heart, which would end the
+    process; a child has no heart."""
     assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
 
 
 def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it looks around it may import: a child is made before or after that, not in the middle."""
+    """While it looks around it may import: a child is made before or after that, not in the
+    middle."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     began, done = threading.Event(), list[bool]()
@@ -116,7 +125,9 @@ def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.Monke
     box.close()
 
 
-def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_heart_stops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An error of its own is said once, and after a few it beats no more."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
@@ -134,13 +145,16 @@ def test_a_failing_heart_stops(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     assert len(beats) == 3
     heartbeat.stop()
     box.close()
-    assert [record.message.partition(" failed")[0] for record in caplog.records] == ["torchwhere: the sense for the heartbeat"]
+    assert [record.message.partition(" failed")[0] for record in caplog.records] == [
+        "torchwhere: the sense for the heartbeat"
+    ]
 
 
 def test_it_beats_on_where_there_is_no_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the beat needs no room."""
+    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the
+    beat needs no room."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.005)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     rests: list[int] = []
@@ -167,7 +181,10 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
-        heartbeat = Heartbeat(box, on_stall=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1])  # type: ignore[misc]
+        heartbeat = Heartbeat(
+            box,
+            on_stall=lambda lasts_s=lasts_s, done=done: (time.sleep(lasts_s), done.append(True))[1],
+        )  # type: ignore[misc]
         heartbeat.start()
         thread = heartbeat._thread
         assert thread is not None
@@ -177,8 +194,11 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
         box.close()
 
 
-def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something has moved."""
+def test_rests_are_told_less_and_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something
+    has moved."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.002)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats, rests = 0, list[int]()
@@ -199,7 +219,8 @@ def test_rests_are_told_less_and_less_often(tmp_path: Path, monkeypatch: pytest.
         time.sleep(0.01)
     heartbeat.stop()
     box.close()
-    assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]  # the first beat has nothing to compare with; the 20th saw a move after it
+    # the first beat has nothing to compare with; the 20th saw a move after it
+    assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]
 
 
 CROWDED = """
@@ -234,7 +255,8 @@ def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
 
 
 def test_the_last_waits_are_kept(tmp_path: Path) -> None:
-    """As many as there is room for, in their order, whatever the monotonic clock shows; and none where nothing is told."""
+    """As many as there is room for, in their order, whatever the monotonic clock shows; and none
+    where nothing is told."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "clock_offset_ns": WALL_NS})
     begin = (1 << 32) * 10**6 - 20 * 10**9  # in ms it goes round meanwhile
     for beat in range(40):
@@ -248,7 +270,7 @@ def test_the_last_waits_are_kept(tmp_path: Path) -> None:
     untold.close()
 
 
-# -- what is made of it ----------------------------------------------------------------------------------------------------
+# -- what is made of it ----------------------------------------------------------------------------
 
 RANKS, VICTIM = 8, 5
 
@@ -266,7 +288,8 @@ def beat_at(box: Path, t_ns: int) -> None:
 
 
 def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> Path:
-    """A job in which one rank has not come to a collective; all were killed so long after the last record."""
+    """A job in which one rank has not come to a collective; all were killed so long after the last
+    record."""
     make(Job(RANKS, steps=4, records=180, fault="missing", victim=VICTIM), folder)
     boxes = read_run(folder).boxes
     last_ns = max(int(box.records["t_ns"].max()) for box in boxes.values())
@@ -276,38 +299,56 @@ def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> P
 
 
 def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
-    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had waited."""
+    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had
+    waited."""
     hung = diagnose_folder(killed_job(tmp_path / "hung", after_s=40))
     assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
     assert hung.stalled_s is not None
     assert 40 <= hung.stalled_s < 41
     passing = diagnose_folder(killed_job(tmp_path / "passing", after_s=0.05))
-    assert (passing.kind, passing.culprits, passing.certainty) == ("dead", (), "unknown")  # killed, and nobody saw how
+    # killed, and nobody saw how
+    assert (passing.kind, passing.culprits, passing.certainty) == ("dead", (), "unknown")
     assert passing.facts["may_have_gone_first"] == [VICTIM]
 
 
 def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
     """A damaged box may say anything: a moment that has not come is as good as none."""
     said = diagnose_folder(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
-    assert (said.kind, said.culprits, said.certainty, said.stalled_s) == ("missing", (VICTIM,), "inferred", None)
+    assert (said.kind, said.culprits, said.certainty, said.stalled_s) == (
+        "missing",
+        (VICTIM,),
+        "inferred",
+        None,
+    )
 
 
 def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None:
-    """The stack that a rank left when it came to rest is its place, on any machine, unless it has moved since."""
+    """The stack that a rank left when it came to rest is its place, on any machine, unless it has
+    moved since."""
     killed_job(tmp_path, after_s=40)
     boxes = read_run(tmp_path).labels
-    frames = '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
-    for moment, stack in ((boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")), (5, ())):
+    frames = (
+        '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
+    )
+    for moment, stack in (
+        (boxes[VICTIM].last_ns + 1, ("/home/me/train.py:7 in load", "/home/me/train.py:9 in main")),
+        (5, ()),
+    ):
         text = f"{STALL_MARK}{moment}\n{frames}"
         (tmp_path / f"rank{VICTIM}.stall").write_text(text)
         assert look(boxes)[VICTIM].stack == stack
     assert diagnose_folder(tmp_path).ranks[VICTIM].place.line != "/home/me/train.py:7"
-    (tmp_path / f"rank{VICTIM}.stall").write_text(text.replace(f"{STALL_MARK}5", f"{STALL_MARK}{boxes[VICTIM].last_ns + 1}"))
+    (tmp_path / f"rank{VICTIM}.stall").write_text(
+        text.replace(f"{STALL_MARK}5", f"{STALL_MARK}{boxes[VICTIM].last_ns + 1}")
+    )
     assert diagnose_folder(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
 
 
-def test_a_witness_sees_its_neighbours(tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank has read of the others stands in for a box that is gone; once one is gone, what was written stays."""
+def test_a_witness_sees_its_neighbours(
+    tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one rank has read of the others stands in for a box that is gone; once one is gone, what
+    was written stays."""
     killed_job(tmp_path, after_s=40)
     whole = diagnose_folder(tmp_path)
     host = str(read_run(tmp_path).labels[0].meta["host"])
@@ -321,12 +362,18 @@ def test_a_witness_sees_its_neighbours(tmp_path: Path, afterwards: None, monkeyp
     stall_snapshot.take()
     assert snapshot.read_bytes() == before
     verdict = diagnose_folder(tmp_path)
-    assert (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
-    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
+    assert (
+        (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
+    )
+    assert (
+        f"what rank {VICTIM} did is known from what was read of its box before"
+        in verdict.missing_data
+    )
 
 
 def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds that another rank has just written does not write; nor does one that is alone, or whose own box is gone."""
+    """Who finds that another rank has just written does not write; nor does one that is alone, or
+    whose own box is gone."""
     killed_job(tmp_path, after_s=40)
     host = str(read_run(tmp_path).labels[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
@@ -351,7 +398,8 @@ def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
 
 
 def shift_times(folder: Path, *, by_s: float) -> None:
-    """Make a pause in the middle of a synthetic job: what comes after the first half happened so much later."""
+    """Make a pause in the middle of a synthetic job: what comes after the first half happened so
+    much later."""
     for path in folder.glob("rank*.box"):
         box = read_box(path)
         assert box.geometry is not None
@@ -364,11 +412,16 @@ def shift_times(folder: Path, *, by_s: float) -> None:
             packed = RECORD.pack(*record)
             data[at : at + 64] = packed + crc32(packed).to_bytes(4, "little")
         path.write_bytes(data)
-        beat_at(path, int(by_s * 1e9) + int.from_bytes(data[HEADER_BYTES * HEADER_COPIES + 56 :][:8], "little"))
+        beat_at(
+            path,
+            int(by_s * 1e9)
+            + int.from_bytes(data[HEADER_BYTES * HEADER_COPIES + 56 :][:8], "little"),
+        )
 
 
 def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> None:
-    """Where no rank waits for another, and none has done anything for long, it is said where they stood, and no more."""
+    """Where no rank waits for another, and none has done anything for long, it is said where they
+    stood, and no more."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     for path in tmp_path.glob("rank*.box"):
         move_cursor(path)  # they have left their last collective
@@ -376,9 +429,13 @@ def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> Non
     verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (), "unknown")
     assert any(
-        line.startswith("The job is over. In its last 40 s no rank has recorded anything") for line in verdict.explanation
+        line.startswith("The job is over. In its last 40 s no rank has recorded anything")
+        for line in verdict.explanation
     )
-    assert verdict.explanation[-1] == "Whether they work there, or hang, does not show. Look at: these lines."
+    assert (
+        verdict.explanation[-1]
+        == "Whether they work there, or hang, does not show. Look at: these lines."
+    )
 
 
 def move_cursor(box: Path) -> None:
@@ -388,8 +445,11 @@ def move_cursor(box: Path) -> None:
         file.write(t_ns.to_bytes(8, "little"))
 
 
-def test_another_container_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of another PID namespace cannot be seen from here: that its number is not found does not mean it is gone."""
+def test_another_container_is_not_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of another PID namespace cannot be seen from here: that its number is not found
+    does not mean it is gone."""
     with torchwhere.watch(out=tmp_path):
         (box,) = read_run(tmp_path).labels.values()
         assert look({0: box})[0].alive is True
@@ -398,7 +458,8 @@ def test_another_container_is_not_looked_into(tmp_path: Path, monkeypatch: pytes
 
 
 def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
-    """What a witness could not find may be there all the same: a beat that came after it says so."""
+    """What a witness could not find may be there all the same: a beat that came after it says
+    so."""
     killed_job(tmp_path, after_s=0.05)
     box = read_run(tmp_path).labels[VICTIM]
     seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
@@ -407,4 +468,7 @@ def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
     assert diagnose_folder(tmp_path).culprits == ()
     kept.write_text(json.dumps({"ranks": {VICTIM: seen | {"gone_ns": box.last_ns + 10**7}}}))
     beat_at(box.path, 1)
-    assert (diagnose_folder(tmp_path).kind, diagnose_folder(tmp_path).culprits) == ("dead", (VICTIM,))
+    assert (diagnose_folder(tmp_path).kind, diagnose_folder(tmp_path).culprits) == (
+        "dead",
+        (VICTIM,),
+    )

@@ -1,4 +1,5 @@
-"""A rank that was stopped, or died, in the middle of a collective: all have come to it, and one cannot go on."""
+"""A rank that was stopped, or died, in the middle of a collective: all have come to it, and one
+cannot go on."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from torchwhere.processes.status import ProcessStatus
 
 WORLD = (0, 1, 2, 3)
 STEP = [mark(Kind.STEP_BEGIN), call(WORLD)]
-STOPPED, GONE = ProcessStatus(alive=True, state="T", alive_ns=1), ProcessStatus(alive=False, alive_ns=1)
+STOPPED, GONE = (
+    ProcessStatus(alive=True, state="T", alive_ns=1),
+    ProcessStatus(alive=False, alive_ns=1),
+)
 
 
 def verdict_on(folder: Path, *programs: list[Act], seen: dict[int, ProcessStatus]) -> Verdict:
@@ -31,8 +35,17 @@ def test_stopped(tmp_path: Path) -> None:
     """The one that is stopped is named; all others wait for it."""
     verdict = verdict_on(tmp_path, *[STEP * 3] * 4, seen={1: STOPPED})
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (1,), "exact")
-    assert [verdict.ranks[rank].state for rank in WORLD] == [State.WAITING, State.STOPPED, State.WAITING, State.WAITING]
-    assert verdict.explanation[0] == 'Rank 1 came to all_reduce of float32 [4], #2 of group "0-1-2-3", and cannot go on there.'
+    assert [verdict.ranks[rank].state for rank in WORLD] == [
+        State.WAITING,
+        State.STOPPED,
+        State.WAITING,
+        State.WAITING,
+    ]
+    assert (
+        verdict.explanation[0]
+        == 'Rank 1 came to all_reduce of float32 [4], #2 of group "0-1-2-3", and cannot go on'
+        " there."
+    )
     assert any("stopped by a signal" in line for line in verdict.explanation)
     assert "Look at: who stopped it" in verdict.explanation[-1]
 
@@ -52,7 +65,8 @@ def test_nobody(tmp_path: Path) -> None:
 
 
 def test_who_waits_with_it_is_not_blamed(tmp_path: Path) -> None:
-    """Rank 0 is in a pair with one that is stopped, two others wait for rank 0: it is the stopped one's fault."""
+    """Rank 0 is in a pair with one that is stopped, two others wait for rank 0: it is the stopped
+    one's fault."""
     pair = [*STEP, call((0, 1))]
     verdict = verdict_on(tmp_path, pair, pair, STEP * 2, STEP * 2, seen={1: STOPPED})
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
@@ -60,10 +74,14 @@ def test_who_waits_with_it_is_not_blamed(tmp_path: Path) -> None:
 
 
 def test_somebody_got_through(tmp_path: Path) -> None:
-    """A rank stopped right after a collective, which others have left: it is missing from the next."""
+    """A rank stopped right after a collective, which others have left: it is missing from the
+    next."""
     verdict = verdict_on(tmp_path, STEP * 2, STEP * 3, STEP * 3, STEP * 3, seen={0: STOPPED})
     assert (verdict.kind, verdict.culprits) == ("missing", (0,))
-    assert verdict.explanation[0] == 'Rank 0 never issued all_reduce of float32 [4], #2 of group "0-1-2-3".'
+    assert (
+        verdict.explanation[0]
+        == 'Rank 0 never issued all_reduce of float32 [4], #2 of group "0-1-2-3".'
+    )
 
 
 @pytest.mark.parametrize("waits_to", ["receive", "send"])
@@ -73,5 +91,8 @@ def test_the_other_end_of_a_message(tmp_path: Path, waits_to: str) -> None:
     verdict = verdict_on(tmp_path, STEP + one, STEP, STEP, STEP + [mark(Kind.STEP_BEGIN)], seen={})
     source, destination = (3, 0) if waits_to == "receive" else (0, 3)
     assert (verdict.kind, verdict.culprits) == ("missing", (3,))
-    said = f'Rank 3 never issued the {other} of float32 [4], #0 from rank {source} to rank {destination} on group "0-1-2-3".'
+    said = (
+        f"Rank 3 never issued the {other} of float32 [4], #0 from rank {source} to rank"
+        f' {destination} on group "0-1-2-3".'
+    )
     assert verdict.explanation[0] == said

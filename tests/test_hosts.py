@@ -1,4 +1,5 @@
-"""Several hosts: two torchrun agents, one verdict; with folders of their own, with one folder, and in networks of their own."""
+"""Several hosts: two torchrun agents, one verdict; with folders of their own, with one folder, and
+in networks of their own."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ for step in range(6):
     dist.all_reduce(torch.ones(4))
 """
 
-# In its first life rank 1 fails at once, and rank 0 does not notice; in the second rank 1 is stuck until it is told to go on.
+# In its first life rank 1 fails at once, and rank 0 does not notice; in the second rank 1 is stuck
+# until it is told to go on.
 LIVES = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -109,7 +111,8 @@ class Scene:
 
 @dataclass
 class Stage:
-    """Where two agents run: what stands before their commands, how they find each other, and in which folders they record."""
+    """Where two agents run: what stands before their commands, how they find each other, and in
+    which folders they record."""
 
     name: str
     ranks: int  # of each agent
@@ -128,15 +131,41 @@ class Stage:
         return [self._agent(folder, number, endpoint) for number in (0, 1)]
 
     def _agent(self, folder: Path, number: int, endpoint: str) -> subprocess.Popen[str]:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(self.ranks)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            str(self.ranks),
+        ]
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", self.name]
-        where = ["--local-addr", self.addresses[number]] if self.addresses[number] != "localhost" else []
-        watched = ["-m", "torchwhere", "run", "--out", self.outs[number], *self.options, "train.py", *self.arguments]
+        where = (
+            ["--local-addr", self.addresses[number]]
+            if self.addresses[number] != "localhost"
+            else []
+        )
+        watched = [
+            "-m",
+            "torchwhere",
+            "run",
+            "--out",
+            self.outs[number],
+            *self.options,
+            "train.py",
+            *self.arguments,
+        ]
         restarts = ["--max-restarts", str(self.restarts)]
-        # With a store for all its lives torchrun cannot restart a job over gloo: ranks find the addresses of the life before.
+        # With a store for all its lives torchrun cannot restart a job over gloo: ranks find the
+        # addresses of the life before.
         stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.restarts else {}
         interface = {"GLOO_SOCKET_IFNAME": f"twv{number}"} if self.before[number] else {}
-        return started([*self.before[number], *torchrun, *rendezvous, *restarts, *where, *watched], folder, stores | interface)
+        return started(
+            [*self.before[number], *torchrun, *rendezvous, *restarts, *where, *watched],
+            folder,
+            stores | interface,
+        )
 
 
 def started(command: list[str], folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
@@ -158,9 +187,24 @@ def start_tasks(folder: Path) -> list[subprocess.Popen[str]]:
     port, found = str(free_port()), []
     for rank in range(4):
         node, local = divmod(rank, 2)
-        slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+        slurm = {
+            "SLURM_JOB_ID": "77",
+            "SLURM_STEP_ID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_NNODES": "2",
+        }
         slurm |= {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
-        command = [sys.executable, "-m", "torchwhere", "run", "--out", "ab"[node], *ENDED, "train.py", port]
+        command = [
+            sys.executable,
+            "-m",
+            "torchwhere",
+            "run",
+            "--out",
+            "ab"[node],
+            *ENDED,
+            "train.py",
+            port,
+        ]
         found.append(started(command, folder, slurm))
     return found
 
@@ -171,7 +215,7 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-# -- networks of their own -------------------------------------------------------------------------------------------------
+# -- networks of their own -------------------------------------------------------------------------
 
 SPACES = ("twhost0", "twhost1")
 
@@ -193,7 +237,20 @@ def two_networks() -> Iterator[str | None]:
         for space in SPACES:
             ip("netns", "add", space)
             ip("-n", space, "link", "set", "lo", "up")
-        ip("link", "add", "twv0", "netns", SPACES[0], "type", "veth", "peer", "name", "twv1", "netns", SPACES[1])
+        ip(
+            "link",
+            "add",
+            "twv0",
+            "netns",
+            SPACES[0],
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "twv1",
+            "netns",
+            SPACES[1],
+        )
         for number, space in enumerate(SPACES):
             ip("-n", space, "address", "add", f"10.213.7.{number + 1}/24", "dev", f"twv{number}")
             ip("-n", space, "link", "set", f"twv{number}", "up")
@@ -202,17 +259,35 @@ def two_networks() -> Iterator[str | None]:
         yield f"no network namespaces: {error.stderr.decode().strip()}"
     finally:
         for space in SPACES:
-            subprocess.run(["ip", "netns", "delete", space], capture_output=True, timeout=20, check=False)
+            subprocess.run(
+                ["ip", "netns", "delete", space], capture_output=True, timeout=20, check=False
+            )
 
 
 def inside(number: int) -> tuple[str, ...]:
-    """Before a command: in one of these networks, as a host with a name of its own that both know."""
-    names = r'printf "127.0.0.1 localhost\n10.213.7.1 node0\n10.213.7.2 node1\n" > hosts && mount --bind hosts /etc/hosts'
+    """Before a command: in one of these networks, as a host with a name of its own that both
+    know."""
+    names = (
+        r'printf "127.0.0.1 localhost\n10.213.7.1 node0\n10.213.7.2 node1\n" > hosts && mount'
+        r" --bind hosts /etc/hosts"
+    )
     script = f'{names} && hostname node{number} && exec "$@"'
-    return ("ip", "netns", "exec", SPACES[number], "unshare", "--uts", "--mount", "sh", "-c", script, "sh")
+    return (
+        "ip",
+        "netns",
+        "exec",
+        SPACES[number],
+        "unshare",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+        script,
+        "sh",
+    )
 
 
-# -- real jobs -------------------------------------------------------------------------------------------------------------
+# -- real jobs -------------------------------------------------------------------------------------
 
 ENDED = ("--stall", "3", "--end-with", "SIGKILL")
 STAGES = [
@@ -238,7 +313,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
     with two_networks() as problem:
         shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
         stages = [*STAGES, shared, *([NETWORKS] if problem is None else [])]
-        agents = {stage.name: stage.start(root / stage.name) for stage in stages} | {"tasks": start_tasks(root / "tasks")}
+        agents = {stage.name: stage.start(root / stage.name) for stage in stages} | {
+            "tasks": start_tasks(root / "tasks")
+        }
         try:
             wait_until_heard(root / "killed")
             (root / "killed" / "go").touch()
@@ -246,7 +323,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
             (root / "lives" / "over").touch()
             found: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
-                found[name] = Scene(root / name, [agent.communicate(timeout=150)[1] for agent in started])
+                found[name] = Scene(
+                    root / name, [agent.communicate(timeout=150)[1] for agent in started]
+                )
             yield found
         finally:
             for agent in (agent for started in agents.values() for agent in started):
@@ -267,7 +346,9 @@ def wait_until_heard(folder: Path) -> None:
 def wait_until_told(folder: Path, kind: str) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
-        if any(json.loads(path.read_text())["kind"] == kind for path in folder.glob("*/verdict.json")):
+        if any(
+            json.loads(path.read_text())["kind"] == kind for path in folder.glob("*/verdict.json")
+        ):
             return
         time.sleep(0.1)
 
@@ -284,11 +365,17 @@ def speaker(found: Scene, outs: tuple[str, str]) -> int:
 
 
 def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host hangs: the monitor of host 0 says so of all four ranks, with its line and stack, and alone."""
+    """A rank of the other host hangs: the monitor of host 0 says so of all four ranks, with its
+    line and stack, and alone."""
     found = scene(scenes, "apart")
     verdict = found.verdict()
     culprit = verdict["culprits"][0]
-    assert (verdict["kind"], verdict["culprits"], verdict["certainty"], verdict["missing_data"]) == (
+    assert (
+        verdict["kind"],
+        verdict["culprits"],
+        verdict["certainty"],
+        verdict["missing_data"],
+    ) == (
         "missing",
         [3],
         "exact",
@@ -319,25 +406,38 @@ def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
 
 
 def was_ended(rank: int, said: str, *, is_lead: bool) -> bool:
-    """By its monitor; or, where that of host 0 was faster and the agent there gone, by the agent of its own host."""
-    return said.count(f"torchwhere: ending rank {rank} ") == 1 or (not is_lead and "RendezvousConnectionError" in said)
+    """By its monitor; or, where that of host 0 was faster and the agent there gone, by the agent of
+    its own host."""
+    return said.count(f"torchwhere: ending rank {rank} ") == 1 or (
+        not is_lead and "RendezvousConnectionError" in said
+    )
 
 
 def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host is killed: host 0 says who died, at once, though it never saw that process."""
+    """A rank of the other host is killed: host 0 says who died, at once, though it never saw that
+    process."""
     found = scene(scenes, "killed")
     verdict = found.verdict()
-    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == ("dead", [1], ["0", "1"])
+    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
+        "dead",
+        [1],
+        ["0", "1"],
+    )
     assert verdict["ranks"]["1"]["state"] == "dead"
     assert verdict["ranks"]["1"]["detail"].startswith("without a word")
     assert found.speakers == [speaker(found, ("a", "b"))]
 
 
 def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
-    """With one folder for all, one monitor speaks; where hosts have names of their own, with the stack from the other one."""
+    """With one folder for all, one monitor speaks; where hosts have names of their own, with the
+    stack from the other one."""
     found = scene(scenes, "shared")
     verdict = found.verdict()
-    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == ("missing", [1], ["0", "1"])
+    assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
+        "missing",
+        [1],
+        ["0", "1"],
+    )
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
     assert "".join(found.said).count("--- torchwhere ---") == 1
@@ -345,22 +445,27 @@ def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
 
 
 def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """Two hosts of different names that share nothing but a cable: the same verdict, with the stack from the other end."""
+    """Two hosts of different names that share nothing but a cable: the same verdict, with the stack
+    from the other end."""
     found = scene(scenes, "networks")
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
     assert len(found.speakers) == 1
-    assert {path.name for path in found.folder.rglob("monitor-*.json")} == {"monitor-node0.json", "monitor-node1.json"}
+    assert {path.name for path in found.folder.rglob("monitor-*.json")} == {
+        "monitor-node0.json",
+        "monitor-node1.json",
+    }
     elsewhere = {"a": "node1", "b": "node0"}[found.lead.name]
     assert verdict["facts"]["hosts"] == {"1": elsewhere}
     assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
 
 
 def test_lives(scenes: dict[str, Scene | str]) -> None:
-    """A job that fails in its first second and is restarted: host 0 names the rank of host 1, and in the next life the one that
-    hangs. Monitors find each other anew, though the hosts have counted differently; boxes of both lives are kept."""
+    """A job that fails in its first second and is restarted: host 0 names the rank of host 1, and
+    in the next life the one that hangs. Monitors find each other anew, though the hosts have
+    counted differently; boxes of both lives are kept."""
     found = scene(scenes, "lives")
     lead = speaker(found, ("a", "b"))
     assert found.speakers == [lead]
@@ -379,7 +484,8 @@ def test_lives(scenes: dict[str, Scene | str]) -> None:
 
 
 def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
-    """Four processes with srun's variables, no torchrun: ranks and world are right, each host has one monitor, one speaks."""
+    """Four processes with srun's variables, no torchrun: ranks and world are right, each host has
+    one monitor, one speaks."""
     found = scene(scenes, "tasks")
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [3], [])
@@ -387,8 +493,13 @@ def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
     assert found.speakers == [0]
     boxes = {name: read_run(found.folder / name).boxes for name in "ab"}
     assert {name: sorted(ranks) for name, ranks in boxes.items()} == {"a": [0, 1], "b": [2, 3]}
-    assert {(box.run, box.meta["world_size"]) for ranks in boxes.values() for box in ranks.values()} == {(("77", 0), 4)}
-    kept = {name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text()) for name in "ab"}
+    assert {
+        (box.run, box.meta["world_size"]) for ranks in boxes.values() for box in ranks.values()
+    } == {(("77", 0), 4)}
+    kept = {
+        name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text())
+        for name in "ab"
+    }
     assert {name: (each["role"], sorted(each["ranks"])) for name, each in kept.items()} == {
         "a": ("lead", ["0", "1"]),
         "b": ("follower", ["2", "3"]),
@@ -399,17 +510,29 @@ def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None
     """The folders of all hosts copied into one are one run: the doctor says the same of it."""
     found = scene(scenes, "apart")
     for path in found.folder.glob("[ab]/*"):
-        shutil.copy(path, tmp_path / path.name if path.suffix == ".box" else tmp_path / f"{path.stem}-{path.parent.name}.json")
+        shutil.copy(
+            path,
+            (
+                tmp_path / path.name
+                if path.suffix == ".box"
+                else tmp_path / f"{path.stem}-{path.parent.name}.json"
+            ),
+        )
     verdict = diagnose_folder(tmp_path, stall_s=3.0)
-    assert (verdict.kind, verdict.culprits, sorted(verdict.ranks)) == ("missing", (3,), [0, 1, 2, 3])
+    assert (verdict.kind, verdict.culprits, sorted(verdict.ranks)) == (
+        "missing",
+        (3,),
+        [0, 1, 2, 3],
+    )
 
 
-# -- lead and deputy, here -------------------------------------------------------------------------------------------------
+# -- lead and deputy, here -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of them each."""
+    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of them
+    each."""
     root = tmp_path_factory.mktemp("job")
     (root / "whole").mkdir()
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), root / "whole")
@@ -435,7 +558,9 @@ class Pair:
         self.one, self.other = read_run(job / "a"), read_run(job / "b")
         now_ns = max(box.last_ns for box in self.other.boxes.values()) + 60_000_000_000
         self.seen = {
-            rank: ProcessStatus(alive=True, state="S", stack=(f"train.py:{rank} in main",), alive_ns=now_ns)
+            rank: ProcessStatus(
+                alive=True, state="S", stack=(f"train.py:{rank} in main",), alive_ns=now_ns
+            )
             for rank in range(8, 16)
         }
         self.lead = Lead(job / "a", stall_s=stall_s, rendezvous=None, port=port)
@@ -468,23 +593,31 @@ def met(pair: Pair) -> bool:
 
 
 def test_letters_make_the_same_verdict(pair: Pair, job: Path) -> None:
-    """What half of the boxes and a snapshot say together is what all boxes say; sightings and stacks come with it."""
+    """What half of the boxes and a snapshot say together is what all boxes say; sightings and
+    stacks come with it."""
     assert not pair.lead.speaks
     until(lambda: met(pair))
     gathered = pair.lead.gather(pair.one)
     assert gathered.kept[9]["stack"] == ("train.py:9 in main",)
     assert gathered.run.caveats() == []
     told, whole = pair.judged(), diagnose_folder(job / "whole")
-    assert (told.kind, told.culprits, told.collective) == (whole.kind, whole.culprits, whole.collective)
+    assert (told.kind, told.culprits, told.collective) == (
+        whole.kind,
+        whole.culprits,
+        whole.collective,
+    )
     assert list(told.ranks) == list(whole.ranks) == list(range(16))
-    assert [report.last for report in told.ranks.values()] == [report.last for report in whole.ranks.values()]
+    assert [report.last for report in told.ranks.values()] == [
+        report.last for report in whole.ranks.values()
+    ]
     assert told.ranks[9].stack == ("train.py:9 in main",)
     assert pair.lead.describe() == {"role": "lead", "connected_to": [socket.gethostname()]}
     assert pair.follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
 
 
 def test_words_reach_the_deputy(pair: Pair) -> None:
-    """What the lead has said, and that ranks are to be ended, comes to the deputy. It is silent until the lead leaves."""
+    """What the lead has said, and that ranks are to be ended, comes to the deputy. It is silent
+    until the lead leaves."""
     until(lambda: met(pair))
     assert not pair.follower.speaks
     assert (pair.follower.ends, pair.follower.has_said("missing (3,) 7")) == (False, False)
@@ -499,7 +632,8 @@ def test_words_reach_the_deputy(pair: Pair) -> None:
 
 
 def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that no longer answers is not waited for twice, and its last snapshot no longer counts: that is said."""
+    """A host that no longer answers is not waited for twice, and its last snapshot no longer
+    counts: that is said."""
     monkeypatch.setattr("torchwhere.monitor.lead.ANSWER_S", 0.3)
     monkeypatch.setattr("torchwhere.monitor.lead.FRESH_S", 0.0)
     until(lambda: met(pair))
@@ -508,7 +642,7 @@ def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     pair.lead.prepare()
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
-    (first, second) = pair.lead.gather(pair.one).run.caveats()
+    first, second = pair.lead.gather(pair.one).run.caveats()
     assert first == "8 of 16 ranks: no box or snapshot of rank 8, 9, 10, 11, 12, 13, 14, 15"
     host = socket.gethostname()
     assert second.startswith(f"nothing from host {host} (ranks 8 to 15) for ")
@@ -521,7 +655,10 @@ def test_another_run(pair: Pair) -> None:
     for box in pair.one.boxes.values():
         box.meta["store"] = "node0:4002"
     caveats = pair.lead.gather(pair.one).run.caveats()
-    assert caveats[-1] == f"host {socket.gethostname()} tells of another run or restart: ranks 8 to 15 there"
+    assert (
+        caveats[-1]
+        == f"host {socket.gethostname()} tells of another run or restart: ranks 8 to 15 there"
+    )
 
 
 def test_a_bad_letter(pair: Pair) -> None:
@@ -531,11 +668,14 @@ def test_a_bad_letter(pair: Pair) -> None:
     pair.follower._post.send(b"not a snapshot at all")
     until(lambda: (pair.lead.tend(pair.one), len(pair.lead.gather(pair.one).run.boxes) == 8)[1])
     said = pair.lead.gather(pair.one).run.caveats()
-    assert said[-1] == "a snapshot of another host was refused: not a snapshot, or of another version"
+    assert (
+        said[-1] == "a snapshot of another host was refused: not a snapshot, or of another version"
+    )
 
 
 def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
-    """The office says where it is in the job's own store, under one key, and touches nothing else there."""
+    """The office says where it is in the job's own store, under one key, and touches nothing else
+    there."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -560,13 +700,16 @@ def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
 
 
 def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until all ranks are accounted for a lead is silent; after a while it speaks without them, and says who is missing."""
+    """Until all ranks are accounted for a lead is silent; after a while it speaks without them, and
+    says who is missing."""
     run = read_run(job / "a")
     lead = Lead(job / "a", stall_s=30.0, rendezvous=None)
     assert (lead.tend(run), lead.speaks) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
     assert (lead.tend(run), lead.speaks) == (True, True)
-    assert lead.gather(run).run.caveats() == ["8 of 16 ranks: no box of rank 8, 9, 10, 11, 12, 13, 14, 15"]
+    assert lead.gather(run).run.caveats() == [
+        "8 of 16 ranks: no box of rank 8, 9, 10, 11, 12, 13, 14, 15"
+    ]
 
 
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,8 +719,9 @@ def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert (follower.tend(run), follower.speaks) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 0.0)
     assert follower.speaks
-    assert follower.gather(run).run.caveats()[-1] == (
-        "nothing from the monitor of host 0: this one tells what it knows by itself"
+    assert (
+        follower.gather(run).run.caveats()[-1]
+        == "nothing from the monitor of host 0: this one tells what it knows by itself"
     )
 
 
@@ -594,7 +738,8 @@ time.sleep(60)
 
 
 def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lead that is killed says nothing: the deputy speaks after a while. One that takes its place is joined and told all."""
+    """A lead that is killed says nothing: the deputy speaks after a while. One that takes its place
+    is joined and told all."""
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 2.0)
     port, run = free_port(), read_run(job / "b")
     first = subprocess.Popen([sys.executable, "-c", OFFICE, "first", str(port)])
@@ -623,7 +768,8 @@ def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nobody_answers(job: Path) -> None:
-    """A port that refuses: the deputy goes on, and leaves at once when its ranks have ended well, soon when they have not."""
+    """A port that refuses: the deputy goes on, and leaves at once when its ranks have ended well,
+    soon when they have not."""
     run = read_run(job / "b")
     follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", free_port()))
     until(lambda: follower._post is not None and follower._post._workers[0].problem is not None)
@@ -632,15 +778,21 @@ def test_nobody_answers(job: Path) -> None:
     assert follower.may_tell([3])
     assert follower.may_leave(is_well=True)
     assert not follower.may_leave(is_well=False)
-    assert (follower.may_tell([9]), follower.may_tell([3, 9])) == (True, False)  # it is over, and rank 3 is elsewhere
+    # it is over, and rank 3 is elsewhere
+    assert (follower.may_tell([9]), follower.may_tell([3, 9])) == (True, False)
     assert follower.close()
 
 
 def test_where_the_office_is_likely_to_be() -> None:
-    """When the job's own store is gone with the job, they meet at a port that both know; another job's office is passed by."""
+    """When the job's own store is gone with the job, they meet at a port that both know; another
+    job's office is passed by."""
     gone = free_port()
     rendezvous = Rendezvous("127.0.0.1", gone, "torchwhere/monitor/none")
-    stranger, office, post = LeadServer("stranger", rendezvous), LeadServer("token", rendezvous), FollowerClient(rendezvous)
+    stranger, office, post = (
+        LeadServer("stranger", rendezvous),
+        LeadServer("token", rendezvous),
+        FollowerClient(rendezvous),
+    )
     stranger.say(LeadState(token="stranger", run="another"))
     stranger.open()
     until(lambda: stranger.ready_at is not None)
@@ -661,7 +813,8 @@ def test_where_the_office_is_likely_to_be() -> None:
     ids=["there", "just gone", "gone before", "new"],
 )
 def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted: bool) -> None:
-    """A lead whose ranks were gone before ours began is of an earlier life; also, one that came when ours were gone."""
+    """A lead whose ranks were gone before ours began is of an earlier life; also, one that came
+    when ours were gone."""
     follower = Follower(job / "b", rendezvous=None)
     follower._span._began -= 30
     word = LeadState(token="x", age_ns=age_s * 10**9, gone_ns=gone_s * 10**9)
@@ -670,13 +823,17 @@ def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted:
     assert follower._is_of_this_life(word) == (is_accepted and age_s > 10)
 
 
-# -- one folder ------------------------------------------------------------------------------------------------------------
+# -- one folder ------------------------------------------------------------------------------------
 
 
 def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
-    """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that changes is."""
+    """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that
+    changes is."""
     folder, run = tmp_path, read_run(job / "whole")
-    write_whole(folder / WORD_FILE, LeadState(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json())
+    write_whole(
+        folder / WORD_FILE,
+        LeadState(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json(),
+    )
     follower = Follower(folder, rendezvous=None)
     assert not follower.tend(run)
     assert not follower.ends
@@ -688,14 +845,19 @@ def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
     assert follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
     lead.told("dead (3,) None", ends=True)
     follower.tend(run)
-    assert (follower.ends, follower.has_said("dead (3,) None"), follower.speaks) == (True, True, False)
+    assert (follower.ends, follower.has_said("dead (3,) None"), follower.speaks) == (
+        True,
+        True,
+        False,
+    )
     lead.close()
     follower.tend(run)
     assert follower.speaks
 
 
 def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> None:
-    """A deputy that has begun to look for the lead elsewhere answers all the same when its word is in the folder."""
+    """A deputy that has begun to look for the lead elsewhere answers all the same when its word is
+    in the folder."""
     run = read_run(job / "whole")
     follower = Follower(tmp_path, rendezvous=None, address=("127.0.0.1", free_port()))
     assert not follower.tend(run)
@@ -712,18 +874,38 @@ def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{", '{"token": 5}', '{"stacks": ["x"]}', '{"stacks": 7}', '{"said": [1]}', '{"ends": 1}', '{"number": true}'],
+    [
+        "",
+        "[]",
+        "{",
+        '{"token": 5}',
+        '{"stacks": ["x"]}',
+        '{"stacks": 7}',
+        '{"said": [1]}',
+        '{"ends": 1}',
+        '{"number": true}',
+    ],
 )
 def test_what_is_no_word(text: str) -> None:
     """A word of any other form is none; one from a newer version, with more in it, is."""
     assert LeadState.from_json(text) is None
-    assert LeadState.from_json('{"token": "x", "stacks": [3], "new": {}}') == LeadState(token="x", stacks=(3,))
+    assert LeadState.from_json('{"token": "x", "stacks": [3], "new": {}}') == LeadState(
+        token="x", stacks=(3,)
+    )
 
 
-# -- who is who ------------------------------------------------------------------------------------------------------------
+# -- who is who ------------------------------------------------------------------------------------
 
 TWO = {"GROUP_WORLD_SIZE": "2", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "SLURM_NNODES", "SLURM_NODEID")
+NAMES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "SLURM_NNODES",
+    "SLURM_NODEID",
+)
 
 
 @pytest.mark.parametrize(
@@ -731,7 +913,16 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SI
     [
         ({}, SingleHost),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, SingleHost),
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}, SingleHost),
+        (
+            {
+                "RANK": "0",
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "4",
+                "GROUP_RANK": "0",
+                "GROUP_WORLD_SIZE": "1",
+            },
+            SingleHost,
+        ),
         ({**TWO, "RANK": "0", "GROUP_RANK": "0"}, Lead),
         ({**TWO, "RANK": "2", "GROUP_RANK": "1"}, Follower),
         ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, Lead),
@@ -741,7 +932,9 @@ NAMES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SI
         ({"RANK": "x", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, SingleHost),
     ],
 )
-def test_roles(environment: dict[str, str], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles(
+    environment: dict[str, str], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a launcher says makes a monitor the lead, a deputy, or the only one."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)

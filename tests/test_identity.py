@@ -1,4 +1,5 @@
-"""Watching changes nothing: 50 steps with and without give the same bits, on every kind of training."""
+"""Watching changes nothing: 50 steps with and without give the same bits, on every kind of
+training."""
 
 from __future__ import annotations
 
@@ -58,11 +59,17 @@ def _fsdp2() -> nn.Module:
 
 def _tp() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     plan = {
-        f"layers.{i}.{name}": style() for i in range(2) for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
+        f"layers.{i}.{name}": style()
+        for i in range(2)
+        for name, style in (("up", ColwiseParallel), ("down", RowwiseParallel))
     }
     return parallelize_module(Dropping(), mesh, plan)
 
@@ -84,12 +91,15 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _train(kind: str) -> str:
-    """Train for 50 steps and give a digest of every loss, gradient, parameter, and the state of the random generator."""
+    """Train for 50 steps and give a digest of every loss, gradient, parameter, and the state of the
+    random generator."""
     torch.manual_seed(7)
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digest = hashlib.sha256()
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if kind == "amp" else contextlib.nullcontext()
+    autocast = (
+        torch.autocast("cpu", dtype=torch.bfloat16) if kind == "amp" else contextlib.nullcontext()
+    )
     for step in range(STEPS):
         with autocast:
             loss = model(batch(seed=step)).float().pow(2).mean()
@@ -116,7 +126,8 @@ def _both(folder: Path, kind: str) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     if kind == "compile":
-        _train(kind)  # the first time, dynamo also looks at frames of torch that it then knows to skip
+        # the first time, dynamo also looks at frames of torch that it then knows to skip
+        _train(kind)
     counters.clear()
     plain = _train(kind)
     unwatched = {key: dict(counters[key]) for key in _COUNTED}
@@ -127,12 +138,19 @@ def _both(folder: Path, kind: str) -> dict[str, Any]:
     counted = {key: dict(counters[key]) for key in _COUNTED}
     dist.barrier()
     events = list(torchwhere.read_run(folder).boxes[dist.get_rank()].events())
-    return {"plain": plain, "watched": watched, "steps": steps, "same compile": counted == unwatched, "events": len(events)}
+    return {
+        "plain": plain,
+        "watched": watched,
+        "steps": steps,
+        "same compile": counted == unwatched,
+        "events": len(events),
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_is_bit_identical(two_ranks: Pool, tmp_path: Path, kind: str) -> None:
-    """Losses, gradients, parameters and random state are the same bits; so are frames, graphs, breaks and recompiles."""
+    """Losses, gradients, parameters and random state are the same bits; so are frames, graphs,
+    breaks and recompiles."""
     for answer in two_ranks.run(_both, tmp_path, kind):
         assert answer["watched"] == answer["plain"]
         assert answer["same compile"]

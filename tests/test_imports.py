@@ -1,4 +1,5 @@
-"""What importing costs and changes, and which part of torchwhere may know of which: imports flow one way."""
+"""What importing costs and changes, and which part of torchwhere may know of which: imports flow
+one way."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ MAY_IMPORT = {
     "version": set(),
     "errors": set(),
     "collector": set(),
-    "results": {"errors", "show"},  # a result shows itself when it is asked to; only then is that imported
+    # a result shows itself when it is asked to; only then is that imported
+    "results": {"errors", "show"},
     "place": {"results"},
     "events": {"place", "results"},
     "blackbox": {"errors", "events", "place", "results"},
@@ -27,9 +29,23 @@ MAY_IMPORT = {
     "identity": {"host", "sense", "version"},
     "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
     "heart": {"blackbox", "host", "sense"},
-    "session": {"blackbox", "errors", "events", "heart", "identity", "inspect", "monitor", "native", "place", "recorder"}
-    | {"sense"},
-    "sharding": {"results", "show"},  # a layout shows itself when it is printed; only then is that imported
+    "session": (
+        {
+            "blackbox",
+            "errors",
+            "events",
+            "heart",
+            "identity",
+            "inspect",
+            "monitor",
+            "native",
+            "place",
+            "recorder",
+        }
+        | {"sense"}
+    ),
+    # a layout shows itself when it is printed; only then is that imported
+    "sharding": {"results", "show"},
     "diagnose": {"blackbox", "errors", "events", "place", "results", "sharding"},
     "show": {"blackbox", "diagnose", "errors", "events", "place", "sharding", "version"},
     "process": {"blackbox", "errors", "sense", "session"},
@@ -42,11 +58,31 @@ MAY_IMPORT = {
     "clerks": {"blackbox", "diagnose", "errors"},
     "recollection": {"blackbox", "diagnose"},
     "keeping": {"blackbox", "diagnose", "recollection"},
-    "consultation": {"blackbox", "clerks", "collector", "diagnose", "flight_recorder", "host", "keeping", "recollection"},
+    "consultation": {
+        "blackbox",
+        "clerks",
+        "collector",
+        "diagnose",
+        "flight_recorder",
+        "host",
+        "keeping",
+        "recollection",
+    },
     "reporting": {"clerks", "collector", "consultation", "diagnose", "show", "version"},
     "flight_recorder": {"blackbox", "collector", "diagnose", "errors", "events", "place"},
     "top": {"blackbox", "consultation", "diagnose", "errors", "host", "show"},
-    "monitor": {"blackbox", "clerks", "consultation", "diagnose", "errors", "host", "keeping", "place", "recollection", "show"},
+    "monitor": {
+        "blackbox",
+        "clerks",
+        "consultation",
+        "diagnose",
+        "errors",
+        "host",
+        "keeping",
+        "place",
+        "recollection",
+        "show",
+    },
     "launch": {"errors", "host", "native", "process", "sense"},
     "trial": {"errors", "native"},
     "timing": {"blackbox", "diagnose", "errors", "sense"},
@@ -58,8 +94,21 @@ MAY_IMPORT = {
     "whole_lines": set(),
     "ranks": {"errors", "place", "sense", "session", "whole_lines"},
     "place_logging": {"place", "ranks", "whole_lines"},
-    "drop_in": {"blackbox", "errors", "events", "identity", "inspect", "live", "marks", "place", "process", "ranks"}
-    | {"sense", "session"},
+    "drop_in": (
+        {
+            "blackbox",
+            "errors",
+            "events",
+            "identity",
+            "inspect",
+            "live",
+            "marks",
+            "place",
+            "process",
+            "ranks",
+        }
+        | {"sense", "session"}
+    ),
 }
 KNOWS_NO_TORCH = (
     "collector",
@@ -87,7 +136,8 @@ KNOWS_NO_TORCH = (
     "timing",
     "whole_lines",
 )
-HAS_A_STORE = SOURCE / "monitor" / "correspondence.py"  # imports torch when monitors have to write to each other
+# imports torch when monitors have to write to each other
+HAS_A_STORE = SOURCE / "monitor" / "correspondence.py"
 MAY_IMPORT_AT_TOP = {
     "__init__": {"errors", "place", "version"},
     "__main__": {"cli"},
@@ -97,7 +147,8 @@ MAY_IMPORT_AT_TOP = {
 
 PRIVATE = re.compile(r"torch\._(C|dynamo|functorch|inductor|guards|ops)\b")
 HOME_OF_PRIVATE_NAMES = SOURCE / "sense" / "_torch.py"
-# Names of classes and modules as plain text, compared and never resolved: nothing is imported or touched through them.
+# Names of classes and modules as plain text, compared and never resolved: nothing is imported or
+# touched through them.
 ONLY_COMPARED = {
     ("model/module_names.py", "torch._dynamo.eval_frame.OptimizedModule"),
     ("hooks/exceptions.py", "torch._dynamo.exc"),
@@ -107,11 +158,13 @@ ONLY_COMPARED = {
 
 
 def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     return done.stdout
 
 
-# -- import torchwhere -----------------------------------------------------------------------------------------------------
+# -- import torchwhere -----------------------------------------------------------------------------
 
 
 def test_import_is_light() -> None:
@@ -122,7 +175,8 @@ def test_import_is_light() -> None:
 
 
 def test_import_changes_nothing() -> None:
-    """`import torchwhere` starts no thread and touches no handler, hook, import path or variable of the process."""
+    """`import torchwhere` starts no thread and touches no handler, hook, import path or variable of
+    the process."""
     before, after = json.loads(
         python("""
 import json, os, signal, sys, threading
@@ -144,7 +198,10 @@ print(json.dumps([before, state()]))
 
 def test_command_help_needs_no_torch() -> None:
     """`torchwhere --help` answers without importing torch, numpy or rich."""
-    code = "import sys; from torchwhere.cli import main\ntry: main(['--help'])\nexcept SystemExit: print(*sys.modules)"
+    code = (
+        "import sys; from torchwhere.cli import main\ntry: main(['--help'])\nexcept SystemExit:"
+        " print(*sys.modules)"
+    )
     loaded = python(code).split()
     assert "comms" in loaded
     assert not {"torch", "numpy", "rich"} & set(loaded)
@@ -164,7 +221,7 @@ def test_reading_loads_no_torch() -> None:
     }
 
 
-# -- layers ----------------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 def part_of(path: Path) -> str:
@@ -189,13 +246,17 @@ def parts_imported(tree: ast.AST) -> set[str]:
 
 
 def at_top(tree: ast.Module) -> ast.Module:
-    """What runs when the file is imported: no function bodies, nothing that is only for the type checker."""
-    kept = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If))]
+    """What runs when the file is imported: no function bodies, nothing that is only for the type
+    checker."""
+    kept = [
+        node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If))
+    ]
     return ast.Module(body=kept, type_ignores=[])
 
 
 def test_layers() -> None:
-    """A lower layer never imports a higher one, not even inside a function; the command imports what it needs when asked."""
+    """A lower layer never imports a higher one, not even inside a function; the command imports
+    what it needs when asked."""
     wrong = []
     for path in FILES:
         tree, part = ast.parse(path.read_text()), part_of(path)
@@ -213,17 +274,23 @@ def test_what_reads_knows_no_torch() -> None:
     assert [
         path
         for path in files
-        if path != HAS_A_STORE and "torch" in {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
+        if path != HAS_A_STORE
+        and "torch" in {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
     ] == []
 
 
 def test_private_names_of_torch_live_in_one_file() -> None:
-    """Private names of torch stand in `hooks/_torch.py` alone: not in code elsewhere, and not in texts elsewhere."""
+    """Private names of torch stand in `hooks/_torch.py` alone: not in code elsewhere, and not in
+    texts elsewhere."""
     found = set()
     for path in FILES:
         if path != HOME_OF_PRIVATE_NAMES:
             tree = ast.parse(path.read_text())
-            texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+            texts = [
+                node.value
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Constant) and isinstance(node.value, str)
+            ]
             code = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
             names = {text for text in [*texts, *code, *imported(tree)] if PRIVATE.search(text)}
             found |= {(path.relative_to(SOURCE).as_posix(), name) for name in names}

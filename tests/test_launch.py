@@ -1,4 +1,5 @@
-"""`torchwhere run`: the script is run as Python itself would run it. Real launches, compared with plain `python`."""
+"""`torchwhere run`: the script is run as Python itself would run it. Real launches, compared with
+plain `python`."""
 
 from __future__ import annotations
 
@@ -16,7 +17,11 @@ import pytest
 from torchwhere.blackbox.run import read_run
 
 BIN = Path(sys.executable).parent
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")}
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("RANK", "WORLD_SIZE", "FORCE_COLOR")
+}
 ENVIRONMENT |= {"OMP_NUM_THREADS": "1"}
 SEEN = """
 import json, os, sys
@@ -44,7 +49,9 @@ class Ended(NamedTuple):
 
 def start(*command: object, folder: Path) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    return subprocess.Popen([*map(str, command)], cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(
+        [*map(str, command)], cwd=folder, env=ENVIRONMENT, stdout=pipe, stderr=pipe, text=True
+    )
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
@@ -59,7 +66,7 @@ def ending(folder: Path, rank: int = 0) -> str:
     return str(last.fields["reason"])
 
 
-# -- a job that goes well --------------------------------------------------------------------------------------------------
+# -- a job that goes well --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -81,20 +88,38 @@ if __name__ == "__main__":
 """
     )
     launcher = (BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "torchwhere", "run")
-    ended = end(start(*launcher, "--out", "boxes", "code/train.py", "--lr", "1e-3", "--out", "mine", folder=folder))
+    ended = end(
+        start(
+            *launcher,
+            "--out",
+            "boxes",
+            "code/train.py",
+            "--lr",
+            "1e-3",
+            "--out",
+            "mine",
+            folder=folder,
+        )
+    )
     assert ended.code == 0, ended.err
     return folder
 
 
 def test_script_finds_itself_at_home(job: Path) -> None:
-    """Under torchrun a script sees its own arguments, is `__main__`, and imports from its own folder first."""
+    """Under torchrun a script sees its own arguments, is `__main__`, and imports from its own
+    folder first."""
     for rank in (0, 1):
         seen = json.loads((job / f"seen{rank}.json").read_text())
         assert seen["argv"] == ["code/train.py", "--lr", "1e-3", "--out", "mine"]
         assert seen["path"][0] == str(job / "code")
         assert str(job) not in seen["path"]
         assert seen["file"] == str(job / "code" / "train.py")
-        assert (seen["name"], seen["package"], seen["is_main"], seen["neighbour"]) == ("__main__", None, True, "neighbour")
+        assert (seen["name"], seen["package"], seen["is_main"], seen["neighbour"]) == (
+            "__main__",
+            None,
+            True,
+            "neighbour",
+        )
 
 
 def test_every_rank_is_recorded(job: Path) -> None:
@@ -123,7 +148,9 @@ def test_module_as_script(tmp_path: Path) -> None:
         SEEN + "from .sizes import WIDTH\nprint(json.dumps(seen() | {'width': WIDTH}))\n"
     )
     plain = start(sys.executable, "-m", "pkg.train", "-x", folder=tmp_path)
-    watched = start(BIN / "torchwhere", "run", "--out", "boxes", "-m", "pkg.train", "-x", folder=tmp_path)
+    watched = start(
+        BIN / "torchwhere", "run", "--out", "boxes", "-m", "pkg.train", "-x", folder=tmp_path
+    )
     expected, found = end(plain), end(watched)
     assert (found.code, found.err) == (0, "")
     assert json.loads(found.out) == json.loads(expected.out)
@@ -131,23 +158,26 @@ def test_module_as_script(tmp_path: Path) -> None:
     assert ending(tmp_path / "boxes") == "exit 0"
 
 
-# -- scripts that do not go well -------------------------------------------------------------------------------------------
+# -- scripts that do not go well -------------------------------------------------------------------
 
 NESTED = "def fails():\n    raise {error}\n\ndef calls():\n    fails()\n\ncalls()\n"
 SCRIPTS = {
-    "raises": """
+    "raises": (
+        """
 try:
     1 / 0
 except ArithmeticError as error:
     raise ValueError("two\\nlines") from error
-""",
+"""
+    ),
     "exits": "import sys\nsys.exit(3)\n",
     "exits_with_text": "import sys\nsys.exit('no data in /data')\n",
     "interrupted": "raise KeyboardInterrupt\n",
     "syntax": "def f(:\n    pass\n",
     "broken_pipe": NESTED.format(error="BrokenPipeError('mine')"),
     "torchwheres_own": "from torchwhere import read_run\nread_run('nowhere')\n",
-    "own_hook": """
+    "own_hook": (
+        """
 import sys
 
 class Odd(Exception):
@@ -156,8 +186,10 @@ class Odd(Exception):
 
 sys.excepthook = lambda kind, error, tb: print(kind, tb.tb_frame.f_code.co_filename, tb.tb_lineno)
 raise Odd
-""",
-    "in_a_module": """
+"""
+    ),
+    "in_a_module": (
+        """
 import torch
 from torch import nn
 
@@ -166,8 +198,10 @@ class Broken(nn.Module):
         raise ValueError("boom")
 
 nn.Sequential(nn.Linear(2, 2), Broken())(torch.ones(1, 2))
-""",
-    "main_stays": """
+"""
+    ),
+    "main_stays": (
+        """
 import atexit, multiprocessing, pickle
 
 class Thing:
@@ -180,7 +214,8 @@ if __name__ == "__main__":
     atexit.register(lambda: print(pickle.loads(pickle.dumps(Thing())).__class__.__module__))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(answer.__annotations__, pool.apply(answer))
-""",
+"""
+    ),
 }
 REASONS = {
     "raises": "exception: ValueError: two\nlines",
@@ -194,19 +229,25 @@ REASONS = {
 }
 NOTES = {
     "raises": "torchwhere: rank 0, step 0, outside any module, raises.py:5; no collective so far",
-    "in_a_module": "torchwhere: rank 0, step 0, forward of 1, in_a_module.py:7; no collective so far",
+    "in_a_module": (
+        "torchwhere: rank 0, step 0, forward of 1, in_a_module.py:7; no collective so far"
+    ),
 }
 
 
 @pytest.fixture(scope="module")
-def scripts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[Ended, Ended]]]:
+def scripts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, tuple[Ended, Ended]]]:
     """Each script once by plain Python and once under watch, two at a time."""
     folder = tmp_path_factory.mktemp("scripts")
 
     def both(name: str) -> tuple[Ended, Ended]:
         (folder / f"{name}.py").write_text(SCRIPTS[name])
         plain = start(sys.executable, f"{name}.py", folder=folder)
-        watched = start(sys.executable, "-m", "torchwhere", "run", "--out", name, f"{name}.py", folder=folder)
+        watched = start(
+            sys.executable, "-m", "torchwhere", "run", "--out", name, f"{name}.py", folder=folder
+        )
         return end(plain), end(watched)
 
     with ThreadPoolExecutor(2) as pool:
@@ -221,14 +262,18 @@ def without_note(traceback: str) -> str:
 
 
 def without_module_calls(traceback: str) -> str:
-    """A traceback without what happens between a call of a module and its forward: we stand in there, torch does too."""
-    frames = "|".join(FRAME.format(file=file) for file in ("torchwhere/sense/", "torch/nn/modules/module.py"))
+    """A traceback without what happens between a call of a module and its forward: we stand in
+    there, torch does too."""
+    frames = "|".join(
+        FRAME.format(file=file) for file in ("torchwhere/sense/", "torch/nn/modules/module.py")
+    )
     return re.sub(frames, "", traceback, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_ends_as_without_us(scripts: Any, name: str) -> None:
-    """Exit code, output, exception and traceback of a script are those of plain Python, but for our note."""
+    """Exit code, output, exception and traceback of a script are those of plain Python, but for our
+    note."""
     plain, watched = scripts[1][name]
     assert watched.code == plain.code
     assert watched.out == plain.out
@@ -245,7 +290,8 @@ def test_the_reason_is_recorded(scripts: Any) -> None:
 
 
 def test_a_note_says_the_place(scripts: Any) -> None:
-    """An exception carries one note with rank, step, pass, module and line; a deliberate exit carries none."""
+    """An exception carries one note with rank, step, pass, module and line; a deliberate exit
+    carries none."""
     _, ended = scripts
     for name, note in NOTES.items():
         assert ended[name][1].err.splitlines()[-1] == note
@@ -255,15 +301,19 @@ def test_a_note_says_the_place(scripts: Any) -> None:
 
 
 def test_an_exception_is_an_event(scripts: Any) -> None:
-    """What a script raised is in its box, with its place, also when it was raised outside any module."""
+    """What a script raised is in its box, with its place, also when it was raised outside any
+    module."""
     folder, _ = scripts
-    for name, place in (("broken_pipe", (None, "broken_pipe.py:2")), ("in_a_module", ("1", "in_a_module.py:7"))):
+    for name, place in (
+        ("broken_pipe", (None, "broken_pipe.py:2")),
+        ("in_a_module", ("1", "in_a_module.py:7")),
+    ):
         (event,) = read_run(folder / name).events(kinds={"exception"})
         assert event.fields["text"] == REASONS[name].removeprefix("exception: ")
         assert (event.place.module, event.place.line) == place
 
 
-# -- scripts that cannot be started ----------------------------------------------------------------------------------------
+# -- scripts that cannot be started ----------------------------------------------------------------
 
 
 def test_script_that_does_not_exist(tmp_path: Path) -> None:
@@ -274,25 +324,41 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
     assert end(script) == (
         2,
         "",
-        "torchwhere: there is no script nope.py. Give a path to a file, or -m and a module's name.\n",
+        (
+            "torchwhere: there is no script nope.py. Give a path to a file, or -m and a module's"
+            " name.\n"
+        ),
     )
     assert end(module) == (
         2,
         "",
-        "torchwhere: there is no module nope.train. Give a name as for python -m, or without -m a path to a file.\n",
+        (
+            "torchwhere: there is no module nope.train. Give a name as for python -m, or without -m"
+            " a path to a file.\n"
+        ),
     )
     folder = end(start(BIN / "torchwhere", "run", "--out", "boxes", "folder.py", folder=tmp_path))
-    assert folder.err == "torchwhere: there is no script folder.py. Give a path to a file, or -m and a module's name.\n"
+    assert (
+        folder.err
+        == "torchwhere: there is no script folder.py. Give a path to a file, or -m and a module's"
+        " name.\n"
+    )
     assert not (tmp_path / "boxes").exists()
 
 
 def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
-    """A folder in use by a live job is refused, before the second script runs; the first is not disturbed."""
+    """A folder in use by a live job is refused, before the second script runs; the first is not
+    disturbed."""
     (tmp_path / "first.py").write_text("input()\nprint('first is done')\n")
     (tmp_path / "second.py").write_text("print('second')\n")
     command = (sys.executable, "-m", "torchwhere", "run", "--out", "boxes")
     first = subprocess.Popen(
-        [*command, "first.py"], cwd=tmp_path, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "first.py"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         while not (tmp_path / "boxes" / "rank0.box").exists():
@@ -301,9 +367,11 @@ def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
     finally:
         out, _ = first.communicate("\n", timeout=60)
     assert (second.code, second.out) == (2, "")
-    assert second.err == (
-        "torchwhere: boxes/rank0.box is being written by another process. Give every job its own folder (out=..., --out), and "
-        "in processes that do not have RANK set start watching after init_process_group, when the rank is known.\n"
+    assert (
+        second.err
+        == "torchwhere: boxes/rank0.box is being written by another process. Give every job its own"
+        " folder (out=..., --out), and in processes that do not have RANK set start watching"
+        " after init_process_group, when the rank is known.\n"
     )
     assert (first.returncode, out) == (0, "first is done\n")
     assert ending(tmp_path / "boxes") == "exit 0"
@@ -313,6 +381,13 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """Where nothing can be written the script runs all the same, with one warning."""
     (tmp_path / "train.py").write_text("print('trained')\n")
     (tmp_path / "boxes").write_text("a file, not a folder")
-    ended = end(start(sys.executable, "-m", "torchwhere", "run", "--out", "boxes", "train.py", folder=tmp_path))
+    ended = end(
+        start(
+            sys.executable, "-m", "torchwhere", "run", "--out", "boxes", "train.py", folder=tmp_path
+        )
+    )
     assert (ended.code, ended.out) == (0, "trained\n")
-    assert ended.err == "torchwhere: nothing is recorded, boxes/rank0.box cannot be written: File exists\n"
+    assert (
+        ended.err
+        == "torchwhere: nothing is recorded, boxes/rank0.box cannot be written: File exists\n"
+    )

@@ -1,4 +1,5 @@
-"""Layouts in black boxes: written once, read without torch, compared over ranks, and shown by `torchwhere layout`."""
+"""Layouts in black boxes: written once, read without torch, compared over ranks, and shown by
+`torchwhere layout`."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def assert_golden(name: str, text: str) -> None:
     assert text == path.read_text()
 
 
-# -- layouts made by hand: FSDP2 over dp, with tensor parallel -------------------------------------------------------------
+# -- layouts made by hand: FSDP2 over dp, with tensor parallel -------------------------------------
 
 
 def part(size: int, ranks: int, at: int) -> int:
@@ -52,20 +53,42 @@ def part(size: int, ranks: int, at: int) -> int:
     return max(0, min(each, size - each * at))
 
 
-def made(rank: int, *, dp: int = 2, tp: int = 2, rows: int = 10, stage: int | None = None, depth: int = 4) -> Layout:
+def made(
+    rank: int, *, dp: int = 2, tp: int = 2, rows: int = 10, stage: int | None = None, depth: int = 4
+) -> Layout:
     """The layout of a rank as `inspect` would make it: uneven over dp, even over tp."""
     at_dp, at_tp = divmod(rank % (dp * tp), tp)
     first = rank - rank % (dp * tp)
     last = first + dp * tp - 1
-    along_dp = f"{first + at_tp}-{last - tp + 1 + at_tp}:{tp}" if dp > 2 else f"{first + at_tp}, {first + at_tp + tp}"
+    along_dp = (
+        f"{first + at_tp}-{last - tp + 1 + at_tp}:{tp}"
+        if dp > 2
+        else f"{first + at_tp}, {first + at_tp + tp}"
+    )
     along_tp = f"{first + at_dp * tp}-{first + at_dp * tp + tp - 1}"
     mesh = Mesh((dp, tp), ("dp", "tp"), "cuda", f"{first}-{last}", (along_dp, along_tp))
     held = part(rows, dp, at_dp)
-    weight = Param("weight", (rows, 8), (held, 8 // tp), "float32", rows * 32, held * 32 // tp, mesh=0, unit=0, device="cuda")
+    weight = Param(
+        "weight",
+        (rows, 8),
+        (held, 8 // tp),
+        "float32",
+        rows * 32,
+        held * 32 // tp,
+        mesh=0,
+        unit=0,
+        device="cuda",
+    )
     weight = dataclasses.replace(weight, placements=("Shard(0)", "Shard(1)"))
-    fsdp = Unit("FSDP2", 0, (), (("param", "bfloat16"),), "after forward", params=1, bytes=rows * 32)
+    fsdp = Unit(
+        "FSDP2", 0, (), (("param", "bfloat16"),), "after forward", params=1, bytes=rows * 32
+    )
     block = Node("Block", units=(fsdp,), params=(weight,))
-    pipe = () if stage is None else (Unit("pipeline stage", settings=(("stage", stage), ("stages", 2))),)
+    pipe = (
+        ()
+        if stage is None
+        else (Unit("pipeline stage", settings=(("stage", stage), ("stages", 2))),)
+    )
     root = Node(
         "Model",
         units=(*pipe, fsdp),
@@ -82,23 +105,35 @@ def changed(layout: Layout, at: int, **facts: Any) -> Layout:
     (run,) = layers.node.children
     weight = dataclasses.replace(run.node.params[0], **facts)
     other = dataclasses.replace(run.node, params=(weight,))
-    runs = (Branch("0", run.node, at), Branch(str(at), other), Branch(str(at + 1), run.node, run.count - at - 1))
+    runs = (
+        Branch("0", run.node, at),
+        Branch(str(at), other),
+        Branch(str(at + 1), run.node, run.count - at - 1),
+    )
     blocks = dataclasses.replace(layers.node, children=runs)
-    return dataclasses.replace(layout, roots=(Branch("", dataclasses.replace(root, children=(Branch("layers", blocks),))),))
+    return dataclasses.replace(
+        layout, roots=(Branch("", dataclasses.replace(root, children=(Branch("layers", blocks),))),)
+    )
 
 
 def write(folder: Path, found: Layout, *more: Layout) -> None:
-    box = BoxWriter(folder / box_name(found.rank), meta={"rank": found.rank, "world_size": found.world_size}, records=16)
+    box = BoxWriter(
+        folder / box_name(found.rank),
+        meta={"rank": found.rank, "world_size": found.world_size},
+        records=16,
+    )
     for number, layout in enumerate((found, *more)):
         box.intern_many(EntryType.LAYOUT, pack(number, layout.to_dict()))
     box.close()
 
 
 def text_of(found: Layouts) -> str:
-    return "".join("".join(text for text, _ in line) + "\n" for line in layouts_lines(found, width=None))
+    return "".join(
+        "".join(text for text, _ in line) + "\n" for line in layouts_lines(found, width=None)
+    )
 
 
-# -- in the box ------------------------------------------------------------------------------------------------------------
+# -- in the box ------------------------------------------------------------------------------------
 
 
 def _train(folder: Path, change: bool) -> tuple[dict[str, Any], int]:
@@ -122,7 +157,8 @@ def _train(folder: Path, change: bool) -> tuple[dict[str, Any], int]:
 
 
 def test_a_watch_keeps_the_layout(two_ranks: Pool, tmp_path: Path) -> None:
-    """After the first step the box has the layout of the model, found by itself and as `layout` gives it, and only once."""
+    """After the first step the box has the layout of the model, found by itself and as `layout`
+    gives it, and only once."""
     answers = two_ranks.run(_train, tmp_path, False)
     found = layouts(read_run(tmp_path))
     assert found.is_alike
@@ -134,13 +170,16 @@ def test_a_watch_keeps_the_layout(two_ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_changed(two_ranks: Pool, tmp_path: Path) -> None:
-    """What changed after the first step is written again at the end; the last one is taken, and that is said."""
+    """What changed after the first step is written again at the end; the last one is taken, and
+    that is said."""
     answers = two_ranks.run(_train, tmp_path, True)
     assert [count for _, count in answers] == [2, 2]
     found = layouts(read_run(tmp_path))
     assert found.changed == [0, 1]
     assert found.cohorts[0].layout == Layout.from_dict(answers[0][0])
-    assert "the layout of ranks 0-1 changed after the first step; this is the last one" in text_of(found)
+    assert "the layout of ranks 0-1 changed after the first step; this is the last one" in text_of(
+        found
+    )
 
 
 def _train_differently(folder: Path) -> None:
@@ -156,7 +195,8 @@ def _train_differently(folder: Path) -> None:
 
 
 def test_real_ranks_that_differ(two_ranks: Pool, tmp_path: Path) -> None:
-    """Two real ranks with different parameters: the first difference names the parameter, the others follow."""
+    """Two real ranks with different parameters: the first difference names the parameter, the
+    others follow."""
     two_ranks.run(_train_differently, tmp_path)
     found = layouts(read_run(tmp_path))
     assert not found.is_alike
@@ -170,7 +210,11 @@ def test_real_ranks_that_differ(two_ranks: Pool, tmp_path: Path) -> None:
 def _train_on_a_mesh(folder: Path) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Model(width=10, depth=3)
@@ -188,13 +232,15 @@ def _train_on_a_mesh(folder: Path) -> None:
 
 
 def test_a_real_mesh_with_one_rank_that_differs(four_ranks: Pool, tmp_path: Path) -> None:
-    """FSDP2 and tensor parallel over four ranks, one with an adapter that the others do not have: as docs/layout.md shows."""
+    """FSDP2 and tensor parallel over four ranks, one with an adapter that the others do not have:
+    as docs/layout.md shows."""
     four_ranks.run(_train_on_a_mesh, tmp_path)
     assert_golden("mesh", text_of(layouts(read_run(tmp_path))))
 
 
 def test_wrappers_around_the_watched_model(one_rank: None, tmp_path: Path) -> None:
-    """The model is given to the watch before it is wrapped: the layout has the wrapper's unit all the same."""
+    """The model is given to the watch before it is wrapped: the layout has the wrapper's unit all
+    the same."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path):
         replicated = nn.parallel.DistributedDataParallel(model)
@@ -205,7 +251,8 @@ def test_wrappers_around_the_watched_model(one_rank: None, tmp_path: Path) -> No
 
 
 def test_a_job_without_steps(tmp_path: Path) -> None:
-    """Without a step (inference) the layout is written when the watch ends; a loss without parameters is no model."""
+    """Without a step (inference) the layout is written when the watch ends; a loss without
+    parameters is no model."""
     with torchwhere.watch(out=tmp_path):
         nn.MSELoss()(Model()(batch()), torch.zeros(4, 8))
     model = Model()
@@ -246,9 +293,10 @@ def test_an_error_never_reaches_the_job(
             optimizer.step()
     assert len(tries) == 1
     (record,) = caplog.records
-    assert record.getMessage() == (
-        "torchwhere: the sense for layouts failed (RuntimeError: no such attribute in this torch). The training is not "
-        "affected; after 3 failures this sense switches itself off."
+    assert (
+        record.getMessage()
+        == "torchwhere: the sense for layouts failed (RuntimeError: no such attribute in this"
+        " torch). The training is not affected; after 3 failures this sense switches itself off."
     )
 
 
@@ -260,11 +308,12 @@ def test_nothing_is_taken_without_a_file(monkeypatch: pytest.MonkeyPatch) -> Non
         torchwhere.step(1)
 
 
-# -- the format ------------------------------------------------------------------------------------------------------------
+# -- the format ------------------------------------------------------------------------------------
 
 
 def layouts_by_the_page(path: Path) -> list[Any]:
-    """Written from docs/format.md alone: number, part, count and data with tabs between; base64, zlib, JSON."""
+    """Written from docs/format.md alone: number, part, count and data with tabs between; base64,
+    zlib, JSON."""
     parts: dict[int, dict[int, str]] = {}
     counts = {}
     for sort, payload in read_box(path).names.values():
@@ -277,14 +326,20 @@ def layouts_by_the_page(path: Path) -> list[Any]:
     return [json.loads(zlib.decompress(base64.b64decode(one))) for one in data]
 
 
-def test_large_layouts_are_cut_into_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_layouts_are_cut_into_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A layout larger than an entry may be goes into several, and the page is enough to read it."""
     assert packing._PART_BYTES + 100 < ENTRY_MOST_BYTES
     monkeypatch.setattr(packing, "_PART_BYTES", 1000)
-    found = torchwhere.layout(nn.ModuleDict({f"m{i * 7919 % 997}": nn.Linear(1, 1 + i) for i in range(500)}))
+    found = torchwhere.layout(
+        nn.ModuleDict({f"m{i * 7919 % 997}": nn.Linear(1, 1 + i) for i in range(500)})
+    )
     assert len(pack(0, found.to_dict())) > 3
     write(tmp_path, found, made(0))
-    assert layouts_by_the_page(tmp_path / "rank0.box") == layouts_in(read_box(tmp_path / "rank0.box"))
+    assert layouts_by_the_page(tmp_path / "rank0.box") == layouts_in(
+        read_box(tmp_path / "rank0.box")
+    )
     assert layouts_in(read_box(tmp_path / "rank0.box"))[0] == found.to_dict()
     assert Layout.from_dict(layouts_in(read_box(tmp_path / "rank0.box"))[0]) == found
 
@@ -294,8 +349,20 @@ def test_damaged_layouts_are_left_out(tmp_path: Path) -> None:
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "world_size": 1}, records=16)
     (good,) = pack(1, made(0).to_dict())
     fields = good.split("\t")
-    wrong = ["", "x", "1\t2\t3", "0\t0\t2\tabc", "2\t0\t1\t" + fields[3][:-8], "3\t0\t1\t!!!", "-1\t0\t1\t", "²\t0\t1\t"]
-    wrong += [f"4\t0\t1\t{base64.b64encode(zlib.compress(text)).decode()}" for text in (b"[1]", b"{", b"\xff")]
+    wrong = [
+        "",
+        "x",
+        "1\t2\t3",
+        "0\t0\t2\tabc",
+        "2\t0\t1\t" + fields[3][:-8],
+        "3\t0\t1\t!!!",
+        "-1\t0\t1\t",
+        "²\t0\t1\t",
+    ]
+    wrong += [
+        f"4\t0\t1\t{base64.b64encode(zlib.compress(text)).decode()}"
+        for text in (b"[1]", b"{", b"\xff")
+    ]
     box.intern_many(EntryType.LAYOUT, [*wrong, good])
     box.close()
     assert layouts_in(read_box(tmp_path / "rank0.box")) == [made(0).to_dict()]
@@ -303,7 +370,7 @@ def test_damaged_layouts_are_left_out(tmp_path: Path) -> None:
     assert layouts_in(parse_box(data[:-20])) == []
 
 
-# -- comparing -------------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def test_what_must_differ_is_said_and_not_counted() -> None:
@@ -320,13 +387,21 @@ def test_what_must_differ_is_said_and_not_counted() -> None:
 
 
 def test_what_must_not_differ_is_found() -> None:
-    """A rank whose dtype differs in one layer is a cohort of its own, with that parameter as the first difference."""
-    found = compare(changed(made(rank), 2, dtype="bfloat16") if rank == 3 else made(rank) for rank in range(4))
+    """A rank whose dtype differs in one layer is a cohort of its own, with that parameter as the
+    first difference."""
+    found = compare(
+        changed(made(rank), 2, dtype="bfloat16") if rank == 3 else made(rank) for rank in range(4)
+    )
     assert not found.is_alike
     assert [cohort.ranks for cohort in found.cohorts] == [[0, 1, 2], [3]]
     (difference,) = found.cohorts[1].differences
     assert str(difference) == "layers.2.weight: dtype is bfloat16, elsewhere float32"
-    assert difference.to_dict() == {"where": "layers.2.weight", "what": "dtype", "here": "bfloat16", "there": "float32"}
+    assert difference.to_dict() == {
+        "where": "layers.2.weight",
+        "what": "dtype",
+        "here": "bfloat16",
+        "there": "float32",
+    }
 
 
 BOTH = "Shard(0), Shard(1) (dp=2 x tp=2 on cuda)"
@@ -336,7 +411,10 @@ SAID_OF_PARAMETERS = [
     ({"unit": None}, "weight: managing unit is none, elsewhere number 0 around it"),
     ({"device": "cpu"}, "weight: device is cpu, elsewhere cuda"),
     ({"tied": "weight"}, "weight: tied to is weight, elsewhere nothing"),
-    ({"placements": ("Shard(0)",)}, f"weight: placements is Shard(0) (dp=2 x tp=2 on cuda), elsewhere {BOTH}"),
+    (
+        {"placements": ("Shard(0)",)},
+        f"weight: placements is Shard(0) (dp=2 x tp=2 on cuda), elsewhere {BOTH}",
+    ),
     ({"mesh": None}, f"weight: placements is Shard(0), Shard(1) (no mesh), elsewhere {BOTH}"),
     ({"name": "kernel"}, "kernel: parameter is there, elsewhere missing"),
 ]
@@ -366,7 +444,10 @@ def test_differences_of_units_and_modules() -> None:
     assert first(units=()) == "<root>: unit is none, elsewhere FSDP2"
     assert first(units=(Unit("DDP"),)) == "<root>: unit is DDP, elsewhere FSDP2"
     reshard = dataclasses.replace(fsdp, reshard="after backward")
-    assert first(units=(reshard,)) == "FSDP2 unit <root>: reshard is after backward, elsewhere after forward"
+    assert (
+        first(units=(reshard,))
+        == "FSDP2 unit <root>: reshard is after backward, elsewhere after forward"
+    )
     half = dataclasses.replace(fsdp, dtypes=(("param", "float16"),))
     assert first(units=(half,)) == "FSDP2 unit <root>: param dtype is float16, elsewhere bfloat16"
     assert first(children=()) == "layers: module is missing, elsewhere List"
@@ -377,9 +458,13 @@ def test_differences_of_units_and_modules() -> None:
 
 
 def test_bytes_and_paddings_of_units_are_a_ranks_own() -> None:
-    """What a unit holds and pads on a rank is no difference; neither is how its own parts happen to fold."""
+    """What a unit holds and pads on a rank is no difference; neither is how its own parts happen to
+    fold."""
     layout = made(1)
-    padded = [dataclasses.replace(unit, local_bytes=7, padding_bytes=3, state_bytes=9) for unit in layout.roots[0].node.units]
+    padded = [
+        dataclasses.replace(unit, local_bytes=7, padding_bytes=3, state_bytes=9)
+        for unit in layout.roots[0].node.units
+    ]
     other = swapped(changed(layout, 2, local_shape=(1, 4), local_bytes=16), units=tuple(padded))
     assert [cohort.ranks for cohort in compare([made(0), other]).cohorts] == [[0, 1]]
 
@@ -389,8 +474,14 @@ def test_pipeline_stages_are_cohorts_by_design() -> None:
     ranks = [made(rank, stage=rank // 4, depth=4 + rank // 4) for rank in range(8)]
     found = compare(ranks)
     assert found.is_alike
-    assert [(cohort.stages, cohort.ranks) for cohort in found.cohorts] == [((0,), [0, 1, 2, 3]), ((1,), [4, 5, 6, 7])]
-    assert found.expected[0] == "pipeline stages have modules of their own: stage 0 on ranks 0-3; stage 1 on ranks 4-7"
+    assert [(cohort.stages, cohort.ranks) for cohort in found.cohorts] == [
+        ((0,), [0, 1, 2, 3]),
+        ((1,), [4, 5, 6, 7]),
+    ]
+    assert (
+        found.expected[0]
+        == "pipeline stages have modules of their own: stage 0 on ranks 0-3; stage 1 on ranks 4-7"
+    )
     ranks[6] = changed(ranks[6], 1, dtype="float64")
     found = compare(ranks)
     assert [(cohort.ranks, len(cohort.differences)) for cohort in found.cohorts] == [
@@ -401,7 +492,8 @@ def test_pipeline_stages_are_cohorts_by_design() -> None:
 
 
 def test_ranks_that_disagree_about_a_group() -> None:
-    """Who is in a group must fit together: a rank that is not in its own, and two that say different things, are found."""
+    """Who is in a group must fit together: a rank that is not in its own, and two that say
+    different things, are found."""
     ranks = [made(rank) for rank in range(4)]
     mesh = dataclasses.replace(ranks[3].meshes[0], groups=("1, 3", "1, 3"))
     found = compare([*ranks[:3], dataclasses.replace(ranks[3], meshes=(mesh,))])
@@ -413,14 +505,20 @@ def test_ranks_that_disagree_about_a_group() -> None:
 
 
 def test_parts_that_are_not_what_the_placements_give() -> None:
-    """A rank that holds another part than its placements say is remarked on; it may be meant so, and the ranks stay alike."""
-    found = compare(changed(made(rank), 1, local_shape=(3, 4)) if rank == 2 else made(rank) for rank in range(4))
+    """A rank that holds another part than its placements say is remarked on; it may be meant so,
+    and the ranks stay alike."""
+    found = compare(
+        changed(made(rank), 1, local_shape=(3, 4)) if rank == 2 else made(rank) for rank in range(4)
+    )
     assert found.is_alike
-    assert found.remarks == ["rank 2 holds [3, 4] of layers.1.weight [10, 8]; Shard(0), Shard(1) gives [5, 4]"]
+    assert found.remarks == [
+        "rank 2 holds [3, 4] of layers.1.weight [10, 8]; Shard(0), Shard(1) gives [5, 4]"
+    ]
 
 
 def test_ten_thousand_ranks() -> None:
-    """Many ranks, each with parts and groups of its own, are one cohort; the time is linear in their number."""
+    """Many ranks, each with parts and groups of its own, are one cohort; the time is linear in
+    their number."""
 
     def seconds(count: int) -> float:
         ranks = [made(rank, dp=count // 4, tp=4, rows=count * 3 + 1) for rank in range(count)]
@@ -444,7 +542,7 @@ def test_many_cohorts() -> None:
     assert "and 179 more groups of ranks that differ; see --json" in text_of(found)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -458,7 +556,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tree of the ranks that agree, then who differs and where first, then what differs as it must."""
+    """The tree of the ranks that agree, then who differs and where first, then what differs as it
+    must."""
     assert main(["layout", str(folder)]) == 0
     assert_golden("differ", capsys.readouterr().out)
 
@@ -470,7 +569,8 @@ def test_command_for_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_command_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` is one object with everything: cohorts with their layouts and differences, and what was said."""
+    """`--json` is one object with everything: cohorts with their layouts and differences, and what
+    was said."""
     assert main(["layout", str(folder), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -484,7 +584,8 @@ def test_command_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_command_needs_no_torch(folder: Path) -> None:
     """A run can be looked at where there is no torch."""
     code = (
-        f"import sys; sys.modules['torch'] = None\nfrom torchwhere.cli import main\nsys.exit(main(['layout', {str(folder)!r}]))"
+        "import sys; sys.modules['torch'] = None\nfrom torchwhere.cli import"
+        f" main\nsys.exit(main(['layout', {str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -492,13 +593,18 @@ def test_command_needs_no_torch(folder: Path) -> None:
 
 
 def test_boxes_without_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of which no rank has a layout says when one is recorded; a rank without one is named."""
+    """A run of which no rank has a layout says when one is recorded; a rank without one is
+    named."""
     for rank in range(2):
-        BoxWriter(tmp_path / box_name(rank), meta={"rank": rank, "world_size": 2}, records=16).close()
+        BoxWriter(
+            tmp_path / box_name(rank), meta={"rank": rank, "world_size": 2}, records=16
+        ).close()
     assert main(["layout", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"torchwhere: {tmp_path} holds no layout. It is recorded when the first step of a model with parameters has ended, or "
-        "the watch; the job ended before, or was recorded by an older torchwhere.\n"
+    assert (
+        capsys.readouterr().err
+        == f"torchwhere: {tmp_path} holds no layout. It is recorded when the first step of a model"
+        " with parameters has ended, or the watch; the job ended before, or was recorded by an"
+        " older torchwhere.\n"
     )
     write(tmp_path, dataclasses.replace(made(1), world_size=2))
     assert main(["layout", str(tmp_path)]) == 0
@@ -508,7 +614,10 @@ def test_boxes_without_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_layout_of_a_newer_writer(tmp_path: Path) -> None:
     """A layout that cannot be understood counts as none: that is said, and nothing raises."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "world_size": 1}, records=16)
-    box.intern_many(EntryType.LAYOUT, pack(0, {"rank": 0, "world_size": 1, "roots": [{"kind": "of another sort"}]}))
+    box.intern_many(
+        EntryType.LAYOUT,
+        pack(0, {"rank": 0, "world_size": 1, "roots": [{"kind": "of another sort"}]}),
+    )
     box.close()
     assert layouts(read_run(tmp_path)).missing == [0]
 

@@ -36,12 +36,17 @@ def shelved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BoxRun:
 
 
 def test_the_same_answers(folder: Path, shelved: BoxRun) -> None:
-    """What is read one at a time gives what all of it gives: collectives, groups, phases, events, caveats."""
-    whole = read_run(folder) if isinstance(shelved.boxes, dict) else BoxRun(folder, dict(shelved.boxes))
+    """What is read one at a time gives what all of it gives: collectives, groups, phases, events,
+    caveats."""
+    whole = (
+        read_run(folder) if isinstance(shelved.boxes, dict) else BoxRun(folder, dict(shelved.boxes))
+    )
     assert comms(shelved).to_dict() == comms(whole).to_dict()
     assert groups(shelved).to_dict() == groups(whole).to_dict()
     assert phases(shelved).to_dict() == phases(whole).to_dict()
-    assert [event.to_dict() for event in shelved.events(last=3)] == [event.to_dict() for event in whole.events(last=3)]
+    assert [event.to_dict() for event in shelved.events(last=3)] == [
+        event.to_dict() for event in whole.events(last=3)
+    ]
     assert (shelved.world_size, shelved.missing, shelved.caveats()) == (RANKS, [], [])
 
 
@@ -66,11 +71,17 @@ def test_a_box_that_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
         0,
         [f"cannot read {copy / 'rank5.box'}: No such file or directory"],
     )
-    assert (replaced.rank, len(replaced.records), replaced.problems) == (6, 0, ["it was replaced while the run was read"])
+    assert (replaced.rank, len(replaced.records), replaced.problems) == (
+        6,
+        0,
+        ["it was replaced while the run was read"],
+    )
     assert 5 not in {event.place.rank for event in run.events(last=1)}
 
 
-def test_what_cannot_be_read_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_is_said(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A foreign file and a missing rank are told as of a small run."""
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)

@@ -1,4 +1,5 @@
-"""`torchwhere.comms()`: what a block counts while it runs and after it, what it expects, and its golden snapshots."""
+"""`torchwhere.comms()`: what a block counts while it runs and after it, what it expects, and its
+golden snapshots."""
 
 from __future__ import annotations
 
@@ -54,11 +55,12 @@ def chatty(one_rank: None) -> Iterator[Chatty]:
     return Chatty()
 
 
-# -- counting --------------------------------------------------------------------------------------------------------------
+# -- counting --------------------------------------------------------------------------------------
 
 
 def test_counts_while_it_runs_and_after(chatty: Chatty) -> None:
-    """Counts, modules, passes, groups, lines and bytes are there inside the block, and stay when it is over."""
+    """Counts, modules, passes, groups, lines and bytes are there inside the block, and stay when it
+    is over."""
     with torchwhere.comms() as c:
         assert not c.counts
         chatty(batch())
@@ -67,13 +69,19 @@ def test_counts_while_it_runs_and_after(chatty: Chatty) -> None:
         assert c.counts["barrier"] == 1
     for _ in range(2):  # the second time from what was put together the first time
         assert c.counts == {"all_reduce": 3, "barrier": 1}
-        assert c.by_module == {"": {"all_reduce": 1}, "head": {"all_reduce": 2}, None: {"barrier": 1}}
+        assert c.by_module == {
+            "": {"all_reduce": 1},
+            "head": {"all_reduce": 2},
+            None: {"barrier": 1},
+        }
         assert c.by_pass == {"forward": {"all_reduce": 3}, "outside": {"barrier": 1}}
         assert c.by_group == {"default_pg": {"all_reduce": 3, "barrier": 1}}
         assert c.bytes == 3 * 4 * 8 * 4
     assert c.counts["send"] == 0
     assert c.by_module["nobody"]["all_reduce"] == 0
-    lines = {line.rpartition("/")[2]: dict(ops) for line, ops in c.by_line.items() if line is not None}
+    lines = {
+        line.rpartition("/")[2]: dict(ops) for line, ops in c.by_line.items() if line is not None
+    }
     assert sorted(map(len, lines.values())) == [1, 1, 1]
     assert all(line.startswith("test_live_comms.py:") for line in lines)
     assert repr(c) == "<comms: all_reduce=3, barrier=1>"
@@ -93,29 +101,41 @@ def test_table_and_json(chatty: Chatty) -> None:
     found = json.loads(c.json())
     assert found == c.to_dict()
     (head,) = found["root"]["children"]
-    assert (head["module"], head["count"], list(head["collectives"][0]["lines"].values())) == ("head", 2, [2])
+    assert (head["module"], head["count"], list(head["collectives"][0]["lines"].values())) == (
+        "head",
+        2,
+        [2],
+    )
 
 
 def test_no_collectives() -> None:
     """A block without collectives says so."""
     with torchwhere.comms() as c:
         nn.Linear(2, 2)(torch.ones(1, 2))
-    assert (c.table(), repr(c), c.bytes) == ("no collectives were recorded", "<comms: no collectives>", 0)
+    assert (c.table(), repr(c), c.bytes) == (
+        "no collectives were recorded",
+        "<comms: no collectives>",
+        0,
+    )
     c.expect(calls=0, bytes=0)
 
 
 def test_a_model_gives_names(one_rank: None) -> None:
-    """The model given names modules that are called on their own; without it the root is found all the same."""
+    """The model given names modules that are called on their own; without it the root is found all
+    the same."""
     model = nn.Sequential(Talker(), Talker())
     with torchwhere.comms(model) as c:
         model[1](batch())
     assert c.by_module == {"1": {"all_reduce": 2}}
-    with pytest.raises(TypeError, match=r"^comms\(model\): expected a torch.nn.Module or None, got int$"):
+    with pytest.raises(
+        TypeError, match=r"^comms\(model\): expected a torch.nn.Module or None, got int$"
+    ):
         torchwhere.comms(3)  # type: ignore[arg-type]
 
 
 def test_each_time_is_counted_anew_and_nesting_is_not(chatty: Chatty) -> None:
-    """Entered again it begins from nothing; entered inside itself it goes on; others inside count their own part."""
+    """Entered again it begins from nothing; entered inside itself it goes on; others inside count
+    their own part."""
     with torchwhere.comms() as outer:
         chatty(batch())
         with torchwhere.comms() as inner, outer:
@@ -144,7 +164,8 @@ def test_decorator(chatty: Chatty) -> None:
 
 
 def test_other_threads_are_counted_too(one_rank: None) -> None:
-    """Collectives from several threads at once are all counted, none in the main thread's module."""
+    """Collectives from several threads at once are all counted, none in the main thread's
+    module."""
 
     def work() -> None:
         for _ in range(50):
@@ -184,7 +205,8 @@ def test_blocks_on_several_threads(one_rank: None) -> None:
 
 
 def test_joins_a_watch(chatty: Chatty, tmp_path: Path) -> None:
-    """Inside a watch it counts what that watch records, and does not end it; a watch that ends inside is no trouble."""
+    """Inside a watch it counts what that watch records, and does not end it; a watch that ends
+    inside is no trouble."""
     with torchwhere.watch(chatty, out=tmp_path, records=16):
         for _ in range(20):
             chatty(batch())
@@ -211,11 +233,12 @@ def test_an_exception_ends_the_block(chatty: Chatty) -> None:
     assert c.counts == {"all_reduce": 3}
 
 
-# -- live and offline ------------------------------------------------------------------------------------------------------
+# -- live and offline ------------------------------------------------------------------------------
 
 
 def _train_both_ways(folder: str) -> tuple[dict[str, Any], str]:
-    """FSDP2 over a mesh with a name, p2p, and an exchange in the optimizer step: counted live, while it is recorded."""
+    """FSDP2 over a mesh with a name, p2p, and an exchange in the optimizer step: counted live,
+    while it is recorded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -239,18 +262,21 @@ def _train_both_ways(folder: str) -> tuple[dict[str, Any], str]:
 
 
 def test_live_is_what_offline_says(two_ranks: Pool, tmp_path: Path) -> None:
-    """Each rank's live tree and table are those that the boxes of the same run give for that rank."""
+    """Each rank's live tree and table are those that the boxes of the same run give for that
+    rank."""
     live = two_ranks.run(_train_both_ways, str(tmp_path))
     run = read_run(tmp_path)
     for rank, (tree, table) in enumerate(live):
         found = offline(run, ranks={rank})
         assert tree == json.loads(json.dumps(found.to_dict()))
-        assert table.splitlines() == ["".join(part for part, _ in line) for line in text.comms_lines(found, width=None)]
+        assert table.splitlines() == [
+            "".join(part for part, _ in line) for line in text.comms_lines(found, width=None)
+        ]
     assert live[0][0]["groups"] == {"dp": 2}
     assert live[0][0]["root"]["count"] + live[0][0]["outside"]["count"] == 3 * (4 + 3 + 4) + 2
 
 
-# -- expectations ----------------------------------------------------------------------------------------------------------
+# -- expectations ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -279,7 +305,8 @@ HOLDING: list[dict[str, Any]] = [
 
 
 def test_expectations_that_hold(counted: torchwhere.comms) -> None:
-    """Each operator, quantity and filter holds where it should; a module stands for those below it too."""
+    """Each operator, quantity and filter holds where it should; a module stands for those below it
+    too."""
     for wanted in HOLDING:
         counted.expect(**wanted)
 
@@ -306,7 +333,8 @@ def test_expectations_that_fail(counted: torchwhere.comms) -> None:
 
 
 def test_what_a_failure_says(counted: torchwhere.comms) -> None:
-    """A failure shows what was wrong, what was right, and every collective that was looked at with its place."""
+    """A failure shows what was wrong, what was right, and every collective that was looked at with
+    its place."""
     with pytest.raises(AssertionError) as failure:
         counted.expect(all_reduce=1, barrier=0, bytes__le=100, module="head", pass_="forward")
     lines = str(failure.value).splitlines()
@@ -331,31 +359,61 @@ def test_nothing_found_shows_what_is_elsewhere(counted: torchwhere.comms) -> Non
 
 
 MEANINGLESS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({}, ValueError, "expect(): nothing is expected; say for example expect(all_reduce=2) or expect(calls__le=10)"),
-    ({"all_reduced": 1}, ValueError, "expect(all_reduced=...): no collective 'all_reduced'; did you mean all_reduce or "),
-    ({"zzz": 1}, ValueError, "expect(zzz=...): no collective 'zzz'; there are all_gather, all_gather_coalesced, "),
+    (
+        {},
+        ValueError,
+        (
+            "expect(): nothing is expected; say for example expect(all_reduce=2) or"
+            " expect(calls__le=10)"
+        ),
+    ),
+    (
+        {"all_reduced": 1},
+        ValueError,
+        "expect(all_reduced=...): no collective 'all_reduced'; did you mean all_reduce or ",
+    ),
+    (
+        {"zzz": 1},
+        ValueError,
+        "expect(zzz=...): no collective 'zzz'; there are all_gather, all_gather_coalesced, ",
+    ),
     (
         {"all_reduce__about": 1},
         ValueError,
-        "expect(all_reduce__about=...): no operator __about; there are __eq, __ge, __gt, __le, __lt, __ne",
+        (
+            "expect(all_reduce__about=...): no operator __about; there are __eq, __ge, __gt, __le,"
+            " __lt, __ne"
+        ),
     ),
     ({"all_reduce": 1.5}, TypeError, "expect(all_reduce=1.5): expected a whole number"),
     ({"all_reduce": True}, TypeError, "expect(all_reduce=True): expected a whole number"),
     ({"all_reduce": -1}, ValueError, "expect(all_reduce=-1): expected a number of 0 or more"),
-    ({"calls": 1, "module": "haed"}, ValueError, "expect(module='haed'): no such module; did you mean head?"),
+    (
+        {"calls": 1, "module": "haed"},
+        ValueError,
+        "expect(module='haed'): no such module; did you mean head?",
+    ),
     ({"calls": 1, "for_": "qqqq"}, ValueError, "expect(for_='qqqq'): no such module"),
     ({"calls": 1, "module": 3}, TypeError, "expect(module=3): expected a name"),
     (
         {"calls": 1, "pass_": "fwd"},
         ValueError,
-        "expect(pass_='fwd'): no such pass; there are backward, forward, optimizer, outside, recompute",
+        (
+            "expect(pass_='fwd'): no such pass; there are backward, forward, optimizer, outside,"
+            " recompute"
+        ),
     ),
-    ({"calls": 1, "group": "tp"}, ValueError, "expect(group='tp'): no such group; there are default_pg"),
+    (
+        {"calls": 1, "group": "tp"},
+        ValueError,
+        "expect(group='tp'): no such group; there are default_pg",
+    ),
 ]
 
 
 def test_words_that_mean_nothing(counted: torchwhere.comms) -> None:
-    """A misspelt op, operator, module, pass or group is an error that names the close ones, never an expectation of 0."""
+    """A misspelt op, operator, module, pass or group is an error that names the close ones, never
+    an expectation of 0."""
     for wanted, kind, said in MEANINGLESS:
         with pytest.raises(kind) as wrong:
             counted.expect(**wanted)
@@ -366,12 +424,15 @@ def test_all_collectives_of_torch_are_known() -> None:
     """The op names that may be expected are those of the installed torch."""
     from torchwhere.hooks.schemas import all_ops
 
-    names = {op.name for op in all_ops()} | {op.of_one.name for op in all_ops() if op.of_one is not None}
+    names = {op.name for op in all_ops()} | {
+        op.of_one.name for op in all_ops() if op.of_one is not None
+    }
     assert names == set(OPS)
 
 
 def test_expectations_inside_the_block(chatty: Chatty) -> None:
-    """What is expected inside the block is held against what was counted so far, with the modules known so far."""
+    """What is expected inside the block is held against what was counted so far, with the modules
+    known so far."""
     with torchwhere.comms(chatty) as c:
         c.expect(all_reduce=0, module="head")
         chatty(batch())
@@ -380,21 +441,30 @@ def test_expectations_inside_the_block(chatty: Chatty) -> None:
             c.expect(all_reduce=0, module="tail")
 
 
-# -- snapshots -------------------------------------------------------------------------------------------------------------
+# -- snapshots -------------------------------------------------------------------------------------
 
 
 def test_snapshot_round_trip(counted: torchwhere.comms, tmp_path: Path) -> None:
-    """A snapshot is one line of JSON for each module, pass and op; what made it is the same as it."""
+    """A snapshot is one line of JSON for each module, pass and op; what made it is the same as
+    it."""
     path = tmp_path / "new" / "golden.json"
     counted.snapshot(path)
-    assert [entry["module"] for entry in json.loads(path.read_text())["collectives"]] == ["", "head"]
-    assert path.read_text().splitlines()[2].startswith(' {"module": "head", "pass": "forward", "op": "all_reduce", "group": ')
+    assert [entry["module"] for entry in json.loads(path.read_text())["collectives"]] == [
+        "",
+        "head",
+    ]
+    assert (
+        path.read_text()
+        .splitlines()[2]
+        .startswith(' {"module": "head", "pass": "forward", "op": "all_reduce", "group": ')
+    )
     assert list(path.parent.iterdir()) == [path]
     counted.expect_same_as(path)
 
 
 def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path: Path) -> None:
-    """What parted is shown by module and pass, before and after; modules that did the same are not."""
+    """What parted is shown by module and pass, before and after; modules that did the same are
+    not."""
     counted.snapshot(tmp_path / "golden.json")
     with counted:
         chatty(batch())
@@ -409,11 +479,16 @@ def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path
         "    +  4 x  all_reduce  384 B  on default_pg",
         "  outside any module",
         "    +  1 x  barrier    on default_pg",
-        "If this is right now: run once with TORCHWHERE_REGENERATE=1, or call expect_same_as(path, regenerate=True).",
+        (
+            "If this is right now: run once with TORCHWHERE_REGENERATE=1, or call"
+            " expect_same_as(path, regenerate=True)."
+        ),
     ]
 
 
-def test_snapshot_regenerates(counted: torchwhere.comms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_regenerates(
+    counted: torchwhere.comms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the argument or the variable the snapshot is written anew; the argument counts more."""
     path = tmp_path / "golden.json"
     monkeypatch.setenv("TORCHWHERE_REGENERATE", "1")
@@ -421,8 +496,10 @@ def test_snapshot_regenerates(counted: torchwhere.comms, tmp_path: Path, monkeyp
     path.unlink()
     with pytest.raises(AssertionError) as failure:
         counted.expect_same_as(path, regenerate=False)
-    assert str(failure.value) == (
-        f"there is no snapshot {path} yet: run once with TORCHWHERE_REGENERATE=1, or call expect_same_as(path, regenerate=True)"
+    assert (
+        str(failure.value)
+        == f"there is no snapshot {path} yet: run once with TORCHWHERE_REGENERATE=1, or call"
+        " expect_same_as(path, regenerate=True)"
     )
     monkeypatch.delenv("TORCHWHERE_REGENERATE")
     counted.expect_same_as(path, regenerate=True)
@@ -432,8 +509,14 @@ def test_snapshot_regenerates(counted: torchwhere.comms, tmp_path: Path, monkeyp
 NO_SNAPSHOTS = [
     ("nonsense", "not a snapshot of collectives: "),
     ("[]", "not a snapshot of collectives: "),
-    ('{"comms snapshot": 1, "collectives": [{"module": "a"}]}', "not a snapshot of collectives: 'for'"),
-    ('{"comms snapshot": 9, "collectives": []}', "a snapshot of version 9, this torchwhere reads 1"),
+    (
+        '{"comms snapshot": 1, "collectives": [{"module": "a"}]}',
+        "not a snapshot of collectives: 'for'",
+    ),
+    (
+        '{"comms snapshot": 9, "collectives": []}',
+        "a snapshot of version 9, this torchwhere reads 1",
+    ),
 ]
 
 
@@ -465,7 +548,8 @@ def _ddp_snapshot(folder: str) -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    """A failure in a program with hundreds of places shows the first, and how many more there are."""
+    """A failure in a program with hundreds of places shows the first, and how many more there
+    are."""
     from torchwhere.diagnose.comms.expect import KnownNames, check
     from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, CommsSum
     from torchwhere.render.expectation import failure
@@ -473,6 +557,8 @@ def test_long_lists_are_cut() -> None:
     found = Comms(ranks={0})
     for number in range(100):
         key = CommsKey("forward", "all_reduce", "default_pg", None)
-        found.root.children[f"m{number}"] = CommsNode(f"m{number}", own={key: CommsSum(1, 4, {0}, 1, {4})})
+        found.root.children[f"m{number}"] = CommsNode(
+            f"m{number}", own={key: CommsSum(1, 4, {0}, 1, {4})}
+        )
     said = failure(check(found, filters={}, wanted={"calls": 1}, names=KnownNames())).splitlines()
     assert (len(said), said[-1]) == (44, "  … and 60 more rows")

@@ -1,4 +1,5 @@
-"""Boxes of one job that was restarted: each life apart, though agents count restarts each for itself."""
+"""Boxes of one job that was restarted: each life apart, though agents count restarts each for
+itself."""
 
 from __future__ import annotations
 
@@ -14,7 +15,15 @@ SECOND = 1_000_000_000
 
 
 def leave(
-    folder: Path, rank: int, life: int, *, restart: int, port: int = 29500, host: str = "", late_s: float = 0.0, world: int = 4
+    folder: Path,
+    rank: int,
+    life: int,
+    *,
+    restart: int,
+    port: int = 29500,
+    host: str = "",
+    late_s: float = 0.0,
+    world: int = 4,
 ) -> Path:
     """A box of one rank, in one life; lives are ten seconds apart."""
     meta = {
@@ -37,7 +46,8 @@ def newest(folder: Path) -> set[str]:
 
 
 def test_hosts_that_count_differently(tmp_path: Path) -> None:
-    """Host b has failed and counts, host a was only restarted: one life by time, also while ranks of it are yet to come."""
+    """Host b has failed and counts, host a was only restarted: one life by time, also while ranks
+    of it are yet to come."""
     for rank in range(4):
         leave(tmp_path, rank, 0, restart=0)
     for rank in (3, 1, 0, 2):
@@ -50,7 +60,8 @@ def test_hosts_that_count_differently(tmp_path: Path) -> None:
 
 
 def test_a_store_for_each_life(tmp_path: Path) -> None:
-    """Where each life has a port of its own that decides, whatever clocks and counts say; its address may have two names."""
+    """Where each life has a port of its own that decides, whatever clocks and counts say; its
+    address may have two names."""
     for rank in range(4):
         leave(tmp_path, rank, 0, restart=0, port=4001, late_s=30 if rank > 1 else 0)
         leave(tmp_path, rank, 1, restart=0, port=4002, late_s=30 if rank > 1 else 0)
@@ -75,7 +86,8 @@ def test_a_missing_box(tmp_path: Path, missing: int) -> None:
 
 
 def test_watched_twice(tmp_path: Path) -> None:
-    """A process that begins a second box is the same rank in the same life: its newest counts, and the others stay."""
+    """A process that begins a second box is the same rank in the same life: its newest counts, and
+    the others stay."""
     for rank in range(4):
         first = leave(tmp_path, rank, 0, restart=0)
         shutil.move(first, tmp_path / f"old{rank}.box")

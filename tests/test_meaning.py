@@ -1,4 +1,5 @@
-"""One collective, two meanings: which differences between ranks are a fault, and which are a sound program's ways."""
+"""One collective, two meanings: which differences between ranks are a fault, and which are a sound
+program's ways."""
 
 from __future__ import annotations
 
@@ -38,12 +39,15 @@ def _reduce(value: float = 1.0, *, group: Any = None) -> None:
     dist.all_reduce(torch.tensor([value]), group=group)
 
 
-# -- sound programs --------------------------------------------------------------------------------------------------------
+# -- sound programs --------------------------------------------------------------------------------
 
 
 def uneven() -> None:
-    """Ranks that run out of input one after the other, in two epochs; the collectives of those are shadows."""
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+    """Ranks that run out of input one after the other, in two epochs; the collectives of those are
+    shadows."""
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with Join([model]):
@@ -92,7 +96,8 @@ def uneven_by_hand() -> None:
 
 
 def in_the_background() -> None:
-    """A thread that reduces in a group of its own, at its own pace; the step is the main thread's."""
+    """A thread that reduces in a group of its own, at its own pace; the step is the main
+    thread's."""
     group = dist.new_group()
     turns = [threading.Event() for _ in range(STEPS)]
 
@@ -115,13 +120,16 @@ def in_the_background() -> None:
 
 
 def by_callback() -> None:
-    """What runs after a collective runs on a thread of torch's or, where that is done already, inside the call."""
+    """What runs after a collective runs on a thread of torch's or, where that is done already,
+    inside the call."""
     for step in range(STEPS):
         future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
         if step == ODD_STEP and dist.get_rank() == 1:
             future.wait()
         works: list[Any] = []
-        future.then(lambda _, works=works: works.append(dist.all_reduce(torch.ones(2), async_op=True))).wait()
+        future.then(
+            lambda _, works=works: works.append(dist.all_reduce(torch.ones(2), async_op=True))
+        ).wait()
         works[0].wait()
         torchwhere.step()
 
@@ -171,7 +179,8 @@ class Dropping(nn.Module):
 
 
 def with_dropped_layers() -> None:
-    """DDP reduces a bucket when its last gradient is there: in which module that is, differs with the layers that are used."""
+    """DDP reduces a bucket when its last gradient is there: in which module that is, differs with
+    the layers that are used."""
     model = DistributedDataParallel(Dropping(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -180,7 +189,7 @@ def with_dropped_layers() -> None:
         optimizer.step()
 
 
-# -- silent faults ---------------------------------------------------------------------------------------------------------
+# -- silent faults ---------------------------------------------------------------------------------
 
 
 def on_four_lines(victim: int, counts_steps: int) -> None:
@@ -236,7 +245,9 @@ def in_a_thread(victim: int) -> None:
     def reduces() -> None:
         for step in range(STEPS):
             is_odd = dist.get_rank() == victim and step == ODD_STEP
-            for reduce in (reduce_accuracy, reduce_loss) if is_odd else (reduce_loss, reduce_accuracy):
+            for reduce in (
+                (reduce_accuracy, reduce_loss) if is_odd else (reduce_loss, reduce_accuracy)
+            ):
                 reduce()
 
     thread = threading.Thread(target=reduces)
@@ -277,20 +288,29 @@ def judged(pool: Pool, folder: Path, name: str, *args: int) -> Verdict:
 
 @pytest.mark.parametrize("name", [job.__name__ for job in SOUND])
 def test_sound_programs(four_ranks: Pool, tmp_path: Path, name: str) -> None:
-    """Threads, callbacks, `Join`, branches that do the same: a sound program's ranks may differ, and nobody is blamed."""
+    """Threads, callbacks, `Join`, branches that do the same: a sound program's ranks may differ,
+    and nobody is blamed."""
     verdict = judged(four_ranks, tmp_path, name)
     assert (verdict.kind, verdict.culprits) == ("healthy", ()), verdict.explanation
 
 
 @pytest.mark.parametrize("name", ["uneven", "uneven_by_hand"])
 def test_shadows_are_marked(four_ranks: Pool, tmp_path: Path, name: str) -> None:
-    """What `Join` issues for a rank that is out of input is marked; what a rank issues itself is not."""
+    """What `Join` issues for a rank that is out of input is marked; what a rank issues itself is
+    not."""
     judged(four_ranks, tmp_path, name)
     shadows = {}
     for rank, said in heard(read_run(tmp_path)).by_rank.items():
         calls = max(said.calls.values(), key=len)
-        shadows[rank] = [calls.of(number)[1].is_shadow for number in range(calls.first, calls.last + 1)]
-    assert {rank: any(marks) for rank, marks in shadows.items()} == {0: True, 1: True, 2: True, 3: True}
+        shadows[rank] = [
+            calls.of(number)[1].is_shadow for number in range(calls.first, calls.last + 1)
+        ]
+    assert {rank: any(marks) for rank, marks in shadows.items()} == {
+        0: True,
+        1: True,
+        2: True,
+        3: True,
+    }
     assert not any(all(marks) for marks in shadows.values())
     assert sum(shadows[0]) > sum(shadows[1]) > sum(shadows[2]) > sum(shadows[3])
 
@@ -308,19 +328,32 @@ def test_shadows_are_marked(four_ranks: Pool, tmp_path: Path, name: str) -> None
     ],
 )
 def test_silent_faults(
-    four_ranks: Pool, tmp_path: Path, name: str, victim: int, more: tuple[int, ...], differs: list[str]
+    four_ranks: Pool,
+    tmp_path: Path,
+    name: str,
+    victim: int,
+    more: tuple[int, ...],
+    differs: list[str],
 ) -> None:
-    """The same op and shape, and another meaning on one rank: it is named, and nothing is said to have failed."""
+    """The same op and shape, and another meaning on one rank: it is named, and nothing is said to
+    have failed."""
     verdict = judged(four_ranks, tmp_path, name, victim, *more)
-    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("mismatch", (victim,), "inferred"), verdict.explanation
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == (
+        "mismatch",
+        (victim,),
+        "inferred",
+    ), verdict.explanation
     assert verdict.facts["differs_in"] == differs
     said = " ".join(verdict.explanation)
     assert ("so nothing fails" in said) == (name != "skips_a_step")
-    fell = f"Rank {victim} fell behind in step {ODD_STEP - 1}: it left a step out (optimizer.step, torchwhere.step)."
+    fell = (
+        f"Rank {victim} fell behind in step {ODD_STEP - 1}: it left a step out (optimizer.step,"
+        " torchwhere.step)."
+    )
     assert (fell in said) == (name == "skips_a_step"), said
 
 
-# -- words and states ------------------------------------------------------------------------------------------------------
+# -- words and states ------------------------------------------------------------------------------
 
 
 def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Verdict:
@@ -330,7 +363,11 @@ def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Ver
         acts: list[Act] = []
         for step in range(STEPS):
             is_odd = rank in odd and step == STEPS - 1
-            acts += [mark(Kind.STEP_BEGIN), work(10_000_000), call(WORLD, "broadcast" if is_odd else "all_reduce")]
+            acts += [
+                mark(Kind.STEP_BEGIN),
+                work(10_000_000),
+                call(WORLD, "broadcast" if is_odd else "all_reduce"),
+            ]
         return acts
 
     played = Player([program(rank) for rank in WORLD]).play()
@@ -338,28 +375,40 @@ def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Ver
     last = max(events[-1][0] for events in played.log)
     run = read_run(folder)
     assert BOOT_NS < WALL_NS
-    return diagnose(run, now_ns=None if waited_s is None else WALL_NS + int(last + waited_s * 1e9), stall_s=5.0)
+    return diagnose(
+        run, now_ns=None if waited_s is None else WALL_NS + int(last + waited_s * 1e9), stall_s=5.0
+    )
 
 
 def test_those_who_stand_still(tmp_path: Path) -> None:
-    """After ranks have parted, those who stand in a call wait, and how long is said; a moment after it nobody does."""
+    """After ranks have parted, those who stand in a call wait, and how long is said; a moment after
+    it nobody does."""
     verdict = parted(tmp_path, (2,), waited_s=20.0)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (2,))
     assert {str(report.state) for report in verdict.ranks.values()} == {"waiting"}
     assert verdict.stalled_s == pytest.approx(20.0, abs=1.0)
-    assert "Now all 4 ranks stand still, in calls that do not belong together." in verdict.explanation
+    assert (
+        "Now all 4 ranks stand still, in calls that do not belong together." in verdict.explanation
+    )
     early = diagnose(read_run(tmp_path), now_ns=WALL_NS, stall_s=5.0)
-    assert (early.stalled_s, {str(report.state) for report in early.ranks.values()}) == (None, {"running"})
+    assert (early.stalled_s, {str(report.state) for report in early.ranks.values()}) == (
+        None,
+        {"running"},
+    )
 
 
 def test_how_long_is_not_known(tmp_path: Path) -> None:
     """Of a job that nobody saw, the states are those of the last moment, and no time is told."""
     verdict = parted(tmp_path, (2,), waited_s=None)
-    assert (verdict.stalled_s, {str(report.state) for report in verdict.ranks.values()}) == (None, {"waiting"})
+    assert (verdict.stalled_s, {str(report.state) for report in verdict.ranks.values()}) == (
+        None,
+        {"waiting"},
+    )
 
 
 def test_several_departed(tmp_path: Path) -> None:
-    """Where cohorts are of one size, those who did otherwise before are named, in the plural if they are several."""
+    """Where cohorts are of one size, those who did otherwise before are named, in the plural if
+    they are several."""
     verdict = parted(tmp_path, (1, 2), waited_s=20.0)
     assert verdict.culprits == (1, 2)
     others = "The cohorts are of one size, but the others do as they did before"

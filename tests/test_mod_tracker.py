@@ -1,4 +1,5 @@
-"""The drop-in for ModTracker and ModuleTracker: what the originals do, and the right answer where they do not give it."""
+"""The drop-in for ModTracker and ModuleTracker: what the originals do, and the right answer where
+they do not give it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Probe(nn.Module):
 
 
 class Notes:
-    """What a tracker said, without "Global": `notes.tracker` is asked whenever `notes` is called."""
+    """What a tracker said, without "Global": `notes.tracker` is asked whenever `notes` is
+    called."""
 
     def __init__(self, kind: type = ModTracker) -> None:
         self.tracker = kind()
@@ -72,7 +74,7 @@ class Notes:
         self.seen.append(tuple(sorted(self.tracker.parents - {"Global"})))
 
 
-# -- what the tests of the originals hold -------------------------------------------------------------------------------
+# -- what the tests of the originals hold ----------------------------------------------------------
 
 
 class InDicts(nn.Module):
@@ -86,7 +88,9 @@ class InDicts(nn.Module):
     def forward(self, x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         y = x["a"].relu_()
         self.told[0].append((set(self.tracker.parents), self.tracker.is_bw))
-        y.register_hook(lambda grad: self.told[1].append((set(self.tracker.parents), self.tracker.is_bw)))
+        y.register_hook(
+            lambda grad: self.told[1].append((set(self.tracker.parents), self.tracker.is_bw))
+        )
         return {"a": torch.mm(y, y)}
 
 
@@ -102,7 +106,8 @@ class Mod(nn.Module):
 
 
 def test_module_hierarchy() -> None:
-    """Nested containers, dicts and operations in place: the modules of each operation, in forward and in backward."""
+    """Nested containers, dicts and operations in place: the modules of each operation, in forward
+    and in backward."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker = kind()
         forward: Seen = []
@@ -117,7 +122,8 @@ def test_module_hierarchy() -> None:
 
 
 def test_backward_detection() -> None:
-    """After a backward nothing is left: not in backward, in no module; before, inside and after the tracker's time."""
+    """After a backward nothing is left: not in backward, in no module; before, inside and after the
+    tracker's time."""
     for tracker in (ModTracker(), ModuleTracker()):
         assert (tracker.parents, tracker.is_bw) == ({"Global"}, False)
         with tracker as entered:
@@ -144,7 +150,11 @@ def test_a_module_that_calls_itself() -> None:
         notes = Notes(kind)
         model, x = Recursive(notes), torch.rand(1, 2, requires_grad=True)
         with notes.tracker:
-            out = model(x) if reentrant is None else checkpoint(lambda x, model=model: model(x), x, use_reentrant=reentrant)
+            out = (
+                model(x)
+                if reentrant is None
+                else checkpoint(lambda x, model=model: model(x), x, use_reentrant=reentrant)
+            )
             out.sum().backward()
         assert set(notes.seen) == {("Recursive", "Recursive.inner")}, (kind, reentrant)
 
@@ -159,7 +169,8 @@ class Bar(nn.Module):
 
 
 def hooked(tracker: Any) -> list[tuple[str, str | None, bool, bool]]:
-    """Register all four user hooks; what they are told: hook, name, whether it is in parents, whether in backward."""
+    """Register all four user hooks; what they are told: hook, name, whether it is in parents,
+    whether in backward."""
     told: list[tuple[str, str | None, bool, bool]] = []
 
     def hook(name: str) -> Any:
@@ -182,14 +193,20 @@ FORWARD_OF_BAR = [
 
 
 def test_user_hooks() -> None:
-    """The four hooks, in order, with the module's name among the parents; None for a module that is gone."""
+    """The four hooks, in order, with the module's name among the parents; None for a module that is
+    gone."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         told = hooked(tracker)
         model = Bar()
         with tracker:
             model(torch.rand(10, 10, requires_grad=True)).sum().backward()
-        order = [("pre_bw", "Bar"), ("pre_bw", "Bar.foo"), ("post_bw", "Bar"), ("post_bw", "Bar.foo")]
+        order = [
+            ("pre_bw", "Bar"),
+            ("pre_bw", "Bar.foo"),
+            ("post_bw", "Bar"),
+            ("post_bw", "Bar.foo"),
+        ]
         assert told == FORWARD_OF_BAR + [(hook, name, True, True) for hook, name in order]
         told.clear()
         with tracker:
@@ -207,9 +224,10 @@ def test_a_second_hook_is_refused() -> None:
         tracker.register_user_hooks(None, lambda *_: None)
         with pytest.raises(AssertionError) as caught:
             tracker.register_user_hooks(None, lambda *_: None)
-        assert str(caught.value) == (
-            "Only one post_fw_hook can be registered at a time Clear the existing hook by calling ``clear_user_hooks`` before "
-            "registering a new one"
+        assert (
+            str(caught.value)
+            == "Only one post_fw_hook can be registered at a time Clear the existing hook by"
+            " calling ``clear_user_hooks`` before registering a new one"
         )
         tracker.clear_user_hooks()
         tracker.register_user_hooks(None, lambda *_: None)
@@ -226,7 +244,8 @@ class Foo(nn.Module):
 
 
 def test_activation_checkpointing() -> None:
-    """A recomputed forward has its hooks called in backward; one whose inputs need no gradient ends with the backward."""
+    """A recomputed forward has its hooks called in backward; one whose inputs need no gradient ends
+    with the backward."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         told = hooked(tracker)
@@ -252,13 +271,20 @@ def test_activation_checkpointing() -> None:
 
 
 def test_what_user_hooks_are_given() -> None:
-    """The same arguments as the original gives: positional inputs, the output, a gradient, a list of gradients, nothing."""
+    """The same arguments as the original gives: positional inputs, the output, a gradient, a list
+    of gradients, nothing."""
     for kind in (ModTracker, OriginalModTracker):
         given: dict[str, list[Any]] = collections.defaultdict(list)
         tracker = kind()
         names = ("pre_fw", "post_fw", "pre_bw", "post_bw")
-        tracker.register_user_hooks(*((lambda *args, _told=given[name]: _told.append(args)) for name in names))
-        model, x, y = nn.Bilinear(2, 2, 1), torch.ones(3, 2, requires_grad=True), torch.ones(3, 2, requires_grad=True)
+        tracker.register_user_hooks(
+            *((lambda *args, _told=given[name]: _told.append(args)) for name in names)
+        )
+        model, x, y = (
+            nn.Bilinear(2, 2, 1),
+            torch.ones(3, 2, requires_grad=True),
+            torch.ones(3, 2, requires_grad=True),
+        )
         with tracker:
             out = model(x, y)
             out.sum().backward()
@@ -273,7 +299,7 @@ def test_what_user_hooks_are_given() -> None:
         assert given["post_bw"][1][1:] == ((),)
 
 
-# -- hooks that a compiled graph calls ----------------------------------------------------------------------------------
+# -- hooks that a compiled graph calls -------------------------------------------------------------
 
 
 class Tiny(nn.Module):
@@ -296,27 +322,33 @@ def fresh_dynamo() -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compile_safe_hooks(compiled: bool, fresh_dynamo: None) -> None:
-    """All four hooks at every module but the root, in a whole compiled graph as in eager; the same gradients; none left."""
+    """All four hooks at every module but the root, in a whole compiled graph as in eager; the same
+    gradients; none left."""
     model, x, told = Tiny(), torch.randn(3, 4, requires_grad=True), []
     model(x).sum().backward()
     expected, x.grad = x.grad, None
     hooks = {
-        f"{name}_hook": (lambda fqn, *tensors, _name=name: told.append((_name, fqn, [[t.shape for t in ts] for ts in tensors])))
+        f"{name}_hook": lambda fqn, *tensors, _name=name: told.append(
+            (_name, fqn, [[t.shape for t in ts] for ts in tensors])
+        )
         for name in ("pre_fw", "post_fw", "pre_bw", "post_bw")
     }
     with ModTracker.compile_safe_hooks(model, **hooks):
         run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
         run(x).sum().backward()
     order = ["linear1", "act", "linear2"]
-    assert [each[:2] for each in told] == [(hook, name) for name in order for hook in ("pre_fw", "post_fw")] + [
-        (hook, name) for name in reversed(order) for hook in ("pre_bw", "post_bw")
-    ]
+    assert [each[:2] for each in told] == [
+        (hook, name) for name in order for hook in ("pre_fw", "post_fw")
+    ] + [(hook, name) for name in reversed(order) for hook in ("pre_bw", "post_bw")]
     assert told[1] == ("post_fw", "linear1", [[(3, 4)], [(3, 8)]])
     assert told[6] == ("pre_bw", "linear2", [[(3, 2)]])
     assert torch.equal(x.grad, expected)
     told.clear()
     model(x).sum().backward()
-    assert (told, [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]) == ([], [])
+    assert (told, [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]) == (
+        [],
+        [],
+    )
 
 
 def test_compile_safe_filter(fresh_dynamo: None) -> None:
@@ -332,13 +364,17 @@ def test_compile_safe_filter(fresh_dynamo: None) -> None:
     assert told == ["linear1", "linear2"]
 
 
-# -- the attribution cases ----------------------------------------------------------------------------------------------
+# -- the attribution cases -------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
     def __init__(self, note: Any, *, reentrant: bool) -> None:
         super().__init__()
-        self.before, self.block, self.after = Probe(note), nn.Sequential(Probe(note), Probe(note)), Probe(note)
+        self.before, self.block, self.after = (
+            Probe(note),
+            nn.Sequential(Probe(note), Probe(note)),
+            Probe(note),
+        )
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -350,7 +386,8 @@ def in_block(index: int) -> tuple[str, ...]:
 
 
 def test_c6_c7_checkpoint() -> None:
-    """Recomputed, and in the backward of it, a block is in its own modules and those around, and in no sibling."""
+    """Recomputed, and in the backward of it, a block is in its own modules and those around, and in
+    no sibling."""
     for kind, reentrant in itertools.product((ModTracker, ModuleTracker), (True, False)):
         notes = Notes(kind)
         model = Checkpointed(notes, reentrant=reentrant)
@@ -359,9 +396,19 @@ def test_c6_c7_checkpoint() -> None:
         before, after = (("Checkpointed", f"Checkpointed.{name}") for name in ("before", "after"))
         assert notes.seen[:4] == [before, in_block(0), in_block(1), after]
         if reentrant:  # all is recomputed, then all of it is differentiated
-            assert notes.seen[4:] == [after, in_block(0), in_block(1), in_block(1), in_block(0), before]
-        else:  # recomputed when the first thing is needed that was not kept, which is inside the last part
-            assert sorted(notes.seen[4:]) == sorted([after, in_block(0), in_block(1), in_block(1), in_block(0), before])
+            assert notes.seen[4:] == [
+                after,
+                in_block(0),
+                in_block(1),
+                in_block(1),
+                in_block(0),
+                before,
+            ]
+        # recomputed when the first thing is needed that was not kept, which is inside the last part
+        else:
+            assert sorted(notes.seen[4:]) == sorted(
+                [after, in_block(0), in_block(1), in_block(1), in_block(0), before]
+            )
 
 
 class Lambda(nn.Module):
@@ -374,7 +421,8 @@ class Lambda(nn.Module):
 
 
 def test_c7_a_recomputed_function_of_several_modules() -> None:
-    """Each module recomputed is in itself and in the one around both, although another one asked for it."""
+    """Each module recomputed is in itself and in the one around both, although another one asked
+    for it."""
     notes = Notes()
     model = Lambda(notes)
     with notes.tracker:
@@ -402,13 +450,20 @@ class OnlyKeyword(nn.Module):
 
 
 def test_c8_keyword_only_tensors() -> None:
-    """Its backward belongs to it, the layer before does not belong to both; and its post_bw_hook is given its gradient."""
+    """Its backward belongs to it, the layer before does not belong to both; and its post_bw_hook is
+    given its gradient."""
     notes = Notes()
     model, ended = Keyword(notes), []
-    notes.tracker.register_user_hooks(post_bw_hook=lambda module, grads: ended.append((type(module), len(grads[0]))))
+    notes.tracker.register_user_hooks(
+        post_bw_hook=lambda module, grads: ended.append((type(module), len(grads[0])))
+    )
     with notes.tracker:
         model(batch().requires_grad_()).sum().backward()
-    assert notes.seen == [("Keyword", "Keyword.first"), ("Keyword", "Keyword.second"), ("Keyword", "Keyword.first")]
+    assert notes.seen == [
+        ("Keyword", "Keyword.first"),
+        ("Keyword", "Keyword.second"),
+        ("Keyword", "Keyword.first"),
+    ]
     assert ended == [(OnlyKeyword, 1), (Keyword, 1), (Probe, 1)]
 
 
@@ -469,7 +524,9 @@ def test_c2_a_forward_that_raises() -> None:
     """It is left all the same, and its post_fw_hook is given no output."""
     tracker, told = ModTracker(), []
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 9))
-    tracker.register_user_hooks(post_fw_hook=lambda module, args, output: told.append((module, output is None)))
+    tracker.register_user_hooks(
+        post_fw_hook=lambda module, args, output: told.append((module, output is None))
+    )
     with tracker:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(batch())
@@ -478,7 +535,8 @@ def test_c2_a_forward_that_raises() -> None:
 
 
 def test_c11_names() -> None:
-    """A part called before its model, a tied part, a wrapped model, another model, a module in a plain list."""
+    """A part called before its model, a tied part, a wrapped model, another model, a module in a
+    plain list."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     notes = Notes()
@@ -490,10 +548,15 @@ def test_c11_names() -> None:
         model[1](batch())
         assert notes.seen == [("Sequential.1", "Sequential.1.0")]
         model(batch())
-        assert notes.seen[1:] == [("Sequential", "Sequential.0"), (*["Sequential", "Sequential.1"], "Sequential.1.0")] + [
-            ("Sequential", "Sequential.0")
+        assert notes.seen[1:] == [
+            ("Sequential", "Sequential.0"),
+            (*["Sequential", "Sequential.1"], "Sequential.1.0"),
+        ] + [("Sequential", "Sequential.0")]
+        assert [tracker.get_known_fqn(m) for m in (model, model[1], model[2])] == [
+            "Sequential",
+            "Sequential.1",
+            "Sequential.0",
         ]
-        assert [tracker.get_known_fqn(m) for m in (model, model[1], model[2])] == ["Sequential", "Sequential.1", "Sequential.0"]
         assert tracker.get_known_fqn(nn.Linear(1, 1)) is None
         other = nn.ModuleDict({"other": free[0]})
         other["other"](batch())
@@ -546,7 +609,8 @@ class Odd(nn.Module):
 
 
 def test_c12_unusual_outputs() -> None:
-    """Whatever a module returns, its backward is found; its hooks are called wherever it returns a tensor."""
+    """Whatever a module returns, its backward is found; its hooks are called wherever it returns a
+    tensor."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad"):
         notes = Notes()
         told = hooked(notes.tracker)
@@ -555,12 +619,17 @@ def test_c12_unusual_outputs() -> None:
             model(batch())
             model.kept.sum().backward()
         assert notes.seen == [("Odd", "Odd.probe")] * 2
-        entered = {name for hook, name, is_parent, is_bw in told if hook == "pre_bw" and is_parent and is_bw}
+        entered = {
+            name
+            for hook, name, is_parent, is_bw in told
+            if hook == "pre_bw" and is_parent and is_bw
+        }
         assert entered == ({"Odd.probe"} if kind in ("none", "view") else {"Odd", "Odd.probe"})
 
 
 def test_c13_several_backwards() -> None:
-    """`autograd.grad` and two backwards over one graph: the modules of each node, and the hooks once for each backward."""
+    """`autograd.grad` and two backwards over one graph: the modules of each node, and the hooks
+    once for each backward."""
     notes, told = Notes(), []
     model = nn.Sequential(Probe(notes), Probe(notes))
     notes.tracker.register_user_hooks(
@@ -575,7 +644,14 @@ def test_c13_several_backwards() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
     assert notes.seen == [("Sequential", "Sequential.1"), ("Sequential", "Sequential.0")] * 3
-    one = [("pre", model[1]), ("pre", model), ("pre", model[0]), ("post", model[1]), ("post", model), ("post", model[0])]
+    one = [
+        ("pre", model[1]),
+        ("pre", model),
+        ("pre", model[0]),
+        ("post", model[1]),
+        ("post", model),
+        ("post", model[0]),
+    ]
     assert told == one * 3
 
 
@@ -629,7 +705,7 @@ def test_a_forward_without_a_backward() -> None:
     assert told == [second]
 
 
-# -- around it ----------------------------------------------------------------------------------------------------------
+# -- around it -------------------------------------------------------------------------------------
 
 
 def test_each_thread_is_in_its_own_modules() -> None:
@@ -674,14 +750,17 @@ def test_a_gradient_is_accumulated_in_the_module_that_holds_it() -> None:
     """In a hook of a parameter, the modules are those of the last call of its module."""
     tracker, seen = ModuleTracker(), []
     model = Model(depth=1)
-    model.layers[0].up.bias.register_post_accumulate_grad_hook(lambda _: seen.append((tracker.parents, tracker.is_bw)))
+    model.layers[0].up.bias.register_post_accumulate_grad_hook(
+        lambda _: seen.append((tracker.parents, tracker.is_bw))
+    )
     with tracker:
         model(batch()).sum().backward()
     assert seen == [({"Global", "Model", "Model.layers.0", "Model.layers.0.up"}, True)]
 
 
 def test_a_forward_longer_than_the_log() -> None:
-    """Of more module calls than the engine remembers the innermost is right, those around may be missing, none is wrong."""
+    """Of more module calls than the engine remembers the innermost is right, those around may be
+    missing, none is wrong."""
 
     class Long(nn.Module):
         def __init__(self) -> None:
@@ -704,7 +783,8 @@ def test_a_forward_longer_than_the_log() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither a hook on a module, a tensor or torch, nor another way for warnings to look; nothing is warned."""
+    """Neither a hook on a module, a tensor or torch, nor another way for warnings to look; nothing
+    is warned."""
     model, x = Model(), batch().requires_grad_()
     looks = warnings.formatwarning
     with warnings.catch_warnings():
@@ -715,11 +795,14 @@ def test_nothing_is_left_behind() -> None:
             model(x).sum().backward()
     assert warnings.formatwarning is looks
     assert not x._backward_hooks
-    assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules()
+    )
 
 
 def test_hooks_that_come_and_go() -> None:
-    """Hooks registered and cleared while it tracks; those that are there stay when another kind is added."""
+    """Hooks registered and cleared while it tracks; those that are there stay when another kind is
+    added."""
     tracker, told = ModTracker(), []
     model = nn.Linear(8, 8)
     with tracker:
@@ -747,7 +830,8 @@ def test_nested_and_repeated() -> None:
 
 
 def test_an_exception_of_a_hook_propagates() -> None:
-    """What a user's hook raises comes out of the forward, or the backward, that it was called in."""
+    """What a user's hook raises comes out of the forward, or the backward, that it was called
+    in."""
 
     def raises(*_args: Any) -> None:
         raise KeyError("mine")
@@ -773,7 +857,9 @@ def test_compiled_as_ever(fresh_dynamo: None) -> None:
         compiled = torch.compile(model, backend="aot_eager")
         for _ in range(2):
             compiled(batch()).sum().backward()
-        return {key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")}, model.head.weight.grad
+        return {
+            key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")
+        }, model.head.weight.grad
 
     run()
     plain, expected = run()
@@ -800,7 +886,8 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize("child", [lambda: nn.Linear(8, 8), Breaking])
 def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
-    """No hook is called for a compiled part or what it calls; its model and the other parts have theirs, as in the original."""
+    """No hook is called for a compiled part or what it calls; its model and the other parts have
+    theirs, as in the original."""
     told = {}
     for kind in (ModTracker, OriginalModTracker):
         torch._dynamo.reset()
@@ -812,7 +899,11 @@ def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
         with tracker:
             for _ in range(2):
                 model(batch().requires_grad_()).sum().backward()
-    assert {name for _, name, _, _ in told[ModTracker]} == {"Sequential", "Sequential.0", "Sequential.2"}
+    assert {name for _, name, _, _ in told[ModTracker]} == {
+        "Sequential",
+        "Sequential.0",
+        "Sequential.2",
+    }
     assert len(told[ModTracker]) == 2 * 4 * 3
     forward = [[each for each in told[kind] if not each[3]] for kind in told]
     assert forward[0] == forward[1]
@@ -820,7 +911,8 @@ def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
 
 
 def test_the_name_of_any_module() -> None:
-    """`_get_mod_name`, which torch's tools call, names a module that was never called by its class, and its parts too."""
+    """`_get_mod_name`, which torch's tools call, names a module that was never called by its class,
+    and its parts too."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker, model = kind(), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU()))
         assert [tracker._get_mod_name(m) for m in (model, model[0], model[1][0])] == [
@@ -831,12 +923,16 @@ def test_the_name_of_any_module() -> None:
         with tracker:
             model(batch())
             other = nn.Bilinear(1, 1, 1)
-            assert [tracker._get_mod_name(m) for m in (model[1], other)] == ["Sequential.1", "Bilinear"]
+            assert [tracker._get_mod_name(m) for m in (model[1], other)] == [
+                "Sequential.1",
+                "Bilinear",
+            ]
         assert tracker._get_mod_name(model[1]) == "Sequential.1"
 
 
 class Subclass:
-    """What torch's CommDebugMode makes of ModTracker: hooks of its own that call the private methods of the tracker."""
+    """What torch's CommDebugMode makes of ModTracker: hooks of its own that call the private
+    methods of the tracker."""
 
     def _before(self, mod: nn.Module, args: Any) -> None:
         name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
@@ -851,7 +947,8 @@ class Subclass:
 
 
 def test_a_subclass_with_hooks_of_its_own() -> None:
-    """It has the parents that it entered, and its user hooks, as with the original; nothing of it is left afterwards."""
+    """It has the parents that it entered, and its user hooks, as with the original; nothing of it
+    is left afterwards."""
     seen, told = {}, {}
     for kind in (ModTracker, OriginalModTracker):
         notes = Notes(type("Own", (Subclass, kind), {}))
@@ -865,7 +962,10 @@ def test_a_subclass_with_hooks_of_its_own() -> None:
         seen[kind] = notes.seen
     assert seen[ModTracker] == seen[OriginalModTracker]
     assert told[ModTracker] == told[OriginalModTracker]
-    assert seen[ModTracker][:2] == [("Sequential", "Sequential.0"), ("Sequential", "Sequential.1", "Sequential.1.0")]
+    assert seen[ModTracker][:2] == [
+        ("Sequential", "Sequential.0"),
+        ("Sequential", "Sequential.1", "Sequential.1.0"),
+    ]
     assert seen[ModTracker][-2:] == [(), ()]
 
 
@@ -884,17 +984,26 @@ def test_a_backward_that_raises_in_a_subclass() -> None:
 def test_bad_input() -> None:
     """A module that is none, hooks that are none: errors of the right type that say so."""
     tracker = ModTracker()
-    with pytest.raises(TypeError, match=r"^get_known_fqn\(mod\): expected a torch.nn.Module, got NoneType$"):
+    with pytest.raises(
+        TypeError, match=r"^get_known_fqn\(mod\): expected a torch.nn.Module, got NoneType$"
+    ):
         tracker.get_known_fqn(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^register_user_hooks\(pre_bw_hook=\): expected a function, got int$"):
+    with pytest.raises(
+        TypeError, match=r"^register_user_hooks\(pre_bw_hook=\): expected a function, got int$"
+    ):
         tracker.register_user_hooks(None, None, 1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^compile_safe_hooks\(model\): expected a torch.nn.Module, got str$"):
+    with pytest.raises(
+        TypeError, match=r"^compile_safe_hooks\(model\): expected a torch.nn.Module, got str$"
+    ):
         ModTracker.compile_safe_hooks("model").__enter__()  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^compile_safe_hooks\(\): expected functions as hooks and filter, got int$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^compile_safe_hooks\(\): expected functions as hooks and filter, got int$",
+    ):
         ModTracker.compile_safe_hooks(nn.Linear(1, 1), module_filter=1).__enter__()  # type: ignore[arg-type]
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def _sharded(kind: str) -> dict[str, Any]:
@@ -917,7 +1026,12 @@ def _sharded(kind: str) -> dict[str, Any]:
     with notes.tracker:
         for _ in range(2):
             wrapped(batch().requires_grad_()).sum().backward()
-    return {"seen": notes.seen, "told": {hook: {name for h, name, _, _ in told if h == hook} for hook in ("pre_fw", "post_bw")}}
+    return {
+        "seen": notes.seen,
+        "told": {
+            hook: {name for h, name, _, _ in told if h == hook} for hook in ("pre_fw", "post_bw")
+        },
+    }
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
@@ -925,7 +1039,10 @@ def test_ranks(two_ranks: Pool, kind: str) -> None:
     """Under DDP and FSDP2 the names are those of the user's own model, on every rank."""
     prefix = "FSDPModel" if kind == "fsdp2" else "Model"
     inside = tuple(f"{prefix}{rest}" for rest in ("", ".layers.0", ".layers.0.probe"))
-    names = {f"{prefix}{rest}" for rest in ("", ".layers.0", ".layers.0.up", ".layers.0.down", ".layers.0.probe", ".head")}
+    names = {
+        f"{prefix}{rest}"
+        for rest in ("", ".layers.0", ".layers.0.up", ".layers.0.down", ".layers.0.probe", ".head")
+    }
     for answer in two_ranks.run(_sharded, kind):
         assert set(answer["seen"]) == {inside}
         assert len(answer["seen"]) == 4
@@ -934,7 +1051,8 @@ def test_ranks(two_ranks: Pool, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and with both originals."""
+    """The program on the page about changing over prints what stands below it, with the drop-in and
+    with both originals."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## torch's `ModTracker`")
     section, end, after = section.partition("\n## ")
@@ -945,7 +1063,8 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.utils.module_tracker import ModuleTracker as ModTracker",
     )
     assert program.count(ours) == 1
-    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the original puts one of its own there
+    # the original puts one of its own there
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     printed = [_printed(program), *(_printed(program.replace(ours, one)) for one in theirs)]
     assert printed[1] == printed[2]
     if os.environ.get("TORCHWHERE_REGENERATE"):

@@ -1,4 +1,5 @@
-"""The monitor beside real jobs: it says what is wrong while it is wrong, and keeps it; of sound jobs it says nothing."""
+"""The monitor beside real jobs: it says what is wrong while it is wrong, and keeps it; of sound
+jobs it says nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +35,31 @@ dist.destroy_process_group()
 """
 
 
-def launch(folder: Path, victim: int, *options: str, late_s: int = 1000) -> subprocess.CompletedProcess[str]:
+def launch(
+    folder: Path, victim: int, *options: str, late_s: int = 1000
+) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(SCRIPT)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     return subprocess.run(
-        [*torchrun, "-m", "torchwhere", "run", "--out", "run", *options, "train.py", str(victim), str(late_s)],
+        [
+            *torchrun,
+            "-m",
+            "torchwhere",
+            "run",
+            "--out",
+            "run",
+            *options,
+            "train.py",
+            str(victim),
+            str(late_s),
+        ],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -49,7 +70,8 @@ def launch(folder: Path, victim: int, *options: str, late_s: int = 1000) -> subp
 
 
 def test_hang_is_told_and_ended(tmp_path: Path) -> None:
-    """A hang is printed by the monitor and kept; asked to, it ends the job; the doctor says the same when all is over."""
+    """A hang is printed by the monitor and kept; asked to, it ends the job; the doctor says the
+    same when all is over."""
     done = launch(tmp_path, 1, "--stall", "2", "--end-with", "SIGKILL")
     assert done.returncode != 0
     assert 'Rank 1 never issued all_reduce of float32 [4], #3 of group "default".' in done.stderr
@@ -74,12 +96,14 @@ def test_a_wait_that_passes(tmp_path: Path) -> None:
     assert "It passed: the job went on." in (tmp_path / "run" / "verdict.txt").read_text()
     seen = (tmp_path / "run").glob("monitor-*.json")
     before = [path.read_text() for path in seen]
-    main(["monitor", str(tmp_path / "run")])  # of a job that is over it sees nothing, and leaves what was seen
+    # of a job that is over it sees nothing, and leaves what was seen
+    main(["monitor", str(tmp_path / "run")])
     assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
 
 
 def test_sound_job_hears_nothing(tmp_path: Path) -> None:
-    """Beside a job that does what it should the monitor prints nothing, ends with it, and the doctor calls it healthy."""
+    """Beside a job that does what it should the monitor prints nothing, ends with it, and the
+    doctor calls it healthy."""
     done = launch(tmp_path, -1, "--stall", "5")
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "torchwhere" not in done.stderr
@@ -92,8 +116,14 @@ def test_sound_job_hears_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["monitor", "nowhere"], "there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py"),
-        (["doctor", "nowhere"], "there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py"),
+        (
+            ["monitor", "nowhere"],
+            "there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py",
+        ),
+        (
+            ["doctor", "nowhere"],
+            "there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py",
+        ),
     ],
 )
 def test_bad_folder(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,11 +139,12 @@ def test_bad_signal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'SIGNOTHING' is no signal; one is SIGTERM" in capsys.readouterr().err
 
 
-# -- whose processes -------------------------------------------------------------------------------------------------------
+# -- whose processes -------------------------------------------------------------------------------
 
 
 def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
-    """That a process was gone is kept with its number: of an earlier run in the same folder it says nothing about this one."""
+    """That a process was gone is kept with its number: of an earlier run in the same folder it says
+    nothing about this one."""
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
     run = read_run(tmp_path)
     for box in run.boxes.values():
@@ -130,7 +161,8 @@ def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
 
 
 def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
-    """A monitor that a rank has started stays with its run when boxes of a restart come; one started by hand goes on."""
+    """A monitor that a rank has started stays with its run when boxes of a restart come; one
+    started by hand goes on."""
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
     started, by_hand = Monitor(tmp_path, launcher=os.getpid()), Monitor(tmp_path)
     for monitor in (started, by_hand):
@@ -143,10 +175,14 @@ def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
 
 
 def test_vigil() -> None:
-    """Who keeps a vigil knows at once that a process has ended, once, and watches no others; without any it waits."""
+    """Who keeps a vigil knows at once that a process has ended, once, and watches no others;
+    without any it waits."""
     with ExitWaiter() as vigil:
         assert not vigil.wait(0.01)
-        one, other = (subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2))
+        one, other = (
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            for _ in range(2)
+        )
         vigil.keep({one.pid, other.pid, 2**22 + 1})
         assert not vigil.wait(0.01)
         one.kill()

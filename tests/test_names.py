@@ -96,7 +96,8 @@ def test_topmost_finds_the_root_of_a_part() -> None:
 
 
 def test_modules_held_in_a_plain_list_and_made_on_the_fly() -> None:
-    """A module that is registered nowhere is shown by its class, below the module that called it; what it holds has names."""
+    """A module that is registered nowhere is shown by its class, below the module that called it;
+    what it holds has names."""
     seen = []
 
     class Hides(nn.Module):
@@ -116,7 +117,8 @@ def test_modules_held_in_a_plain_list_and_made_on_the_fly() -> None:
 
 
 def test_a_second_model_has_its_class_as_prefix() -> None:
-    """Beside the model given, another model and a loss are told apart by their class, in angle brackets."""
+    """Beside the model given, another model and a loss are told apart by their class, in angle
+    brackets."""
     seen = []
     model, other = Model(), Model(depth=1)
     for module in (model.head, other.head):
@@ -128,7 +130,7 @@ def test_a_second_model_has_its_class_as_prefix() -> None:
     assert seen == ["<Model>.head", "head", "<MSELoss>"]
 
 
-# -- names(model) ----------------------------------------------------------------------------------------------------------
+# -- names(model) ----------------------------------------------------------------------------------
 
 
 class Tied(Model):
@@ -163,16 +165,26 @@ def test_both_ways() -> None:
 
 
 def test_what_is_not_in_the_model() -> None:
-    """The strict way says what is wrong, as a KeyError with a readable text; the lenient way gives None or an empty list."""
+    """The strict way says what is wrong, as a KeyError with a readable text; the lenient way gives
+    None or an empty list."""
     model, stranger = Tied(), nn.Linear(2, 3)
     names = torchwhere.names(model)
     texts = {
-        "layer.0.up": "Tied has no module, parameter or buffer 'layer.0.up'; did you mean 'layers.0.up'?",
+        "layer.0.up": (
+            "Tied has no module, parameter or buffer 'layer.0.up'; did you mean 'layers.0.up'?"
+        ),
         "zzz": "Tied has no module, parameter or buffer 'zzz'",
-        "head.weight.x": "Tied has no module, parameter or buffer 'head.weight.x'; did you mean 'head.weight'?",
-        stranger: "this Linear is in no part of Tied; ask torchwhere.names() of the model that it belongs to",
-        stranger.weight: "this Parameter of shape (3, 2) is in no part of Tied; "
-        "ask torchwhere.names() of the model that it belongs to",
+        "head.weight.x": (
+            "Tied has no module, parameter or buffer 'head.weight.x'; did you mean 'head.weight'?"
+        ),
+        stranger: (
+            "this Linear is in no part of Tied; ask torchwhere.names() of the model that it"
+            " belongs to"
+        ),
+        stranger.weight: (
+            "this Parameter of shape (3, 2) is in no part of Tied; "
+            "ask torchwhere.names() of the model that it belongs to"
+        ),
     }
     for key, text in texts.items():
         with pytest.raises(KeyError) as raised:
@@ -195,20 +207,28 @@ def test_names_of_something_else(thing: Any) -> None:
     """What is not a module is a TypeError that says what to give."""
     with pytest.raises(TypeError) as raised:
         torchwhere.names(thing)
-    assert str(raised.value) == (
-        f"names(model): expected a torch.nn.Module, got {type(thing).__name__}. "
+    assert (
+        str(raised.value)
+        == f"names(model): expected a torch.nn.Module, got {type(thing).__name__}. "
         "Give it the model itself, or what DDP, FSDP, torch.compile or DeepSpeed made of it."
     )
     names = torchwhere.names(Model())
-    with pytest.raises(TypeError, match=r"^names\[...\]: expected a name, a module, a parameter or a buffer, got int$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^names\[...\]: expected a name, a module, a parameter or a buffer, got int$",
+    ):
         names[3]  # type: ignore[call-overload]
     model = Model()
-    with pytest.raises(TypeError, match=r"^facts\('head'\): expected a parameter or a buffer; that is a module \(Linear\)$"):
+    with pytest.raises(
+        TypeError,
+        match=r"^facts\('head'\): expected a parameter or a buffer; that is a module \(Linear\)$",
+    ):
         torchwhere.names(model).facts("head")
 
 
 def test_names_hold_nothing_alive() -> None:
-    """Neither the names nor what is remembered of them keeps a model, or a part of it that was replaced, in memory."""
+    """Neither the names nor what is remembered of them keeps a model, or a part of it that was
+    replaced, in memory."""
     model = Model()
     names = torchwhere.names(model)
     assert names in known()
@@ -225,25 +245,38 @@ def test_names_hold_nothing_alive() -> None:
 
 
 def test_facts_of_a_plain_model() -> None:
-    """Shape, dtype, device, numel and aliases of every parameter and buffer; nothing of sharding where there is none."""
+    """Shape, dtype, device, numel and aliases of every parameter and buffer; nothing of sharding
+    where there is none."""
     model = Tied().to(torch.bfloat16)
     model.norm.weight.requires_grad_(False)
     names = torchwhere.names(model)
     found = names.facts("tied.weight")
     assert (found.name, found.aliases, found.kind) == ("tied.weight", ("head.weight",), "parameter")
-    assert (found.shape, found.local_shape, found.numel, found.local_numel) == ((8, 8), (8, 8), 64, 64)
+    assert (found.shape, found.local_shape, found.numel, found.local_numel) == (
+        (8, 8),
+        (8, 8),
+        64,
+        64,
+    )
     assert (found.dtype, found.device, found.requires_grad) == ("bfloat16", "cpu", True)
-    assert (found.id, found.zero_status, found.placements, found.mesh, found.unit, found.flat) == (None,) * 6
+    assert (found.id, found.zero_status, found.placements, found.mesh, found.unit, found.flat) == (
+        None,
+    ) * 6
     assert not found.is_sharded
     assert names.facts(model.head.weight).name == "head.weight"
     assert not names.facts(model.norm.weight).requires_grad
-    assert [each.name for each in names.parameters()] == [name for name, _ in model.named_parameters()]
+    assert [each.name for each in names.parameters()] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert [each.name for each in names.buffers()] == [name for name, _ in model.named_buffers()]
-    assert sum(each.numel for each in names.parameters()) == sum(param.numel() for param in model.parameters())
+    assert sum(each.numel for each in names.parameters()) == sum(
+        param.numel() for param in model.parameters()
+    )
 
 
 def test_names_as_text_and_as_data() -> None:
-    """A table with a line for everything, columns that say nothing left out; a dictionary that JSON can hold."""
+    """A table with a line for everything, columns that say nothing left out; a dictionary that JSON
+    can hold."""
     names = torchwhere.names(model := Tied())
     lines = str(names).splitlines()
     assert lines[0] == repr(names) == "<Names of Tied: 8 modules, 9 parameters, 3 buffers>"
@@ -256,14 +289,19 @@ def test_names_as_text_and_as_data() -> None:
     data = json.loads(json.dumps(names.to_dict()))
     assert data["model"] == "Tied"
     assert {"name": "layers.0", "class": "Block", "aliases": ["again"]} in data["modules"]
-    assert [each["name"] for each in data["parameters"]] == [name for name, _ in model.named_parameters()]
+    assert [each["name"] for each in data["parameters"]] == [
+        name for name, _ in model.named_parameters()
+    ]
     assert data["buffers"][0]["kind"] == "buffer"
 
 
 def test_many_modules_take_no_time_to_speak_of() -> None:
-    """Naming a large model costs about what torch itself takes to list it, and no more than linear in its modules."""
+    """Naming a large model costs about what torch itself takes to list it, and no more than linear
+    in its modules."""
     with torch.device("meta"):
-        small, large = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))) for count in (1_000, 10_000))
+        small, large = (
+            nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))) for count in (1_000, 10_000)
+        )
 
     def seconds(model: nn.Module) -> float:
         def once() -> float:
@@ -276,11 +314,12 @@ def test_many_modules_take_no_time_to_speak_of() -> None:
     assert seconds(large) < 30 * seconds(small)
 
 
-# -- wrapped, compiled, sharded --------------------------------------------------------------------------------------------
+# -- wrapped, compiled, sharded --------------------------------------------------------------------
 
 
 def test_names_survive_compiling_and_checkpointing() -> None:
-    """Names taken before the model is wrapped hold afterwards, for the wrappers too; those of the wrapped one are the same."""
+    """Names taken before the model is wrapped hold afterwards, for the wrappers too; those of the
+    wrapped one are the same."""
     model = Model()
     before, weight = torchwhere.names(model), model.layers[0].up.weight
     model.layers[0] = checkpoint_wrapper(model.layers[0])
@@ -313,8 +352,13 @@ def _fsdp1(use_orig_params: bool) -> dict[str, Any]:
     model.layers[0] = FullyShardedDataParallel(model.layers[0], **options)
     wrapped = FullyShardedDataParallel(model, **options)
     in_forward: list[Any] = []
-    model.layers[0].register_forward_hook(lambda *_: in_forward.append(names.facts("layers.0.up.weight").to_dict()))
-    facts = {name: names.facts(name).to_dict() for name in ("layers.0.up.weight", "layers.0.up.bias", "head.bias")}
+    model.layers[0].register_forward_hook(
+        lambda *_: in_forward.append(names.facts("layers.0.up.weight").to_dict())
+    )
+    facts = {
+        name: names.facts(name).to_dict()
+        for name in ("layers.0.up.weight", "layers.0.up.bias", "head.bias")
+    }
     wrapped(batch()).sum().backward()
     flat = wrapped._handle.flat_param
     return {
@@ -332,27 +376,44 @@ def _fsdp1(use_orig_params: bool) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1(two_ranks: Pool, use_orig_params: bool) -> None:
-    """FSDP1 with and without original parameters: names, whole and local shapes, units, what is in a flat parameter; the same
-    before, during and after gathering."""
+    """FSDP1 with and without original parameters: names, whole and local shapes, units, what is in
+    a flat parameter; the same before, during and after gathering."""
     answers = two_ranks.run(_fsdp1, use_orig_params, checks_itself=True)
     for answer in answers:
-        for name, unit in (("layers.0.up.weight", "layers.0"), ("layers.0.up.bias", "layers.0"), ("head.bias", "")):
+        for name, unit in (
+            ("layers.0.up.weight", "layers.0"),
+            ("layers.0.up.bias", "layers.0"),
+            ("head.bias", ""),
+        ):
             found = answer["facts"][name]
             assert (found["name"], found["unit"], found["kind"]) == (name, unit, "parameter")
             assert found["shape"] == ((8, 8) if name.endswith("weight") else (8,))
             assert found["flat"] == (f"{unit}._flat_param" if unit else "_flat_param")
             assert found["placements"] == ("Shard(flat)",)
         assert answer["in forward"]["shape"] == answer["after"]["shape"] == (8, 8)
-        assert answer["in forward"]["local_shape"] == answer["facts"]["layers.0.up.weight"]["local_shape"]
+        assert (
+            answer["in forward"]["local_shape"]
+            == answer["facts"]["layers.0.up.weight"]["local_shape"]
+        )
         assert answer["wrapper"] == [""]
         flat = answer["flat"]
-        assert (flat["name"], flat["kind"], answer["names of flat"]) == ("_flat_param", "flat parameter", ["_flat_param"])
+        assert (flat["name"], flat["kind"], answer["names of flat"]) == (
+            "_flat_param",
+            "flat parameter",
+            ["_flat_param"],
+        )
         assert answer["back"]
-        assert flat["holds"] == tuple(name for name, _ in Model().named_parameters() if not name.startswith("layers.0"))
+        assert flat["holds"] == tuple(
+            name for name, _ in Model().named_parameters() if not name.startswith("layers.0")
+        )
         assert flat["local_numel"] == -(-flat["numel"] // 2)
-        assert answer["described"][0].startswith("flat parameter _flat_param: [216] float32 cpu, [108] of it here, holds ")
+        assert answer["described"][0].startswith(
+            "flat parameter _flat_param: [216] float32 cpu, [108] of it here, holds "
+        )
         if use_orig_params:
-            assert answer["described"][1].startswith("parameter layers.0.up.weight: [8, 8] float32 cpu")
+            assert answer["described"][1].startswith(
+                "parameter layers.0.up.weight: [8, 8] float32 cpu"
+            )
     for name, numel in (("layers.0.up.weight", 64), ("layers.0.up.bias", 8), ("head.bias", 8)):
         assert sum(answer["facts"][name]["local_numel"] for answer in answers) == numel
 
@@ -361,14 +422,18 @@ def _fsdp2_and_tp() -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
     model = Model()
     names, old = torchwhere.names(model), model.layers[0].up.weight
-    parallelize_module(model.layers[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    parallelize_module(
+        model.layers[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     for layer in model.layers:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=False)
     before = {found.name: found.to_dict() for found in names.parameters()}
     in_forward: list[Any] = []
     model.layers[0].up.register_forward_hook(
-        lambda *_: in_forward.append((names[model.layers[0].up.weight], names.facts("layers.0.up.weight").to_dict()))
+        lambda *_: in_forward.append(
+            (names[model.layers[0].up.weight], names.facts("layers.0.up.weight").to_dict())
+        )
     )
     model(batch()).sum().backward()
     return {
@@ -382,20 +447,32 @@ def _fsdp2_and_tp() -> dict[str, Any]:
 
 
 def test_fsdp2_and_tensor_parallel(two_ranks: Pool) -> None:
-    """FSDP2 and tensor parallel replace the parameters: the names lead to the new ones, with placements, mesh and unit, and the
-    gathered ones in forward have the same facts."""
+    """FSDP2 and tensor parallel replace the parameters: the names lead to the new ones, with
+    placements, mesh and unit, and the gathered ones in forward have the same facts."""
     for answer in two_ranks.run(_fsdp2_and_tp):
         assert list(answer["before"]) == [name for name, _ in Model().named_parameters()]
-        plain, parallel = answer["before"]["layers.0.up.weight"], answer["before"]["layers.1.down.weight"]
+        plain, parallel = (
+            answer["before"]["layers.0.up.weight"],
+            answer["before"]["layers.1.down.weight"],
+        )
         assert (plain["shape"], plain["local_shape"], plain["mesh"]) == ((8, 8), (4, 8), "dp=2")
-        assert (plain["placements"], plain["unit"], plain["numel"], plain["local_numel"]) == (("Shard(0)",), "layers.0", 64, 32)
-        assert (parallel["mesh"], parallel["unit"]) == ("tp=1 x dp=2", "layers.1") or parallel["mesh"] == "dp=2 x tp=1"
+        assert (plain["placements"], plain["unit"], plain["numel"], plain["local_numel"]) == (
+            ("Shard(0)",),
+            "layers.0",
+            64,
+            32,
+        )
+        assert (parallel["mesh"], parallel["unit"]) == ("tp=1 x dp=2", "layers.1") or parallel[
+            "mesh"
+        ] == "dp=2 x tp=1"
         assert sorted(parallel["placements"]) == ["Shard(0)", "Shard(1)"]
         assert answer["before"]["head.weight"]["unit"] == ""
         assert answer["in forward"] == (["layers.0.up.weight"], plain)
         assert answer["new"] == ["layers.0.up.weight"]
         assert answer["old"] == []  # it is in no model any more
-        assert answer["described"] == (
-            "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] of it here, Shard(0) on dp=2, requires grad"
+        assert (
+            answer["described"]
+            == "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] of it here, Shard(0) on"
+            " dp=2, requires grad"
         )
         assert "on dp=2: Shard(0), unit layers.0" in answer["table"]

@@ -1,6 +1,8 @@
-"""The native part: built for real into a cache of its own, and compared with the Python code that it stands in for.
+"""The native part: built for real into a cache of its own, and compared with the Python code that
+it stands in for.
 
-`library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job records in either way.
+`library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job
+records in either way.
 """
 
 from __future__ import annotations
@@ -63,17 +65,21 @@ def part(cache: Path) -> Any:
     return found
 
 
-# -- building and loading --------------------------------------------------------------------------------------------------
+# -- building and loading --------------------------------------------------------------------------
 
 
-def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No compiler: one line that says so, and what to do."""
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert main(["native"]) == 2
     assert (
-        capsys.readouterr().err == "torchwhere: no C++ compiler is there (no-such-compiler): install g++, or name one in CXX\n"
+        capsys.readouterr().err
+        == "torchwhere: no C++ compiler is there (no-such-compiler): install g++, or name one in"
+        " CXX\n"
     )
 
 
@@ -87,7 +93,10 @@ def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(TorchwhereError) as raised:
             build()
-    assert str(raised.value) == "the compiler could not build the native part: native.cpp:1: error: boom"
+    assert (
+        str(raised.value)
+        == "the compiler could not build the native part: native.cpp:1: error: boom"
+    )
     assert list((tmp_path / "torchwhere").iterdir()) == []
 
 
@@ -96,10 +105,15 @@ def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     real = sysconfig.get_path
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        patch.setattr(sysconfig, "get_path", lambda name: "/nowhere" if name == "include" else real(name))
+        patch.setattr(
+            sysconfig, "get_path", lambda name: "/nowhere" if name == "include" else real(name)
+        )
         with pytest.raises(TorchwhereError) as raised:
             build()
-    expected = "the headers of Python are not there (/nowhere/Python.h): install python3-dev, or what it is called here"
+    expected = (
+        "the headers of Python are not there (/nowhere/Python.h): install python3-dev, or what it"
+        " is called here"
+    )
     assert str(raised.value) == expected
 
 
@@ -110,10 +124,15 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(TorchwhereError) as raised:
             build()
-    assert str(raised.value) == f"the native part cannot be written to {tmp_path}/torchwhere: File exists"
+    assert (
+        str(raised.value)
+        == f"the native part cannot be written to {tmp_path}/torchwhere: File exists"
+    )
 
 
-def test_it_is_built_once(library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_built_once(
+    library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command says where it built the library; asked again, it leaves it alone."""
     before = library.stat().st_mtime_ns
     with monkeypatch.context() as patch:
@@ -121,13 +140,21 @@ def test_it_is_built_once(library: Path, monkeypatch: pytest.MonkeyPatch, capsys
         assert main(["native"]) == 0
     assert capsys.readouterr().out == f"there already: {library}\n"
     assert library.stat().st_mtime_ns == before
-    assert sorted(path.name for path in library.parent.iterdir()) == [library.name, library.name + ".sha256"]
+    assert sorted(path.name for path in library.parent.iterdir()) == [
+        library.name,
+        library.name + ".sha256",
+    ]
 
 
 def test_its_name_says_what_it_is_for(library: Path) -> None:
-    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them finds another name."""
+    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them
+    finds another name."""
     assert torch.version.git_version is not None
-    for part in (torch.__version__, torch.version.git_version[:8], f"cpython-3{sys.version_info.minor}"):
+    for part in (
+        torch.__version__,
+        torch.version.git_version[:8],
+        f"cpython-3{sys.version_info.minor}",
+    ):
         assert part in library.name
 
 
@@ -160,7 +187,12 @@ def replace_by_text(path: Path) -> None:
     ],
 )
 def test_a_spoiled_library_is_not_used(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, spoil: Callable[[Path], None], why: str
+    library: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    spoil: Callable[[Path], None],
+    why: str,
 ) -> None:
     """Damaged, cut, or something else under its name: said once, and Python's own code records."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -177,11 +209,15 @@ def test_a_spoiled_library_is_not_used(
     assert len(said) == 1
     assert why in said[0]
     assert "`torchwhere native --anew` builds it again" in said[0]
-    assert [event.kind for event in torchwhere.read_run(tmp_path / "run").events()].count("note") == 1
+    assert [event.kind for event in torchwhere.read_run(tmp_path / "run").events()].count(
+        "note"
+    ) == 1
     monkeypatch.undo()
 
 
-def test_a_library_for_another_torch_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_for_another_torch_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that got a name which is not its own is told by what is inside it."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "built_for", lambda: "another")
@@ -207,16 +243,22 @@ def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(tmp_path.iterdir()) == []
 
 
-# -- before a job ----------------------------------------------------------------------------------------------------------
+# -- before a job ----------------------------------------------------------------------------------
 
 SCRIPT = "from torchwhere.native.load import native; print(native() is not None)"
 BUILDS = "torchwhere: builds its native part"
 
 
 def compiler_that(folder: Path, does: str) -> str:
-    """A command that is called like a compiler; `$to` is what it has to make. Each call leaves a line in `calls`."""
+    """A command that is called like a compiler; `$to` is what it has to make. Each call leaves a
+    line in `calls`."""
     path = folder / "cxx"
-    lines = ["#!/bin/sh", f"echo called >> {folder}/calls", 'while [ "$1" != -o ]; do shift; done; to=$2', does]
+    lines = [
+        "#!/bin/sh",
+        f"echo called >> {folder}/calls",
+        'while [ "$1" != -o ]; do shift; done; to=$2',
+        does,
+    ]
     path.write_text("\n".join(lines) + "\n")
     path.chmod(0o755)
     return str(path)
@@ -237,16 +279,33 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:
-    """Of two ranks one builds, and says so; the other waits; both use it. What a killed build has left is cleared."""
-    script, left, fresh = home / "script.py", home / "torchwhere" / "building-left", home / "torchwhere" / "building-fresh"
+    """Of two ranks one builds, and says so; the other waits; both use it. What a killed build has
+    left is cleared."""
+    script, left, fresh = (
+        home / "script.py",
+        home / "torchwhere" / "building-left",
+        home / "torchwhere" / "building-fresh",
+    )
     script.write_text(SCRIPT)
     left.mkdir(parents=True)
     fresh.mkdir()
     os.utime(left, (0, 0))
-    line = [sys.executable, "-m", "torchwhere", "run", "--no-monitor", "--out", str(home / "run"), str(script)]
+    line = [
+        sys.executable,
+        "-m",
+        "torchwhere",
+        "run",
+        "--no-monitor",
+        "--out",
+        str(home / "run"),
+        str(script),
+    ]
     env = os.environ | {"CXX": compiler_that(home, f"sleep 1; cp {library} $to"), "WORLD_SIZE": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    ranks = [subprocess.Popen(line, text=True, env=env | {"RANK": str(n), "LOCAL_RANK": str(n)}, **pipes) for n in range(2)]
+    ranks = [
+        subprocess.Popen(line, text=True, env=env | {"RANK": str(n), "LOCAL_RANK": str(n)}, **pipes)
+        for n in range(2)
+    ]
     said = [rank.communicate(timeout=PATIENCE_S) for rank in ranks]
     assert [out for out, _ in said] == ["True\n", "True\n"], said
     assert sum(err.count(BUILDS) for _, err in said) == 1
@@ -259,23 +318,36 @@ def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:
 CRASHES = "int PyInit_torchwhere_native(void) { return *(volatile int *)0; }"
 
 
-def test_a_library_that_crashes_gets_no_name(home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """It takes its trial's process with it, and not the job. It is said, and not tried again before `torchwhere native`."""
-    monkeypatch.setenv("CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to"))
+def test_a_library_that_crashes_gets_no_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """It takes its trial's process with it, and not the job. It is said, and not tried again before
+    `torchwhere native`."""
+    monkeypatch.setenv(
+        "CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to")
+    )
     for _ in range(2):
         prepare()
     path = loading.library()
     assert not path.exists()
-    assert loading.failure_file(path).read_text() == "the native part was built and crashes in its trial: SIGSEGV\n"
+    assert (
+        loading.failure_file(path).read_text()
+        == "the native part was built and crashes in its trial: SIGSEGV\n"
+    )
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text.startswith(BUILDS) for text in said] == [True, False]
-    assert said[1].endswith("not try again by itself: the native part was built and crashes in its trial: SIGSEGV")
+    assert said[1].endswith(
+        "not try again by itself: the native part was built and crashes in its trial: SIGSEGV"
+    )
     assert calls(home) == 1
     assert loading.native() is None
 
 
-def test_what_failed_may_succeed_later(library: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torchwhere native` tries again, and what it builds is used from then on. Tried is it by any rank of a host."""
+def test_what_failed_may_succeed_later(
+    library: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torchwhere native` tries again, and what it builds is used from then on. Tried is it by any
+    rank of a host."""
     prepare(is_first_of_host=False)
     failure = loading.failure_file(loading.library())
     assert failure.exists()
@@ -284,16 +356,25 @@ def test_what_failed_may_succeed_later(library: Path, home: Path, monkeypatch: p
     assert not failure.exists()
 
 
-def test_where_it_cannot_be_built_nothing_is_said(home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """No compiler, no folder, a folder that is a file, switched off: a job begins at once, and nothing is tried."""
-    for name, value in (("CXX", "no-such-compiler"), ("XDG_CACHE_HOME", "not/absolute"), (loading.SWITCH, "0")):
+def test_where_it_cannot_be_built_nothing_is_said(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """No compiler, no folder, a folder that is a file, switched off: a job begins at once, and
+    nothing is tried."""
+    for name, value in (
+        ("CXX", "no-such-compiler"),
+        ("XDG_CACHE_HOME", "not/absolute"),
+        (loading.SWITCH, "0"),
+    ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             prepare()
             assert loading.native() is None
     (home / "torchwhere").write_text("")
     prepare()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
     assert calls(home) == 0
 
 
@@ -309,7 +390,9 @@ def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatc
     assert calls(home) == 0
     monkeypatch.setenv("CXX", compiler_that(home, "exec sleep 60"))
     prepare()
-    assert loading.failure_file(path).read_text() == "compiling the native part took longer than 0 s\n"
+    assert (
+        loading.failure_file(path).read_text() == "compiling the native part took longer than 0 s\n"
+    )
 
 
 Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
@@ -319,7 +402,10 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
     ("spoil", "why"),
     [
         (lambda trained, events: (trained, events), None),
-        (lambda trained, events: (trained, events[:-1]), "records something else than Python: more, or less"),
+        (
+            lambda trained, events: (trained, events[:-1]),
+            "records something else than Python: more, or less",
+        ),
         (
             lambda trained, events: (trained, [event | {"step": 7} for event in events]),
             "records something else than Python: ({",
@@ -327,7 +413,12 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
         (lambda trained, events: ([one + 1 for one in trained], events), "changes what is trained"),
     ],
 )
-def test_its_trial(part: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Any, Any], Recorded], why: str | None) -> None:
+def test_its_trial(
+    part: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Any, Any], Recorded],
+    why: str | None,
+) -> None:
     """A small job, watched in both ways: what differs from Python's is told."""
     real = self_test._watched
 
@@ -338,18 +429,25 @@ def test_its_trial(part: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[
     with monkeypatch.context() as patch:
         patch.setattr(self_test, "_watched", watched)
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        patch.setattr(sys, "excepthook", sys.excepthook)  # torch installs one of its own and leaves it
-        with pytest.raises(TorchwhereError, match=re.escape(why)) if why else contextlib.nullcontext():
+        # torch installs one of its own and leaves it
+        patch.setattr(sys, "excepthook", sys.excepthook)
+        with (
+            pytest.raises(TorchwhereError, match=re.escape(why))
+            if why
+            else contextlib.nullcontext()
+        ):
             self_test.try_out()
 
 
 def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["native", "--check"]) == 2
-    expected = f"there is no native part to check at {loading.library()}: `torchwhere native` builds it"
+    expected = (
+        f"there is no native part to check at {loading.library()}: `torchwhere native` builds it"
+    )
     assert capsys.readouterr().err == f"torchwhere: {expected}\n"
 
 
-# -- its parts, against Python's -------------------------------------------------------------------------------------------
+# -- its parts, against Python's -------------------------------------------------------------------
 
 
 def test_records_are_pythons(part: Any) -> None:
@@ -358,7 +456,9 @@ def test_records_are_pythons(part: Any) -> None:
     ends = [1 << 8, 1 << 64, *[1 << 8] * 3, *[1 << 32] * 8, 1 << 64]
     natively, plainly = (BoxWriter(None, meta={}, records=16, native=used) for used in (part, None))
     for _ in range(300):
-        fields = [chance.choice([0, end - 1, chance.randrange(end)]) for end in ends][: chance.randrange(2, 15)]
+        fields = [chance.choice([0, end - 1, chance.randrange(end)]) for end in ends][
+            : chance.randrange(2, 15)
+        ]
         numbers = natively.record(*fields), plainly.record(*fields)
         assert numbers[0] == numbers[1]
         assert natively.copy_of(numbers[0]) == plainly.copy_of(numbers[0])
@@ -370,7 +470,9 @@ def test_records_are_pythons(part: Any) -> None:
     plainly.close()
 
 
-@pytest.mark.parametrize("fields", [(1,), (1,) * 15, (256, 0), (0, -1), (0, 0, 0, 0, 0, 1 << 32), (0, "now")])
+@pytest.mark.parametrize(
+    "fields", [(1,), (1,) * 15, (256, 0), (0, -1), (0, 0, 0, 0, 0, 1 << 32), (0, "now")]
+)
 def test_what_does_not_fit_is_no_record(part: Any, fields: tuple[Any, ...]) -> None:
     """Too many fields, or one that does not fit: an exception and no record, as ever."""
     box = BoxWriter(None, meta={}, records=16, native=part)
@@ -423,7 +525,7 @@ def test_it_knows_pythons_frames(part: Any) -> None:
     assert not part.check_frames(train.__code__)
 
 
-# -- the same job in both ways ---------------------------------------------------------------------------------------------
+# -- the same job in both ways ---------------------------------------------------------------------
 
 BUCKETS = 6
 
@@ -458,7 +560,9 @@ def plain_ddp() -> None:
 def mixed_with_other_calls() -> None:
     """Calls from Python on the same group, between the buckets' and inside a hook of a backward."""
     model = stacked()
-    handle = model.module[2].weight.register_post_accumulate_grad_hook(lambda _p: dist.all_reduce(torch.ones(2)))
+    handle = model.module[2].weight.register_post_accumulate_grad_hook(
+        lambda _p: dist.all_reduce(torch.ones(2))
+    )
     with torchwhere.watch(model):
         for step in range(8):
             train(model, 1)
@@ -509,7 +613,8 @@ def two_models() -> None:
 
 
 def hooked() -> None:
-    """A communication hook in Python, given when the buckets are known already: from then on Python calls."""
+    """A communication hook in Python, given when the buckets are known already: from then on Python
+    calls."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 8)
@@ -567,12 +672,15 @@ def optimized() -> None:
 
 
 def optimized_in_backward() -> None:
-    """The optimizer steps out of a hook: its step ends with the backward, which the native part may have begun."""
+    """The optimizer steps out of a hook: its step ends with the backward, which the native part may
+    have begun."""
     model = stacked()
     optimizer = sgd(model)
     with torchwhere.watch(model):
         optimize(model, optimizer, steps=4)
-        handle = model.module[0].weight.register_post_accumulate_grad_hook(lambda _p: optimizer.step())
+        handle = model.module[0].weight.register_post_accumulate_grad_hook(
+            lambda _p: optimizer.step()
+        )
         optimize(model, steps=6)
         handle.remove()
         optimize(model, optimizer, steps=4)
@@ -614,7 +722,8 @@ def optimizer_failing() -> None:
 
 
 def backwards_of_all_kinds() -> None:
-    """One that makes a graph, one inside another, gradients without a backward, one from inside a module, one that fails."""
+    """One that makes a graph, one inside another, gradients without a backward, one from inside a
+    module, one that fails."""
 
     class Inside(torch.autograd.Function):
         @staticmethod
@@ -632,7 +741,11 @@ def backwards_of_all_kinds() -> None:
             torch.autograd.grad(super().forward(x).sum(), self.weight)
             raise RuntimeError
 
-    model, inner, x = stacked(), nn.ModuleList([nn.Linear(64, 2), Failing(64, 2)]), torch.ones(2, 64, requires_grad=True)
+    model, inner, x = (
+        stacked(),
+        nn.ModuleList([nn.Linear(64, 2), Failing(64, 2)]),
+        torch.ones(2, 64, requires_grad=True),
+    )
     with torchwhere.watch(model):
         for _ in range(4):
             train(model, 2)
@@ -644,7 +757,8 @@ def backwards_of_all_kinds() -> None:
 
 
 def others_come() -> None:
-    """Between steps: a listener, a group, a second model, a forward under fake tensors, a compilation, a reset of compilers."""
+    """Between steps: a listener, a group, a second model, a forward under fake tensors, a
+    compilation, a reset of compilers."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.compiler.reset()  # compilations are numbered from 0
@@ -666,7 +780,15 @@ def others_come() -> None:
         optimize(others[0], sgd(others[0]), steps=3)
 
     with torchwhere.watch(model):
-        for come in (listened, lambda: dist.new_group([0]), another, rehearsed, compiled, torch.compiler.reset, compiled):
+        for come in (
+            listened,
+            lambda: dist.new_group([0]),
+            another,
+            rehearsed,
+            compiled,
+            torch.compiler.reset,
+            compiled,
+        ):
             optimize(model, optimizer, steps=4)
             come()
         optimize(model, optimizer, steps=2)
@@ -704,7 +826,9 @@ def group_of_one() -> Iterator[None]:
         sys.excepthook = hook
 
 
-def events_of(job: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch, *, native: bool) -> list[dict[str, Any]]:
+def events_of(
+    job: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch, *, native: bool
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     with monkeypatch.context() as patch, group_of_one():
         patch.setenv(loading.SWITCH, str(int(native)))
@@ -715,11 +839,16 @@ def events_of(job: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyP
     found = [event.to_dict() | {"record": event.number} for event in box.events()]
     steps = phase_sums(box)[PhaseKey((), is_main=True)]
     found.append({"steps": steps.count, "running": steps.running})
-    return [{key: value for key, value in event.items() if key not in ("t_ns", "duration_ns")} for event in found]
+    return [
+        {key: value for key, value in event.items() if key not in ("t_ns", "duration_ns")}
+        for event in found
+    ]
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
-def test_the_same_is_recorded(job: Callable[[], None], part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_is_recorded(
+    job: Callable[[], None], part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every event of a job is the same with the native part and without, apart from its time."""
     notes.clear()
     natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
@@ -738,9 +867,13 @@ STEP = {  # what of ours in Python a step takes that is like the one before
 }
 
 
-def test_a_step_needs_no_more_python(part: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that is like the one before, all of ours that is Python are the hooks themselves."""
-    monkeypatch.delitem(sys.modules, PIPELINING, raising=False)  # in its presence a call from outside may be a rehearsal
+def test_a_step_needs_no_more_python(
+    part: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step that is like the one before, all of ours that is Python are the hooks
+    themselves."""
+    # in its presence a call from outside may be a rehearsal
+    monkeypatch.delitem(sys.modules, PIPELINING, raising=False)
     model, home = stacked(), str(Path(torchwhere.__file__).parent)
     optimizer, found = sgd(model), []
 
@@ -750,7 +883,8 @@ def test_a_step_needs_no_more_python(part: Any, one_rank: None, tmp_path: Path, 
 
     with torchwhere.watch(model, out=tmp_path):
         optimize(model, optimizer, steps=12)
-        for _ in range(3):  # once a second Python looks whether the file is there: not three times in a row
+        # once a second Python looks whether the file is there: not three times in a row
+        for _ in range(3):
             found.append(set())
             sys.setprofile(look)
             optimize(model, optimizer, steps=1)
@@ -759,7 +893,8 @@ def test_a_step_needs_no_more_python(part: Any, one_rank: None, tmp_path: Path, 
 
 
 def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
-    """`comms()` is told of the buckets too, though the kernel knows them; when it is over they are the kernel's again."""
+    """`comms()` is told of the buckets too, though the kernel knows them; when it is over they are
+    the kernel's again."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 6)
@@ -773,18 +908,20 @@ def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
         assert part.recorded() == before + BUCKETS
 
 
-# -- threads, ends and deaths ----------------------------------------------------------------------------------------------
+# -- threads, ends and deaths ----------------------------------------------------------------------
 
 
 @pytest.fixture
 def ddp_on_threads(one_rank: None) -> Iterator[None]:
-    """DDP notes in its class which instance is in its forward, and puts back what it found: threads put back each other's."""
+    """DDP notes in its class which instance is in its forward, and puts back what it found: threads
+    put back each other's."""
     yield
     DDP._active_ddp_module = None
 
 
 def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> None:
-    """Sixteen backwards at once, none of them holding the GIL: no record is lost, torn or counted twice."""
+    """Sixteen backwards at once, none of them holding the GIL: no record is lost, torn or counted
+    twice."""
     models = [stacked() for _ in range(16)]
     [train(model, 3) for model in models]  # their buckets are what they will be
     steps, failed = 25, []
@@ -810,12 +947,14 @@ def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> Non
     numbers = sorted(event.fields["number"] for event in collectives)
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert len(collectives) == 16 * steps * BUCKETS
-    # Alone Python sees a bucket twice; with others reducing meanwhile it may have to look once more.
+    # Alone Python sees a bucket twice; with others reducing meanwhile it may have to look once
+    # more.
     assert 2 * recorded > 16 * steps * BUCKETS, recorded
 
 
 def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
-    """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between them."""
+    """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between
+    them."""
     model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.Words)
 
     def left() -> int:
@@ -831,15 +970,18 @@ def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
         return recorded
 
     assert sum(watch_once() for _ in range(3)) > 0
-    before = left()  # torch keeps the last Python kernels that were taken off, and with them what they need
+    # torch keeps the last Python kernels that were taken off, and with them what they need
+    before = left()
     assert sum(watch_once() for _ in range(100)) > 100
     assert left() <= before
 
 
 def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
-    """A watch may end at any moment of a backward that runs on other threads: nobody writes to a map that is gone."""
+    """A watch may end at any moment of a backward that runs on other threads: nobody writes to a
+    map that is gone."""
     models, failed, over = [stacked() for _ in range(3)], [], threading.Event()
-    [train(model, 3) for model in models]  # DDP has built its buckets anew, for which it broadcasts: not through our kernel
+    # DDP has built its buckets anew, for which it broadcasts: not through our kernel
+    [train(model, 3) for model in models]
 
     def work(model: nn.Module) -> None:
         try:
@@ -924,7 +1066,8 @@ Child = tuple[Path, subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """A process for each of these, with its folder. All are begun as soon as there is a library: they take a while."""
+    """A process for each of these, with its folder. All are begun as soon as there is a library:
+    they take a while."""
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
     started: dict[str, Child] = {}
     for code in (KILLED, TRUNCATED, FORKED):
@@ -958,7 +1101,8 @@ def test_killed(children: dict[str, Child]) -> None:
 
 
 def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
-    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and says that it lost its box."""
+    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and
+    says that it lost its box."""
     _, process = children[TRUNCATED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -967,10 +1111,14 @@ def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
 
 
 def test_forked(children: dict[str, Child]) -> None:
-    """A forked child leaves the parent's box alone and watches natively by itself; the parent goes on."""
+    """A forked child leaves the parent's box alone and watches natively by itself; the parent goes
+    on."""
     folder, process = children[FORKED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert json.loads(out) == {"status": 0, "more": 12}
-    noted = {name: [e.fields["text"] for e in torchwhere.read_run(folder / name).events(kinds={"note"})] for name in NAMES}
+    noted = {
+        name: [e.fields["text"] for e in torchwhere.read_run(folder / name).events(kinds={"note"})]
+        for name in NAMES
+    }
     assert noted == {"parent": [], "child": ["from the child"]}

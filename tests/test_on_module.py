@@ -1,4 +1,5 @@
-"""Callbacks when modules are entered and left: which, in which order, how often, and that they disturb nothing."""
+"""Callbacks when modules are entered and left: which, in which order, how often, and that they
+disturb nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ SIGNS = dict(zip(KEYS, "><{}", strict=True))
 
 
 class Told:
-    """What callbacks were told: `>name` and `<name` in forward, `{name` and `}name` in backward, `*` where recomputed."""
+    """What callbacks were told: `>name` and `<name` in forward, `{name` and `}name` in backward,
+    `*` where recomputed."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, nn.Module | None, ModuleCall]] = []
@@ -45,7 +47,8 @@ class Told:
 
     def __str__(self) -> str:
         return " ".join(
-            f"{SIGNS[key]}{call.name or '/'}{call.call or ''}{'*' * (call.pass_ == 'recompute')}" for key, _, call in self.calls
+            f"{SIGNS[key]}{call.name or '/'}{call.call or ''}{'*' * (call.pass_ == 'recompute')}"
+            for key, _, call in self.calls
         )
 
     def backward(self) -> str:
@@ -77,14 +80,17 @@ def train(model: nn.Module, x: torch.Tensor | None = None) -> None:
     out.sum().backward()
 
 
-# -- what is told -------------------------------------------------------------------------------------------------------
+# -- what is told ----------------------------------------------------------------------------------
 
 
 def test_one_step() -> None:
-    """Outer modules are entered before inner ones and left after them, in forward and in backward."""
+    """Outer modules are entered before inner ones and left after them, in forward and in
+    backward."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 8)))
     found = told(lambda: train(model))
-    assert str(found) == ">/ >0 <0 >1 >1.0 <1.0 >1.1 <1.1 <1 </ {/ {1 {1.1 }1.1 {1.0 }1.0 }1 {0 }0 }/"
+    assert (
+        str(found) == ">/ >0 <0 >1 >1.0 <1.0 >1.1 <1.1 <1 </ {/ {1 {1.1 }1.1 {1.0 }1.0 }1 {0 }0 }/"
+    )
     assert [module for _, module, call in found.calls if call.name == "1.1"] == [model[1][1]] * 4
     assert {type(call) for _, _, call in found.calls} == {ModuleCall}
 
@@ -100,13 +106,21 @@ def test_what_a_call_says() -> None:
             train(model)
             optimizer.step()
 
-    calls = [call for key, _, call in told(steps).calls if call.name == "0" and key in ("enter", "backward_exit")]
+    calls = [
+        call
+        for key, _, call in told(steps).calls
+        if call.name == "0" and key in ("enter", "backward_exit")
+    ]
     assert calls == [
         ModuleCall("0", call, pass_, step)
         for step in (0, 1)
         for pass_, call in (("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0))
     ]
-    assert [str(call) for call in calls[:3]] == ["forward of 0", "forward of 0 call 1", "backward of 0 call 1"]
+    assert [str(call) for call in calls[:3]] == [
+        "forward of 0",
+        "forward of 0 call 1",
+        "backward of 0 call 1",
+    ]
     assert str(ModuleCall("", None, "recompute", 0)) == "recompute of <root>"
     assert calls[1].to_dict() == {"name": "0", "call": 1, "pass": "forward", "step": 0}
 
@@ -151,31 +165,51 @@ class Checkpointed(nn.Module):
 
 
 def test_recomputation_is_told_as_such() -> None:
-    """A repeated forward has the pass `recompute` and the call it repeats; its backward is told once."""
+    """A repeated forward has the pass `recompute` and the call it repeats; its backward is told
+    once."""
     for reentrant in (False, True):
         model = Checkpointed(reentrant=reentrant)
         found = told(functools.partial(train, model))
-        recomputed = [(call.name, call.call) for key, _, call in found.calls if key == "enter" and call.pass_ == "recompute"]
-        assert recomputed == [(name, call) for call in (1, 0) for name in ("block", "block.0", "block.1")]
-        assert found.backward() == (
-            "{/ {block1 {block.11 }block.11 {block.01 }block.01 }block1 "
+        recomputed = [
+            (call.name, call.call)
+            for key, _, call in found.calls
+            if key == "enter" and call.pass_ == "recompute"
+        ]
+        assert recomputed == [
+            (name, call) for call in (1, 0) for name in ("block", "block.0", "block.1")
+        ]
+        assert (
+            found.backward() == "{/ {block1 {block.11 }block.11 {block.01 }block.01 }block1 "
             "{block {block.1 }block.1 {block.0 }block.0 }block {first }first }/"
         )
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: backward runs on device threads there")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(),
+    reason="needs a CUDA device: backward runs on device threads there",
+)
 def test_device_threads() -> None:
-    """On CUDA, where backward and recomputation run on the engine's own threads, all is told as on the CPU."""
-    for make in (Model, lambda: Checkpointed(reentrant=False), lambda: Checkpointed(reentrant=True)):
+    """On CUDA, where backward and recomputation run on the engine's own threads, all is told as on
+    the CPU."""
+    for make in (
+        Model,
+        lambda: Checkpointed(reentrant=False),
+        lambda: Checkpointed(reentrant=True),
+    ):
         heard = [
-            str(told(functools.partial(train, make().to(device), batch().to(device).requires_grad_())))
+            str(
+                told(
+                    functools.partial(train, make().to(device), batch().to(device).requires_grad_())
+                )
+            )
             for device in ("cpu", "cuda")
         ]
         assert heard[0] == heard[1]
 
 
 def test_a_shared_module_has_a_backward_for_each_call() -> None:
-    """Called twice before one backward: call 1, then call 0; its gradient is whole at the end of the last one."""
+    """Called twice before one backward: call 1, then call 0; its gradient is whole at the end of
+    the last one."""
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"shared": shared})
     shapes: list[Any] = []
@@ -192,7 +226,8 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
 
 
 def test_a_graph_of_any_depth() -> None:
-    """A chain of 200,000 nodes is told as any other, and freed without overflowing the stack, in a process of its own."""
+    """A chain of 200,000 nodes is told as any other, and freed without overflowing the stack, in a
+    process of its own."""
     code = """
 import torch, torchwhere
 from torch import nn
@@ -207,7 +242,9 @@ with torchwhere.on_module(backward_enter=lambda *_: told.append("in"), backward_
     del x, loss
 print(*told)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "in out\n"), done.stderr
 
 
@@ -222,12 +259,19 @@ def test_a_parameter_that_is_used_outside_its_module_too() -> None:
 
 
 def test_gradients_are_there_when_a_module_is_left() -> None:
-    """At `backward_exit` the parameters of the module have their gradients, those of earlier ones have not."""
+    """At `backward_exit` the parameters of the module have their gradients, those of earlier ones
+    have not."""
     model = Model()
     seen = []
 
     def left(module: Any, call: ModuleCall) -> None:
-        seen.append((call.name, all(p.grad is not None for p in module.parameters()), model.layers[0].up.weight.grad is None))
+        seen.append(
+            (
+                call.name,
+                all(p.grad is not None for p in module.parameters()),
+                model.layers[0].up.weight.grad is None,
+            )
+        )
 
     with on_module(backward_exit=left):
         train(model)
@@ -267,7 +311,8 @@ class Odd(nn.Module):
 
 
 def test_whatever_a_module_takes_and_gives() -> None:
-    """Keyword-only tensors that need no gradient; dicts, dataclasses, None, views, operations in place as output."""
+    """Keyword-only tensors that need no gradient; dicts, dataclasses, None, views, operations in
+    place as output."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad", "input"):
         model = nn.ModuleDict({"odd": Odd(kind)})
 
@@ -281,11 +326,14 @@ def test_whatever_a_module_takes_and_gives() -> None:
             }.get(kind, lambda: out)()
             tensor.sum().backward()
 
-        assert str(told(run)) == ">odd >odd.inner <odd.inner <odd {odd {odd.inner }odd.inner }odd", kind
+        assert (
+            str(told(run)) == ">odd >odd.inner <odd.inner <odd {odd {odd.inner }odd.inner }odd"
+        ), kind
 
 
 def test_each_backward_is_told() -> None:
-    """`autograd.grad`, a retained graph, one backward of a part, one for some inputs: each tells what it goes through."""
+    """`autograd.grad`, a retained graph, one backward of a part, one for some inputs: each tells
+    what it goes through."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = batch().requires_grad_()
     found = Told()
@@ -327,7 +375,7 @@ def test_double_backward() -> None:
     found.check()
 
 
-# -- when things go wrong -----------------------------------------------------------------------------------------------
+# -- when things go wrong --------------------------------------------------------------------------
 
 
 class Breaks(torch.autograd.Function):
@@ -361,12 +409,14 @@ def test_exceptions_of_the_job() -> None:
     assert found.startswith(f">/ >0 <0 >1 <1 {first}")
     assert f"{{<Sequential>.2 }}<Sequential>.2 {{<Sequential>.1 {second}" in found
     assert found.endswith(
-        " {<Sequential#2> {<Sequential#2>.1 }<Sequential#2>.1 {<Sequential#2>.0 }<Sequential#2>.0 }<Sequential#2>"
+        " {<Sequential#2> {<Sequential#2>.1 }<Sequential#2>.1 {<Sequential#2>.0 }<Sequential#2>.0"
+        " }<Sequential#2>"
     )
 
 
 def test_exceptions_of_a_callback() -> None:
-    """What a callback raises propagates into the job, as a hook's does; others hear the ends; the next step is clean."""
+    """What a callback raises propagates into the job, as a hook's does; others hear the ends; the
+    next step is clean."""
     for key in KEYS:
         model = nn.Sequential(nn.Linear(8, 8))
         found, errors = Told(), [KeyError("mine")]
@@ -385,8 +435,11 @@ def test_exceptions_of_a_callback() -> None:
             assert str(found) == ">/1 >01 <01 </1 {/1 {01 }01 }/1", key
 
 
-def test_an_error_of_ours_goes_nowhere(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """It is said once; the training is not affected; after a few the callbacks are no longer called."""
+def test_an_error_of_ours_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once; the training is not affected; after a few the callbacks are no longer
+    called."""
     from torchwhere.hooks.listeners import Listeners
 
     def broken(*_args: Any) -> None:
@@ -402,28 +455,35 @@ def test_an_error_of_ours_goes_nowhere(monkeypatch: pytest.MonkeyPatch, caplog: 
     assert model.head.weight.grad is not None
     assert found.calls == []
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said == (
-        "torchwhere: the sense for module callbacks failed (AttributeError: a bug). The training is not affected; after 3 "
-        "failures this sense switches itself off."
+    assert (
+        said
+        == "torchwhere: the sense for module callbacks failed (AttributeError: a bug). The training"
+        " is not affected; after 3 failures this sense switches itself off."
     )
 
 
 def test_bad_input() -> None:
     """Nothing to call, or something that cannot be called."""
-    with pytest.raises(ValueError, match=r"^on_module\(\): nothing to call; give one or more of enter, exit, backward_enter, "):
+    with pytest.raises(
+        ValueError,
+        match=r"^on_module\(\): nothing to call; give one or more of enter, exit, backward_enter, ",
+    ):
         on_module()
-    with pytest.raises(TypeError, match=r"^on_module\(backward_exit=\): expected a function, got str$"):
+    with pytest.raises(
+        TypeError, match=r"^on_module\(backward_exit=\): expected a function, got str$"
+    ):
         on_module(backward_exit="print")  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         on_module(print)  # type: ignore[misc]
     assert watch.current() is None
 
 
-# -- coming and going ---------------------------------------------------------------------------------------------------
+# -- coming and going ------------------------------------------------------------------------------
 
 
 def test_handle_block_and_decorator() -> None:
-    """A handle until it is removed, a block until its end, a decorator while its function runs, also inside itself."""
+    """A handle until it is removed, a block until its end, a decorator while its function runs,
+    also inside itself."""
     model = nn.Linear(8, 8)
     found = Told()
     callbacks = found.callbacks("enter")
@@ -460,7 +520,10 @@ def test_any_number_nested_in_order() -> None:
     order: list[str] = []
     handles = [
         on_module(
-            **{key: (lambda *_args, _text=f"{SIGNS[key]}{number}": order.append(_text)) for key in KEYS},
+            **{
+                key: lambda *_args, _text=f"{SIGNS[key]}{number}": order.append(_text)
+                for key in KEYS
+            },
         )
         for number in range(3)
     ]
@@ -471,7 +534,8 @@ def test_any_number_nested_in_order() -> None:
 
 
 def test_removed_and_added_inside_a_callback() -> None:
-    """One that removes itself hears nothing more; one that is added hears only what is entered from then on."""
+    """One that removes itself hears nothing more; one that is added hears only what is entered from
+    then on."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     found, late = Told(), Told()
     handles: list[on_module] = []
@@ -500,7 +564,8 @@ def test_removed_and_added_inside_a_callback() -> None:
 
 
 def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Registered before, inside or between watches: called all the time, and each watch records into its own folder."""
+    """Registered before, inside or between watches: called all the time, and each watch records
+    into its own folder."""
     model = nn.Linear(8, 8)
     found = Told()
     with caplog.at_level(logging.WARNING):
@@ -523,18 +588,25 @@ def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_hundred_rounds_leave_nothing() -> None:
-    """Registered and removed again and again: the module, the callback and the graph are free afterwards."""
+    """Registered and removed again and again: the module, the callback and the graph are free
+    afterwards."""
     model = nn.Linear(8, 8)
     heard: list[int] = []
     with torchwhere.watch(model):
         for number in range(100):
-            with on_module(enter=lambda *_, n=number: heard.append(n), backward_exit=lambda *_: None):
+            with on_module(
+                enter=lambda *_, n=number: heard.append(n), backward_exit=lambda *_: None
+            ):
                 loss = model(batch()).sum()
                 loss.backward()
                 node = loss.grad_fn.next_functions[0][0]
         session = watch.current()
         assert session is not None
-        assert (session.listeners._all, session.listeners.backwards, len(session.listeners._owners)) == ((), {}, 0)
+        assert (
+            session.listeners._all,
+            session.listeners.backwards,
+            len(session.listeners._owners),
+        ) == ((), {}, 0)
     assert heard == list(range(100))
     gone = weakref.ref(model)
     del model, loss, node, session
@@ -555,12 +627,15 @@ def test_a_module_that_is_gone() -> None:
 
 
 def test_threads() -> None:
-    """Callbacks are called on the thread that runs the module; each thread's calls are nested in themselves."""
+    """Callbacks are called on the thread that runs the module; each thread's calls are nested in
+    themselves."""
     heard: dict[str, Told] = {name: Told() for name in ("a", "b")}
     meet = threading.Barrier(2, timeout=20)
 
     def callback(key: str) -> Callable[[Any, ModuleCall], None]:
-        return lambda module, call: heard[threading.current_thread().name].calls.append((key, module, call))
+        return lambda module, call: heard[threading.current_thread().name].calls.append(
+            (key, module, call)
+        )
 
     def run(model: nn.Module) -> None:
         for _ in range(10):
@@ -569,7 +644,9 @@ def test_threads() -> None:
 
     models = {name: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for name in heard}
     with on_module(**{key: callback(key) for key in KEYS}):
-        threads = [threading.Thread(target=run, args=(model,), name=name) for name, model in models.items()]
+        threads = [
+            threading.Thread(target=run, args=(model,), name=name) for name, model in models.items()
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -581,13 +658,17 @@ def test_threads() -> None:
 
 
 def test_a_backward_on_another_thread() -> None:
-    """Called on another thread than the forward, a backward goes through the modules of the forward, told on its thread."""
+    """Called on another thread than the forward, a backward goes through the modules of the
+    forward, told on its thread."""
     model, found, threads = nn.Sequential(nn.Linear(8, 8)), Told(), set()
 
     def backward() -> None:
         loss.backward()
 
-    with on_module(**found.callbacks()), on_module(backward_enter=lambda *_: threads.add(threading.current_thread().name)):
+    with (
+        on_module(**found.callbacks()),
+        on_module(backward_enter=lambda *_: threads.add(threading.current_thread().name)),
+    ):
         loss = model(batch()).sum()
         thread = threading.Thread(target=backward, name="other")
         thread.start()
@@ -622,11 +703,12 @@ def test_a_process_that_forks_is_not_called() -> None:
     assert len(found.calls) == 1
 
 
-# -- that nothing is disturbed ------------------------------------------------------------------------------------------
+# -- that nothing is disturbed ---------------------------------------------------------------------
 
 
 def test_hooks_are_there_for_one_backward() -> None:
-    """Nothing stays on a graph that is kept, or on a parameter, when the callbacks are gone or the backward is over."""
+    """Nothing stays on a graph that is kept, or on a parameter, when the callbacks are gone or the
+    backward is over."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     found = Told()
     with on_module(**found.callbacks()):
@@ -641,7 +723,8 @@ def test_hooks_are_there_for_one_backward() -> None:
 
 
 def test_compiled_as_ever() -> None:
-    """Callbacks add no frame, break or recompile; the compiled model is told of, with its backward, and nothing inside."""
+    """Callbacks add no frame, break or recompile; the compiled model is told of, with its backward,
+    and nothing inside."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -656,7 +739,9 @@ def test_compiled_as_ever() -> None:
             handles.pop().remove()
             handles.append(on_module(**found.callbacks("enter")))
         compiled(batch()).sum().backward()
-        return {key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")}, model.head.weight.grad
+        return {
+            key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")
+        }, model.head.weight.grad
 
     handles: list[on_module] = []
     found = Told()
@@ -668,12 +753,14 @@ def test_compiled_as_ever() -> None:
     torch._dynamo.reset()
     assert heard == plain
     assert torch.equal(grad, expected)
-    assert str(found) == ">/ </ {/ }/ >/1 </1 {/1 }/1 >/"  # the last in a session of its own, which counts anew
+    # the last in a session of its own, which counts anew
+    assert str(found) == ">/ </ {/ }/ >/1 </1 {/1 }/1 >/"
     assert {type(module) for _, module, _ in found.calls} == {Model}
 
 
 def _digest(kind: str, *, heard: bool) -> tuple[str, int]:
-    """Train for some steps; a digest of every loss, gradient, parameter and the random state; and how often it was called."""
+    """Train for some steps; a digest of every loss, gradient, parameter and the random state; and
+    how often it was called."""
     torch.manual_seed(7)
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -702,8 +789,10 @@ def _identical(kind: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "checkpoint"])
 def test_training_is_bit_identical(two_ranks: Pool, kind: str) -> None:
-    """With all callbacks the bits are the same on every rank, and every module call was told, in forward and backward."""
-    recomputed = 2 * 2 * 3 if kind == "checkpoint" else 0  # two layers of three modules are entered and left once more
+    """With all callbacks the bits are the same on every rank, and every module call was told, in
+    forward and backward."""
+    # two layers of three modules are entered and left once more
+    recomputed = 2 * 2 * 3 if kind == "checkpoint" else 0
     for same, calls in two_ranks.run(_identical, kind):
         assert same
         assert calls == 3 * (4 * 8 + recomputed)  # steps, callbacks, modules

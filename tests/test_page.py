@@ -1,4 +1,5 @@
-"""The report page, in a real browser: what it shows, what can be done with it, and that nothing gets in or out."""
+"""The report page, in a real browser: what it shows, what can be done with it, and that nothing
+gets in or out."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def boxes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(boxes: Path) -> dict[str, Any]:
-    """What the boxes know, and what boxes of a job that never ran cannot: phases, graphs, a layout, notes, times of modules."""
+    """What the boxes know, and what boxes of a job that never ran cannot: phases, graphs, a layout,
+    notes, times of modules."""
     return report_json(report_on(boxes)) | json.loads((TESTS / "report_parts.json").read_text())
 
 
@@ -64,17 +66,31 @@ def widened(report: dict[str, Any], ranks: int) -> dict[str, Any]:
     found = copy.deepcopy(report)
     columns = found["ranks"]
     size = len(columns["rank"])
-    for name in ("state", "step", "behind", "behind_calls", "place", "last", "last_number", "pid", "age_ms"):
+    for name in (
+        "state",
+        "step",
+        "behind",
+        "behind_calls",
+        "place",
+        "last",
+        "last_number",
+        "pid",
+        "age_ms",
+    ):
         columns[name] = [columns[name][rank % size] for rank in range(ranks)]
     columns["rank"] = list(range(ranks))
-    columns["host"], columns["hosts"] = [rank // 8 for rank in range(ranks)], [f"node{at:05}" for at in range(-(-ranks // 8))]
+    columns["host"], columns["hosts"] = (
+        [rank // 8 for rank in range(ranks)],
+        [f"node{at:05}" for at in range(-(-ranks // 8))],
+    )
     for mesh in columns["meshes"]:
         mesh["of"] = [mesh["of"][rank % size] for rank in range(ranks)]
     return found | {"world_size": ranks}
 
 
 def unharmed(opened: Opened, path: Path) -> None:
-    """Nothing was asked for but the file itself; no script error; nothing that the policy had to refuse."""
+    """Nothing was asked for but the file itself; no script error; nothing that the policy had to
+    refuse."""
     assert opened.requests == [path.as_uri()]
     assert opened.errors == []
     assert opened.violations() == []
@@ -91,11 +107,12 @@ def column(opened: Opened, place: str, at: int) -> list[str]:
     return found
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def test_every_section_is_filled(chromium: Browser, page: Path, report: dict[str, Any]) -> None:
-    """All sections are there, none says that it could not be shown, and the page fetches nothing."""
+    """All sections are there, none says that it could not be shown, and the page fetches
+    nothing."""
     with chromium.opened(page) as opened:
         for section in SECTIONS:
             text = opened.page.inner_text(f"#{section} .body")
@@ -109,21 +126,35 @@ def test_every_section_is_filled(chromium: Browser, page: Path, report: dict[str
 
 
 def test_verdict_needs_no_script(chromium: Browser, page: Path) -> None:
-    """The verdict, its evidence, what was missing and the settings are there before any script runs."""
+    """The verdict, its evidence, what was missing and the settings are there before any script
+    runs."""
     text = page.read_text().partition("<script")[0]
-    for said in (f"Rank {VICTIM} never issued", "waiting: rank", "no process of this job was seen alive", "world size"):
+    for said in (
+        f"Rank {VICTIM} never issued",
+        "waiting: rank",
+        "no process of this job was seen alive",
+        "world size",
+    ):
         assert said in text
 
 
-def test_sections_without_data_say_how_to_get_it(chromium: Browser, boxes: Path, tmp_path: Path) -> None:
+def test_sections_without_data_say_how_to_get_it(
+    chromium: Browser, boxes: Path, tmp_path: Path
+) -> None:
     """What was not recorded is said in a line, with what to do."""
     path = written(report_json(report_on(boxes)), tmp_path)
     with chromium.opened(path) as opened:
-        assert opened.page.inner_text("#phases .body") == (
-            'No phase was recorded. Put with torchwhere.phase("data"): around a part of the step.'
+        assert (
+            opened.page.inner_text("#phases .body")
+            == 'No phase was recorded. Put with torchwhere.phase("data"): around a part of the'
+            " step."
         )
-        assert opened.page.inner_text("#graphs .body").startswith("No compiled graph was recorded. ")
-        assert opened.page.inner_text("#log .body").startswith("No note, exception or log line was recorded. ")
+        assert opened.page.inner_text("#graphs .body").startswith(
+            "No compiled graph was recorded. "
+        )
+        assert opened.page.inner_text("#log .body").startswith(
+            "No note, exception or log line was recorded. "
+        )
         assert opened.page.inner_text("#layout .body").startswith("No layout was recorded. ")
         unharmed(opened, path)
 
@@ -136,8 +167,16 @@ def test_an_empty_report(chromium: Browser, report: dict[str, Any], tmp_path: Pa
     path = written(
         report
         | {"ranks": ranks, "details": {}, "modules": none, "collectives": [], "steps": steps}
-        | {"phases": {"rows": [], "heat": {"phases": [], "ranks": [], "ms": []}}, "layout": {"cohorts": [], "difference": []}}
-        | {"graphs": [], "log": {"ranks": [], "rows": [], "first_difference": None}, "missing": [], "settings": {}},
+        | {
+            "phases": {"rows": [], "heat": {"phases": [], "ranks": [], "ms": []}},
+            "layout": {"cohorts": [], "difference": []},
+        }
+        | {
+            "graphs": [],
+            "log": {"ranks": [], "rows": [], "first_difference": None},
+            "missing": [],
+            "settings": {},
+        },
         tmp_path,
     )
     with chromium.opened(path) as opened:
@@ -146,11 +185,12 @@ def test_an_empty_report(chromium: Browser, report: dict[str, Any], tmp_path: Pa
         unharmed(opened, path)
 
 
-# -- what can be done ------------------------------------------------------------------------------------------------------
+# -- what can be done ------------------------------------------------------------------------------
 
 
 def test_click_a_rank(chromium: Browser, page: Path) -> None:
-    """The rank that the verdict names is shown first; a click shows another one; its link in the verdict brings it back."""
+    """The rank that the verdict names is shown first; a click shows another one; its link in the
+    verdict brings it back."""
     with chromium.opened(page) as opened:
         assert chosen(opened) == str(VICTIM)
         assert opened.page.locator("#ranks .card tbody tr").count() == 12
@@ -173,17 +213,29 @@ def test_hover_a_rank(chromium: Browser, page: Path) -> None:
 
 
 def test_keys_on_the_rank_map(chromium: Browser, page: Path) -> None:
-    """Tab reaches the map with its focus visible; arrows move, Enter chooses, Home and End go to the ends."""
+    """Tab reaches the map with its focus visible; arrows move, Enter chooses, Home and End go to
+    the ends."""
     with chromium.opened(page) as opened:
         opened.page.focus("#ranks input")
         opened.page.keyboard.press("Tab")
         assert opened.page.locator(":focus").get_attribute("aria-roledescription") == "rank map"
-        assert opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-        for keys, rank in (("ArrowRight", 34), ("ArrowLeft", 33), ("ArrowUp", 17), ("ArrowDown", 33), ("Home", 0), ("End", 63)):
+        assert (
+            opened.page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        )
+        for keys, rank in (
+            ("ArrowRight", 34),
+            ("ArrowLeft", 33),
+            ("ArrowUp", 17),
+            ("ArrowDown", 33),
+            ("Home", 0),
+            ("End", 63),
+        ):
             opened.page.keyboard.press(keys)
             opened.page.keyboard.press("Enter")
             assert chosen(opened) == str(rank), keys
-        assert opened.page.inner_text("#ranks [role=status].unseen").startswith("rank 63: waiting, step 8")
+        assert opened.page.inner_text("#ranks [role=status].unseen").startswith(
+            "rank 63: waiting, step 8"
+        )
         unharmed(opened, page)
 
 
@@ -199,13 +251,18 @@ def test_find_a_rank(chromium: Browser, page: Path) -> None:
 
 
 def test_group_and_colour(chromium: Browser, page: Path) -> None:
-    """Ranks can be grouped by host and by every mesh dimension, and coloured by how far behind they are."""
+    """Ranks can be grouped by host and by every mesh dimension, and coloured by how far behind they
+    are."""
     with chromium.opened(page) as opened:
         colour, group = opened.page.locator("#ranks select").all()
         assert group.locator("option").all_inner_texts()[:2] == ["rank", "host"]
-        assert {"mesh dimension tp", "mesh dimension dp"} <= set(group.locator("option").all_inner_texts())
+        assert {"mesh dimension tp", "mesh dimension dp"} <= set(
+            group.locator("option").all_inner_texts()
+        )
         said = opened.page.inner_text("#ranks .legend").splitlines()
-        assert {"1 running", "63 waiting in a collective", "named by the verdict"} <= {line.strip() for line in said}
+        assert {"1 running", "63 waiting in a collective", "named by the verdict"} <= {
+            line.strip() for line in said
+        }
         heights = set()
         for value in group.locator("option").all_inner_texts():
             group.select_option(label=value)
@@ -218,14 +275,23 @@ def test_group_and_colour(chromium: Browser, page: Path) -> None:
 
 
 def test_sort_a_table(chromium: Browser, page: Path, report: dict[str, Any]) -> None:
-    """A heading sorts its table, once more the other way round, and says so; it works by keyboard."""
+    """A heading sorts its table, once more the other way round, and says so; it works by
+    keyboard."""
     with chromium.opened(page) as opened:
         head = opened.page.locator("#phases thead th").nth(1)
-        expected = [row["name"] for row in sorted(report["phases"]["rows"], key=lambda row: row["total_ms"])]
+        expected = [
+            row["name"] for row in sorted(report["phases"]["rows"], key=lambda row: row["total_ms"])
+        ]
         head.locator("button").click()
-        assert (head.get_attribute("aria-sort"), column(opened, "#phases", 1)) == ("descending", expected[::-1])
+        assert (head.get_attribute("aria-sort"), column(opened, "#phases", 1)) == (
+            "descending",
+            expected[::-1],
+        )
         opened.page.keyboard.press("Enter")
-        assert (head.get_attribute("aria-sort"), column(opened, "#phases", 1)) == ("ascending", expected)
+        assert (head.get_attribute("aria-sort"), column(opened, "#phases", 1)) == (
+            "ascending",
+            expected,
+        )
         assert opened.page.locator("#phases thead th").nth(0).get_attribute("aria-sort") == "none"
 
 
@@ -243,7 +309,8 @@ def test_ranks_as_a_table(chromium: Browser, page: Path) -> None:
 
 
 def test_search_modules(chromium: Browser, page: Path) -> None:
-    """A search shows what matches and the way to it; nothing found is said; an empty one shows all again."""
+    """A search shows what matches and the way to it; nothing found is said; an empty one shows all
+    again."""
     with chromium.opened(page) as opened:
         before = column(opened, "#modules", 1)
         opened.page.fill("#modules input", "1-5.UP")
@@ -258,7 +325,8 @@ def test_search_modules(chromium: Browser, page: Path) -> None:
 
 
 def test_module_tree(chromium: Browser, page: Path) -> None:
-    """Modules collapse and expand, by mouse and by arrow keys, and sorting keeps children below their parents."""
+    """Modules collapse and expand, by mouse and by arrow keys, and sorting keeps children below
+    their parents."""
     with chromium.opened(page) as opened:
         every = column(opened, "#modules", 1)
         opened.page.click("#modules button:has-text('Collapse all')")
@@ -280,7 +348,8 @@ def test_module_tree(chromium: Browser, page: Path) -> None:
 
 
 def test_collectives(chromium: Browser, page: Path, report: dict[str, Any]) -> None:
-    """The group of the verdict comes first, with who has not arrived; another can be chosen; the heat map has keys."""
+    """The group of the verdict comes first, with who has not arrived; another can be chosen; the
+    heat map has keys."""
     with chromium.opened(page) as opened:
         groups = opened.page.locator("#collectives select option").all_inner_texts()
         assert len(groups) == len(report["collectives"])
@@ -328,7 +397,7 @@ def test_stragglers_are_marked(chromium: Browser, page: Path) -> None:
         unharmed(opened, page)
 
 
-# -- how it looks ----------------------------------------------------------------------------------------------------------
+# -- how it looks ----------------------------------------------------------------------------------
 
 DARK, LIGHT = "rgb(20, 23, 28)", "rgb(255, 255, 255)"
 
@@ -357,7 +426,10 @@ def test_theme(chromium: Browser, page: Path) -> None:
 
 def test_theme_where_nothing_may_be_kept(chromium: Browser, page: Path) -> None:
     """Where storage is closed to the page the switch works all the same."""
-    closed = "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('closed', 'SecurityError'); }});"
+    closed = (
+        "Object.defineProperty(window, 'localStorage', {get() { throw new DOMException('closed',"
+        " 'SecurityError'); }});"
+    )
     with chromium.opened(page, script=closed) as opened:
         opened.page.click("#theme")
         assert background(opened) == DARK
@@ -396,14 +468,21 @@ CONTRAST = """
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_contrast(chromium: Browser, page: Path, theme: str) -> None:
-    """Every text has a contrast of at least 4.5 to what is behind it, also in the cells of maps (WCAG AA)."""
+    """Every text has a contrast of at least 4.5 to what is behind it, also in the cells of maps
+    (WCAG AA)."""
     with chromium.opened(page, color_scheme=theme) as opened:
         assert opened.page.evaluate(CONTRAST) == []
 
 
-def test_not_by_colour_alone(chromium: Browser, page: Path, report: dict[str, Any], tmp_path: Path) -> None:
-    """Where every state has the same colour, the map of two states still is not the map of one: snapshots tell them apart."""
-    same = ":root { --state-running: #888 !important; --state-waiting: #888 !important; --on-running: #000 !important; "
+def test_not_by_colour_alone(
+    chromium: Browser, page: Path, report: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where every state has the same colour, the map of two states still is not the map of one:
+    snapshots tell them apart."""
+    same = (
+        ":root { --state-running: #888 !important; --state-waiting: #888 !important; --on-running:"
+        " #000 !important; "
+    )
     same += "--on-waiting: #000 !important; --bad: #888 !important }"
     pictures = []
     for state in (0, 1):
@@ -411,7 +490,9 @@ def test_not_by_colour_alone(chromium: Browser, page: Path, report: dict[str, An
         changed["ranks"]["states"] = ["running", "waiting"]
         changed["ranks"]["state"] = [0] * 63 + [state]
         path = written(changed, tmp_path)
-        path.write_text(path.read_text().replace("style-src 'sha256", "style-src 'unsafe-inline' 'x-sha256"))
+        path.write_text(
+            path.read_text().replace("style-src 'sha256", "style-src 'unsafe-inline' 'x-sha256")
+        )
         path.write_text(path.read_text().replace("</head>", f"<style>{same}</style></head>"))
         with chromium.opened(path) as opened:
             pictures.append(opened.page.locator("#ranks canvas").screenshot())
@@ -419,11 +500,14 @@ def test_not_by_colour_alone(chromium: Browser, page: Path, report: dict[str, An
 
 
 def test_widths(chromium: Browser, page: Path) -> None:
-    """From a phone to a desk, and back: the page is never wider than the screen, and its maps fit."""
+    """From a phone to a desk, and back: the page is never wider than the screen, and its maps
+    fit."""
     with chromium.opened(page) as opened:
         for width in (360, 390, 768, 1920, 360):
             opened.page.set_viewport_size({"width": width, "height": 800})
-            opened.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+            opened.page.evaluate(
+                "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+            )
             assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
             right = opened.page.eval_on_selector_all(
                 "canvas", "all => Math.max(...all.map((one) => one.getBoundingClientRect().right))"
@@ -433,7 +517,8 @@ def test_widths(chromium: Browser, page: Path) -> None:
 
 
 def test_print(chromium: Browser, page: Path) -> None:
-    """On paper all parts are open, controls are gone and it is light; afterwards everything is as it was."""
+    """On paper all parts are open, controls are gone and it is light; afterwards everything is as
+    it was."""
     with chromium.opened(page, color_scheme="dark") as opened:
         assert opened.page.locator("details:not([open])").count() > 0
         opened.page.emulate_media(media="print")
@@ -441,7 +526,10 @@ def test_print(chromium: Browser, page: Path) -> None:
         assert not opened.page.is_visible("nav")
         assert not opened.page.is_visible("#ranks .controls")
         assert column(opened, "#ranks details", 1)[:3] == ["0", "1", "2"]
-        assert opened.page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+        assert (
+            opened.page.evaluate("getComputedStyle(document.documentElement).colorScheme")
+            == "light"
+        )
         assert opened.page.pdf()[:5] == b"%PDF-"
         opened.page.emulate_media(media="screen")
         opened.page.wait_for_selector("details:not([open])")
@@ -473,18 +561,20 @@ def test_words_are_whole_on_paper(chromium: Browser, page: Path) -> None:
         assert opened.page.evaluate(BROKEN_WORDS) == []
 
 
-# -- nothing gets in, nothing gets out -------------------------------------------------------------------------------------
+# -- nothing gets in, nothing gets out -------------------------------------------------------------
 
 HOSTILE = (
-    "</script><img src=x onerror=window.pwned=1><b>bold</b>\"'>&lt;`${window.pwned=1}` <!-- --> "
-    "\x1b[31mred\x1b[0m \u202eright to left\u202c \u2066x\u2069 two\nlines\r\0\x7f\u2028\u2029 \ud800 "
+    "</script><img src=x onerror=window.pwned=1><b>bold</b>\"'>&lt;`${window.pwned=1}` <!-- -->"
+    " \x1b[31mred\x1b[0m \u202eright to left\u202c \u2066x\u2069 two\nlines\r\0\x7f\u2028\u2029"
+    " \ud800 "
 )
 LONG = ("very long " * 1000, "verylong" * 1250)
 seen = itertools.count()
 
 
 def poisoned(value: Any, *, key: str = "") -> Any:
-    """Every text in it, with something hostile at its end, some of them very long; words of the page's own too."""
+    """Every text in it, with something hostile at its end, some of them very long; words of the
+    page's own too."""
     if isinstance(value, str):
         return value + HOSTILE + {0: LONG[0], 1: LONG[1]}.get(next(seen) % 20, "")
     if isinstance(value, dict):
@@ -494,35 +584,52 @@ def poisoned(value: Any, *, key: str = "") -> Any:
 
 
 def test_hostile_names(chromium: Browser, report: dict[str, Any], tmp_path: Path) -> None:
-    """Markup, escape sequences, direction marks, line breaks, 10,000 characters: all are shown, none is obeyed."""
-    worst = poisoned(report) | {"details": {rank: poisoned(known) for rank, known in report["details"].items()}}
+    """Markup, escape sequences, direction marks, line breaks, 10,000 characters: all are shown,
+    none is obeyed."""
+    worst = poisoned(report) | {
+        "details": {rank: poisoned(known) for rank, known in report["details"].items()}
+    }
     path = written(worst, tmp_path)
     with chromium.opened(path) as opened:
         opened.page.click("#ranks summary")
         opened.page.wait_for_selector("#ranks details table")
         opened.page.click("#modules button:has-text('Expand all')")
-        assert opened.page.locator("img, iframe, svg, header b, bdi b, script:not([id]) ~ script").count() == 0
+        assert (
+            opened.page.locator(
+                "img, iframe, svg, header b, bdi b, script:not([id]) ~ script"
+            ).count()
+            == 0
+        )
         assert opened.page.evaluate("document.scripts.length") == 2
         assert opened.page.evaluate("window.pwned") is None
-        assert opened.page.evaluate(f"document.getElementById('ranks').textContent.includes({json.dumps('</script><img')})")
+        assert opened.page.evaluate(
+            f"document.getElementById('ranks').textContent.includes({json.dumps('</script><img')})"
+        )
         shown = opened.page.evaluate(
             "[document.body.innerText, ...[...document.querySelectorAll('[title], [aria-label]')]"
             ".map((one) => one.title + one.ariaLabel)].join(' ')"
         )
-        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]", shown)
+        assert not re.search(
+            r"[\x00-\x08\x0b-\x1f\x7f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069]", shown
+        )
         assert "could not be shown" not in shown
-        longest = opened.page.eval_on_selector_all("main bdi", "all => Math.max(...all.map((one) => one.textContent.length))")
+        longest = opened.page.eval_on_selector_all(
+            "main bdi", "all => Math.max(...all.map((one) => one.textContent.length))"
+        )
         assert longest <= 601
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= 1366
-        assert opened.page.evaluate("getComputedStyle(document.querySelector('main bdi')).unicodeBidi") == "isolate"
+        assert (
+            opened.page.evaluate("getComputedStyle(document.querySelector('main bdi')).unicodeBidi")
+            == "isolate"
+        )
         unharmed(opened, path)
 
 
 def test_policy_holds(chromium: Browser, page: Path) -> None:
-    """What would get in all the same is refused by the policy: inline scripts, handlers, pictures, requests."""
+    """What would get in all the same is refused by the policy: inline scripts, handlers, pictures,
+    requests."""
     with chromium.opened(page) as opened:
-        opened.page.evaluate(
-            """() => {
+        opened.page.evaluate("""() => {
               const script = document.createElement("script");
               script.textContent = "window.pwned = 1";
               document.body.append(script);
@@ -530,15 +637,22 @@ def test_policy_holds(chromium: Browser, page: Path) -> None:
               document.body.click();
               document.body.append(Object.assign(new Image(), {src: "http://127.0.0.1:9/x.png"}));
               return fetch("http://127.0.0.1:9/").catch(() => null);
-            }"""
-        )
+            }""")
         assert opened.page.evaluate("window.pwned") is None
-        assert set(opened.violations()) >= {"script-src-elem", "script-src-attr", "img-src", "connect-src"}
+        assert set(opened.violations()) >= {
+            "script-src-elem",
+            "script-src-attr",
+            "img-src",
+            "connect-src",
+        }
 
 
 def test_no_way_in_for_markup() -> None:
-    """The page's script never makes markup out of text, and has no handler or style in an attribute."""
-    text = "".join(path.read_text() for path in (TESTS.parent / "src/torchwhere/show/page/script").glob("*.js"))
+    """The page's script never makes markup out of text, and has no handler or style in an
+    attribute."""
+    text = "".join(
+        path.read_text() for path in (TESTS.parent / "src/torchwhere/show/page/script").glob("*.js")
+    )
     for word in (
         "innerHTML",
         "outerHTML",
@@ -555,15 +669,19 @@ def test_no_way_in_for_markup() -> None:
 
 def test_numbers_that_json_does_not_have() -> None:
     """NaN and infinities are not known, in the page and in its JSON."""
-    assert page_json({"a": [float("nan"), float("inf"), 1.5], "b": (float("-inf"),)}) == '{"a":[null,null,1.5],"b":[null]}'
+    assert (
+        page_json({"a": [float("nan"), float("inf"), 1.5], "b": (float("-inf"),)})
+        == '{"a":[null,null,1.5],"b":[null]}'
+    )
     assert page_json({"a": "</script>&\u2028"}) == '{"a":"\\u003c/script\\u003e\\u0026\\u2028"}'
 
 
-# -- thousands -------------------------------------------------------------------------------------------------------------
+# -- thousands -------------------------------------------------------------------------------------
 
 
 def test_ten_thousand_ranks(chromium: Browser, report: dict[str, Any], tmp_path: Path) -> None:
-    """A page of 10,000 ranks is under 5 MB, opens, and every rank can be found, clicked and reached by keys."""
+    """A page of 10,000 ranks is under 5 MB, opens, and every rank can be found, clicked and reached
+    by keys."""
     path = written(widened(report, MANY), tmp_path)
     assert path.stat().st_size < 5_000_000
     with chromium.opened(path) as opened:
@@ -588,7 +706,9 @@ def test_ten_thousand_ranks(chromium: Browser, report: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 24, 25, 1000])
-def test_any_number_of_ranks(chromium: Browser, report: dict[str, Any], tmp_path: Path, ranks: int) -> None:
+def test_any_number_of_ranks(
+    chromium: Browser, report: dict[str, Any], tmp_path: Path, ranks: int
+) -> None:
     """From one rank on: each has a cell that can be clicked, the last one too."""
     path = written(widened(report, ranks), tmp_path)
     with chromium.opened(path) as opened:
@@ -601,7 +721,7 @@ def test_any_number_of_ranks(chromium: Browser, report: dict[str, Any], tmp_path
         unharmed(opened, path)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 class Done(NamedTuple):
@@ -616,18 +736,28 @@ Call = Callable[..., Done]
 
 
 @pytest.fixture
-def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+def call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Call:
     """The command, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: Done(main(["report", *map(str, arguments)]), *capsys.readouterr())
 
 
 def test_command(chromium: Browser, boxes: Path, tmp_path: Path) -> None:
-    """The command writes the page, says where and how large, and leaves nothing else; again, it replaces it."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    """The command writes the page, says where and how large, and leaves nothing else; again, it
+    replaces it."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     for _ in range(2):
         done = subprocess.run(
-            [BIN / "torchwhere", "report", boxes], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+            [BIN / "torchwhere", "report", boxes],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert re.fullmatch(r"report\.html  \d+(\.\d)? [KM]B\n", done.stdout)
@@ -642,19 +772,33 @@ def test_command_json(call: Call, boxes: Path, tmp_path: Path) -> None:
     done = call(boxes, "--json")
     assert (done.returncode, done.stderr, os.listdir(tmp_path)) == (0, "", [])
     printed = json.loads(done.stdout)
-    assert (printed["version"], printed["verdict"]["culprits"], printed["world_size"]) == (1, [VICTIM], 64)
+    assert (printed["version"], printed["verdict"]["culprits"], printed["world_size"]) == (
+        1,
+        [VICTIM],
+        64,
+    )
     done = call(boxes, "--json", "-o", "report.json")
-    assert json.loads(done.stdout) == {"file": "report.json", "bytes": (tmp_path / "report.json").stat().st_size}
+    assert json.loads(done.stdout) == {
+        "file": "report.json",
+        "bytes": (tmp_path / "report.json").stat().st_size,
+    }
     written_ = json.loads((tmp_path / "report.json").read_text())
     assert written_ | {"made_at": ""} == printed | {"made_at": ""}
 
 
 def test_command_bad_places(call: Call, boxes: Path, tmp_path: Path) -> None:
-    """Where the page cannot go is said before anything is read, with exit code 2; an older page stays whole."""
+    """Where the page cannot go is said before anything is read, with exit code 2; an older page
+    stays whole."""
     (tmp_path / "folder").mkdir()
     for out, said in (
         ("folder", "cannot write folder: it is a folder; give the name of a file"),
-        ("no/report.html", "cannot write no/report.html: there is no folder no; make it first, or give another name"),
+        (
+            "no/report.html",
+            (
+                "cannot write no/report.html: there is no folder no; make it first, or give another"
+                " name"
+            ),
+        ),
         ("/dev/full", "cannot write /dev/full: No space left on device"),
     ):
         done = call(boxes, "-o", out)
@@ -689,7 +833,8 @@ def test_command_nothing_to_read(call: Call, tmp_path: Path) -> None:
 
 
 def test_command_damaged_boxes(call: Call, chromium: Browser, boxes: Path, tmp_path: Path) -> None:
-    """Of boxes that are cut, foreign or gone there is still a page, and it says what was missing."""
+    """Of boxes that are cut, foreign or gone there is still a page, and it says what was
+    missing."""
     folder = tmp_path / "run"
     folder.mkdir()
     for rank in range(8):
@@ -708,7 +853,9 @@ def test_command_damaged_boxes(call: Call, chromium: Browser, boxes: Path, tmp_p
 def test_options_are_documented() -> None:
     """The options on the page about the report are those of the command."""
     page = (TESTS.parent / "docs" / "report.md").read_text()
-    helped = subprocess.run([BIN / "torchwhere", "report", "--help"], capture_output=True, text=True, timeout=60).stdout
+    helped = subprocess.run(
+        [BIN / "torchwhere", "report", "--help"], capture_output=True, text=True, timeout=60
+    ).stdout
     options = set(re.findall(r"^  (--?[\w-]+)", helped, re.MULTILINE)) - {"-h"}
     assert options == set(re.findall(r"^\| `(--?[\w-]+)", page, re.MULTILINE))
 
@@ -716,4 +863,6 @@ def test_options_are_documented() -> None:
 def test_fields_are_documented(report: dict[str, Any]) -> None:
     """The page about the report explains every field of its JSON."""
     page = (TESTS.parent / "docs" / "report.md").read_text()
-    assert set(report) == set(re.findall(r"^\| `(\w+)`", page.partition("## The JSON")[2], re.MULTILINE))
+    assert set(report) == set(
+        re.findall(r"^\| `(\w+)`", page.partition("## The JSON")[2], re.MULTILINE)
+    )

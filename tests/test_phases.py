@@ -1,4 +1,5 @@
-"""Phases: what is counted, how they nest on threads, in coroutines and generators, and the table of one rank and of many."""
+"""Phases: what is counted, how they nest on threads, in coroutines and generators, and the table of
+one rank and of many."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def brief(found: Phases) -> dict[str, tuple[float, ...]]:
     """By path: count, and total, max and self in ms."""
     return {
-        "/".join(row.path): (row.all.count, *(ns / MS for ns in (row.all.total_ns, row.all.max_ns, row.all.self_ns)))
+        "/".join(row.path): (
+            row.all.count,
+            *(ns / MS for ns in (row.all.total_ns, row.all.max_ns, row.all.self_ns)),
+        )
         for row in found
     }
 
@@ -66,7 +70,7 @@ def shown(found: Phases, *, width: int | None = None) -> list[str]:
     return ["".join(text for text, _ in line) for line in phases_lines(found, width=width)]
 
 
-# -- counting --------------------------------------------------------------------------------------------------------------
+# -- counting --------------------------------------------------------------------------------------
 
 
 def test_sums_of_nested_phases(clock: Clock) -> None:
@@ -82,16 +86,26 @@ def test_sums_of_nested_phases(clock: Clock) -> None:
                 clock.sleep(5)
             clock.sleep(2)
         found = torchwhere.phases()
-    assert brief(found) == {"forward": (3, 12, 5, 3), "forward/attention": (3, 9, 4, 9), "attention": (3, 15, 5, 15)}
+    assert brief(found) == {
+        "forward": (3, 12, 5, 3),
+        "forward/attention": (3, 9, 4, 9),
+        "attention": (3, 15, 5, 15),
+    }
     row = found["forward", "attention"]
-    assert (row.name, row.is_main, row.all.mean_ns, row.all.share) == ("attention", True, 3 * MS, 9 / 33)
+    assert (row.name, row.is_main, row.all.mean_ns, row.all.share) == (
+        "attention",
+        True,
+        3 * MS,
+        9 / 33,
+    )
     assert (found.steps[0].count, found.steps[0].max_ns, found.watched_ns) == (2, 11 * MS, 33 * MS)
     with pytest.raises(KeyError, match="nothing"):
         found["nothing"]
 
 
 def test_sums_are_those_of_the_last_watch(clock: Clock) -> None:
-    """When a watch is over its phases stay to be asked for, and no longer grow; the next watch begins with none."""
+    """When a watch is over its phases stay to be asked for, and no longer grow; the next watch
+    begins with none."""
     with torchwhere.watch(), torchwhere.phase("first"):
         clock.sleep(3)
     clock.sleep(100)
@@ -110,11 +124,16 @@ def test_a_phase_inside_itself(clock: Clock) -> None:
         clock.sleep(1)
         with data, data:
             clock.sleep(2)
-    assert brief(torchwhere.phases()) == {"data": (1, 3, 3, 1), "data/data": (1, 2, 2, 0), "data/data/data": (1, 2, 2, 2)}
+    assert brief(torchwhere.phases()) == {
+        "data": (1, 3, 3, 1),
+        "data/data": (1, 2, 2, 0),
+        "data/data/data": (1, 2, 2, 2),
+    }
 
 
 def test_a_phase_that_has_not_ended(clock: Clock) -> None:
-    """What still runs is in the total and in the share, not in the count; its inner phases are not more than it."""
+    """What still runs is in the total and in the share, not in the count; its inner phases are not
+    more than it."""
     with torchwhere.watch(), torchwhere.phase("epoch"):
         with torchwhere.phase("data"):
             clock.sleep(3)
@@ -127,7 +146,8 @@ def test_a_phase_that_has_not_ended(clock: Clock) -> None:
 
 
 def test_a_watch_that_begins_and_ends_inside_phases(clock: Clock) -> None:
-    """A phase that began before the watch is not counted; one that has not ended when it ends disturbs no later watch."""
+    """A phase that began before the watch is not counted; one that has not ended when it ends
+    disturbs no later watch."""
     with torchwhere.phase("outer"):
         torchwhere.start()
         with torchwhere.phase("inner"):
@@ -147,16 +167,25 @@ def test_exceptions_end_phases(clock: Clock) -> None:
     """A phase that an exception leaves is counted, and those after it are not inside it."""
     with torchwhere.watch():
         for _ in range(2):
-            with contextlib.suppress(ValueError), torchwhere.phase("load"), torchwhere.phase("parse"):
+            with (
+                contextlib.suppress(ValueError),
+                torchwhere.phase("load"),
+                torchwhere.phase("parse"),
+            ):
                 clock.sleep(1)
                 raise ValueError("bad file")
         with torchwhere.phase("train"):
             pass
-    assert brief(torchwhere.phases()) == {"load": (2, 2, 1, 0), "load/parse": (2, 2, 1, 2), "train": (1, 0, 0, 0)}
+    assert brief(torchwhere.phases()) == {
+        "load": (2, 2, 1, 0),
+        "load/parse": (2, 2, 1, 2),
+        "train": (1, 0, 0, 0),
+    }
 
 
 def test_names_without_end(tmp_path: Path) -> None:
-    """A program that makes up names all the time fills no table: the rest is one row, and every event keeps its name."""
+    """A program that makes up names all the time fills no table: the rest is one row, and every
+    event keeps its name."""
     with torchwhere.watch(out=tmp_path):
         for number in range(500):
             with torchwhere.phase(f"batch {number}"), torchwhere.phase("inner"):
@@ -168,10 +197,12 @@ def test_names_without_end(tmp_path: Path) -> None:
     assert live[OTHERS].all.count > 500
     ends = torchwhere.read_run(tmp_path).events(kinds={"phase_end"})
     assert [event.fields["phase"] for event in ends][::2][-1] == "inner"
-    assert [event.fields["phase"] for event in torchwhere.read_run(tmp_path).events(kinds={"phase_end"})][-1] == "batch 499"
+    assert [
+        event.fields["phase"] for event in torchwhere.read_run(tmp_path).events(kinds={"phase_end"})
+    ][-1] == "batch 499"
 
 
-# -- threads, coroutines, generators, functions ------------------------------------------------------------------------------
+# -- threads, coroutines, generators, functions ----------------------------------------------------
 
 
 def test_phases_of_many_threads() -> None:
@@ -228,14 +259,16 @@ def test_tasks_that_take_turns(clock: Clock) -> None:
         (("all", "rollout"), 3),
         (("all", "rollout", "generate"), 6),
     ]
-    # Turns: all three, then two, then one. Each rollout lasts from its first turn to its last, the waiting included.
+    # Turns: all three, then two, then one. Each rollout lasts from its first turn to its last, the
+    # waiting included.
     assert found["all"].all.total_ns == 6 * MS
     assert found["all", "rollout"].all.max_ns == 6 * MS
     assert found["all", "rollout"].all.total_ns == (1 + 5 + 6) * MS
 
 
 def test_generators_are_timed_while_they_run(clock: Clock) -> None:
-    """A decorated generator is in its phase while it makes an item, not while its caller uses it; it stays a generator."""
+    """A decorated generator is in its phase while it makes an item, not while its caller uses it;
+    it stays a generator."""
 
     @torchwhere.phase("load")
     def items(count: int) -> Iterator[int]:
@@ -264,8 +297,16 @@ def test_generators_are_timed_while_they_run(clock: Clock) -> None:
         with contextlib.suppress(RuntimeError):
             items(1).throw(RuntimeError("before it began"))
     assert stopped.value.value == []
-    assert (items.__name__, items.__doc__, inspect.isgeneratorfunction(items)) == ("items", "Items.", True)
-    assert brief(torchwhere.phases()) == {"load": (4, 5, 2, 5), "use": (1, 1, 1, 0), "use/load": (1, 1, 1, 1)}
+    assert (items.__name__, items.__doc__, inspect.isgeneratorfunction(items)) == (
+        "items",
+        "Items.",
+        True,
+    )
+    assert brief(torchwhere.phases()) == {
+        "load": (4, 5, 2, 5),
+        "use": (1, 1, 1, 0),
+        "use/load": (1, 1, 1, 1),
+    }
 
 
 def test_async_generators_are_timed_while_they_run(clock: Clock) -> None:
@@ -315,11 +356,16 @@ def test_a_generator_that_ends_inside_its_callers_phase(clock: Clock) -> None:
             clock.sleep(4)
         with torchwhere.phase("after"):
             pass
-    assert brief(torchwhere.phases()) == {"items": (1, 3, 3, 0), "items/use": (1, 7, 7, 7), "after": (1, 0, 0, 0)}
+    assert brief(torchwhere.phases()) == {
+        "items": (1, 3, 3, 0),
+        "items/use": (1, 7, 7, 7),
+        "after": (1, 0, 0, 0),
+    }
 
 
 def test_decorated_functions(clock: Clock, tmp_path: Path) -> None:
-    """A decorated function keeps its name, may call itself, and its phase has the line of the call."""
+    """A decorated function keeps its name, may call itself, and its phase has the line of the
+    call."""
 
     @torchwhere.phase("work")
     def work(depth: int) -> int:
@@ -331,7 +377,11 @@ def test_decorated_functions(clock: Clock, tmp_path: Path) -> None:
         assert work(2) == 42
         line = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
     assert (work.__name__, work.__doc__) == ("work", "Works.")
-    assert brief(torchwhere.phases()) == {"work": (1, 3, 3, 1), "work/work": (1, 2, 2, 1), "work/work/work": (1, 1, 1, 1)}
+    assert brief(torchwhere.phases()) == {
+        "work": (1, 3, 3, 1),
+        "work/work": (1, 2, 2, 1),
+        "work/work/work": (1, 1, 1, 1),
+    }
     begin, *_, end = torchwhere.read_run(tmp_path).events(kinds={"phase_begin", "phase_end"})
     assert begin.place.line == end.place.line
     assert str(begin.place.line).endswith(f"test_phases.py:{line}")
@@ -339,7 +389,8 @@ def test_decorated_functions(clock: Clock, tmp_path: Path) -> None:
 
 
 def test_the_place_of_a_phase(tmp_path: Path) -> None:
-    """A phase inside a module has that module's place at its beginning and its end, and the line of its `with`."""
+    """A phase inside a module has that module's place at its beginning and its end, and the line of
+    its `with`."""
 
     class Timed(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -358,7 +409,8 @@ def test_the_place_of_a_phase(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_has_no_phases_and_no_breaks(backend: str) -> None:
-    """Phases inside compiled code change nothing: one graph, no guard on the watch, the same results; nothing is recorded."""
+    """Phases inside compiled code change nothing: one graph, no guard on the watch, the same
+    results; nothing is recorded."""
     graphs: list[Any] = []
     decorated = torchwhere.phase("decorated")(torch.relu)
 
@@ -395,8 +447,11 @@ def test_phases_while_nobody_watches() -> None:
     assert "nobody" not in brief(torchwhere.phases())
 
 
-def test_our_errors_stay_ours(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """An error inside a phase's own bookkeeping is said once, switches phases off, and never reaches the program."""
+def test_our_errors_stay_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error inside a phase's own bookkeeping is said once, switches phases off, and never
+    reaches the program."""
     with torchwhere.watch():
         session = current()
         assert session is not None
@@ -404,7 +459,9 @@ def test_our_errors_stay_ours(monkeypatch: pytest.MonkeyPatch, caplog: pytest.Lo
         for _ in range(5):
             with torchwhere.phase("data"):
                 pass
-    assert [record.getMessage()[:46] for record in caplog.records] == ["torchwhere: the sense for phases failed (ZeroD"]
+    assert [record.getMessage()[:46] for record in caplog.records] == [
+        "torchwhere: the sense for phases failed (ZeroD"
+    ]
     assert len(torchwhere.phases()) == 0
 
 
@@ -415,11 +472,12 @@ def test_only_functions_are_decorated(what: Any, kind: str) -> None:
         torchwhere.phase("data")(what)
 
 
-# -- offline, and many ranks -------------------------------------------------------------------------------------------------
+# -- offline, and many ranks -----------------------------------------------------------------------
 
 
 def _phases_of_a_rank(folder: Path) -> dict[str, Any]:
-    """On each of four ranks: 50 steps of phases into a ring of 64 records; rank 2 is slow, rank 3 saves."""
+    """On each of four ranks: 50 steps of phases into a ring of 64 records; rank 2 is slow, rank 3
+    saves."""
     import torch.distributed as dist
 
     rank, clock = dist.get_rank(), Clock()
@@ -440,17 +498,24 @@ def _phases_of_a_rank(folder: Path) -> dict[str, Any]:
             live = torchwhere.phases()
     dist.barrier()
     read = torchwhere.phases(folder, ranks=[rank])
-    return {"live": [row.to_dict() for row in live], "read": [row.to_dict() for row in read], "steps": live.to_dict()["steps"]}
+    return {
+        "live": [row.to_dict() for row in live],
+        "read": [row.to_dict() for row in read],
+        "steps": live.to_dict()["steps"],
+    }
 
 
 @pytest.fixture(scope="module")
-def four_rank_run(four_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def four_rank_run(
+    four_ranks: Pool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("phases")
     return folder, four_ranks.run(_phases_of_a_rank, folder)
 
 
 def test_sums_outlive_the_ring(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """A ring that has gone round loses events, and none of the sums: the box says what the process knew."""
+    """A ring that has gone round loses events, and none of the sums: the box says what the process
+    knew."""
     folder, answers = four_rank_run
     run = torchwhere.read_run(folder)
     assert all(box.counts.overwritten > 100 for box in run.boxes.values())
@@ -461,10 +526,16 @@ def test_sums_outlive_the_ring(four_rank_run: tuple[Path, list[dict[str, Any]]])
 
 
 def test_table_over_ranks(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Over many ranks: what each took, who was slowest and who fastest, and a phase that only one rank has."""
+    """Over many ranks: what each took, who was slowest and who fastest, and a phase that only one
+    rank has."""
     found = torchwhere.phases(four_rank_run[0])
     row = found["forward", "attention"]
-    assert {rank: times.total_ns / MS for rank, times in row.by_rank.items()} == {0: 100, 1: 100, 2: 200, 3: 100}
+    assert {rank: times.total_ns / MS for rank, times in row.by_rank.items()} == {
+        0: 100,
+        1: 100,
+        2: 200,
+        3: 100,
+    }
     assert (row.slowest, row.fastest, row.all.count, row.all.total_ns / MS) == (2, 0, 200, 500)
     assert list(found["save"].by_rank) == [3]
     assert found["backward"].all.share == 600 / (250 + 250 + 350 + 257)
@@ -489,8 +560,11 @@ def test_how_it_looks(four_rank_run: tuple[Path, list[dict[str, Any]]], width: i
     assert str(one) == "\n".join(shown(one))
 
 
-def test_the_command(four_rank_run: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]) -> None:
-    """`torchwhere phases` prints the table; `--json` everything; `--rank` one rank, and one that is not there is said."""
+def test_the_command(
+    four_rank_run: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`torchwhere phases` prints the table; `--json` everything; `--rank` one rank, and one that is
+    not there is said."""
     folder = str(four_rank_run[0])
     assert cli.main(["phases", folder]) == 0
     assert capsys.readouterr().out.rstrip("\n") == str(torchwhere.phases(folder))
@@ -500,26 +574,41 @@ def test_the_command(four_rank_run: tuple[Path, list[dict[str, Any]]], capsys: p
     assert found["phases"][-1] == {
         "path": ["save"],
         "thread": "main",
-        **(times := {"count": 1, "total_ns": 7 * MS, "mean_ns": 7 * MS, "max_ns": 7 * MS, "self_ns": 7 * MS}),
+        **(
+            times := {
+                "count": 1,
+                "total_ns": 7 * MS,
+                "mean_ns": 7 * MS,
+                "max_ns": 7 * MS,
+                "self_ns": 7 * MS,
+            }
+        ),
         **(rest := {"share": 7 / 257, "running": 0, "running_ns": 0}),
         "fastest": 3,
         "slowest": 3,
         "by_rank": {"3": times | rest},
     }
     assert cli.main(["phases", folder, "--rank", "9"]) == 2
-    assert capsys.readouterr().err == f"torchwhere: {folder} has no box of rank 9; it has ranks 0, 1, 2, 3\n"
+    assert (
+        capsys.readouterr().err
+        == f"torchwhere: {folder} has no box of rank 9; it has ranks 0, 1, 2, 3\n"
+    )
 
 
 def test_reading_needs_no_torch(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
     """The table of a run, from Python and from the command line, comes without torch."""
-    code = f"import sys, torchwhere; print(torchwhere.phases({str(four_rank_run[0])!r})); assert 'torch' not in sys.modules"
+    code = (
+        f"import sys, torchwhere; print(torchwhere.phases({str(four_rank_run[0])!r})); assert"
+        " 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.rstrip("\n") == str(torchwhere.phases(four_rank_run[0]))
 
 
 def test_a_killed_process(tmp_path: Path) -> None:
-    """The box of a process that was killed says what it was in the middle of, and everything that had ended."""
+    """The box of a process that was killed says what it was in the middle of, and everything that
+    had ended."""
     program = (
         "import os, signal, torchwhere\n"
         f"torchwhere.start(out={str(tmp_path)!r})\n"
@@ -570,8 +659,11 @@ def test_hostile_names_are_inert(tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    """What is no run is a TypeError, a folder without boxes and a rank that is not there a TorchwhereError."""
-    with pytest.raises(TypeError, match=r"^phases\(run\): expected a folder, a Run or nothing, got int$"):
+    """What is no run is a TypeError, a folder without boxes and a rank that is not there a
+    TorchwhereError."""
+    with pytest.raises(
+        TypeError, match=r"^phases\(run\): expected a folder, a Run or nothing, got int$"
+    ):
         torchwhere.phases(3)  # type: ignore[arg-type]
     with pytest.raises(TorchwhereError, match=r"holds no black box \(\*\.box\)"):
         torchwhere.phases(tmp_path)
@@ -584,8 +676,12 @@ def test_bad_input(tmp_path: Path) -> None:
 
 
 def test_nobody_has_watched_yet() -> None:
-    """A process that was never watched gets an empty table that says so: printing it may stay in a script."""
-    code = "import torchwhere; found = torchwhere.phases(); print(found); print(len(found), repr(found))"
+    """A process that was never watched gets an empty table that says so: printing it may stay in a
+    script."""
+    code = (
+        "import torchwhere; found = torchwhere.phases(); print(found); print(len(found),"
+        " repr(found))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [
         "no phase was recorded",

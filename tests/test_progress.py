@@ -34,7 +34,8 @@ def test_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal there is a bar with how much is done of how much; at the end its line is erased."""
+    """On a terminal there is a bar with how much is done of how much; at the end its line is
+    erased."""
     screen = terminal(monkeypatch)
     monkeypatch.setattr(progress, "_AT_ONCE_S", -1.0)
     with progress_bar("reading boxes") as tell:

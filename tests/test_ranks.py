@@ -1,4 +1,5 @@
-"""Printing and logging from many ranks: whole lines, the right ranks, a file for each, records with their place."""
+"""Printing and logging from many ranks: whole lines, the right ranks, a file for each, records with
+their place."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ from torchwhere.api import printing, rank_logging
 from torchwhere.api.printing import get_rank, print_rank, rank_log
 from torchwhere.core import locked_write
 
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")}
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("PYTHONUNBUFFERED", "RANK", "WORLD_SIZE")
+}
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +50,15 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     # Since Python 3.12 a fork beside threads warns.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, **options)
+    return subprocess.run(
+        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, **options
+    )
 
 
-# -- whole lines -----------------------------------------------------------------------------------------------------------
+# -- whole lines -----------------------------------------------------------------------------------
 
-# Prints texts of many lines, some longer than a pipe holds, each line with the rank and the number of its text.
+# Prints texts of many lines, some longer than a pipe holds, each line with the rank and the number
+# of its text.
 WRITER = """
 import os, sys
 from torchwhere import print_rank
@@ -63,7 +71,9 @@ for text in range(texts):
 
 def assert_whole(lines: list[str], *, processes: int, texts: int) -> None:
     """Every text is there, its lines together and in order."""
-    expected = {f"[{rank}] {text} 0 {'x' * 100}" for rank in range(processes) for text in range(texts)}
+    expected = {
+        f"[{rank}] {text} 0 {'x' * 100}" for rank in range(processes) for text in range(texts)
+    }
     at = 0
     while at < len(lines):
         if lines[at].startswith("<plain"):
@@ -72,7 +82,9 @@ def assert_whole(lines: list[str], *, processes: int, texts: int) -> None:
         rank, text, line, _ = lines[at].split(" ")
         assert line == "0"
         length = 700 if int(text) % 4 == 0 else 5
-        assert lines[at : at + length] == [f"{rank} {text} {number} {'x' * 100}" for number in range(length)]
+        assert lines[at : at + length] == [
+            f"{rank} {text} {number} {'x' * 100}" for number in range(length)
+        ]
         expected.discard(lines[at])
         at += length
     assert expected == set()
@@ -80,14 +92,21 @@ def assert_whole(lines: list[str], *, processes: int, texts: int) -> None:
 
 @pytest.mark.parametrize("destination", ["pipe", "file", "append"])
 def test_texts_of_many_processes_are_never_torn(destination: str, tmp_path: Path) -> None:
-    """Four processes print long texts of many lines into one pipe or file at once: every text comes out in one piece."""
+    """Four processes print long texts of many lines into one pipe or file at once: every text comes
+    out in one piece."""
     processes, texts, path = 4, 12, tmp_path / "out.txt"
     reading, writing = os.pipe()
     if destination != "pipe":
         os.close(writing)
-        writing = os.open(path, os.O_CREAT | os.O_WRONLY | (os.O_APPEND if destination == "append" else 0))
+        writing = os.open(
+            path, os.O_CREAT | os.O_WRONLY | (os.O_APPEND if destination == "append" else 0)
+        )
     writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(texts)], stdout=writing, env=ENVIRONMENT | {"RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(texts)],
+            stdout=writing,
+            env=ENVIRONMENT | {"RANK": str(rank)},
+        )
         for rank in range(processes)
     ]
     os.close(writing)
@@ -103,7 +122,11 @@ def _print_to(path: Path, texts: int) -> None:
     with open(path, "a") as file:
         for text in range(texts):
             print_rank(
-                "\n".join(f"{text} {line} {'x' * 100}" for line in range(700 if text % 4 == 0 else 5)), ranks="all", file=file
+                "\n".join(
+                    f"{text} {line} {'x' * 100}" for line in range(700 if text % 4 == 0 else 5)
+                ),
+                ranks="all",
+                file=file,
             )
             print_rank("never", ranks=7, file=file)
     dist.barrier()
@@ -117,7 +140,8 @@ def test_real_ranks_print_whole(two_ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "text"])
 def test_threads_print_whole(kind: str, no_rank: None) -> None:
-    """Threads of one process do not mix their texts either, whatever kind of stream they print to."""
+    """Threads of one process do not mix their texts either, whatever kind of stream they print
+    to."""
     reading, writing = os.pipe()
     file = open(writing, "w") if kind == "pipe" else io.StringIO()  # noqa: SIM115
 
@@ -144,7 +168,8 @@ def test_threads_print_whole(kind: str, no_rank: None) -> None:
 def test_without_locks_it_still_prints(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Without fcntl, without a temporary folder, and on a file system without locks: printed all the same."""
+    """Without fcntl, without a temporary folder, and on a file system without locks: printed all
+    the same."""
     monkeypatch.setattr(locked_write, "fcntl", None)
     print_rank("no fcntl")
     monkeypatch.undo()
@@ -166,13 +191,18 @@ with whole_lines._lock.held(int(sys.argv[1])):
 """
 
 
-def test_a_dead_or_stopped_process_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While another process holds the lock nothing is printed; one that was stopped is not waited for for ever, and a dead one
-    not at all."""
+def test_a_dead_or_stopped_process_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While another process holds the lock nothing is printed; one that was stopped is not waited
+    for for ever, and a dead one not at all."""
     monkeypatch.setattr(locked_write, "_lock", locked_write._HostLock())
     reading, writing = os.pipe()
     command = [sys.executable, "-c", HOLDER, str(writing)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[writing]) as holder, open(writing, "w") as file:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=[writing]) as holder,
+        open(writing, "w") as file,
+    ):
         assert holder.stdout is not None
         holder.stdout.readline()
         monkeypatch.setattr(locked_write._lock, "_patience_s", 0.3)
@@ -223,7 +253,8 @@ def test_a_stream_without_unicode_gets_escapes(tmp_path: Path) -> None:
 
 
 def test_forks_signals_and_no_stdout() -> None:
-    """A fork while a thread prints, a signal handler that prints in the middle of printing, no stdout: nothing hangs."""
+    """A fork while a thread prints, a signal handler that prints in the middle of printing, no
+    stdout: nothing hangs."""
     done = python("""
 import os, signal, sys, threading
 from torchwhere import print_rank, rank_log
@@ -249,11 +280,12 @@ print_rank("nowhere")
     assert done.stderr == "[0] text\n" * 3000
 
 
-# -- which ranks, and what they say ------------------------------------------------------------------------------------------
+# -- which ranks, and what they say ----------------------------------------------------------------
 
 
 def test_rank_before_and_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's RANK counts until there is a group; without either, or with nonsense, it is rank 0."""
+    """The launcher's RANK counts until there is a group; without either, or with nonsense, it is
+    rank 0."""
     monkeypatch.setenv("RANK", "3")
     assert get_rank() == 3
     monkeypatch.setenv("RANK", "three")
@@ -262,13 +294,17 @@ def test_rank_before_and_without_a_process_group(monkeypatch: pytest.MonkeyPatch
     assert get_rank() == 0
 
 
-def test_a_process_group_counts_more_than_the_environment(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_group_counts_more_than_the_environment(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once there is a group, its rank is the rank."""
     monkeypatch.setenv("RANK", "3")
     assert get_rank() == 0
 
 
-@pytest.mark.parametrize(("chosen", "printed"), [(0, False), (2, True), ("all", True), ([0, 2], True), (range(2), False)])
+@pytest.mark.parametrize(
+    ("chosen", "printed"), [(0, False), (2, True), ("all", True), ([0, 2], True), (range(2), False)]
+)
 def test_only_the_ranks_asked_for_print(
     chosen: Any, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,9 +326,14 @@ def test_only_the_ranks_asked_for_print(
         (-1, ValueError, "ranks=-1: ranks are counted from 0"),
     ],
 )
-def test_wrong_choices_of_ranks(chosen: Any, error: type[Exception], message: str, no_rank: None) -> None:
+def test_wrong_choices_of_ranks(
+    chosen: Any, error: type[Exception], message: str, no_rank: None
+) -> None:
     """What cannot be a choice of ranks is said, on every rank."""
-    for ask in (lambda: print_rank("x", ranks=chosen), lambda: torchwhere.RankHandler(ranks=chosen)):
+    for ask in (
+        lambda: print_rank("x", ranks=chosen),
+        lambda: torchwhere.RankHandler(ranks=chosen),
+    ):
         with pytest.raises(error) as raised:
             ask()
         assert str(raised.value) == message
@@ -307,11 +348,17 @@ def test_the_place_as_prefix(no_rank: None, capsys: pytest.CaptureFixture[str]) 
     print_rank("outside", place=True)
     line = model.head._forward_hooks.popitem()[1].__code__.co_firstlineno
     place = f"[rank 0, step 0, forward of head, {Path(__file__).relative_to(Path.cwd())}:{line}]"
-    assert capsys.readouterr().out == f"{place} here\n{place} and here\n[rank 0, outside any module, (unknown)] outside\n"
+    assert (
+        capsys.readouterr().out
+        == f"{place} here\n{place} and here\n[rank 0, outside any module, (unknown)] outside\n"
+    )
 
 
-def test_a_compiled_function_prints_every_time(no_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Inside `torch.compile` it prints at every call, not once when it is compiled, and dynamo leaves its code alone."""
+def test_a_compiled_function_prints_every_time(
+    no_rank: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Inside `torch.compile` it prints at every call, not once when it is compiled, and dynamo
+    leaves its code alone."""
 
     @torch.compile(backend="eager")
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +378,8 @@ def test_a_compiled_function_prints_every_time(no_rank: None, capsys: pytest.Cap
 
 
 def test_printing_and_logging_need_no_torch(tmp_path: Path) -> None:
-    """Where torch is not installed, and where it was not imported, all of this works and does not import it."""
+    """Where torch is not installed, and where it was not imported, all of this works and does not
+    import it."""
     code = """
 import sys, logging
 if sys.argv[1] == "without": sys.modules["torch"] = None
@@ -343,15 +391,19 @@ assert sys.modules.get("torch") is None
 """
     for kind in ("without", "with"):
         done = python(code, kind, cwd=tmp_path)
-        assert (done.stderr, done.stdout) == ("", "[rank 0, outside any module, (unknown)] printed\n[rank 0] ERROR job: said\n")
+        assert (done.stderr, done.stdout) == (
+            "",
+            "[rank 0, outside any module, (unknown)] printed\n[rank 0] ERROR job: said\n",
+        )
     assert (tmp_path / "log_rank_1.txt").read_text() == "logged\n" * 2
 
 
-# -- a file for each rank ----------------------------------------------------------------------------------------------------
+# -- a file for each rank --------------------------------------------------------------------------
 
 
 def test_each_rank_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line goes to the file of its rank, at once, behind what is there; a folder that is missing is made."""
+    """A line goes to the file of its rank, at once, behind what is there; a folder that is missing
+    is made."""
     monkeypatch.setenv("RANK", "1")
     rank_log("own", 1, folder=tmp_path / "logs")
     rank_log("another's", folder=tmp_path / "logs", rank=4)
@@ -364,7 +416,8 @@ def test_each_rank_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_rank: None) -> None:
-    """Without a folder: that of the watch, if it writes one, else the working directory, wherever that is now."""
+    """Without a folder: that of the watch, if it writes one, else the working directory, wherever
+    that is now."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -389,7 +442,8 @@ def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
 
 def test_threads_and_forks_log_whole_lines(tmp_path: Path) -> None:
-    """Threads and a forked process write to the file of one rank; every line is there, whole; nothing is left open at exit."""
+    """Threads and a forked process write to the file of one rank; every line is there, whole;
+    nothing is left open at exit."""
     done = python(
         """
 import os, threading
@@ -427,7 +481,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(torchwhere.TorchwhereError) as raised:
         rank_log("x", folder=tmp_path / "file", rank=0)
     path = tmp_path / "file" / "log_rank_0.txt"
-    assert str(raised.value) == f"{path} cannot be written: File exists. Choose another folder with folder=..."
+    assert (
+        str(raised.value)
+        == f"{path} cannot be written: File exists. Choose another folder with folder=..."
+    )
     for rank in (-1, "0", True):
         with pytest.raises(ValueError, match=r"^rank=.*: expected a rank, counted from 0$"):
             rank_log("x", folder=tmp_path, rank=rank)
@@ -440,11 +497,12 @@ def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         rank_log("x", folder=tmp_path, rank=0)
     path = tmp_path / "log_rank_0.txt"
     assert [record.getMessage() for record in caplog.records] == [
-        f"torchwhere: {path} cannot be written (No space left on device): lines are lost, the job goes on"
+        f"torchwhere: {path} cannot be written (No space left on device): lines are lost, the job"
+        " goes on"
     ]
 
 
-# -- logging -----------------------------------------------------------------------------------------------------------------
+# -- logging ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -486,7 +544,8 @@ def test_records_know_their_place(logger: logging.Logger, no_rank: None) -> None
 def test_the_handler_writes_a_file_for_each_rank(
     logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records go to the rank's own file, with the place before them; a formatter of one's own is used instead."""
+    """Records go to the rank's own file, with the place before them; a formatter of one's own is
+    used instead."""
     monkeypatch.setenv("RANK", "5")
     handler = torchwhere.RankHandler(logging.INFO, folder=tmp_path)
     logger.addHandler(handler)
@@ -495,10 +554,14 @@ def test_the_handler_writes_a_file_for_each_rank(
     logger.debug("not this")
     handler.setFormatter(logging.Formatter("%(rank)s %(place_pass)s %(message)s"))
     logger.error("own")
-    assert (tmp_path / "log_rank_5.txt").read_text() == "[rank 5] INFO job: one\ntwo\n5 outside own\n"
+    assert (
+        tmp_path / "log_rank_5.txt"
+    ).read_text() == "[rank 5] INFO job: one\ntwo\n5 outside own\n"
 
 
-def test_the_handler_writes_whole_to_a_stream(logger: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_handler_writes_whole_to_a_stream(
+    logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a stream, records of the chosen ranks go there."""
     stream = io.StringIO()
     logger.addHandler(torchwhere.RankHandler(file=stream, ranks=iter([1, 2])))
@@ -506,15 +569,17 @@ def test_the_handler_writes_whole_to_a_stream(logger: logging.Logger, monkeypatc
         monkeypatch.setenv("RANK", rank)
         logger.error("said")
     assert stream.getvalue() == "[rank 1] ERROR job: said\n[rank 2] ERROR job: said\n"
-    with pytest.raises(ValueError, match=r"^RankHandler\(file=..., folder=...\): records go to one or the other$"):
+    with pytest.raises(
+        ValueError, match=r"^RankHandler\(file=..., folder=...\): records go to one or the other$"
+    ):
         torchwhere.RankHandler(file=stream, folder=".")
 
 
 def test_logging_inside_a_watch_never_recurses_nor_hangs(
     logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place that logs when it is asked for and then raises, torchwhere's own records, a box that is locked: every record is
-    written once."""
+    """A place that logs when it is asked for and then raises, torchwhere's own records, a box that
+    is locked: every record is written once."""
     handler = torchwhere.RankHandler(folder=tmp_path)
     logger.addHandler(handler)
     own = logging.getLogger("torchwhere")

@@ -1,4 +1,5 @@
-"""Numbers of collectives on ranks that began to count elsewhere: the doctor finds out which mean the same."""
+"""Numbers of collectives on ranks that began to count elsewhere: the doctor finds out which mean
+the same."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ def _reduce(folder: str, *, late: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("job", [_after_messages, _all_alike])
-def test_messages_before_the_watch(four_ranks: Pool, tmp_path: Path, job: Callable[[str], list[int]]) -> None:
+def test_messages_before_the_watch(
+    four_ranks: Pool, tmp_path: Path, job: Callable[[str], list[int]]
+) -> None:
     """Ranks whose count began elsewhere did the same all the same: nobody is blamed."""
     numbers = four_ranks.run(job, str(tmp_path))
     assert len({tuple(own) for own in numbers}) > 1  # what gloo says
@@ -75,7 +78,8 @@ def test_messages_before_the_watch(four_ranks: Pool, tmp_path: Path, job: Callab
 
 
 def test_a_watch_that_began_later(four_ranks: Pool, tmp_path: Path) -> None:
-    """Where the counts are right, ranks that were watched from different moments on are compared by them."""
+    """Where the counts are right, ranks that were watched from different moments on are compared by
+    them."""
     four_ranks.close()  # other tests have sent messages
     numbers = four_ranks.run(_begun_later, str(tmp_path))
     assert (len(numbers[0]), len(numbers[2])) == (20, 18)

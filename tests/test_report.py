@@ -1,4 +1,5 @@
-"""The data of the report: what each part says of real runs with known numbers, of a thousand ranks, and of damaged boxes."""
+"""The data of the report: what each part says of real runs with known numbers, of a thousand ranks,
+and of damaged boxes."""
 
 from __future__ import annotations
 
@@ -46,11 +47,12 @@ STEPS = 6
 MS = 1_000_000
 
 
-# -- a real run ------------------------------------------------------------------------------------------------------------
+# -- a real run ------------------------------------------------------------------------------------
 
 
 def _train(folder: Path) -> None:
-    """On each of four ranks: six steps with module events, phases, notes, recomputation and two groups of a mesh."""
+    """On each of four ranks: six steps with module events, phases, notes, recomputation and two
+    groups of a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.utils.checkpoint import checkpoint
 
@@ -93,12 +95,28 @@ def rows_by_name(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def test_calls_of_modules(real: dict[str, Any]) -> None:
-    """Calls are counted over ranks, steps and folded layers, forward and recomputation apart; a tree in the model's order."""
+    """Calls are counted over ranks, steps and folded layers, forward and recomputation apart; a
+    tree in the model's order."""
     found = rows_by_name(real)
-    assert list(found) == ["<root>", "layers.0-2", "layers.0-2.up", "layers.0-2.down", "head", modules.OUTSIDE]
-    assert [found["layers.0-2"][name] for name in ("depth", "parent", "times", "ranks")] == [1, 0, 3, 4]
+    assert list(found) == [
+        "<root>",
+        "layers.0-2",
+        "layers.0-2.up",
+        "layers.0-2.down",
+        "head",
+        modules.OUTSIDE,
+    ]
+    assert [found["layers.0-2"][name] for name in ("depth", "parent", "times", "ranks")] == [
+        1,
+        0,
+        3,
+        4,
+    ]
     assert found["layers.0-2.up"]["parent"] == 1
-    calls = {name: {pass_: cell["calls"] for pass_, cell in row["cells"].items()} for name, row in found.items()}
+    calls = {
+        name: {pass_: cell["calls"] for pass_, cell in row["cells"].items()}
+        for name, row in found.items()
+    }
     each = 3 * STEPS * 4
     assert calls["layers.0-2"] == calls["layers.0-2.up"] == {"forward": each, "recompute": each}
     assert calls["head"] == {"forward": STEPS * 4}
@@ -110,24 +128,29 @@ def test_time_of_modules_adds_up(real: dict[str, Any]) -> None:
     """A module's own time and that of the modules inside it are its time, in each pass."""
     found = rows_by_name(real)
     for pass_ in ("forward", "recompute"):
-        layer, up, down = (found[f"layers.0-2{leaf}"]["cells"][pass_] for leaf in ("", ".up", ".down"))
+        layer, up, down = (
+            found[f"layers.0-2{leaf}"]["cells"][pass_] for leaf in ("", ".up", ".down")
+        )
         assert layer["ms"] > up["ms"] > 0
         assert layer["self_ms"] + up["ms"] + down["ms"] == pytest.approx(layer["ms"], abs=0.01)
         assert up["self_ms"] == up["ms"]
 
 
 def test_collectives_of_groups(real: dict[str, Any]) -> None:
-    """Per group every number, its bytes, step and line, who was there; and what one rank moves in a step."""
+    """Per group every number, its bytes, step and line, who was there; and what one rank moves in a
+    step."""
     groups = {(each["group"], tuple(each["members"])): each for each in real["collectives"]}
     assert {key for key in groups if key[0] != "default"} == {
         *(("dp", pair) for pair in ((0, 2), (1, 3))),
         *(("tp", pair) for pair in ((0, 1), (2, 3))),
     }
     tp = groups["tp", (2, 3)]
-    assert [(row["number"], row["step"]) for row in tp["rows"]] == [(number, number // 2) for number in range(2 * STEPS)]
-    assert {(row["op"], row["bytes"], row["arrived"], row["of"], row["differs"]) for row in tp["rows"]} == {
-        ("all_reduce", 256, 2, 2, False)
-    }
+    assert [(row["number"], row["step"]) for row in tp["rows"]] == [
+        (number, number // 2) for number in range(2 * STEPS)
+    ]
+    assert {
+        (row["op"], row["bytes"], row["arrived"], row["of"], row["differs"]) for row in tp["rows"]
+    } == {("all_reduce", 256, 2, 2, False)}
     assert len({row["line"] for row in tp["rows"]}) == 2
     assert all("test_report.py:" in row["line"] for row in tp["rows"])
     assert groups["dp", (0, 2)]["bytes_per_step"] == [[step, 1024] for step in range(STEPS)]
@@ -141,13 +164,19 @@ def test_skew_is_what_the_matrix_says(real: dict[str, Any]) -> None:
         late = dict(zip(group["matrix"]["ranks"], group["matrix"]["ms"], strict=True))
         for column, row in enumerate(group["rows"]):
             assert late[row["first_rank"]][column] == 0
-            assert late[row["last_rank"]][column] == row["skew_ms"] == max(each[column] for each in late.values())
+            assert (
+                late[row["last_rank"]][column]
+                == row["skew_ms"]
+                == max(each[column] for each in late.values())
+            )
 
 
 def test_steps_and_phases(real: dict[str, Any]) -> None:
     """All whole steps of all ranks; phases by path with counts over ranks, the heat by rank."""
     assert real["steps"]["steps"] == list(range(STEPS))
-    assert [(row["ranks"], row["rank"], row["count"]) for row in real["steps"]["rows"]] == [(str(r), r, 1) for r in range(4)]
+    assert [(row["ranks"], row["rank"], row["count"]) for row in real["steps"]["rows"]] == [
+        (str(r), r, 1) for r in range(4)
+    ]
     assert all(0 < ms < 60_000 for row in real["steps"]["rows"] for ms in row["ms"])
     middle = sorted(row["ms"][2] for row in real["steps"]["rows"])[1:3]
     assert real["steps"]["median_ms"][2] == pytest.approx(sum(middle) / 2, abs=0.002)
@@ -164,24 +193,38 @@ def test_steps_and_phases(real: dict[str, Any]) -> None:
 
 
 def test_ranks(real: dict[str, Any]) -> None:
-    """Every rank with its state, step, last collective and the group it is in along each dimension."""
+    """Every rank with its state, step, last collective and the group it is in along each
+    dimension."""
     found = real["ranks"]
     assert (found["rank"], real["world_size"]) == ([0, 1, 2, 3], 4)
     assert [found["states"][state] for state in found["state"]] == ["finished"] * 4
-    assert (found["step"], found["behind"], found["behind_calls"]) == ([STEPS] * 4, [0] * 4, [0] * 4)
+    assert (found["step"], found["behind"], found["behind_calls"]) == (
+        [STEPS] * 4,
+        [0] * 4,
+        [0] * 4,
+    )
     assert [found["lasts"][last] for last in found["last"]] == ["all_reduce on tp (256 B)"] * 4
     assert found["last_number"] == [2 * STEPS - 1] * 4
-    assert {mesh["name"]: mesh["of"] for mesh in found["meshes"]} == {"dp": [0, 1, 0, 1], "tp": [0, 0, 1, 1]}
+    assert {mesh["name"]: mesh["of"] for mesh in found["meshes"]} == {
+        "dp": [0, 1, 0, 1],
+        "tp": [0, 0, 1, 1],
+    }
     assert min(found["age_ms"]) == 0
     assert len(set(found["pid"])) == 4
 
 
 def test_log_side_by_side(real: dict[str, Any]) -> None:
-    """What ranks noted stands in one row: one that a rank alone has, and one with another value, are marked."""
+    """What ranks noted stands in one row: one that a rank alone has, and one with another value,
+    are marked."""
     rows, first = real["log"]["rows"], real["log"]["first_difference"]
     assert real["log"]["ranks"] == [0, 1, 2, 3]
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 3, 4, 5, STEPS]
-    assert rows[first] == {"step": 3, "cells": [None, None, ["note", "skipped a batch"], None], "differs": True, "how": "flow"}
+    assert rows[first] == {
+        "step": 3,
+        "cells": [None, None, ["note", "skipped a batch"], None],
+        "differs": True,
+        "how": "flow",
+    }
     assert [row["how"] for row in rows] == [None, None, None, None, "flow", "value", None, None]
     assert rows[5]["cells"] == [["note", "loss 1.5"]] * 3 + [["note", "loss 2.5"]]
     assert rows[-1]["cells"] == [["end", "stop"]] * 4
@@ -199,7 +242,13 @@ def test_details_settings_and_layout(real: dict[str, Any]) -> None:
     assert [cohort["ranks"] for cohort in real["layout"]["cohorts"]] == ["0-3"]
     assert any("layers.0-2 x3" in line for line in real["layout"]["cohorts"][0]["lines"])
     assert real["layout"]["difference"][0] == "all ranks are laid out alike"
-    expected = {"world size": 4, "boxes": 4, "hosts": 1, "module events": "on", "torch": torch.__version__}
+    expected = {
+        "world size": 4,
+        "boxes": 4,
+        "hosts": 1,
+        "module events": "on",
+        "torch": torch.__version__,
+    }
     assert {name: real["settings"][name] for name in expected} == expected
     assert real["verdict"]["headline"].startswith(f"All 4 ranks have finished. Last step {STEPS}")
 
@@ -208,11 +257,19 @@ def shape(value: Any) -> Any:
     """The form of a JSON value: fields and types, of lists what is in them."""
     if isinstance(value, dict):
         is_by_rank = value and all(key.isdigit() for key in value)
-        return {"<rank>": shape(next(iter(value.values())))} if is_by_rank else {key: shape(value[key]) for key in value}
+        return (
+            {"<rank>": shape(next(iter(value.values())))}
+            if is_by_rank
+            else {key: shape(value[key]) for key in value}
+        )
     if isinstance(value, list):
         shapes = [shape(one) for one in value]
         return [one for at, one in enumerate(shapes) if one not in shapes[:at]]
-    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+    return (
+        "number"
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        else type(value).__name__
+    )
 
 
 def test_shape_of_the_json(real: dict[str, Any]) -> None:
@@ -220,9 +277,14 @@ def test_shape_of_the_json(real: dict[str, Any]) -> None:
     cells = {pass_: cell for row in real["modules"]["rows"] for pass_, cell in row["cells"].items()}
     found = real | {"verdict": sorted(real["verdict"]), "settings": sorted(real["settings"])}
     found["modules"] = real["modules"] | {"rows": [real["modules"]["rows"][0] | {"cells": cells}]}
-    found["details"] = {"0": real["details"]["0"] | {"report": sorted(real["details"]["0"]["report"])}}
+    found["details"] = {
+        "0": real["details"]["0"] | {"report": sorted(real["details"]["0"]["report"])}
+    }
     text = json.dumps(
-        {key: value if key in ("verdict", "settings") else shape(value) for key, value in found.items()},
+        {
+            key: value if key in ("verdict", "settings") else shape(value)
+            for key, value in found.items()
+        },
         indent=1,
         sort_keys=True,
     )
@@ -231,7 +293,7 @@ def test_shape_of_the_json(real: dict[str, Any]) -> None:
     assert text + "\n" == GOLDEN.read_text()
 
 
-# -- boxes made by hand ----------------------------------------------------------------------------------------------------
+# -- boxes made by hand ----------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -244,7 +306,15 @@ class Span(NamedTuple):
     step: int = 0
 
 
-def write(folder: Path, spans: list[Span], *, rank: int = 0, world: int = 1, ms: int = 1, records: int = 4096) -> Path:
+def write(
+    folder: Path,
+    spans: list[Span],
+    *,
+    rank: int = 0,
+    world: int = 1,
+    ms: int = 1,
+    records: int = 4096,
+) -> Path:
     """A box of module records, a millisecond apart."""
     meta = {"rank": rank, "world_size": world, "started_ns": 1, "host": "node"}
     box = BoxWriter(folder / box_name(rank), meta=meta, records=records)
@@ -261,12 +331,21 @@ def times_in(path: Path) -> dict[tuple[str | None, str], tuple[int, ...]]:
     box = read_box(path / box_name(0))
     found = module_times(box.records, None)
     assert found is not None
-    keys = zip(map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.fast_path), strict=True)
-    return {key: (row[0], row[1] // MS, row[2] // MS) for key, row in zip(keys, found.numbers.T.tolist(), strict=True)}
+    keys = zip(
+        map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.fast_path), strict=True
+    )
+    return {
+        key: (row[0], row[1] // MS, row[2] // MS)
+        for key, row in zip(keys, found.numbers.T.tolist(), strict=True)
+    }
 
 
 def called(name: str, *inner: list[Span], **options: Any) -> list[Span]:
-    return [Span(1, name, **options), *(span for spans in inner for span in spans), Span(-1, name, **options)]
+    return [
+        Span(1, name, **options),
+        *(span for spans in inner for span in spans),
+        Span(-1, name, **options),
+    ]
 
 
 def test_time_of_nested_calls(tmp_path: Path) -> None:
@@ -291,7 +370,8 @@ def test_time_of_calls_on_threads(tmp_path: Path) -> None:
 
 
 def test_time_of_a_module_inside_itself(tmp_path: Path) -> None:
-    """A module that is called inside itself, directly or not, is not counted twice; its own time is whole."""
+    """A module that is called inside itself, directly or not, is not counted twice; its own time is
+    whole."""
     write(tmp_path, called("a", called("b", called("a")), called("a")))
     assert times_in(tmp_path) == {("a", "forward"): (3, 7, 5), ("b", "forward"): (1, 3, 2)}
 
@@ -303,10 +383,15 @@ def test_calls_that_only_find_out_shapes_do_not_count(tmp_path: Path) -> None:
 
 
 def test_time_of_calls_that_are_cut(tmp_path: Path) -> None:
-    """Of a call whose beginning the ring has lost, or that has not ended, there is no time; of those inside it there is."""
+    """Of a call whose beginning the ring has lost, or that has not ended, there is no time; of
+    those inside it there is."""
     spans = [*called("", called("a"), called("b")), Span(1, ""), *called("a"), Span(1, "b")]
     write(tmp_path, spans, records=len(spans) - 3)
-    assert times_in(tmp_path) == {("", "forward"): (1, 0, 0), ("a", "forward"): (1, 1, 1), ("b", "forward"): (2, 1, 1)}
+    assert times_in(tmp_path) == {
+        ("", "forward"): (1, 0, 0),
+        ("a", "forward"): (1, 1, 1),
+        ("b", "forward"): (2, 1, 1),
+    }
 
 
 def naive(spans: list[Span]) -> dict[tuple[str | None, str], tuple[int, ...]]:
@@ -330,7 +415,8 @@ def naive(spans: list[Span]) -> dict[tuple[str | None, str], tuple[int, ...]]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_time_of_any_calls(seed: int, tmp_path: Path) -> None:
-    """Whatever calls nest how on how many threads: the same as a stack for each thread would give."""
+    """Whatever calls nest how on how many threads: the same as a stack for each thread would
+    give."""
     chance = random.Random(seed)
     spans: list[Span] = []
     stacks: dict[int, list[Span]] = {0: [], 1: [], 2: []}
@@ -339,7 +425,9 @@ def test_time_of_any_calls(seed: int, tmp_path: Path) -> None:
         if stacks[thread] and chance.random() < 0.5:
             spans.append(stacks[thread].pop()._replace(sign=-1))
         else:
-            span = Span(1, chance.choice("abcd"), chance.choice([Pass.FORWARD, Pass.RECOMPUTE]), thread)
+            span = Span(
+                1, chance.choice("abcd"), chance.choice([Pass.FORWARD, Pass.RECOMPUTE]), thread
+            )
             stacks[thread].append(span)
             spans.append(span)
     spans += [span._replace(sign=-1) for stack in stacks.values() for span in reversed(stack)]
@@ -348,13 +436,18 @@ def test_time_of_any_calls(seed: int, tmp_path: Path) -> None:
 
 
 def test_one_rank_without_steps_and_groups(tmp_path: Path) -> None:
-    """A run of one process that counts no step and has no group: what there is, and nothing that there is not."""
+    """A run of one process that counts no step and has no group: what there is, and nothing that
+    there is not."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path, module_events=True):
         model(batch())
     found = report_json(report_on(tmp_path))
     assert (found["world_size"], found["ranks"]["state"], found["collectives"]) == (1, [0], [])
-    assert (found["steps"]["steps"], found["steps"]["rows"], found["phases"]["rows"]) == ([], [], [])
+    assert (found["steps"]["steps"], found["steps"]["rows"], found["phases"]["rows"]) == (
+        [],
+        [],
+        [],
+    )
     assert found["modules"]["rows"][0]["cells"]["forward"]["calls"] == 1
     assert found["ranks"]["last"] == found["ranks"]["last_number"] == [None]
 
@@ -369,10 +462,15 @@ def test_without_module_events(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_run_twice(tmp_path: Path) -> None:
-    """Of a step number that came twice the last time counts; a step that has not ended has no time."""
+    """Of a step number that came twice the last time counts; a step that has not ended has no
+    time."""
     box = BoxWriter(tmp_path / box_name(0), meta={"rank": 0, "world_size": 1}, records=64)
-    for at, (kind, step) in enumerate([("B", 7), ("E", 7), ("B", 8), ("E", 8), ("B", 7), ("E", 7), ("B", 9)]):
-        box.record(Kind.STEP_BEGIN if kind == "B" else Kind.STEP_END, 10**9 + at**2 * MS, 0, 0, 0, step)
+    for at, (kind, step) in enumerate(
+        [("B", 7), ("E", 7), ("B", 8), ("E", 8), ("B", 7), ("E", 7), ("B", 9)]
+    ):
+        box.record(
+            Kind.STEP_BEGIN if kind == "B" else Kind.STEP_END, 10**9 + at**2 * MS, 0, 0, 0, step
+        )
     box.close()
     numbers, took = step_times(read_box(tmp_path / box_name(0)).records)
     assert (numbers.tolist(), (took // MS).tolist()) == ([7, 8], [9, 5])
@@ -391,19 +489,37 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """Names go through as they are, cut at 300 characters: whoever shows them makes them harmless."""
-    names = ["<script>alert(1)</script>", "\x1b[31mred\x1b[0m", "right\u202eleft", "two\nlines", "a" * 10_000]
+    """Names go through as they are, cut at 300 characters: whoever shows them makes them
+    harmless."""
+    names = [
+        "<script>alert(1)</script>",
+        "\x1b[31mred\x1b[0m",
+        "right\u202eleft",
+        "two\nlines",
+        "a" * 10_000,
+    ]
     write(tmp_path, [span for name in names for span in called(name)], world=2)
     with BoxWriterOf(tmp_path, rank=1) as box:
         for name in names:
             box.record(
-                Kind.NOTE, 10**9, 0, 0, 0, 0, 0, 0, box.intern(EntryType.LINE, name), more=box.text(json.dumps({"text": name}))
+                Kind.NOTE,
+                10**9,
+                0,
+                0,
+                0,
+                0,
+                0,
+                0,
+                box.intern(EntryType.LINE, name),
+                more=box.text(json.dumps({"text": name})),
             )
     found = report_json(report_on(tmp_path))
     shown = [row["name"] for row in found["modules"]["rows"]]
     assert set(names[:4]) <= set(shown)
     assert "a" * 300 + "…" in shown
-    assert [row["cells"][1] for row in found["log"]["rows"]] == [["note", texts.cut(name)] for name in names]
+    assert [row["cells"][1] for row in found["log"]["rows"]] == [
+        ["note", texts.cut(name)] for name in names
+    ]
     assert max(map(len, texts_in(found | {"verdict": None}))) <= texts.MOST_CHARACTERS + 1
 
 
@@ -411,7 +527,11 @@ class BoxWriterOf:
     """A box of a world of two, closed at the end."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._box = BoxWriter(folder / box_name(rank), meta={"rank": rank, "world_size": 2, "started_ns": 1}, records=64)
+        self._box = BoxWriter(
+            folder / box_name(rank),
+            meta={"rank": rank, "world_size": 2, "started_ns": 1},
+            records=64,
+        )
 
     def __enter__(self) -> BoxWriter:
         return self._box
@@ -421,7 +541,8 @@ class BoxWriterOf:
 
 
 def test_files_of_logs(tmp_path: Path) -> None:
-    """Lines of log files stand side by side after the events; a rank without a file is not missed."""
+    """Lines of log files stand side by side after the events; a rank without a file is not
+    missed."""
     write(tmp_path, called("a"), world=3)
     for rank in (1, 2):
         write(tmp_path, called("a"), rank=rank, world=3)
@@ -440,9 +561,13 @@ def test_files_of_logs(tmp_path: Path) -> None:
 def test_what_a_ring_has_lost_is_no_difference(tmp_path: Path) -> None:
     """Notes of steps that one rank's ring has lost are shown and not called a difference."""
     for rank, records in ((0, 64), (1, 16)):
-        box = BoxWriter(tmp_path / box_name(rank), meta={"rank": rank, "world_size": 2}, records=records)
+        box = BoxWriter(
+            tmp_path / box_name(rank), meta={"rank": rank, "world_size": 2}, records=records
+        )
         for step in range(40):
-            box.record(Kind.NOTE, 10**9 + step, 0, 0, 0, step, more=box.text(json.dumps({"text": "saved"})))
+            box.record(
+                Kind.NOTE, 10**9 + step, 0, 0, 0, step, more=box.text(json.dumps({"text": "saved"}))
+            )
         box.close()
     rows = log({rank: read_box(tmp_path / box_name(rank)) for rank in (0, 1)}, {}).rows
     assert (len(rows), [row.step for row in rows if row.how]) == (40, [])
@@ -450,25 +575,36 @@ def test_what_a_ring_has_lost_is_no_difference(tmp_path: Path) -> None:
 
 
 def test_graphs(tmp_path: Path) -> None:
-    """Compilations of all ranks, by graph: how often, how long, from which step on, and why again."""
+    """Compilations of all ranks, by graph: how often, how long, from which step on, and why
+    again."""
     for rank in range(2):
         with BoxWriterOf(tmp_path, rank=rank) as box:
-            for graph, step, because in (("0/0", 0, None), ("0/10", 5, "size mismatch\nUser stack"), ("0/2", 4, None)):
+            for graph, step, because in (
+                ("0/0", 0, None),
+                ("0/10", 5, "size mismatch\nUser stack"),
+                ("0/2", 4, None),
+            ):
                 known = {"part": "forward"} | ({"because": because} if because else {})
-                what, more = box.intern(EntryType.GRAPH, graph), box.text(json.dumps({"x": 1})) and box.text(json.dumps(known))
+                what, more = (
+                    box.intern(EntryType.GRAPH, graph),
+                    box.text(json.dumps({"x": 1})) and box.text(json.dumps(known)),
+                )
                 box.record(Kind.COMPILE_BEGIN, 10**9, 0, 0, 0, step, 0, 0, 0, 0, what, 0, 0, more)
                 if graph != "0/2":
-                    box.record(Kind.COMPILE_END, 10**9 + (3 + rank) * MS, 0, 0, 0, step, 0, 0, 0, 0, what)
+                    box.record(
+                        Kind.COMPILE_END, 10**9 + (3 + rank) * MS, 0, 0, 0, step, 0, 0, 0, 0, what
+                    )
     found = report_json(report_on(tmp_path))["graphs"]
     same = {"part": "forward", "rank": 0, "ranks": 2, "count": 2}
     assert found == [
         same | {"name": "0/0", "recompiles": 0, "reasons": [], "step": 0, "ms": 4.0},
         same | {"name": "0/2", "recompiles": 2, "reasons": [], "step": 4, "ms": None},
-        same | {"name": "0/10", "recompiles": 10, "reasons": ["size mismatch"], "step": 5, "ms": 4.0},
+        same
+        | {"name": "0/10", "recompiles": 10, "reasons": ["size mismatch"], "step": 5, "ms": 4.0},
     ]
 
 
-# -- a thousand ranks ------------------------------------------------------------------------------------------------------
+# -- a thousand ranks ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +621,19 @@ def large(made: Made) -> dict[str, Any]:
 def test_ranks_of_a_large_job(large: dict[str, Any]) -> None:
     """A column item for every rank; the culprit stands out; groups along all three dimensions."""
     found = large["ranks"]
-    columns = ("rank", "state", "step", "behind", "behind_calls", "place", "last", "last_number", "host", "pid", "age_ms")
+    columns = (
+        "rank",
+        "state",
+        "step",
+        "behind",
+        "behind_calls",
+        "place",
+        "last",
+        "last_number",
+        "host",
+        "pid",
+        "age_ms",
+    )
     assert {len(found[name]) for name in columns} == {RANKS}
     states = [found["states"][state] for state in found["state"]]
     assert [rank for rank, state in enumerate(states) if state == "running"] == [VICTIM]
@@ -501,7 +649,9 @@ def test_a_large_report_is_bounded(large: dict[str, Any]) -> None:
     assert len(json.dumps(large, separators=(",", ":"), allow_nan=False)) < 1_500_000
     assert len(large["collectives"]) == collectives.MOST_GROUPS
     assert large["more_groups"] > 1000
-    assert all(len(group["matrix"]["ranks"]) <= collectives.MOST_RANKS for group in large["collectives"])
+    assert all(
+        len(group["matrix"]["ranks"]) <= collectives.MOST_RANKS for group in large["collectives"]
+    )
     assert len(large["details"]) == 64
     assert str(VICTIM) in large["details"]
     assert len(large["steps"]["rows"]) == steps.MOST_ROWS
@@ -510,35 +660,53 @@ def test_a_large_report_is_bounded(large: dict[str, Any]) -> None:
 
 
 def test_the_groups_of_a_large_job(large: dict[str, Any]) -> None:
-    """The verdict's group comes first, then the culprit's, and groups of every dimension are among those shown."""
+    """The verdict's group comes first, then the culprit's, and groups of every dimension are among
+    those shown."""
     first = large["collectives"][0]
     assert str(VICTIM) in first["group"]
-    assert (first["rows"][-1]["arrived"], first["rows"][-1]["of"], first["rows"][-1]["skew_ms"]) == (1, 2, None)
+    assert (
+        first["rows"][-1]["arrived"],
+        first["rows"][-1]["of"],
+        first["rows"][-1]["skew_ms"],
+    ) == (1, 2, None)
     assert VICTIM in (large["collectives"][1]["members"] or [VICTIM])
     assert {group["group"] for group in large["collectives"]} >= {"default", "tp", "dp"}
     world = next(group for group in large["collectives"] if group["group"] == "default")
     assert (world["members"], world["count"], world["size"]) == (None, RANKS, RANKS)
-    assert f"arrival by the clocks of {RANKS // 8} hosts, aligned by what their ranks did together" in world["window"]
+    assert (
+        f"arrival by the clocks of {RANKS // 8} hosts, aligned by what their ranks did together"
+        in world["window"]
+    )
     assert "the last of" in first["window"] or first["first"] == 0
 
 
 def test_layers_fold_over_stages_and_rings_that_wrapped(large: dict[str, Any]) -> None:
-    """Eight stages of four layers are one row, though every ring begins in the middle of a step and the last is cut short."""
-    assert "the rings of 1024 ranks have wrapped: only what all of them still have was compared" in large["missing"]
+    """Eight stages of four layers are one row, though every ring begins in the middle of a step and
+    the last is cut short."""
+    assert (
+        "the rings of 1024 ranks have wrapped: only what all of them still have was compared"
+        in large["missing"]
+    )
     names = [row["name"] for row in large["modules"]["rows"]]
     assert "layers.0-31" in names
     row = next(row for row in large["modules"]["rows"] if row["name"] == "layers.0-31.mlp.down")
     assert (row["times"], row["ranks"], list(row["cells"])) == (32, RANKS, ["forward"])
-    assert row["cells"]["forward"]["bytes"] == row["cells"]["forward"]["collectives"] * 2 * 4096 * 8192
+    assert (
+        row["cells"]["forward"]["bytes"] == row["cells"]["forward"]["collectives"] * 2 * 4096 * 8192
+    )
 
 
 def test_a_difference_is_marked(made: Made) -> None:
-    """Where a rank gives another shape: the number, who, and what; the row is marked, the group comes first."""
+    """Where a rank gives another shape: the number, who, and what; the row is marked, the group
+    comes first."""
     found = report_json(report_on(made("shape", ranks=64)))
     victim, first = VICTIM % 64, found["collectives"][0]
     assert (first["group"], victim in first["members"]) == ("tp", True)
     difference = first["first_difference"]
-    assert (difference["in"], [cohort["count"] for cohort in difference["cohorts"]]) == ("form", [TP - 1, 1])
+    assert (difference["in"], [cohort["count"] for cohort in difference["cohorts"]]) == (
+        "form",
+        [TP - 1, 1],
+    )
     assert difference["cohorts"][1]["ranks"] == [victim]
     assert "[4096, 8191]" in difference["cohorts"][1]["what"]
     assert [row["number"] for row in first["rows"] if row["differs"]] == [difference["number"]]
@@ -550,14 +718,19 @@ def test_a_straggler_is_marked(made: Made) -> None:
     found = report_json(report_on(made("straggler", ranks=64, steps=14, records=1024)))
     victim = VICTIM % 64
     assert found["steps"]["stragglers"] == [victim]
-    group = next(group for group in found["collectives"] if group["group"] == "tp" and victim in group["members"])
+    group = next(
+        group
+        for group in found["collectives"]
+        if group["group"] == "tp" and victim in group["members"]
+    )
     late = group["matrix"]["ms"][group["matrix"]["ranks"].index(victim)]
     assert max(late) == pytest.approx(LATE_NS / MS, rel=0.05)
     assert {row["last_rank"] for row in group["rows"] if row["skew_ms"] > 20} == {victim}
 
 
 def test_ranks_that_nobody_waits_for(tmp_path: Path) -> None:
-    """Where ranks do not wait for each other a slow one is known by its steps, and not by a single one."""
+    """Where ranks do not wait for each other a slow one is known by its steps, and not by a single
+    one."""
     for rank in range(4):
         box = BoxWriter(tmp_path / box_name(rank), meta={"rank": rank, "world_size": 4}, records=64)
         now = 10**9
@@ -583,7 +756,9 @@ def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make(Job(64, steps=20, records=1024), tmp_path)
     found = report_json(report_on(tmp_path))
     world = next(group for group in found["collectives"] if group["group"] == "default")
-    assert world["window"].endswith("arrival by the clocks of 8 hosts, aligned by what their ranks did together")
+    assert world["window"].endswith(
+        "arrival by the clocks of 8 hosts, aligned by what their ranks did together"
+    )
     assert max(row["skew_ms"] for row in world["rows"]) < 1
     assert max(found["ranks"]["age_ms"]) < 100
     assert all(-1000 < event[0] <= 0.01 for event in found["details"]["27"]["events"])
@@ -593,8 +768,14 @@ def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Of more hosts than are aligned the wall clocks are compared, and that is said."""
     monkeypatch.setattr(host_clocks, "MOST_HOSTS", 7)
     make(Job(64, steps=2, records=256), tmp_path)
-    world = next(group for group in report_json(report_on(tmp_path))["collectives"] if group["group"] == "default")
-    assert world["window"].endswith("the wall clocks of 8 hosts: what differs between these clocks is in the skew")
+    world = next(
+        group
+        for group in report_json(report_on(tmp_path))["collectives"]
+        if group["group"] == "default"
+    )
+    assert world["window"].endswith(
+        "the wall clocks of 8 hosts: what differs between these clocks is in the skew"
+    )
 
 
 def test_processes_that_read_bring_the_same_home(made: Made) -> None:
@@ -605,7 +786,9 @@ def test_processes_that_read_bring_the_same_home(made: Made) -> None:
         run, job_calls = load_calls(folder, processes=processes, aside=Digest)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         made_at = datetime(2026, 1, 1, tzinfo=UTC)
-        return json.dumps(make_report(run, job_calls=job_calls, verdict=verdict, made_at=made_at).to_dict())
+        return json.dumps(
+            make_report(run, job_calls=job_calls, verdict=verdict, made_at=made_at).to_dict()
+        )
 
     assert report(2) == report(0)
 
@@ -613,7 +796,9 @@ def test_processes_that_read_bring_the_same_home(made: Made) -> None:
 def test_a_report_without_digests(made: Made) -> None:
     """Of a hearing that nothing was taken aside from: what the testimonies say, and no steps."""
     run, job_calls = load_calls(made("missing", ranks=64))
-    found = make_report(run, job_calls=job_calls, verdict=diagnose_run(run, {}, stall_s=10, job_calls=job_calls))
+    found = make_report(
+        run, job_calls=job_calls, verdict=diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
+    )
     assert isinstance(found, Report)
     assert (found.steps.rows, found.phases.ms, found.modules.has_time) == ((), (), False)
     assert len(found.ranks.rank) == 64
@@ -641,11 +826,12 @@ def test_progress_is_told(made: Made) -> None:
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-# -- what is missing or damaged --------------------------------------------------------------------------------------------
+# -- what is missing or damaged --------------------------------------------------------------------
 
 
 def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
-    """Without one box, with one cut in its counts, one before its names, one of noise, and foreign files: all is said."""
+    """Without one box, with one cut in its counts, one before its names, one of noise, and foreign
+    files: all is said."""
     shutil.copytree(made("missing", ranks=16), tmp_path / "run")
     boxes = tmp_path / "run"
     (boxes / "rank3.box").unlink()
@@ -658,9 +844,14 @@ def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
     states = [found["ranks"]["states"][state] for state in found["ranks"]["state"]]
     assert [rank for rank, state in enumerate(states) if state == ranks.UNKNOWN] == [3, 5, 6, 7]
     assert found["ranks"]["places"][found["ranks"]["place"][3]] == ranks.NOWHERE
-    assert any(sentence.startswith("14 of 16 ranks: no box of rank 3, 7") for sentence in found["missing"])
+    assert any(
+        sentence.startswith("14 of 16 ranks: no box of rank 3, 7") for sentence in found["missing"]
+    )
     assert any("rank 5: cut short" in sentence for sentence in found["missing"])
-    assert (found["ranks"]["host"][3], found["ranks"]["pid"][3]) != (found["ranks"]["host"][2], found["ranks"]["pid"][2])
+    assert (found["ranks"]["host"][3], found["ranks"]["pid"][3]) != (
+        found["ranks"]["host"][2],
+        found["ranks"]["pid"][2],
+    )
     json.dumps(found, allow_nan=False)
 
 

@@ -1,4 +1,5 @@
-"""Results in the hand of a person: each says itself on one line, as text, as inert HTML, as JSON, and as a data frame."""
+"""Results in the hand of a person: each says itself on one line, as text, as inert HTML, as JSON,
+and as a data frame."""
 
 from __future__ import annotations
 
@@ -28,8 +29,34 @@ from torchwhere.render.text import Column
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e\n" + "x" * 10_000
 HEBREW = "\u05e9\u05dc\u05d5\u05dd"  # runs from right to left
-INERT = {"div", "style", "span", "p", "pre", "bdi", "table", "thead", "tbody", "tr", "th", "td", "details", "summary"}
-TABLES = ("comms", "counted", "phases", "layouts", "layout", "groups", "verdict", "names", "backward", "graphs")
+INERT = {
+    "div",
+    "style",
+    "span",
+    "p",
+    "pre",
+    "bdi",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "details",
+    "summary",
+}
+TABLES = (
+    "comms",
+    "counted",
+    "phases",
+    "layouts",
+    "layout",
+    "groups",
+    "verdict",
+    "names",
+    "backward",
+    "graphs",
+)
 
 
 class Reducing(nn.Module):
@@ -130,12 +157,16 @@ def shown(results: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((name, result) for name, result in results.items() if name != "model")
 
 
-# -- every result ----------------------------------------------------------------------------------------------------------
+# -- every result ----------------------------------------------------------------------------------
 
 
 def test_repr_is_one_line(results: dict[str, Any], diff: Any) -> None:
     """`repr` is one line of printable characters, and no longer than a person reads."""
-    inner = {"row": results["phases"].rows[0], "cohort": results["layouts"].cohorts[0], "parting": diff.events.divergences[0]}
+    inner = {
+        "row": results["phases"].rows[0],
+        "cohort": results["layouts"].cohorts[0],
+        "parting": diff.events.divergences[0],
+    }
     inner |= {"comparison": diff.events, "version": diff.events.divergences[0].minority}
     for name, result in shown(results | {"diff": diff} | inner):
         said = repr(result)
@@ -172,22 +203,29 @@ def test_str_is_harmless(results: dict[str, Any], diff: Any) -> None:
 
 
 def test_html_is_inert(results: dict[str, Any], diff: Any) -> None:
-    """The HTML of every result is whole, loads and runs nothing, and shows hostile names as text, cut where they are absurd."""
+    """The HTML of every result is whole, loads and runs nothing, and shows hostile names as text,
+    cut where they are absurd."""
     for name, result in shown(results | {"diff": diff}):
         if name == "node":
             continue
         found = Tags(result._repr_html_())
         assert found.seen <= INERT, name
         assert found.attributes <= {"class", "style", "title", "open"}, name
-        assert all(text.replace("\n", "").isprintable() for text, tag in found.texts if tag != "style"), name
-        assert max((len(text) for text, tag in found.texts if tag not in ("style", "pre")), default=0) < 1500, name
+        assert all(
+            text.replace("\n", "").isprintable() for text, tag in found.texts if tag != "style"
+        ), name
+        assert (
+            max((len(text) for text, tag in found.texts if tag not in ("style", "pre")), default=0)
+            < 1500
+        ), name
     for name in ("comms", "counted", "phases", "layouts", "layout", "names", "event"):
         texts = "".join(text for text, _ in Tags(results[name]._repr_html_()).texts)
         assert "<script>alert(1)</script>\"'&\N{REPLACEMENT CHARACTER}[31m" in texts, name
 
 
 def test_what_runs_to_the_left_is_kept_apart(results: dict[str, Any]) -> None:
-    """A name in a script that runs from right to left stands in an element that keeps its direction to itself."""
+    """A name in a script that runs from right to left stands in an element that keeps its direction
+    to itself."""
     for name in ("phases", "layout", "names"):
         found = [tag for text, tag in Tags(results[name]._repr_html_()).texts if HEBREW in text]
         assert found
@@ -203,7 +241,7 @@ def test_json(results: dict[str, Any], diff: Any) -> None:
             assert json.loads(json.dumps(found, allow_nan=False)), name
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -219,17 +257,34 @@ def test_tables_become_data_frames(results: dict[str, Any], name: str) -> None:
 def test_rows_say_what_the_tables_say(results: dict[str, Any]) -> None:
     """The rows have the figures of the results they come from."""
     (row,) = results["comms"].as_rows()
-    assert (row["module"], row["pass"], row["op"], row["count"], row["bytes"]) == (HOSTILE, "forward", "all_reduce", 2, 16)
+    assert (row["module"], row["pass"], row["op"], row["count"], row["bytes"]) == (
+        HOSTILE,
+        "forward",
+        "all_reduce",
+        2,
+        16,
+    )
     assert results["counted"].as_rows() == results["comms"].as_rows()
-    assert [row["phase"] for row in results["phases"].as_rows()] == [HOSTILE, f"{HOSTILE} > {HEBREW}"]
+    assert [row["phase"] for row in results["phases"].as_rows()] == [
+        HOSTILE,
+        f"{HOSTILE} > {HEBREW}",
+    ]
     assert [row["count"] for row in results["phases"].as_rows()] == [2, 2]
-    assert {row["name"]: row["shape"] for row in results["layout"].as_rows()}[f"{HEBREW}.weight"] == [1, 2]
+    assert {row["name"]: row["shape"] for row in results["layout"].as_rows()}[
+        f"{HEBREW}.weight"
+    ] == [1, 2]
     (rank,) = results["verdict"].as_rows()
-    assert (rank["rank"], rank["state"], rank["last_op"], rank["last_number"]) == (0, "finished", "all_reduce", 1)
+    assert (rank["rank"], rank["state"], rank["last_op"], rank["last_number"]) == (
+        0,
+        "finished",
+        "all_reduce",
+        1,
+    )
 
 
 def test_events_become_a_data_frame(tmp_path: Path) -> None:
-    """The events of all ranks, or of some, in the columns of the export; what is missing is missing."""
+    """The events of all ranks, or of some, in the columns of the export; what is missing is
+    missing."""
     make(Job(16, steps=6, records=512), tmp_path)
     run = torchwhere.read_run(tmp_path)
     frame = run.to_pandas()
@@ -238,11 +293,16 @@ def test_events_become_a_data_frame(tmp_path: Path) -> None:
     assert frame["rank"].tolist() == [event.place.rank for event in events]
     assert frame["record"].tolist() == [event.number for event in events]
     for name in ("kind", "module", "op", "group"):
-        found = [None if missing else value for value, missing in zip(frame[name], frame[name].isna(), strict=True)]
+        found = [
+            None if missing else value
+            for value, missing in zip(frame[name], frame[name].isna(), strict=True)
+        ]
         assert found == [event.to_dict().get(name) for event in events], name
     some = run.to_pandas(ranks=[1, 2], kinds=["collective"])
     assert set(some["rank"]) == {1, 2}
-    assert int(some["bytes"].sum()) == sum(row["bytes"] for row in run.comms(ranks=[1, 2]).as_rows())
+    assert int(some["bytes"].sum()) == sum(
+        row["bytes"] for row in run.comms(ranks=[1, 2]).as_rows()
+    )
     assert len(run.to_pandas(kinds=["exception"])) == 0
 
 
@@ -260,16 +320,25 @@ for made in (run.comms().to_pandas, run.to_pandas):
     except torchwhere.TorchwhereError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code, results["run"].folder], capture_output=True, text=True, timeout=60)
-    said = "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives the same without it"
+    done = subprocess.run(
+        [sys.executable, "-c", code, results["run"].folder],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    said = (
+        "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives"
+        " the same without it"
+    )
     assert done.stdout.splitlines() == ["1", said, said]
 
 
-# -- many ------------------------------------------------------------------------------------------------------------------
+# -- many ------------------------------------------------------------------------------------------
 
 
 def test_results_of_many_ranks_stay_small(tmp_path: Path) -> None:
-    """The run, the verdict and the comms of 256 ranks are a page that a notebook can bear; what is cut says so."""
+    """The run, the verdict and the comms of 256 ranks are a page that a notebook can bear; what is
+    cut says so."""
     make(Job(256, steps=2, records=64, fault="missing", victim=77), tmp_path)
     run, verdict = torchwhere.read_run(tmp_path), torchwhere.doctor(tmp_path)
     for result in (run, verdict, run.comms(), run.groups()):
@@ -284,7 +353,8 @@ def test_results_of_many_ranks_stay_small(tmp_path: Path) -> None:
 
 
 def test_a_long_table_is_cut() -> None:
-    """A table has at most so many rows, counts the others, and leaves out a column that nobody needs."""
+    """A table has at most so many rows, counts the others, and leaves out a column that nobody
+    needs."""
     columns = [Column("name"), Column("size", right=True), Column("aside", optional=True)]
     found = page.table(columns, ([f"row {at}", str(at), ""] for at in range(1234)))
     assert found.count("<tr>") == 201
@@ -292,7 +362,7 @@ def test_a_long_table_is_cut() -> None:
     assert "aside" not in found
 
 
-# -- reading from code -----------------------------------------------------------------------------------------------------
+# -- reading from code -----------------------------------------------------------------------------
 
 
 def test_doctor(results: dict[str, Any]) -> None:
@@ -300,7 +370,9 @@ def test_doctor(results: dict[str, Any]) -> None:
     verdict = torchwhere.doctor(results["run"].folder)
     assert isinstance(verdict, torchwhere.Verdict)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
-    with pytest.raises(torchwhere.TorchwhereError, match=r"^there is no folder nowhere\. Record one with: "):
+    with pytest.raises(
+        torchwhere.TorchwhereError, match=r"^there is no folder nowhere\. Record one with: "
+    ):
         torchwhere.doctor("nowhere")
 
 

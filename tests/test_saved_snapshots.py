@@ -1,4 +1,5 @@
-"""What a monitor has kept of a rank whose box is gone or cut: used where it is about this run, and no further than it goes."""
+"""What a monitor has kept of a rank whose box is gone or cut: used where it is about this run, and
+no further than it goes."""
 
 from __future__ import annotations
 
@@ -44,17 +45,26 @@ def damage(folder: Path, left: int | None) -> None:
 @pytest.mark.parametrize("fault", ["missing", "shape", "deadlock"])
 @pytest.mark.parametrize("left", [None, 0, 100, 30_000])
 def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | None) -> None:
-    """With the culprit's box gone or cut the verdict is the one with it, and what is missing is said."""
+    """With the culprit's box gone or cut the verdict is the one with it, and what is missing is
+    said."""
     whole = diagnose_folder(run_with_diary(tmp_path, fault=fault))
     damage(tmp_path, left)
     verdict = diagnose_folder(tmp_path)
-    assert (verdict.kind, verdict.culprits, verdict.collective) == (whole.kind, whole.culprits, whole.collective)
+    assert (verdict.kind, verdict.culprits, verdict.collective) == (
+        whole.kind,
+        whole.culprits,
+        whole.collective,
+    )
     assert verdict.ranks[VICTIM].place == whole.ranks[VICTIM].place
-    assert f"what rank {VICTIM} did is known from what was read of its box before" in verdict.missing_data
+    assert (
+        f"what rank {VICTIM} did is known from what was read of its box before"
+        in verdict.missing_data
+    )
 
 
 def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
-    """What was read before this run began is about another one, in the same folder and under the same name."""
+    """What was read before this run began is about another one, in the same folder and under the
+    same name."""
     run_with_diary(tmp_path, read_ns=WALL_NS - 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
@@ -63,13 +73,21 @@ def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
 
 
 def test_others_went_on(tmp_path: Path) -> None:
-    """What was read before the others did what they did last tells what a rank had done, and not that it did nothing since."""
+    """What was read before the others did what they did last tells what a rank had done, and not
+    that it did nothing since."""
     run_with_diary(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
     job_calls, said = fill_from_snapshots(run, heard(run))
-    assert (job_calls.past, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == ({VICTIM}, False, True)
-    assert said == [f"what rank {VICTIM} did is known from what was read of its box before, and not what it did after that"]
+    assert (job_calls.past, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == (
+        {VICTIM},
+        False,
+        True,
+    )
+    assert said == [
+        f"what rank {VICTIM} did is known from what was read of its box before, and not what it did"
+        " after that"
+    ]
     verdict = diagnose_folder(tmp_path)
     assert verdict.certainty != "exact"
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits
@@ -102,12 +120,15 @@ def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
 
 
 def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
-    """Whether its rank came to a collective shows where all its counts say the same, and else it does not."""
+    """Whether its rank came to a collective shows where all its counts say the same, and else it
+    does not."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, 30_000)
     for run, job_calls in (load_calls(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
         counts = job_calls.nameless[VICTIM]
-        key = next(key for key in job_calls.by_rank[0].counts if key.source == key.destination == -1)
+        key = next(
+            key for key in job_calls.by_rank[0].counts if key.source == key.destination == -1
+        )
         assert len(set(counts)) > 1
         assert job_calls.has_come(VICTIM, key, min(counts) - 1) is True
         assert job_calls.has_come(VICTIM, key, max(counts)) is False
@@ -150,7 +171,8 @@ def test_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_outlives_its_box(tmp_path: Path) -> None:
-    """A monitor goes on watching a process whose box is deleted: it is kept that it is there, and then that it is gone."""
+    """A monitor goes on watching a process whose box is deleted: it is kept that it is there, and
+    then that it is gone."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     run, monitor = read_run(tmp_path), Monitor(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -166,10 +188,14 @@ def test_a_process_outlives_its_box(tmp_path: Path) -> None:
             process.wait()
     assert monitor._look()
     gone = saved_statuses(tmp_path)[VICTIM]
-    assert (gone["alive"], gone["alive_ns"] == kept["alive_ns"], gone["gone_ns"] > kept["alive_ns"]) == (False, True, True)
+    assert (
+        gone["alive"],
+        gone["alive_ns"] == kept["alive_ns"],
+        gone["gone_ns"] > kept["alive_ns"],
+    ) == (False, True, True)
 
 
-# -- what a doctor keeps ---------------------------------------------------------------------------------------------------
+# -- what a doctor keeps ---------------------------------------------------------------------------
 
 
 def give_process(folder: Path, pid: int) -> None:
@@ -179,7 +205,10 @@ def give_process(folder: Path, pid: int) -> None:
         box, data = read_box(path), bytearray(path.read_bytes())
         assert box.geometry is not None
         moments = {name: box.meta[name] - ago_ns for name in ("started_ns", "clock_offset_ns")}
-        header = pack_header(box.geometry, json.dumps(box.meta | moments | {"pid": pid, "host": socket.gethostname()}).encode())
+        header = pack_header(
+            box.geometry,
+            json.dumps(box.meta | moments | {"pid": pid, "host": socket.gethostname()}).encode(),
+        )
         data[: 2 * len(header)] = 2 * header
         path.write_bytes(data)
 
@@ -189,8 +218,9 @@ def notes(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
-    """Asked while a job is there and something is wrong, it keeps what it saw: asked again when all is over and a box is gone,
-    it says the same. What was kept stays when a box is gone already, and of a job that is over nothing is kept."""
+    """Asked while a job is there and something is wrong, it keeps what it saw: asked again when all
+    is over and a box is gone, it says the same. What was kept stays when a box is gone already, and
+    of a job that is over nothing is kept."""
     make(Job(RANKS, steps=4, records=180, fault="shape", victim=VICTIM), tmp_path)
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
@@ -208,8 +238,14 @@ def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
     host = socket.gethostname()
     assert sorted(kept) == [f"doctor-{host}.json", f"doctor-{host}.snapshot"]
     after = diagnose_folder(tmp_path)
-    assert (after.kind, after.culprits, after.collective) == (live.kind, live.culprits, live.collective)
-    assert f"what rank {VICTIM} did is known from what was read of its box before" in " ".join(after.missing_data)
+    assert (after.kind, after.culprits, after.collective) == (
+        live.kind,
+        live.culprits,
+        live.collective,
+    )
+    assert f"what rank {VICTIM} did is known from what was read of its box before" in " ".join(
+        after.missing_data
+    )
     for name in kept:
         (tmp_path / name).unlink()
     assert diagnose_folder(tmp_path).culprits == ()
@@ -232,12 +268,17 @@ def test_a_job_that_is_well_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_death_that_somebody_saw(tmp_path: Path) -> None:
-    """A monitor's last look may be older than a doctor's, who found a process gone: it is, if it is the same one."""
+    """A monitor's last look may be older than a doctor's, who found a process gone: it is, if it is
+    the same one."""
     whose = {"pid": 7, "host": "a", "run": ["", 0]}
     seen = {"alive": True, "alive_ns": 5, "state": "R"}
     gone = {"alive": False, "alive_ns": None, "gone_ns": 9, "ended": "signal 9"}
-    (tmp_path / "monitor-a.json").write_text(json.dumps({"ranks": {"1": seen | whose, "2": seen | whose | {"pid": 8}}}))
-    (tmp_path / "doctor-a.json").write_text(json.dumps({"ranks": {"1": gone | whose, "2": gone | whose}}))
+    (tmp_path / "monitor-a.json").write_text(
+        json.dumps({"ranks": {"1": seen | whose, "2": seen | whose | {"pid": 8}}})
+    )
+    (tmp_path / "doctor-a.json").write_text(
+        json.dumps({"ranks": {"1": gone | whose, "2": gone | whose}})
+    )
     kept = saved_statuses(tmp_path)
     assert {name: kept[1][name] for name in ("alive", "alive_ns", "gone_ns", "ended", "pid")} == {
         "alive": False,

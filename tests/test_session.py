@@ -1,4 +1,5 @@
-"""A watch from start to end: nothing is left, nothing grows, and no error of ours reaches the job."""
+"""A watch from start to end: nothing is left, nothing grows, and no error of ours reaches the
+job."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def kinds(folder: Path) -> list[str]:
     return [event.kind for event in torchwhere.read_run(folder).events()]
 
 
-# -- lifetime --------------------------------------------------------------------------------------------------------------
+# -- lifetime --------------------------------------------------------------------------------------
 
 
 def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
@@ -66,7 +67,8 @@ def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
 
 
 def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A watch inside a watch joins it; the outer one ends it; another folder is said and not used."""
+    """A watch inside a watch joins it; the outer one ends it; another folder is said and not
+    used."""
     model = Model()
     with torchwhere.watch(out=tmp_path / "outer"):
         with torchwhere.watch(model, out=tmp_path / "inner"):
@@ -100,7 +102,8 @@ def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
 
 
 def test_stop_without_start_does_nothing() -> None:
-    """`stop`, `note`, `phase` and `step` without a watch are silent: they stay in training scripts."""
+    """`stop`, `note`, `phase` and `step` without a watch are silent: they stay in training
+    scripts."""
     torchwhere.stop()
     torchwhere.note("nobody listens", answer=42)
     torchwhere.step()
@@ -110,7 +113,8 @@ def test_stop_without_start_does_nothing() -> None:
 
 
 def test_hundred_rounds_leave_nothing(tmp_path: Path) -> None:
-    """After 100 start/stop rounds, some ended by exceptions, nothing is left and memory has grown by less than 1 MB."""
+    """After 100 start/stop rounds, some ended by exceptions, nothing is left and memory has grown
+    by less than 1 MB."""
     model = Model()
 
     def rounds(count: int) -> None:
@@ -138,7 +142,7 @@ def _memory_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGESIZE")
 
 
-# -- steps, notes, phases --------------------------------------------------------------------------------------------------
+# -- steps, notes, phases --------------------------------------------------------------------------
 
 
 def test_steps_set_by_the_user(tmp_path: Path) -> None:
@@ -166,12 +170,15 @@ def test_two_optimizers_make_one_step() -> None:
 
 
 def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
-    """A closure given to an optimizer (LBFGS, Lightning) has the pass that runs in it, not the optimizer's."""
+    """A closure given to an optimizer (LBFGS, Lightning) has the pass that runs in it, not the
+    optimizer's."""
     model = Model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     places = []
     model.head.register_forward_hook(lambda *_: places.append(torchwhere.where()))
-    model.head.weight.register_post_accumulate_grad_hook(lambda _: places.append(torchwhere.where()))
+    model.head.weight.register_post_accumulate_grad_hook(
+        lambda _: places.append(torchwhere.where())
+    )
 
     def closure() -> Any:
         places.append(torchwhere.where())
@@ -228,12 +235,16 @@ def test_notes_and_phases(tmp_path: Path) -> None:
 
 
 def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
-    """With module events on, each call of a module is an enter and an exit; a wrapper and what it wraps are one call."""
+    """With module events on, each call of a module is an enter and an exit; a wrapper and what it
+    wraps are one call."""
     model = torch.nn.parallel.DataParallel(Model(depth=1))
     with torchwhere.watch(model, out=tmp_path, module_events=True):
         model(batch())
     events = torchwhere.read_run(tmp_path).events(kinds={"module_enter", "module_exit"})
-    assert [(event.kind.removeprefix("module_"), event.place.module, event.place.call) for event in events] == [
+    assert [
+        (event.kind.removeprefix("module_"), event.place.module, event.place.call)
+        for event in events
+    ] == [
         ("enter", "", 0),
         ("enter", "layers.0", 0),
         ("enter", "layers.0.up", 0),
@@ -248,7 +259,8 @@ def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_exception_is_an_event(tmp_path: Path) -> None:
-    """An exception that leaves a module is recorded with its place, once, although it passes several modules."""
+    """An exception that leaves a module is recorded with its place, once, although it passes
+    several modules."""
 
     class Raises(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -260,14 +272,16 @@ def test_exception_is_an_event(tmp_path: Path) -> None:
     assert (event.place.module, event.fields["text"]) == ("0.1", "ValueError: deep inside")
 
 
-# -- our own errors --------------------------------------------------------------------------------------------------------
+# -- our own errors --------------------------------------------------------------------------------
 
 
 class Bug(Exception):
     """An error of ours, planted."""
 
 
-def _plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int, ...]) -> list[int]:
+def _plant(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int, ...]
+) -> list[int]:
     """Make a function of ours raise at its first, second and seventeenth call."""
     original, count = getattr(owner, name), [0]
 
@@ -309,9 +323,14 @@ def _busy(model: nn.Module) -> list[float]:
 
 @pytest.mark.parametrize("sense", SENSES)
 def test_our_own_errors_never_reach_the_job(
-    sense: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, one_rank: None
+    sense: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    one_rank: None,
 ) -> None:
-    """A sense that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once and switches itself off."""
+    """A sense that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once
+    and switches itself off."""
     path, name = SENSES[sense]
     module, _, class_name = path.rpartition(".")
     torch.manual_seed(0)
@@ -324,11 +343,15 @@ def test_our_own_errors_never_reach_the_job(
             with torchwhere.watch(out=tmp_path):
                 assert _busy(Model()) == expected
         assert count[0] >= 3
-        said = [record for record in caplog.records if f"the sense for {sense} failed" in record.getMessage()]
+        said = [
+            record
+            for record in caplog.records
+            if f"the sense for {sense} failed" in record.getMessage()
+        ]
         assert len(said) <= 1 if sense == "notes and phases" else len(said) == 1
 
 
-# -- processes and threads -------------------------------------------------------------------------------------------------
+# -- processes and threads -------------------------------------------------------------------------
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):
@@ -348,8 +371,11 @@ class Squares(torch.utils.data.Dataset[torch.Tensor]):
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_data_loader_workers_leave_the_box_alone(tmp_path: Path, start_method: str) -> None:
-    """Forked and spawned workers do not write into the parent's box; the parent goes on recording."""
-    loader = torch.utils.data.DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
+    """Forked and spawned workers do not write into the parent's box; the parent goes on
+    recording."""
+    loader = torch.utils.data.DataLoader(
+        Squares(), batch_size=2, num_workers=2, multiprocessing_context=start_method
+    )
     with torchwhere.watch(out=tmp_path, module_events=True):
         torchwhere.note("before")
         assert len(list(loader)) == 4
@@ -361,7 +387,8 @@ def test_data_loader_workers_leave_the_box_alone(tmp_path: Path, start_method: s
 
 
 def test_threads_lose_nothing(tmp_path: Path) -> None:
-    """Sixteen threads that note and call modules at once: every note is there, each with its own thread."""
+    """Sixteen threads that note and call modules at once: every note is there, each with its own
+    thread."""
     model = Model()
 
     def work(number: int) -> None:
@@ -375,14 +402,16 @@ def test_threads_lose_nothing(tmp_path: Path) -> None:
         [thread.join() for thread in threads]
     run = torchwhere.read_run(tmp_path)
     notes = list(run.events(kinds={"note"}))
-    assert sorted((e.fields["thread"], e.fields["index"]) for e in notes) == [(t, i) for t in range(16) for i in range(200)]
+    assert sorted((e.fields["thread"], e.fields["index"]) for e in notes) == [
+        (t, i) for t in range(16) for i in range(200)
+    ]
     assert all(event.place.thread == f"writer-{event.fields['thread']}" for event in notes)
     assert run.boxes[0].counts.torn == 0
 
 
 def test_watches_begin_and_end_while_threads_reduce(one_rank: None) -> None:
-    """Other threads are on their way to kernels that come and should go: no call fails, and the next watch that ends when they
-    are done takes them back."""
+    """Other threads are on their way to kernels that come and should go: no call fails, and the
+    next watch that ends when they are done takes them back."""
     failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
 
     def reduce() -> None:
@@ -450,20 +479,33 @@ def _ending(how: str) -> str:
 
 def _troubled(during: str) -> str:
     watched = "with torchwhere.watch(model, out=sys.argv[1], module_events=True):"
-    return textwrap.dedent(JOB) + f"\n{watched}\n    train()\n    {during}\n    train(50)\nprint('done')\n"
+    return (
+        textwrap.dedent(JOB)
+        + f"\n{watched}\n    train()\n    {during}\n    train(50)\nprint('done')\n"
+    )
 
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
-    """A process for each ending and each trouble, with its folder. All are begun at once: most of it is to import torch."""
-    programs = {how: _ending(how) for how in ENDINGS} | {errors: _troubled(during) for errors, during in TROUBLES.items()}
+    """A process for each ending and each trouble, with its folder. All are begun at once: most of
+    it is to import torch."""
+    programs = {how: _ending(how) for how in ENDINGS} | {
+        errors: _troubled(during) for errors, during in TROUBLES.items()
+    }
     started: dict[str, Ended] = {}
     for name, program in programs.items():
-        folder = Path("/proc/torchwhere-run") if name == "read-only" else tmp_path_factory.mktemp("ended") / "run"
+        folder = (
+            Path("/proc/torchwhere-run")
+            if name == "read-only"
+            else tmp_path_factory.mktemp("ended") / "run"
+        )
         if name == "not a folder":
             folder.write_text("a file")
         line = [sys.executable, "-c", program, str(folder)]
-        started[name] = folder, subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        started[name] = (
+            folder,
+            subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+        )
     yield started
     for _, job in started.values():
         with job:
@@ -472,7 +514,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
-    """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason is in the box."""
+    """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason
+    is in the box."""
     (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
     _, err = job.communicate(timeout=120)
     assert job.returncode == code, err
@@ -551,7 +594,8 @@ def test_steps_counted_by_the_user_begin_at_zero() -> None:
 
 
 def test_the_folder_it_works_in_is_gone(tmp_path: Path) -> None:
-    """A process whose working folder somebody has deleted is watched as any other; lines are then absolute."""
+    """A process whose working folder somebody has deleted is watched as any other; lines are then
+    absolute."""
     code = """
 import os, sys
 import torch, torchwhere
@@ -581,10 +625,13 @@ print(seen[0].module == "", os.path.isabs(seen[0].line.partition(":")[0]))
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")
-    assert [event.fields["text"] for event in torchwhere.read_run(tmp_path / "run").events(kinds={"note"})] == ["said"]
+    assert [
+        event.fields["text"]
+        for event in torchwhere.read_run(tmp_path / "run").events(kinds={"note"})
+    ] == ["said"]
 
 
-# -- others who do as we do ------------------------------------------------------------------------------------------------
+# -- others who do as we do ------------------------------------------------------------------------
 
 
 def _wrapped(function: Any) -> Any:
@@ -596,7 +643,8 @@ def _wrapped(function: Any) -> Any:
 
 @pytest.mark.parametrize("which", ["module calls", "backward"])
 def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
-    """They come while we watch and go later: what they put back does nothing, and the next watch takes it off."""
+    """They come while we watch and go later: what they put back does nothing, and the next watch
+    takes it off."""
     owners = (nn.Module,) if which == "module calls" else (torch.autograd, torch.autograd.graph)
     name = "__call__" if which == "module calls" else "_engine_run_backward"
     torchs = getattr(owners[0], name)
@@ -619,11 +667,14 @@ def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
             train(model, 1)
         assert getattr(owners[0], name) is torchs
     assert len(expected) == 2
-    assert {(place.pass_, place.module, place.call) for place in places} == {("backward", "head", 0)}
+    assert {(place.pass_, place.module, place.call) for place in places} == {
+        ("backward", "head", 0)
+    }
 
 
 def test_somebody_else_wraps_backward_between_two_watches() -> None:
-    """What another library has put there after our first watch is called, and is still there after the second."""
+    """What another library has put there after our first watch is called, and is still there after
+    the second."""
     with torchwhere.watch():
         train(Model(), 1)
     called = []
@@ -644,7 +695,8 @@ def test_somebody_else_wraps_backward_between_two_watches() -> None:
 
 
 def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A ScriptModule keeps its parameters in something that is no dict: the layout is taken, and nobody complains."""
+    """A ScriptModule keeps its parameters in something that is no dict: the layout is taken, and
+    nobody complains."""
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
     with torchwhere.watch(model, out=tmp_path):
         train(model)
@@ -653,7 +705,8 @@ def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_model_compiled_under_a_watch_and_used_after_it() -> None:
-    """It has taken our wrapper of `__call__` with it: that one does nothing, and adds no frame, break or recompile."""
+    """It has taken our wrapper of `__call__` with it: that one does nothing, and adds no frame,
+    break or recompile."""
     import contextlib
 
     import torch._dynamo as dynamo
@@ -667,7 +720,9 @@ def test_a_model_compiled_under_a_watch_and_used_after_it() -> None:
             models[0](batch())
         for model in models:
             model(batch())
-        return {key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")}
+        return {
+            key: dict(counters[key]) for key in ("stats", "frames", "graph_break", "recompiles")
+        }
 
     plain, watched = run(contextlib.nullcontext()), run(torchwhere.watch())
     dynamo.reset()

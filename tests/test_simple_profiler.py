@@ -1,4 +1,5 @@
-"""`SimpleProfiler`, the original and the drop-in: what a program sees of either is the same; what must be better is."""
+"""`SimpleProfiler`, the original and the drop-in: what a program sees of either is the same; what
+must be better is."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 both = pytest.mark.parametrize("module", [original, fsdp_debug], ids=["original", "drop-in"])
 
 
-# -- as the original ---------------------------------------------------------------------------------------------------------
+# -- as the original -------------------------------------------------------------------------------
 
 
 def test_types() -> None:
@@ -61,7 +62,8 @@ def test_types() -> None:
 
 @both
 def test_seconds_are_added_up(module: ModuleType, seconds: list[float]) -> None:
-    """Each block adds its seconds to its type, nested ones too, by enum or by name, also when an exception leaves it."""
+    """Each block adds its seconds to its type, nested ones too, by enum or by name, also when an
+    exception leaves it."""
     profiler = module.SimpleProfiler
     with profiler.profile(profiler.Type.ALL):
         for took in (1.0, 2.0):
@@ -83,9 +85,13 @@ def test_seconds_are_added_up(module: ModuleType, seconds: list[float]) -> None:
 
 @both
 def test_the_same_phase_twice_at_once(module: ModuleType) -> None:
-    """The same type inside itself is an AssertionError with the original's text, and the outer block goes on."""
+    """The same type inside itself is an AssertionError with the original's text, and the outer
+    block goes on."""
     profiler = module.SimpleProfiler
-    text = " is already being profiled. SimpleProfiler does not support profiling multiple instances at the same time. "
+    text = (
+        " is already being profiled. SimpleProfiler does not support profiling multiple instances"
+        " at the same time. "
+    )
     with profiler.profile(profiler.Type.D2H):
         for again, shown in ((profiler.Type.D2H, "Type.D2H"), ("D2H", "D2H")):
             with pytest.raises(AssertionError) as caught, profiler.profile(again):
@@ -121,7 +127,8 @@ def dumped(module: ModuleType, level: Any, caplog: pytest.LogCaptureFixture) -> 
 
 @both
 def test_dump(module: ModuleType, caplog: pytest.LogCaptureFixture, one_rank: None) -> None:
-    """A dump is logged under the original's logger at the debug level INFO alone, and always resets."""
+    """A dump is logged under the original's logger at the debug level INFO alone, and always
+    resets."""
     line = f"INFO {LOGGER} state_dict took defaultdict(<class 'float'>, {{<Type.ALL: 'all'>: 1.5}})"
     said = dumped(module, dist.DebugLevel.INFO, caplog)
     if module is original:  # its text is made from results that may have been reset by then
@@ -132,11 +139,12 @@ def test_dump(module: ModuleType, caplog: pytest.LogCaptureFixture, one_rank: No
     assert dumped(module, dist.DebugLevel.DETAIL, caplog) == []
 
 
-# -- better than the original --------------------------------------------------------------------------------------------------
+# -- better than the original ----------------------------------------------------------------------
 
 
 def test_dump_without_a_process_group(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a process group this is rank 0: the original raises, and keeps what it should have reset."""
+    """Without a process group this is rank 0: the original raises, and keeps what it should have
+    reset."""
     with pytest.raises(ValueError, match="process group"):
         dumped(original, dist.DebugLevel.INFO, caplog)
     assert len(dumped(fsdp_debug, dist.DebugLevel.INFO, caplog)) == 1
@@ -156,7 +164,8 @@ def test_reset_inside_a_block(seconds: list[float]) -> None:
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads may be in the same phase at once; the times of all of them are added, none is lost."""
+    """Several threads may be in the same phase at once; the times of all of them are added, none is
+    lost."""
     profiler, barrier, errors = fsdp_debug.SimpleProfiler, threading.Barrier(8), []
     clocks = threading.local()
 
@@ -189,11 +198,21 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_blocks_are_phases(tmp_path: Path) -> None:
-    """Under a watch each block is a phase in the black box, by the type's value, at the line of its `with`, nested."""
+    """Under a watch each block is a phase in the black box, by the type's value, at the line of its
+    `with`, nested."""
     profiler = fsdp_debug.SimpleProfiler
-    with torchwhere.watch(out=tmp_path), profiler.profile(profiler.Type.ALL), profiler.profile("mine"), profiler.profile(""):
+    with (
+        torchwhere.watch(out=tmp_path),
+        profiler.profile(profiler.Type.ALL),
+        profiler.profile("mine"),
+        profiler.profile(""),
+    ):
         pass
-    assert [row.path for row in torchwhere.phases(tmp_path)] == [("all",), ("all", "mine"), ("all", "mine", "<unnamed>")]
+    assert [row.path for row in torchwhere.phases(tmp_path)] == [
+        ("all",),
+        ("all", "mine"),
+        ("all", "mine", "<unnamed>"),
+    ]
     begin = next(torchwhere.read_run(tmp_path).events(kinds={"phase_begin"}))
     assert "test_simple_profiler.py:" in str(begin.place.line)
 
@@ -222,11 +241,13 @@ def test_only_rank_0_says_it(two_ranks: Pool) -> None:
     """A dump is logged by rank 0 alone; all ranks reset."""
     (said, left), (nothing, left_there) = two_ranks.run(_on_every_rank)
     assert len(said) == 1
-    assert said[0].startswith("gathered defaultdict(<class 'float'>, {<Type.ALLGATHER_OBJ: 'all_gather_object'>: ")
+    assert said[0].startswith(
+        "gathered defaultdict(<class 'float'>, {<Type.ALLGATHER_OBJ: 'all_gather_object'>: "
+    )
     assert (nothing, left, left_there) == ([], {}, {})
 
 
-# -- the page --------------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def _printed(program: str) -> str:
@@ -236,10 +257,16 @@ def _printed(program: str) -> str:
 
 
 def test_the_page_shows_both() -> None:
-    """The program in docs/migrating.md prints what stands below it, and with the original's import what stands there for it."""
+    """The program in docs/migrating.md prints what stands below it, and with the original's import
+    what stands there for it."""
     page = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
     section = page.partition("_debug_utils`: `SimpleProfiler`\n\n")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     ours, theirs = re.findall(r"```text\n(.*?)```", section, re.DOTALL)
     assert _printed(program) == ours
-    assert _printed(program.replace("torchwhere.drop_in.fsdp_debug", "torch.distributed.fsdp._debug_utils")) == theirs
+    assert (
+        _printed(
+            program.replace("torchwhere.drop_in.fsdp_debug", "torch.distributed.fsdp._debug_utils")
+        )
+        == theirs
+    )

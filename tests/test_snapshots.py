@@ -1,4 +1,5 @@
-"""Letters between monitors: all that a verdict needs comes through, and nothing that anybody may send does harm."""
+"""Letters between monitors: all that a verdict needs comes through, and nothing that anybody may
+send does harm."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.calls.rank_calls import RankCalls as Said  # pytest takes what is called Test
+
+# pytest takes what is called Test
+from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
@@ -59,7 +62,9 @@ def opened(data: bytes) -> HostSnapshot:
 
 def admitted(found: HostSnapshot) -> JobCalls:
     job_calls = JobCalls()
-    job_calls.admit(found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries})
+    job_calls.admit(
+        found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries}
+    )
     return job_calls
 
 
@@ -72,11 +77,12 @@ def spoken(said: Said) -> dict[Any, Any]:
     return found
 
 
-# -- there and back --------------------------------------------------------------------------------------------------------
+# -- there and back --------------------------------------------------------------------------------
 
 
 def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> None:
-    """Of every rank: its calls with place and fields, its counts, its last call, its place and pace, as its box says."""
+    """Of every rank: its calls with place and fields, its counts, its last call, its place and
+    pace, as its box says."""
     found = opened(encode_snapshot(snapshot))
     assert (found.host, found.statuses, found.answers) == ("b", snapshot.statuses, 7)
     assert (found.is_last, found.is_cut, found.ahead_ns) == (True, False, 0)
@@ -89,13 +95,20 @@ def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> N
         assert {told.shared_ids.group(key).name: count for key, count in told.counts.items()} == {
             alone.shared_ids.group(key).name: count for key, count in alone.counts.items()
         }
-        # The arrays count from elsewhere once they are cut; everything else of a statement is the same.
+        # The arrays count from elsewhere once they are cut; everything else of a statement is the
+        # same.
         own = {"label", "parts", "last", "pairs_at"}
-        assert {name: value for name, value in told.rank_summary._asdict().items() if name not in own} == {
+        assert {
+            name: value for name, value in told.rank_summary._asdict().items() if name not in own
+        } == {
             name: value for name, value in alone.rank_summary._asdict().items() if name not in own
         }
         assert told.label.path == Path(f"b:{box.path}")
-        assert (told.label.rank, told.label.run, told.label.counts) == (box.rank, box.run, box.counts)
+        assert (told.label.rank, told.label.run, told.label.counts) == (
+            box.rank,
+            box.run,
+            box.counts,
+        )
         assert (told.box, told.label.meta["told_by"]) == (None, "b")
 
 
@@ -113,28 +126,39 @@ def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
 
 def test_clocks(snapshot: HostSnapshot) -> None:
     """Times are given by the reader's clock: what a clock is ahead is taken off."""
-    before, after = opened(encode_snapshot(snapshot)), opened(encode_snapshot(replace(snapshot, ahead_ns=10**9)))
+    before, after = (
+        opened(encode_snapshot(snapshot)),
+        opened(encode_snapshot(replace(snapshot, ahead_ns=10**9))),
+    )
     one, other = (admitted(found).by_rank[8] for found in (before, after))
     key, calls = next(iter(one.calls.items()))
-    assert one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last) == 10**9
+    assert (
+        one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last)
+        == 10**9
+    )
     assert one.label.last_ns - other.label.last_ns == 10**9
     assert after.statuses[8].alive_ns == 4 * 10**9
 
 
 @pytest.mark.parametrize("calls", [1, 7, 64, 100])
 def test_cut(boxes: list[Box], calls: int) -> None:
-    """A cut snapshot has the newest calls of each rank, at least a few of every stream, whole counts, and says that it is cut."""
+    """A cut snapshot has the newest calls of each rank, at least a few of every stream, whole
+    counts, and says that it is cut."""
     batch, is_cut = transcribe(boxes, calls=calls)
     assert is_cut
     found = admitted(opened(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
         alone, told = JobCalls().hear(box.rank, box), found.by_rank[box.rank]
         whole, kept = spoken(alone), spoken(told)
-        newest = sorted((event.number for events in whole.values() for event in events), reverse=True)[:calls]
+        newest = sorted(
+            (event.number for events in whole.values() for event in events), reverse=True
+        )[:calls]
         for title, events in whole.items():
             assert kept[title] == events[len(events) - len(kept[title]) :]
             assert len(kept[title]) >= min(8, len(events))
-            assert {event.number for event in events} & set(newest) <= {event.number for event in kept[title]}
+            assert {event.number for event in events} & set(newest) <= {
+                event.number for event in kept[title]
+            }
         assert sorted(told.counts.values()) == sorted(alone.counts.values())
         assert told.last_collective == alone.last_collective
 
@@ -161,10 +185,13 @@ def test_no_boxes() -> None:
 def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
     """Members of a group are told as a few rows of numbers."""
     assert runs(ranks) == expected
-    assert tuple(first + step * index for first, count, step in expected for index in range(count)) == ranks
+    assert (
+        tuple(first + step * index for first, count, step in expected for index in range(count))
+        == ranks
+    )
 
 
-# -- from anybody ----------------------------------------------------------------------------------------------------------
+# -- from anybody ----------------------------------------------------------------------------------
 
 
 def sealed(head: Any, arrays: bytes = b"") -> bytes:
@@ -180,7 +207,9 @@ def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_damage_is_refused(snapshot: HostSnapshot, data: st.DataObject) -> None:
     """A snapshot that was cut, or with any byte changed, is refused: no rank is invented."""
     whole = encode_snapshot(snapshot)
@@ -193,9 +222,14 @@ def test_damage_is_refused(snapshot: HostSnapshot, data: st.DataObject) -> None:
 @given(st.binary(max_size=400))
 @settings(max_examples=200, deadline=None)
 def test_noise_is_refused(noise: bytes) -> None:
-    """Bytes of any kind, also where they are packed and sealed as a snapshot is, are refused with a reason."""
+    """Bytes of any kind, also where they are packed and sealed as a snapshot is, are refused with a
+    reason."""
     packed = zlib.compress(noise)
-    for data in (noise, SEAL.pack(b"TWLETTR1", len(packed), zlib.crc32(packed)) + packed, sealed(noise, noise)):
+    for data in (
+        noise,
+        SEAL.pack(b"TWLETTR1", len(packed), zlib.crc32(packed)) + packed,
+        sealed(noise, noise),
+    ):
         found = decode_snapshot(data)
         assert isinstance(found, InvalidSnapshot)
         assert found.reason
@@ -214,8 +248,16 @@ HOSTILE = st.one_of(
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path] * bool(path) + [found for name, each in inside for found in paths(each, (*path, name))]
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
+    return [path] * bool(path) + [
+        found for name, each in inside for found in paths(each, (*path, name))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -225,9 +267,14 @@ def head(snapshot: HostSnapshot) -> tuple[dict[str, Any], bytes, list[tuple[Any,
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_lies_do_no_harm(head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]]], data: st.DataObject) -> None:
-    """A snapshot whose seal is right and whose content is anything is refused, or fit for the doctor, who gives some verdict."""
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_lies_do_no_harm(
+    head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]]], data: st.DataObject
+) -> None:
+    """A snapshot whose seal is right and whose content is anything is refused, or fit for the
+    doctor, who gives some verdict."""
     found, arrays, everywhere = head
     changed = json.loads(json.dumps(found))
     for path in data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=2)):
@@ -242,10 +289,14 @@ def test_lies_do_no_harm(head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]
         arrays = bytes(data.draw(st.binary(min_size=1, max_size=8))) + arrays[8:]
     told = decode_snapshot(sealed(changed, arrays))
     if isinstance(told, HostSnapshot):
-        labels: dict[int, BoxSummary] = {said.label.rank: said.label for said in told.batch.rank_summaries}
+        labels: dict[int, BoxSummary] = {
+            said.label.rank: said.label for said in told.batch.rank_summaries
+        }
         run = RunSummary(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
         if labels:
-            assert diagnose(run, statuses=told.statuses, now_ns=10**18, job_calls=admitted(told)).kind
+            assert diagnose(
+                run, statuses=told.statuses, now_ns=10**18, job_calls=admitted(told)
+            ).kind
 
 
 def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[HostSnapshot], bytes]:
@@ -273,20 +324,54 @@ def bomb(_: HostSnapshot) -> bytes:
         (lambda snapshot: sealed(b"[" * 100_000), "not a snapshot: RecursionError"),
         (lambda snapshot: sealed({}), "not a snapshot: KeyError"),
         (changed_by(lambda head: head["ranks"].append(head["ranks"][0])), "a rank is in it twice"),
-        (changed_by(lambda head: head["groups"].append(["x", [[0, 1 << 30, 0]], "", None, None])), "its groups are too large"),
-        (changed_by(lambda head: head["statuses"].update({"99": {}})), "it has seen a rank of which it says nothing"),
-        (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(0, 999)), "a collective of no group"),
-        (changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(6, 10**9)), "calls that are not there"),
-        (changed_by(lambda head: head["ranks"][0].update(last=[0, -1, -1, 10**6])), "a last call that is not there"),
-        (changed_by(lambda head: head["ranks"][0].update(pairs_at=10**6)), "a call of which it does not say what it is"),
-        (changed_by(lambda head: head["signatures"].clear()), "a call of which it does not say what it is"),
-        (changed_by(lambda head: head["signatures"].insert(0, ["[]", 0])), "something in it is no collective"),
-        (changed_by(lambda head: head["arrays"][0].__setitem__(1, 3)), "something comes after its end"),
+        (
+            changed_by(
+                lambda head: head["groups"].append(["x", [[0, 1 << 30, 0]], "", None, None])
+            ),
+            "its groups are too large",
+        ),
+        (
+            changed_by(lambda head: head["statuses"].update({"99": {}})),
+            "it has seen a rank of which it says nothing",
+        ),
+        (
+            changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(0, 999)),
+            "a collective of no group",
+        ),
+        (
+            changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(6, 10**9)),
+            "calls that are not there",
+        ),
+        (
+            changed_by(lambda head: head["ranks"][0].update(last=[0, -1, -1, 10**6])),
+            "a last call that is not there",
+        ),
+        (
+            changed_by(lambda head: head["ranks"][0].update(pairs_at=10**6)),
+            "a call of which it does not say what it is",
+        ),
+        (
+            changed_by(lambda head: head["signatures"].clear()),
+            "a call of which it does not say what it is",
+        ),
+        (
+            changed_by(lambda head: head["signatures"].insert(0, ["[]", 0])),
+            "something in it is no collective",
+        ),
+        (
+            changed_by(lambda head: head["arrays"][0].__setitem__(1, 3)),
+            "something comes after its end",
+        ),
         (changed_by(lambda head: head.update(host="x" * 1000)), "a text that is none, or too long"),
-        (changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)), "a number that cannot be"),
+        (
+            changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)),
+            "a number that cannot be",
+        ),
     ],
 )
-def test_reasons(snapshot: HostSnapshot, made: Callable[[HostSnapshot], bytes], reason: str) -> None:
+def test_reasons(
+    snapshot: HostSnapshot, made: Callable[[HostSnapshot], bytes], reason: str
+) -> None:
     """What is wrong with a snapshot is said."""
     assert decode_snapshot(made(snapshot)) == InvalidSnapshot(reason)
 
@@ -294,7 +379,9 @@ def test_reasons(snapshot: HostSnapshot, made: Callable[[HostSnapshot], bytes], 
 def test_size(boxes: list[Box]) -> None:
     """A thousand collectives a rank, at times as irregular as can be, are a few KB a rank."""
     for box in boxes:
-        box.records["t_ns"] = np.sort(np.random.default_rng(box.rank).integers(0, 10**10, len(box.records)))
+        box.records["t_ns"] = np.sort(
+            np.random.default_rng(box.rank).integers(0, 10**10, len(box.records))
+        )
     data = encode_snapshot(HostSnapshot("b", transcribe(boxes)[0]))
     assert len(data) / len(boxes) < 6_000
     assert struct.calcsize("<8sII") == SEAL.size

@@ -1,4 +1,5 @@
-"""What Python stacks say: the user's line, whether a rank stands in its last collective, what holds it."""
+"""What Python stacks say: the user's line, whether a rank stands in its last collective, what holds
+it."""
 
 from __future__ import annotations
 
@@ -22,10 +23,22 @@ TRAIN = "/home/me/train.py"
 IMPORT = "<frozen importlib._bootstrap>:1176 in _find_and_load"
 
 
-def issued(api: str | None = "all_reduce", *, line: str = "train.py:9", thread: str = "MainThread", **fields: Any) -> Event:
+def issued(
+    api: str | None = "all_reduce",
+    *,
+    line: str = "train.py:9",
+    thread: str = "MainThread",
+    **fields: Any,
+) -> Event:
     """A collective as a testimony gives it."""
     place = Place(rank=0, step=3, pass_="outside", line=line, thread=thread)
-    return Event("collective", 7, 0, place, {"op": "all_reduce", "api": api, "backend": "gloo", "async": False} | fields)
+    return Event(
+        "collective",
+        7,
+        0,
+        place,
+        {"op": "all_reduce", "api": api, "backend": "gloo", "async": False} | fields,
+    )
 
 
 def seen(*frames: str, state: str = "S") -> ProcessStatus:
@@ -33,14 +46,26 @@ def seen(*frames: str, state: str = "S") -> ProcessStatus:
 
 
 STANDING = {
-    "in the function that issued it": (issued(), [f"{C10D}:3252 in all_reduce", f"{TRAIN}:9 in main"], True),
+    "in the function that issued it": (
+        issued(),
+        [f"{C10D}:3252 in all_reduce", f"{TRAIN}:9 in main"],
+        True,
+    ),
     "deep in a library that called it": (
         issued(),
-        [f"{C10D}:3252 in all_reduce", f"{LIB}/deepspeed/engine.py:88 in step", f"{TRAIN}:12 in main"],
+        [
+            f"{C10D}:3252 in all_reduce",
+            f"{LIB}/deepspeed/engine.py:88 in step",
+            f"{TRAIN}:12 in main",
+        ],
         True,
     ),
     "past it, on the same line": (issued(), [f"{TRAIN}:9 in main"], False),
-    "in another function of torch.distributed": (issued(), [f"{C10D}:5863 in new_group", f"{TRAIN}:9 in main"], False),
+    "in another function of torch.distributed": (
+        issued(),
+        [f"{C10D}:5863 in new_group", f"{TRAIN}:9 in main"],
+        False,
+    ),
     "in user code that torch.distributed called": (
         issued("batch_isend_irecv", **{"async": True}),
         [
@@ -66,13 +91,20 @@ STANDING = {
     ),
     "in a hook of that backward": (
         issued(None, **{"async": True}),
-        [f"{TRAIN}:30 in hook", f"{LIB}/torch/autograd/graph.py:869 in _engine_run_backward", f"{TRAIN}:9 in main"],
+        [
+            f"{TRAIN}:30 in hook",
+            f"{LIB}/torch/autograd/graph.py:869 in _engine_run_backward",
+            f"{TRAIN}:9 in main",
+        ],
         None,
     ),
     "where torch waits for what was issued before": (
         issued("all_gather_into_tensor", **{"async": True}),
         [
-            f"{LIB}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:310 in foreach_all_gather_copy_out",
+            (
+                f"{LIB}/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py:310 in"
+                " foreach_all_gather_copy_out"
+            ),
             f"{TRAIN}:9 in main",
         ],
         True,
@@ -82,7 +114,11 @@ STANDING = {
         [f"{TRAIN}:9 in main"],
         True,
     ),
-    "on a later line, which may be its wait": (issued("isend", **{"async": True}), [f"{TRAIN}:11 in main"], None),
+    "on a later line, which may be its wait": (
+        issued("isend", **{"async": True}),
+        [f"{TRAIN}:11 in main"],
+        None,
+    ),
     "issued by another thread": (issued(thread="Thread-1"), [f"{TRAIN}:11 in main"], None),
     "of a device that sleeps elsewhere": (issued(backend="nccl"), [f"{TRAIN}:11 in main"], None),
     "nothing was issued": (None, [f"{C10D}:3252 in all_reduce", f"{TRAIN}:9 in main"], False),
@@ -91,7 +127,8 @@ STANDING = {
 
 
 def test_stands_in() -> None:
-    """Only a stack that is in the call, or where it is waited for, counts; where it may be, nothing is said."""
+    """Only a stack that is in the call, or where it is waited for, counts; where it may be, nothing
+    is said."""
     found = {name: stands_in(call, seen(*stack)) for name, (call, stack, _) in STANDING.items()}
     assert found == {name: expected for name, (_, _, expected) in STANDING.items()}
 
@@ -107,7 +144,11 @@ HELD = {
         f"{LIB}/torch/utils/data/_utils/fetch.py:44 in fetch",
         f"{TRAIN}:9 in main",
     ],
-    "importing a module": [f"{LIB}/torch/_dynamo/variables/functions.py:102 in <module>", IMPORT, f"{TRAIN}:9 in main"],
+    "importing a module": [
+        f"{LIB}/torch/_dynamo/variables/functions.py:102 in <module>",
+        IMPORT,
+        f"{TRAIN}:9 in main",
+    ],
     "in compilation": [
         f"{LIB}/torch/_inductor/graph.py:9 in run",
         f"{LIB}/torch/_dynamo/convert_frame.py:1 in __call__",
@@ -123,7 +164,10 @@ HELD = {
         "/usr/lib/python3.11/multiprocessing/pool.py:768 in wait",
         f"{TRAIN}:9 in main",
     ],
-    "waiting for a lock or a thread": ["/usr/lib/python3.11/threading.py:1112 in join", f"{TRAIN}:9 in main"],
+    "waiting for a lock or a thread": [
+        "/usr/lib/python3.11/threading.py:1112 in join",
+        f"{TRAIN}:9 in main",
+    ],
     "waiting for a program it started": [
         "/usr/lib/python3.11/threading.py:320 in wait",
         "/usr/lib/python3.11/subprocess.py:1209 in communicate",
@@ -153,7 +197,10 @@ HELD = {
         f"{LIB}/torch/distributed/c10d_logger.py:97 in wrapper",
         f"{TRAIN}:9 in main",
     ],
-    "in torch.distributed, outside any collective that its group has seen": [f"{C10D}:12 in all_reduce", f"{TRAIN}:9 in main"],
+    "in torch.distributed, outside any collective that its group has seen": [
+        f"{C10D}:12 in all_reduce",
+        f"{TRAIN}:9 in main",
+    ],
     "sleeping: in a call that waits, or a lock": [
         f"{TRAIN}:9 in log",
         f"{LIB}/torch/_dynamo/eval_frame.py:1 in _fn",
@@ -166,7 +213,9 @@ def test_what_holds_a_rank(tmp_path: Path) -> None:
     """What the user's line called says it, not what has called the user."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
     rank_calls = heard(read_run(tmp_path)).by_rank[0]
-    elsewhere = replace(rank_calls, rank_summary=rank_calls.rank_summary._replace(in_collective_since_ns=None))
+    elsewhere = replace(
+        rank_calls, rank_summary=rank_calls.rank_summary._replace(in_collective_since_ns=None)
+    )
     assert [holding(elsewhere, seen(*stack)) for stack in HELD.values()] == list(HELD)
 
 
@@ -174,7 +223,11 @@ def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
     """What runs the finished code of a graph passes through the compilers' files."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
     rank_calls = heard(read_run(tmp_path)).by_rank[0]
-    stack = ("/tmp/torchinductor_me/ab/cab.py:40 in call", f"{LIB}/torch/_inductor/compile_fx.py:9 in run", f"{TRAIN}:9 in f")
+    stack = (
+        "/tmp/torchinductor_me/ab/cab.py:40 in call",
+        f"{LIB}/torch/_inductor/compile_fx.py:9 in run",
+        f"{TRAIN}:9 in f",
+    )
     assert (
         holding(rank_calls, seen(*stack, state="R"))
         == "running: an endless loop, a long computation, or C code that keeps the GIL"
@@ -185,8 +238,19 @@ def test_the_files_are_there() -> None:
     """The files of torch by which a compilation, or a build, is told are those of this torch."""
     home = Path(torch.__file__).parent
     dynamo = ("convert_frame", "symbolic_convert", "output_graph", "eval_frame")
-    inductor = ("compile_fx", "graph", "scheduler", "lowering", "codecache", "async_compile", "select_algorithm")
-    files = [*(home / f"_dynamo/{name}.py" for name in dynamo), *(home / f"_inductor/{name}.py" for name in inductor)]
+    inductor = (
+        "compile_fx",
+        "graph",
+        "scheduler",
+        "lowering",
+        "codecache",
+        "async_compile",
+        "select_algorithm",
+    )
+    files = [
+        *(home / f"_dynamo/{name}.py" for name in dynamo),
+        *(home / f"_inductor/{name}.py" for name in inductor),
+    ]
     files += [home / "utils/file_baton.py", home / "utils/cpp_extension.py"]
     assert [path.name for path in files if not path.exists()] == []
 
@@ -194,7 +258,9 @@ def test_the_files_are_there() -> None:
 USER_LINES = {
     (f"{C10D}:1 in wait", f"{TRAIN}:9 in main"): f"{TRAIN}:9",
     ("/home/me/torchwhere/examples/train.py:3 in main",): "/home/me/torchwhere/examples/train.py:3",
-    ("/home/me/src/torchwhere/examples/train.py:3 in main",): "/home/me/src/torchwhere/examples/train.py:3",
+    (
+        "/home/me/src/torchwhere/examples/train.py:3 in main",
+    ): "/home/me/src/torchwhere/examples/train.py:3",
     ("/home/me/torchwhere/src/torchwhere/launch.py:3 in run",): None,
     ("/tmp/torchinductor_me/ab/cab.py:40 in call", "<eval_with_key>.3:4 in forward"): None,
     ("no frame",): "no frame",
@@ -203,5 +269,6 @@ USER_LINES = {
 
 
 def test_user_line() -> None:
-    """Neither torch, nor what it has generated, nor torchwhere is the user's; a checkout of torchwhere is a folder like any."""
+    """Neither torch, nor what it has generated, nor torchwhere is the user's; a checkout of
+    torchwhere is a folder like any."""
     assert {stack: user_line(stack) for stack in USER_LINES} == USER_LINES

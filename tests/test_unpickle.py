@@ -21,13 +21,27 @@ from torchwhere.flight_recorder.dump import parse_dump
 from torchwhere.flight_recorder.unpickle import Caps, CutShortError, RefusedFileError, loads
 from torchwhere.flight_recorder.verdict import consult_dumps
 
-ATOMS = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | st.text()
-PLAIN = st.recursive(ATOMS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30)
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+)
+PLAIN = st.recursive(
+    ATOMS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30
+)
 
 DUMP: dict[str, Any] = {
     "version": "2.10",
     "pg_config": {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}},
-    "pg_status": {"0": {"last_enqueued_collective": 3, "last_started_collective": 3, "last_completed_collective": 2}},
+    "pg_status": {
+        "0": {
+            "last_enqueued_collective": 3,
+            "last_started_collective": 3,
+            "last_completed_collective": 2,
+        }
+    },
     "entries": [
         {
             "frames": [{"name": "step", "filename": "/home/user/train.py", "line": 9}],
@@ -51,12 +65,13 @@ DUMP: dict[str, Any] = {
 }
 
 
-# -- plain data ------------------------------------------------------------------------------------------------------------
+# -- plain data ------------------------------------------------------------------------------------
 
 
 @given(value=PLAIN, protocol=st.sampled_from([2, 3, 4, 5]))
 def test_plain_data_comes_back(value: Any, protocol: int) -> None:
-    """What Python's own pickle makes of plain data is read back as it was, of every protocol that a dump may have."""
+    """What Python's own pickle makes of plain data is read back as it was, of every protocol that a
+    dump may have."""
     assert loads(pickle.dumps(value, protocol)) == value
 
 
@@ -79,16 +94,20 @@ def test_caps_are_kept() -> None:
     """A cap that is reached refuses; one item less is read."""
     data = pickle.dumps([[], [], []], protocol=2)
     assert loads(data, caps=Caps(containers=4)) == [[], [], []]
-    with pytest.raises(RefusedFileError, match=r"^more than 3 lists, dicts and tuples, at byte \d+$"):
+    with pytest.raises(
+        RefusedFileError, match=r"^more than 3 lists, dicts and tuples, at byte \d+$"
+    ):
         loads(data, caps=Caps(containers=3))
     with pytest.raises(RefusedFileError, match=rf"^{len(data)} bytes; at most 10 are read$"):
         loads(data, caps=Caps(bytes=10))
 
 
-# -- hostile files ---------------------------------------------------------------------------------------------------------
+# -- hostile files ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("files", [EXECUTES, GREEDY, CROOKED], ids=["executes", "greedy", "crooked"])
+@pytest.mark.parametrize(
+    "files", [EXECUTES, GREEDY, CROOKED], ids=["executes", "greedy", "crooked"]
+)
 def test_hostile_files(files: dict[str, tuple[bytes, str]]) -> None:
     """Each of these files is refused, with its reason, within seconds."""
     for name, (data, reason) in files.items():
@@ -126,7 +145,11 @@ print(refused)
 def test_hostile_files_take_bounded_memory() -> None:
     """All of them are refused by a process that may use 400 MB more than it has."""
     done = subprocess.run(
-        [sys.executable, "-c", BOUNDED], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", BOUNDED],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert (done.stdout.strip(), done.stderr) == (str(len(HOSTILE)), "")
 
@@ -140,7 +163,8 @@ class _Planted:
 
 
 def test_planted_command_does_not_run(tmp_path: Path) -> None:
-    """A file that runs code in whoever unpickles it runs nothing here; the other ranks' dumps are read all the same."""
+    """A file that runs code in whoever unpickles it runs nothing here; the other ranks' dumps are
+    read all the same."""
     (tmp_path / "dumps").mkdir()
     planted = pickle.dumps({**DUMP, "entries": [_Planted(tmp_path / "ran")]}, protocol=2)
     (tmp_path / "dumps" / "trace_0").write_bytes(planted)
@@ -148,16 +172,20 @@ def test_planted_command_does_not_run(tmp_path: Path) -> None:
     verdict = consult_dumps(tmp_path / "dumps")
     assert not (tmp_path / "ran").exists()
     said = "\n".join(verdict.missing_data)
-    assert "trace_0: refused: it imports something, which no dump does and torchwhere never obeys, at byte" in said
+    assert (
+        "trace_0: refused: it imports something, which no dump does and torchwhere never obeys, at"
+        " byte" in said
+    )
     pickle.loads(planted)
     assert (tmp_path / "ran").exists()  # the file was a real one
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 def test_cut_at_every_byte() -> None:
-    """Of a dump that was cut anywhere, the entries that are whole are read, or it is refused; none is invented."""
+    """Of a dump that was cut anywhere, the entries that are whole are read, or it is refused; none
+    is invented."""
     for protocol in (2, 4):
         data = pickle.dumps(DUMP, protocol)
         whole = parse_dump(data, 0).entries
@@ -216,7 +244,8 @@ ODD = [
 
 
 def test_wrong_types_in_an_entry(tmp_path: Path) -> None:
-    """An entry with anything in a field is read or left out; the rest of the dump is read, and a verdict is given."""
+    """An entry with anything in a field is read or left out; the rest of the dump is read, and a
+    verdict is given."""
     first, *others = DUMP["entries"]
     for number, (field, value) in enumerate(itertools.product([*first, "torchwhere"], ODD)):
         folder = tmp_path / str(number)
@@ -243,6 +272,20 @@ def test_wrong_types_around_the_entries() -> None:
 
 def test_ranks_that_are_none() -> None:
     """A list of ranks is matched, never evaluated: what is no such list makes no group."""
-    for ranks in ("[0, 1", "[0, 1]; 2", "__import__('os')", "[0, 0]", "[-1]", "[9999999]", "0-3", [0, "1"], [True], 7, None):
+    for ranks in (
+        "[0, 1",
+        "[0, 1]; 2",
+        "__import__('os')",
+        "[0, 0]",
+        "[-1]",
+        "[9999999]",
+        "0-3",
+        [0, "1"],
+        [True],
+        7,
+        None,
+    ):
         config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
-        assert parse_dump(pickle.dumps({**DUMP, "pg_config": config}, protocol=2), 0).groups == {}, ranks
+        assert (
+            parse_dump(pickle.dumps({**DUMP, "pg_config": config}, protocol=2), 0).groups == {}
+        ), ranks

@@ -1,4 +1,5 @@
-"""`make upstream`: a made-up checkout is run plain, watched and on the drop-ins, and what differs is listed."""
+"""`make upstream`: a made-up checkout is run plain, watched and on the drop-ins, and what differs
+is listed."""
 
 from __future__ import annotations
 
@@ -64,10 +65,25 @@ def test_other_sitecustomize():
 """
 
 
-def run(checkout: Path, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT / "src"), *filter(None, [(env or {}).get("PYTHONPATH"), os.environ.get("PYTHONPATH")])])
+def run(
+    checkout: Path, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(
+        [
+            str(ROOT / "src"),
+            *filter(None, [(env or {}).get("PYTHONPATH"), os.environ.get("PYTHONPATH")]),
+        ]
+    )
     return subprocess.run(
-        [sys.executable, "-m", "upstream", str(checkout), *arguments, "--json", str(checkout / "found.json")],
+        [
+            sys.executable,
+            "-m",
+            "upstream",
+            str(checkout),
+            *arguments,
+            "--json",
+            str(checkout / "found.json"),
+        ],
         cwd=ROOT,
         env={**os.environ, **(env or {}), "PYTHONPATH": path},
         capture_output=True,
@@ -87,23 +103,32 @@ def found_in(checkout: Path) -> dict[str, Any]:
 
 
 def test_what_differs_is_listed(checkout: Path) -> None:
-    """Cases that pass in one way only, also in spawned processes; not those that fail always, nor flaky ones."""
+    """Cases that pass in one way only, also in spawned processes; not those that fail always, nor
+    flaky ones."""
     (checkout / "test" / "test_made_up.py").write_text(TESTS)
     (checkout / "own").mkdir()
     (checkout / "own" / "sitecustomize.py").write_text("import os\nos.environ['MARK'] = 'seen'\n")
-    done = run(checkout, "test_made_up.py", "--repeat", "1", env={"PYTHONPATH": str(checkout / "own")})
+    done = run(
+        checkout, "test_made_up.py", "--repeat", "1", env={"PYTHONPATH": str(checkout / "own")}
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     (file,) = found_in(checkout)["files"]
     case = "test_made_up.py::TestCases::test_"
-    assert {(one["case"], one["mode"], one["plain"], one["other"]) for one in file["differences"]} == {
+    assert {
+        (one["case"], one["mode"], one["plain"], one["other"]) for one in file["differences"]
+    } == {
         (f"{case}unpatched", "watched", "passed", "failed"),
         (f"{case}unpatched_in_a_child", "watched", "passed", "failed"),
         (f"{case}only_watched", "watched", "failed", "passed"),
         (f"{case}originals", "drop-ins", "passed", "failed"),
     }
-    assert [(one["case"], one["other"]) for one in file["flaky"]] == [(f"{case}flaky", "failed, passed")]
+    assert [(one["case"], one["other"]) for one in file["flaky"]] == [
+        (f"{case}flaky", "failed, passed")
+    ]
     assert file["runs"]["plain"]["cases"][f"{case}is_skipped"] == "skipped"
-    assert {run["cases"]["test_made_up.py::test_other_sitecustomize"] for run in file["runs"].values()} == {"passed"}
+    assert {
+        run["cases"]["test_made_up.py::test_other_sitecustomize"] for run in file["runs"].values()
+    } == {"passed"}
     row = r"^ +9 +6 +1 +4 +1 +\d+ s +\d+ s +\d+ s  test_made_up.py$"
     assert re.search(row, done.stdout, re.MULTILINE), done.stdout
     assert f"  {case}unpatched: passed plain, failed watched: AssertionError:" in done.stdout
@@ -112,16 +137,22 @@ def test_what_differs_is_listed(checkout: Path) -> None:
 def test_nothing_differs(checkout: Path) -> None:
     """Exit code 0; a file that the checkout does not have is named; `-k` and `--modes` choose."""
     (checkout / "test" / "test_made_up.py").write_text(TESTS)
-    done = run(checkout, "test_made_up.py", "gone.py", "-k", "passes or fails", "--modes", "watched")
+    done = run(
+        checkout, "test_made_up.py", "gone.py", "-k", "passes or fails", "--modes", "watched"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not in this checkout: gone.py\n" in done.stdout
     found = found_in(checkout)
     assert found["missing"] == ["gone.py"]
-    assert {mode: len(run["cases"]) for mode, run in found["files"][0]["runs"].items()} == {"plain": 2, "watched": 2}
+    assert {mode: len(run["cases"]) for mode, run in found["files"][0]["runs"].items()} == {
+        "plain": 2,
+        "watched": 2,
+    }
 
 
 def test_a_hang_is_a_difference(checkout: Path) -> None:
-    """A case that hangs watched is listed as not run; the cases before it have their outcomes; its processes are killed."""
+    """A case that hangs watched is listed as not run; the cases before it have their outcomes; its
+    processes are killed."""
     (checkout / "test" / "test_hangs.py").write_text(
         "import os, subprocess, sys\n"
         "def test_before(): pass\n"
@@ -134,8 +165,13 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
     done = run(checkout, "test_hangs.py", "--limit", "20", "--repeat", "0", "--modes", "watched")
     assert done.returncode == 1, done.stdout + done.stderr
     (file,) = found_in(checkout)["files"]
-    assert [(one["case"], one["other"]) for one in file["differences"]] == [("test_hangs.py::test_hangs", "not run")]
-    assert [(run["timed_out"], len(run["cases"])) for run in file["runs"].values()] == [(False, 2), (True, 1)]
+    assert [(one["case"], one["other"]) for one in file["differences"]] == [
+        ("test_hangs.py::test_hangs", "not run")
+    ]
+    assert [(run["timed_out"], len(run["cases"])) for run in file["runs"].values()] == [
+        (False, 2),
+        (True, 1),
+    ]
     child = int((checkout / "test" / "child").read_text())
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
@@ -144,19 +180,22 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
 def test_nothing_to_run(tmp_path: Path) -> None:
     """A folder without any of the files: exit code 2, and the folder is named."""
     done = run(tmp_path)
-    assert (done.returncode, done.stderr) == (2, f"upstream: no test file to run below {tmp_path}\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"upstream: no test file to run below {tmp_path}\n",
+    )
     assert done.stdout.count("not in this checkout: ") == len(files.DEFAULT)
 
 
 def test_reports(tmp_path: Path) -> None:
-    """A case with a failure and an error in teardown failed; a file that cannot be imported is a case; no report: no case."""
+    """A case with a failure and an error in teardown failed; a file that cannot be imported is a
+    case; no report: no case."""
     report = tmp_path / "report.xml"
     report.write_text(
-        "<testsuites><testsuite>"
-        '<testcase classname="a.test_b.Class" name="test_c"><failure message="first&#10;second"/></testcase>'
-        '<testcase classname="a.test_b.Class" name="test_c"/>'
-        '<testcase classname="" name="a.test_b"><error>no module</error></testcase>'
-        "</testsuite></testsuites>"
+        '<testsuites><testsuite><testcase classname="a.test_b.Class" name="test_c"><failure'
+        ' message="first&#10;second"/></testcase><testcase classname="a.test_b.Class"'
+        ' name="test_c"/><testcase classname="" name="a.test_b"><error>no'
+        " module</error></testcase></testsuite></testsuites>"
     )
     assert cases.read(report, "a/test_b.py") == {
         "a/test_b.py::Class::test_c": Outcome(FAILED, "first"),
@@ -166,11 +205,14 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_what_is_run_again() -> None:
-    """Differing cases are re-run in one process, and each alone where its time ran out; those that vary are flaky."""
+    """Differing cases are re-run in one process, and each alone where its time ran out; those that
+    vary are flaky."""
     asked: list[tuple[str, list[str]]] = []
 
     def ran(results: dict[str, str], *, timed_out: bool = False) -> FileRun:
-        return FileRun({name: Outcome(result) for name, result in results.items()}, 0.0, timed_out, 0, "")
+        return FileRun(
+            {name: Outcome(result) for name, result in results.items()}, 0.0, timed_out, 0, ""
+        )
 
     def rerun(mode: str, names: Any) -> FileRun:
         asked.append((mode, list(names)))
@@ -190,4 +232,8 @@ def test_what_is_run_again() -> None:
     assert [(one.case, one.other) for one in steady] == [("hangs", NOT_RUN), ("fails", FAILED)]
     assert [(one.case, one.other) for one in flaky] == [("varies", "failed, passed")]
     all_of_them = ["hangs", "fails", "varies"]
-    assert asked == [("plain", all_of_them), ("watched", all_of_them), *(("watched", [name]) for name in all_of_them)]
+    assert asked == [
+        ("plain", all_of_them),
+        ("watched", all_of_them),
+        *(("watched", [name]) for name in all_of_them),
+    ]

@@ -1,4 +1,5 @@
-"""Private names of torch: each is checked at the start; without one, its sense says what it cannot do and the rest works."""
+"""Private names of torch: each is checked at the start; without one, its sense says what it cannot
+do and the rest works."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def _import_lazy() -> None:
 def test_this_torch_has_every_name() -> None:
     """On a torch that is supported, no private name is missing."""
     _import_lazy()
-    assert {key: name.path for key, name in _torch.NAMES.items() if _torch.private(key) is None} == {}
+    assert {
+        key: name.path for key, name in _torch.NAMES.items() if _torch.private(key) is None
+    } == {}
 
 
 @pytest.fixture
@@ -38,7 +41,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
     def lacking(key: str) -> None:
         path = _torch.NAMES[key].path
         _torch._eager.cache_clear()
-        monkeypatch.setattr(_torch, "resolve", lambda p, lazy=False: None if p == path else whole(p, lazy=lazy))
+        monkeypatch.setattr(
+            _torch, "resolve", lambda p, lazy=False: None if p == path else whole(p, lazy=lazy)
+        )
 
     yield lacking
     monkeypatch.undo()
@@ -49,7 +54,8 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_a_name_the_rest_works(
     key: str, without: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, one_rank: None
 ) -> None:
-    """Training goes on bit by bit the same; what is lost is said once, in words; nothing else fails."""
+    """Training goes on bit by bit the same; what is lost is said once, in words; nothing else
+    fails."""
 
     def train() -> list[float]:
         torch.manual_seed(0)
@@ -76,4 +82,6 @@ def test_without_a_name_the_rest_works(
     assert said == [f"torchwhere: this torch has no {name.path}: {name.without}"]
     assert place.pass_ == "outside"
     collectives = list(torchwhere.read_run(tmp_path).events(kinds={"collective"}))
-    assert len(collectives) == (0 if key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group") else 3)
+    assert len(collectives) == (
+        0 if key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group") else 3
+    )

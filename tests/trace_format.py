@@ -17,7 +17,13 @@ KEYS = {
     "t": {"name", "cat", "ph", "id", "ts", "pid", "tid"},
     "f": {"name", "cat", "ph", "id", "ts", "pid", "tid", "bp"},
 }
-METADATA = {"process_name", "process_labels", "process_sort_index", "thread_name", "thread_sort_index"}
+METADATA = {
+    "process_name",
+    "process_labels",
+    "process_sort_index",
+    "thread_name",
+    "thread_sort_index",
+}
 Event = dict[str, Any]
 
 
@@ -68,12 +74,17 @@ def ns(us: float) -> int:
 
 
 def _check_nesting(slices: list[Event]) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Slices of a track lie inside each other or beside each other, in the order of the file; gives their times."""
+    """Slices of a track lie inside each other or beside each other, in the order of the file; gives
+    their times."""
     tracks: defaultdict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
     open_: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     last: defaultdict[tuple[int, int], int] = defaultdict(int)
     for event in slices:
-        track, begin, end = (event["pid"], event["tid"]), ns(event["ts"]), ns(event["ts"]) + ns(event["dur"])
+        track, begin, end = (
+            (event["pid"], event["tid"]),
+            ns(event["ts"]),
+            ns(event["ts"]) + ns(event["dur"]),
+        )
         assert begin >= last[track], f"not in order: {event}"
         last[track] = begin
         while open_[track] and open_[track][-1] <= begin:
@@ -85,13 +96,17 @@ def _check_nesting(slices: list[Event]) -> dict[tuple[int, int], list[tuple[int,
 
 
 def _check_arrows(flows: list[Event], tracks: dict[tuple[int, int], list[tuple[int, int]]]) -> None:
-    """An arrow has one beginning and one end, goes forward in time, and each of its points is on a slice."""
+    """An arrow has one beginning and one end, goes forward in time, and each of its points is on a
+    slice."""
     by_id: defaultdict[int, list[Event]] = defaultdict(list)
     for event in flows:
         by_id[event["id"]].append(event)
         at = ns(event["ts"])
-        assert any(begin <= at <= end for begin, end in tracks[event["pid"], event["tid"]]), f"on no slice: {event}"
+        assert any(begin <= at <= end for begin, end in tracks[event["pid"], event["tid"]]), (
+            f"on no slice: {event}"
+        )
     for points in by_id.values():
-        ordered = sorted(points, key=lambda event: ns(event["ts"]))  # as readers do: of equal times the file decides
+        # as readers do: of equal times the file decides
+        ordered = sorted(points, key=lambda event: ns(event["ts"]))
         assert [event["ph"] for event in ordered] == ["s", *["t"] * (len(points) - 2), "f"], ordered
         assert len({event["pid"] for event in points}) == len(points)

@@ -1,6 +1,8 @@
-"""Finds what the installed packages take from a module: names they import from it, and private members of its classes.
+"""Finds what the installed packages take from a module: names they import from it, and private
+members of its classes.
 
-Reads their source with `ast`, so that the answer is that of the torch that is installed, whatever its version.
+Reads their source with `ast`, so that the answer is that of the torch that is installed, whatever
+its version.
 """
 
 from __future__ import annotations
@@ -45,12 +47,20 @@ def sources(package: str) -> tuple[Source, ...]:
 
 @functools.cache
 def trees(package: str, original: str) -> tuple[tuple[Source, ast.Module], ...]:
-    """Return the files of a package that may import a module, parsed. Parsing all of torch takes half a minute."""
+    """Return the files of a package that may import a module, parsed. Parsing all of torch takes
+    half a minute."""
     last = original.rpartition(".")[2].encode()
     mentions = re.compile(
-        rb"(?m)^\s*(?:from|import)\b.*\b" + last + rb"\b|import\s*\([^)]*\b" + last + rb"\b|" + re.escape(original).encode()
+        rb"(?m)^\s*(?:from|import)\b.*\b"
+        + last
+        + rb"\b|import\s*\([^)]*\b"
+        + last
+        + rb"\b|"
+        + re.escape(original).encode()
     )
-    likely = (source for source in sources(package) if last in source.text and source.module != original)
+    likely = (
+        source for source in sources(package) if last in source.text and source.module != original
+    )
     found = (source for source in likely if mentions.search(source.text))
     return tuple((source, ast.parse(source.text)) for source in found)
 
@@ -70,7 +80,9 @@ def aliases(source: Source, tree: ast.Module, original: str) -> set[str]:
     found = {original}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname for alias in node.names if alias.name == original and alias.asname}
+            found |= {
+                alias.asname for alias in node.names if alias.name == original and alias.asname
+            }
         elif isinstance(node, ast.ImportFrom) and imported_from(source, node) == parent:
             found |= {alias.asname or alias.name for alias in node.names if alias.name == last}
     return found
@@ -90,7 +102,8 @@ def used(package: str, original: str) -> set[str]:
 
 
 def members_used(package: str, original: str) -> set[str]:
-    """Return the attributes of other objects that the importers of a module read: some are members of its classes.
+    """Return the attributes of other objects that the importers of a module read: some are members
+    of its classes.
 
     What a class reads of `self` is left out: there it is the class's own. `super().name` counts.
     """
@@ -99,7 +112,9 @@ def members_used(package: str, original: str) -> set[str]:
         froms = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
         if any(imported_from(source, node) == original for node in froms):
             attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-            names |= {node.attr for node in attributes if ast.unparse(node.value) not in ("self", "cls")}
+            names |= {
+                node.attr for node in attributes if ast.unparse(node.value) not in ("self", "cls")
+            }
     return names
 
 
@@ -110,13 +125,22 @@ def parsed(module: str) -> ast.Module:
 
 
 def members(original: str, cls: str) -> set[str]:
-    """Return what a class of a module defines: methods, class attributes, and what its methods set on `self`."""
-    (found,) = (node for node in parsed(original).body if isinstance(node, ast.ClassDef) and node.name == cls)
+    """Return what a class of a module defines: methods, class attributes, and what its methods set
+    on `self`."""
+    (found,) = (
+        node
+        for node in parsed(original).body
+        if isinstance(node, ast.ClassDef) and node.name == cls
+    )
     names: set[str] = set()
     for node in found.body:
         names |= {node.name} if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else set()
     for node in ast.walk(found):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and ast.unparse(node.value) == "self"
+        ):
             names.add(node.attr)
     targets = (target for node in found.body for target in assigned(node))
     return names | set(targets)
@@ -131,7 +155,8 @@ def assigned(node: ast.stmt) -> set[str]:
 
 
 def defined(original: str) -> set[str]:
-    """Return the public names of a module: `__all__`, or what its file defines at the top without an underscore."""
+    """Return the public names of a module: `__all__`, or what its file defines at the top without
+    an underscore."""
     names: set[str] = set()
     for node in parsed(original).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

@@ -1,1 +1,2 @@
-"""Runs PyTorch's own tests three times: plain, watched and on the drop-ins, and lists the cases that differ."""
+"""Runs PyTorch's own tests three times: plain, watched and on the drop-ins, and lists the cases
+that differ."""

@@ -1,4 +1,5 @@
-"""`python -m upstream CHECKOUT [FILE ...]`: PyTorch's tests plain, watched and on the drop-ins, and what differs.
+"""`python -m upstream CHECKOUT [FILE ...]`: PyTorch's tests plain, watched and on the drop-ins, and
+what differs.
 
 Exit code 0 if nothing differs, 1 if a case does, 2 if there is nothing to run.
 """
@@ -55,18 +56,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"upstream: no test file to run below {checkout.tests}", file=sys.stderr)
         return 2
     modes = [PLAIN, *options.modes]
-    print(f"{'cases':>6} {'passed':>7} {'skipped':>8} {'differs':>8} {'flaky':>6} " + " ".join(f"{mode:>8}" for mode in modes))
+    print(
+        f"{'cases':>6} {'passed':>7} {'skipped':>8} {'differs':>8} {'flaky':>6} "
+        + " ".join(f"{mode:>8}" for mode in modes)
+    )
     results = []
     for result in _results(checkout, present, modes, options.repeat):
         results.append(result)
         print(result.row(), flush=True)
-        _write(options.json, results, missing)  # after each file: a run takes hours and may be stopped
+        # after each file: a run takes hours and may be stopped
+        _write(options.json, results, missing)
     _print_differences(results)
     print(f"\nwritten to {options.json}")
     return 1 if any(result.steady for result in results) else 0
 
 
-def _results(checkout: Checkout, files: Sequence[TestFile], modes: Sequence[str], repeat: int) -> Iterator[FileResult]:
+def _results(
+    checkout: Checkout, files: Sequence[TestFile], modes: Sequence[str], repeat: int
+) -> Iterator[FileResult]:
     for file in files:
 
         def rerun(mode: str, cases: Sequence[str], path: str = file.path) -> FileRun:
@@ -85,7 +92,10 @@ def _results(checkout: Checkout, files: Sequence[TestFile], modes: Sequence[str]
 def _print_differences(results: Sequence[FileResult]) -> None:
     for title, found in (
         ("cases that differ", [one for result in results for one in result.steady]),
-        ("flaky cases, which differ in some runs only", [one for result in results for one in result.flaky]),
+        (
+            "flaky cases, which differ in some runs only",
+            [one for result in results for one in result.flaky],
+        ),
     ):
         print(f"\n{title}: {len(found)}")
         for difference in found:
@@ -98,8 +108,13 @@ def _time(run: FileRun) -> str:
 
 def _run_dict(run: FileRun) -> dict[str, object]:
     how = {"seconds": round(run.seconds, 1), "timed_out": run.timed_out, "exit_code": run.exit_code}
-    tail = {} if run.outcomes else {"tail": run.tail}  # without a report, the end of the output is all there is
-    return {**how, **tail, "cases": {case: outcome.result for case, outcome in run.outcomes.items()}}
+    # without a report, the end of the output is all there is
+    tail = {} if run.outcomes else {"tail": run.tail}
+    return {
+        **how,
+        **tail,
+        "cases": {case: outcome.result for case, outcome in run.outcomes.items()},
+    }
 
 
 def _write(path: Path, results: Sequence[FileResult], missing: Sequence[str]) -> None:
@@ -110,16 +125,40 @@ def _write(path: Path, results: Sequence[FileResult], missing: Sequence[str]) ->
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m upstream", description=__doc__)
-    parser.add_argument("checkout", type=Path, help="a checkout of PyTorch, of the release that is installed")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="below test/ (default: those of upstream/files.py)")
+    parser.add_argument(
+        "checkout", type=Path, help="a checkout of PyTorch, of the release that is installed"
+    )
+    parser.add_argument(
+        "files", nargs="*", metavar="FILE", help="below test/ (default: those of upstream/files.py)"
+    )
     parser.add_argument("--keyword", "-k", default="", help="pytest's -k, for the files given")
     parser.add_argument(
-        "--modes", nargs="+", choices=MODES[1:], default=MODES[1:], help="besides the plain run (default: both)"
+        "--modes",
+        nargs="+",
+        choices=MODES[1:],
+        default=MODES[1:],
+        help="besides the plain run (default: both)",
     )
-    parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for one run of a file (default: 900)")
-    parser.add_argument("--repeat", type=int, default=2, metavar="N", help="re-runs of a differing case (default: 2)")
     parser.add_argument(
-        "--json", type=Path, default=Path("run/upstream.json"), metavar="PATH", help="default: run/upstream.json"
+        "--limit",
+        type=float,
+        default=900,
+        metavar="S",
+        help="seconds for one run of a file (default: 900)",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=2,
+        metavar="N",
+        help="re-runs of a differing case (default: 2)",
+    )
+    parser.add_argument(
+        "--json",
+        type=Path,
+        default=Path("run/upstream.json"),
+        metavar="PATH",
+        help="default: run/upstream.json",
     )
     return parser.parse_args(arguments)
 

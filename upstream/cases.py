@@ -18,7 +18,8 @@ class Outcome:
 
 
 def read(report: Path, file: str) -> dict[str, Outcome]:
-    """Return the outcome of every case by its pytest id. Empty if pytest wrote no report: it crashed or was killed.
+    """Return the outcome of every case by its pytest id. Empty if pytest wrote no report: it
+    crashed or was killed.
 
     A case that fails and then has an error in its teardown is in the report twice; it failed.
     """

@@ -13,7 +13,8 @@ Rerun = Callable[[str, Sequence[str]], FileRun]  # of a mode and some cases
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A case that passes in one mode and not in the other: in the first run, and in every one after it."""
+    """A case that passes in one mode and not in the other: in the first run, and in every one after
+    it."""
 
     case: str
     mode: str
@@ -22,7 +23,10 @@ class Difference:
     message: str
 
     def __str__(self) -> str:
-        return f"{self.case}: {self.plain} {PLAIN}, {self.other} {self.mode}" + f": {self.message}" * bool(self.message)
+        return (
+            f"{self.case}: {self.plain} {PLAIN}, {self.other} {self.mode}"
+            + f": {self.message}" * bool(self.message)
+        )
 
 
 def candidates(plain: Mapping[str, Outcome], other: Mapping[str, Outcome]) -> list[str]:
@@ -34,14 +38,16 @@ def candidates(plain: Mapping[str, Outcome], other: Mapping[str, Outcome]) -> li
     return [
         case
         for case in dict.fromkeys([*plain, *other])
-        if (plain.get(case, nothing).result == PASSED) != (other.get(case, nothing).result == PASSED)
+        if (plain.get(case, nothing).result == PASSED)
+        != (other.get(case, nothing).result == PASSED)
     ]
 
 
 def confirmed(
     first: Mapping[str, FileRun], mode: str, *, rerun: Rerun, repeat: int
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the cases that differ between the plain run and a mode, and those that do so only sometimes."""
+    """Return the cases that differ between the plain run and a mode, and those that do so only
+    sometimes."""
     found = candidates(first[PLAIN].outcomes, first[mode].outcomes)
     runs = {way: [first[way].outcomes] for way in (PLAIN, mode)}
     for _ in range(repeat if found else 0):
@@ -56,7 +62,8 @@ def confirmed(
 
 
 def _again(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dict[str, Outcome]:
-    """Run cases once more, in one process; those that it did not get to in its time, each in a process of its own."""
+    """Run cases once more, in one process; those that it did not get to in its time, each in a
+    process of its own."""
     together = run(cases)
     outcomes = dict(together.outcomes)
     for case in cases:
@@ -65,13 +72,18 @@ def _again(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dic
     return outcomes
 
 
-def _is_steady(case: str, plain: Sequence[Mapping[str, Outcome]], other: Sequence[Mapping[str, Outcome]]) -> bool:
+def _is_steady(
+    case: str, plain: Sequence[Mapping[str, Outcome]], other: Sequence[Mapping[str, Outcome]]
+) -> bool:
     fast_path = [[_get(run, case).result == PASSED for run in runs] for runs in (plain, other)]
     return all(len(set(each)) == 1 for each in fast_path)
 
 
 def _difference(
-    case: str, mode: str, plain: Sequence[Mapping[str, Outcome]], other: Sequence[Mapping[str, Outcome]]
+    case: str,
+    mode: str,
+    plain: Sequence[Mapping[str, Outcome]],
+    other: Sequence[Mapping[str, Outcome]],
 ) -> Difference:
     failed = [_get(run, case) for run in (*plain, *other) if _get(run, case).result == FAILED]
     message = failed[0].message if failed else ""

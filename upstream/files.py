@@ -1,6 +1,7 @@
 """The test files of PyTorch that are run by default, each with the cases to choose by keyword.
 
-They exercise what torchwhere hooks or replaces, and run on a CPU with gloo. Cases that need a GPU skip themselves.
+They exercise what torchwhere hooks or replaces, and run on a CPU with gloo. Cases that need a GPU
+skip themselves.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ DEFAULT = (
     # collectives, DDP, FSDP, DTensor, pipelining, checkpoints
     TestFile("distributed/test_c10d_common.py"),
     TestFile("distributed/test_c10d_functional_native.py"),
-    TestFile("distributed/test_c10d_gloo.py", "allreduce or broadcast or allgather or ddp or barrier"),
+    TestFile(
+        "distributed/test_c10d_gloo.py", "allreduce or broadcast or allgather or ddp or barrier"
+    ),
     TestFile("distributed/test_functional_api.py"),
     TestFile("distributed/test_device_mesh.py"),
     TestFile("distributed/_composable/test_replicate.py"),

@@ -1,4 +1,5 @@
-"""Runs a test file of a PyTorch checkout with pytest, in a process group of its own, in one of three modes."""
+"""Runs a test file of a PyTorch checkout with pytest, in a process group of its own, in one of
+three modes."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from upstream.cases import Outcome
 
 PLAIN = "plain"
 MODES = (PLAIN, startup.WATCHED, startup.DROP_INS)
-# Without PyTorch's conftest.py, which is for its CI, and without pytest's log handlers, which tests of torch's logging count.
+# Without PyTorch's conftest.py, which is for its CI, and without pytest's log handlers, which tests
+# of torch's logging count.
 _PYTEST = ("-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "no:logging")
 _GRACE_S = 20  # from SIGINT, on which pytest writes its report, to SIGKILL
 
@@ -36,7 +38,8 @@ class FileRun:
 
 
 class Checkout:
-    """The tests of a PyTorch checkout, given by the path of the checkout or of its `test` folder."""
+    """The tests of a PyTorch checkout, given by the path of the checkout or of its `test`
+    folder."""
 
     def __init__(self, path: Path, *, limit_s: float) -> None:
         self.tests = path / "test" if (path / "test").is_dir() else path
@@ -49,7 +52,14 @@ class Checkout:
         """Run a file, or `only` some of its cases, until it ends or has used up its time."""
         with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
             report, output = Path(folder, "report.xml"), Path(folder, "output.txt")
-            command = [sys.executable, "-m", "pytest", *_PYTEST, f"--junitxml={report}", f"--rootdir={self.tests}"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                *_PYTEST,
+                f"--junitxml={report}",
+                f"--rootdir={self.tests}",
+            ]
             command += only or [file]
             command += ["-k", keyword] if keyword else []
             with output.open("wb") as out:
@@ -70,13 +80,17 @@ class Checkout:
 
 
 def environment(mode: str, folder: Path) -> dict[str, str]:
-    """Return the environment of a run. Its folder holds our `sitecustomize.py`, which spawned processes find too."""
+    """Return the environment of a run. Its folder holds our `sitecustomize.py`, which spawned
+    processes find too."""
     variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables.pop("PYTEST_ADDOPTS", None)
     if mode != PLAIN:
         shutil.copy(startup.__file__, folder / "sitecustomize.py")
         inherited = [variables["PYTHONPATH"]] if variables.get("PYTHONPATH") else []
-        variables |= {startup.VARIABLE: mode, "PYTHONPATH": os.pathsep.join([str(folder), *inherited])}
+        variables |= {
+            startup.VARIABLE: mode,
+            "PYTHONPATH": os.pathsep.join([str(folder), *inherited]),
+        }
     return variables
 
 

@@ -1,8 +1,9 @@
-"""Runs in every Python process of a test run: `processes.py` copies this file to a folder on PYTHONPATH as `sitecustomize.py`.
+"""Runs in every Python process of a test run: `processes.py` copies this file to a folder on
+PYTHONPATH as `sitecustomize.py`.
 
-It waits until the process has imported torch, and then starts a watch or puts the drop-ins in place of their originals, as
-the variable TORCHWHERE_UPSTREAM says. A process that never imports torch is left alone. This file imports nothing of the
-repository at the top: it must work as a copy.
+It waits until the process has imported torch, and then starts a watch or puts the drop-ins in place
+of their originals, as the variable TORCHWHERE_UPSTREAM says. A process that never imports torch is
+left alone. This file imports nothing of the repository at the top: it must work as a copy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -63,13 +66,21 @@ def watch() -> None:
 
 
 def swap() -> None:
-    """Put every drop-in in place of its original: in `sys.modules`, in the package, and where a name of it was imported."""
+    """Put every drop-in in place of its original: in `sys.modules`, in the package, and where a
+    name of it was imported."""
     replaced: dict[int, object] = {}
     for original_name, drop_in_name in SWAPPED.items():
-        original, drop_in = importlib.import_module(original_name), importlib.import_module(drop_in_name)
+        original, drop_in = (
+            importlib.import_module(original_name),
+            importlib.import_module(drop_in_name),
+        )
         for name, value in list(vars(original).items()):
             is_own = getattr(value, "__module__", "").startswith(original_name.rpartition(".")[0])
-            if is_own and (inspect.isclass(value) or inspect.isfunction(value)) and hasattr(drop_in, name):
+            if (
+                is_own
+                and (inspect.isclass(value) or inspect.isfunction(value))
+                and hasattr(drop_in, name)
+            ):
                 replaced[id(value)] = getattr(drop_in, name)
         parent, _, last = original_name.rpartition(".")
         setattr(sys.modules[parent], last, drop_in)
@@ -83,7 +94,9 @@ def swap() -> None:
 
 def run_other_sitecustomize(folder: str) -> None:
     """Run the `sitecustomize` that Python would have found without ours."""
-    others = [entry for entry in sys.path if os.path.realpath(entry or ".") != os.path.realpath(folder)]
+    others = [
+        entry for entry in sys.path if os.path.realpath(entry or ".") != os.path.realpath(folder)
+    ]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,8 +1,10 @@
-"""Makes the pictures of the report page: of a real run with a planted hang, and of boxes of jobs that never ran.
+"""Makes the pictures of the report page: of a real run with a planted hang, and of boxes of jobs
+that never ran.
 
     python docs/images/pictures.py
 
-It needs what the tests need: Chromium and playwright. `pngquant` makes them smaller where it is at hand.
+It needs what the tests need: Chromium and playwright. `pngquant` makes them smaller where it is at
+hand.
 """
 
 from __future__ import annotations
@@ -32,10 +34,30 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_schem
 def hang(folder: Path) -> Path:
     """The run of `make demo`."""
     shutil.copytree(ROOT / "examples", folder / "examples")
-    command = [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "4", "-m", "torchwhere", "run"]
-    options = ["--stall", "5", "--end-with", "SIGTERM", "--out", "run/demo", "examples/train_stuck.py"]
+    command = [
+        Path(sys.executable).with_name("torchrun"),
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "torchwhere",
+        "run",
+    ]
+    options = [
+        "--stall",
+        "5",
+        "--end-with",
+        "SIGTERM",
+        "--out",
+        "run/demo",
+        "examples/train_stuck.py",
+    ]
     subprocess.run(
-        [*command, *options], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, check=False
+        [*command, *options],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
     )
     return folder / "run" / "demo"
 
@@ -52,7 +74,9 @@ def picture(chromium: Browser, run: Path, names: dict[str, dict[str, Any]]) -> N
         with chromium.opened(page, **context) as opened:
             opened.page.screenshot(path=IMAGES / name)
         if shutil.which("pngquant"):
-            subprocess.run(["pngquant", "--force", "--ext", ".png", "128", IMAGES / name], check=True)
+            subprocess.run(
+                ["pngquant", "--force", "--ext", ".png", "128", IMAGES / name], check=True
+            )
         assert (IMAGES / name).stat().st_size < LARGEST_BYTES, name
 
 
@@ -60,10 +84,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, browser() as chromium:
         folder = Path(name)
         picture(
-            chromium, hang(folder), {"report-4.png": {"viewport": {"width": 1366, "height": 900}}, "report-phone.png": PHONE}
+            chromium,
+            hang(folder),
+            {
+                "report-4.png": {"viewport": {"width": 1366, "height": 900}},
+                "report-phone.png": PHONE,
+            },
         )
         picture(chromium, boxes(folder / "run-64" / "run", 64), {"report-64.png": {}})
-        picture(chromium, boxes(folder / "run-10000" / "run", 9984), {"report-10000.png": {"color_scheme": "dark"}})
+        picture(
+            chromium,
+            boxes(folder / "run-10000" / "run", 9984),
+            {"report-10000.png": {"color_scheme": "dark"}},
+        )
 
 
 if __name__ == "__main__":

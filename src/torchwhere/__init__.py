@@ -1,4 +1,5 @@
-"""torchwhere: where is it? Step, pass, module, line, collective and compiled graph of a PyTorch job, on every rank.
+"""torchwhere: where is it? Step, pass, module, line, collective and compiled graph of a PyTorch
+job, on every rank.
 
     import torchwhere
     with torchwhere.watch(model, out="run/"):

@@ -1,1 +1,2 @@
-"""The functions that users call: `import torchwhere` finds them here, one file for each question."""
+"""The functions that users call: `import torchwhere` finds them here, one file for each
+question."""

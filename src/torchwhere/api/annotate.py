@@ -1,6 +1,7 @@
 """What a program says and asks while it is watched: `where()`, `step()`, `note()`, `phase()`.
 
-Each does nothing while nobody watches and while dynamo traces, and what goes wrong in it never reaches the program.
+Each does nothing while nobody watches and while dynamo traces, and what goes wrong in it never
+reaches the program.
 """
 
 from __future__ import annotations
@@ -19,21 +20,32 @@ from torchwhere.recorder import identity
 
 @_torch.unseen
 def where() -> Place:
-    """The place of the calling thread, now. Without a watch: the rank, and that nothing is known."""
+    """The place of the calling thread, now. Without a watch: the rank, and that nothing is
+    known."""
     session = current()
     if session is None:
-        return Place(rank=identity.rank_and_world()[0], step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+        return Place(
+            rank=identity.rank_and_world()[0],
+            step=None,
+            pass_="outside",
+            certainty=Certainty.UNKNOWN,
+        )
     return session.recorder.place(python_stack.caller(0))
 
 
 def step(number: int | None = None) -> None:
-    """Say that a training step begins: `number`, or the next one (0 at first). Optimizers no longer count steps then."""
+    """Say that a training step begins: `number`, or the next one (0 at first). Optimizers no longer
+    count steps then."""
     if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
-        raise ValueError(f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing for the next one")
+        raise ValueError(
+            f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing"
+            " for the next one"
+        )
     session = current()
     if session is not None and not is_dynamo_compiling():
         recorder = session.recorder
-        if number is None:  # the first time, what has been running since the start is the step that begins
+        # the first time, what has been running since the start is the step that begins
+        if number is None:
             number = recorder.step + recorder.step_is_users
         recorder.step_is_users = True
         if number != recorder.step:
@@ -41,18 +53,21 @@ def step(number: int | None = None) -> None:
 
 
 def note(text: str, /, **fields: Any) -> None:
-    """Leave a note at this place, with any fields that JSON can hold. Does nothing while nobody watches."""
+    """Leave a note at this place, with any fields that JSON can hold. Does nothing while nobody
+    watches."""
     session = current()
     if session is not None and not is_dynamo_compiling():
         quietly(session.recorder.note, str(text), fields, frame=python_stack.caller(0))
 
 
 class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):`
-    """A named part of a step: a context manager and a decorator. Nested as you like; on any thread, and in coroutines.
+    """A named part of a step: a context manager and a decorator. Nested as you like; on any thread,
+    and in coroutines.
 
-    One object may be used as often as you like, inside itself and on many threads at once. A coroutine function that is
-    decorated is timed from its beginning to its end, what it awaits included; a generator function each time it runs, from
-    being asked for an item until it gives one.
+    One object may be used as often as you like, inside itself and on many threads at once. A
+    coroutine function that is decorated is timed from its beginning to its end, what it awaits
+    included; a generator function each time it runs, from being asked for an item until it gives
+    one.
     """
 
     __slots__ = ("_name",)

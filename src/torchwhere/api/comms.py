@@ -1,8 +1,9 @@
 """The collectives of a block of a running program: `with torchwhere.comms() as c:`.
 
-Takes what the watch of this process records (one that is running, or its own in memory), gives this rank's `Comms`, as
-`torchwhere comms` gives it afterwards from the boxes, while the block runs and after it. Counted as it happens: exact however
-long the block and however small the ring. `expect` and `expect_same_as` make tests of it.
+Takes what the watch of this process records (one that is running, or its own in memory), gives this
+rank's `Comms`, as `torchwhere comms` gives it afterwards from the boxes, while the block runs and
+after it. Counted as it happens: exact however long the block and however small the ring. `expect`
+and `expect_same_as` make tests of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def leave(session: Session) -> None:
 
 
 def listen(session: Session, tap: Callable[[int, Any], None]) -> None:
-    """Be told of every collective. The list is replaced, never changed: another thread may be walking it."""
+    """Be told of every collective. The list is replaced, never changed: another thread may be
+    walking it."""
     with _lock:
         session.recorder.taps = [*session.recorder.taps, tap]
 
@@ -62,22 +64,26 @@ def stop_listening(session: Session, tap: Callable[[int, Any], None]) -> None:
 class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
     """The collectives of a block: a context manager and a decorator.
 
-    `model` names the modules; without it the root is found at the first call. Inside a watch nothing else is needed. Each time
-    the block is entered it is counted anew; entered again inside itself (or on another thread meanwhile), it goes on counting.
+    `model` names the modules; without it the root is found at the first call. Inside a watch
+    nothing else is needed. Each time the block is entered it is counted anew; entered again inside
+    itself (or on another thread meanwhile), it goes on counting.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"comms(model): expected a torch.nn.Module or None, got {type(model).__name__}")
+            raise TypeError(
+                f"comms(model): expected a torch.nn.Module or None, got {type(model).__name__}"
+            )
         self._model = model
         self._depth = 0
         self._session: Session | None = None
         self._sums = RunningSums()
-        self._box = Box(path=Path("<live>"))  # what the numbers in the sums mean, once the block is over
+        # what the numbers in the sums mean, once the block is over
+        self._box = Box(path=Path("<live>"))
         self._modules: list[list[str]] = []
         self._known: tuple[int, Comms] = (0, Comms())
 
-    # -- the block ---------------------------------------------------------------------------------------------------
+    # -- the block ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         with _lock:
@@ -121,20 +127,26 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
             if self._sums.total != total:
                 counted = self._sums.sums()
                 known, total = Comms(), sum(counted.counts)
-                add(known, _box_of(self._session) if self._session is not None else self._box, counted)
+                add(
+                    known,
+                    _box_of(self._session) if self._session is not None else self._box,
+                    counted,
+                )
                 self._known = total, known
             return known
 
-    # -- what it was -------------------------------------------------------------------------------------------------
+    # -- what it was -------------------------------------------------------------------------------
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each collective was issued, by its public name: `c.counts["all_reduce"]`. 0 for those that were not."""
+        """How often each collective was issued, by its public name: `c.counts["all_reduce"]`. 0 for
+        those that were not."""
         return self._comms().counts
 
     @property
     def by_module(self) -> Mapping[str | None, Counter[str]]:
-        """The counts of each module by itself, without those below it. "" is the root, None is outside any module."""
+        """The counts of each module by itself, without those below it. "" is the root, None is
+        outside any module."""
         return self._comms().by_module
 
     @property
@@ -158,13 +170,20 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
         return self._comms().bytes
 
     def counts_in(
-        self, module: str | None = None, *, pass_: str | None = None, group: str | None = None, for_: str | None = None
+        self,
+        module: str | None = None,
+        *,
+        pass_: str | None = None,
+        group: str | None = None,
+        for_: str | None = None,
     ) -> Counter[str]:
-        """The counts of a module and those below it, of a pass, on a group, for a module: as `expect` looks at them."""
+        """The counts of a module and those below it, of a pass, on a group, for a module: as
+        `expect` looks at them."""
         return self._comms().only(module=module, pass_=pass_, group=group, for_=for_).counts
 
     def table(self, *, width: int | None = None) -> str:
-        """The tree of modules with what each causes, as `torchwhere comms` shows it; cut to `width` columns if given."""
+        """The tree of modules with what each causes, as `torchwhere comms` shows it; cut to `width`
+        columns if given."""
         lines = comms_lines(self._comms(), width=width)
         return "\n".join("".join(text for text, _ in line) for line in lines)
 
@@ -193,7 +212,7 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
     def _repr_html_(self) -> str:
         return self._comms()._repr_html_()
 
-    # -- as a test ---------------------------------------------------------------------------------------------------
+    # -- as a test ---------------------------------------------------------------------------------
 
     def expect(
         self,
@@ -206,9 +225,10 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
     ) -> None:
         """Raise an AssertionError that shows the difference, unless the collectives are as wanted.
 
-        `all_reduce=2`, `all_gather_into_tensor__le=4`: calls of an op, with `__eq __ne __le __lt __ge __gt`. `bytes` and
-        `calls` are those of all ops, `others` the calls of ops not named here. Looked at are those issued in `module` and the
-        modules below it, in pass `pass_`, on `group`, moving what belongs to `for_`; where none is given, everything.
+        `all_reduce=2`, `all_gather_into_tensor__le=4`: calls of an op, with `__eq __ne __le __lt
+        __ge __gt`. `bytes` and `calls` are those of all ops, `others` the calls of ops not named
+        here. Looked at are those issued in `module` and the modules below it, in pass `pass_`, on
+        `group`, moving what belongs to `for_`; where none is given, everything.
         """
         filters = {"module": module, "pass_": pass_, "group": group, "for_": for_}
         verdict = check(self._comms(), filters=filters, wanted=wanted, names=self._names())
@@ -220,21 +240,27 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
         modules = self._modules if session is None else _modules_of(session)
         box = self._box if session is None else _box_of(session)
         return KnownNames(
-            modules={one for names in modules for one in names}, groups={group_label(box, one) for one in box.groups()}
+            modules={one for names in modules for one in names},
+            groups={group_label(box, one) for one in box.groups()},
         )
 
     def snapshot(self, path: str | os.PathLike[str]) -> None:
-        """Keep what was found in a file, for `expect_same_as`: one line for each module, pass and op."""
+        """Keep what was found in a file, for `expect_same_as`: one line for each module, pass and
+        op."""
         kept = Path(path)
         kept.parent.mkdir(parents=True, exist_ok=True)
         written = kept.with_name(f"{kept.name}.{os.getpid()}")  # every rank may do this at once
         written.write_text(snapshot.dumps(snapshot.rows(self._comms())))
         os.replace(written, kept)
 
-    def expect_same_as(self, path: str | os.PathLike[str], *, regenerate: bool | None = None) -> None:
-        """Raise an AssertionError that shows the difference, unless the collectives are those of a snapshot.
+    def expect_same_as(
+        self, path: str | os.PathLike[str], *, regenerate: bool | None = None
+    ) -> None:
+        """Raise an AssertionError that shows the difference, unless the collectives are those of a
+        snapshot.
 
-        With `regenerate`, or the variable TORCHWHERE_REGENERATE set, the snapshot is written anew instead.
+        With `regenerate`, or the variable TORCHWHERE_REGENERATE set, the snapshot is written anew
+        instead.
         """
         if regenerate if regenerate is not None else bool(os.environ.get(REGENERATE)):
             self.snapshot(path)
@@ -243,7 +269,8 @@ class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
             expected = snapshot.loads(Path(path).read_text())
         except FileNotFoundError:
             raise AssertionError(
-                f"there is no snapshot {path} yet: run once with {REGENERATE}=1, or call expect_same_as(path, regenerate=True)"
+                f"there is no snapshot {path} yet: run once with {REGENERATE}=1, or call"
+                " expect_same_as(path, regenerate=True)"
             ) from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None

@@ -1,8 +1,9 @@
 """`torchwhere.describe(anything)`: one line that says what a live object is, and where it belongs.
 
-Knows modules, parameters, tensors, autograd nodes, process groups and meshes; anything else gets its class and a short `repr`.
-Names come from the running watch and from the models that `torchwhere.names()` was asked about, while they live. Never raises:
-what an object does not tell any more (a destroyed group, a `__repr__` of its own that fails) is said instead.
+Knows modules, parameters, tensors, autograd nodes, process groups and meshes; anything else gets
+its class and a short `repr`. Names come from the running watch and from the models that
+`torchwhere.names()` was asked about, while they live. Never raises: what an object does not tell
+any more (a destroyed group, a `__repr__` of its own that fails) is said instead.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ def describe(thing: object) -> str:
     try:
         return one_line(_describer(thing)(thing))
     except Exception as error:
-        return f"{type(thing).__name__}, which could not be described ({type(error).__name__}: {one_line(str(error))})"
+        return (
+            f"{type(thing).__name__}, which could not be described ({type(error).__name__}:"
+            f" {one_line(str(error))})"
+        )
 
 
 def one_line(text: str) -> str:
@@ -56,7 +60,7 @@ def _describer(thing: object) -> Callable[[Any], str]:
     return _anything
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 def names_of(thing: nn.Module | torch.Tensor) -> list[str]:
@@ -67,7 +71,9 @@ def names_of(thing: nn.Module | torch.Tensor) -> list[str]:
     if not found and _may_have_name(thing):  # it may have come since the names were taken
         for table in tables:  # asked like this the watch does not take it for a stranger for good
             table.refresh()
-        found = _known_names(thing, tables) or next((names for known in naming.known() if (names := known.get(thing))), [])
+        found = _known_names(thing, tables) or next(
+            (names for known in naming.known() if (names := known.get(thing))), []
+        )
     return found
 
 
@@ -82,7 +88,8 @@ def _known_names(thing: nn.Module | torch.Tensor, tables: list[NameTable]) -> li
 
 
 def _may_have_name(thing: nn.Module | torch.Tensor) -> bool:
-    """Whether it is worth walking a model for it: a result of a computation is nobody's parameter."""
+    """Whether it is worth walking a model for it: a result of a computation is nobody's
+    parameter."""
     return isinstance(thing, (nn.Module, nn.Parameter, nn.Buffer))
 
 
@@ -91,7 +98,7 @@ def _named(kind: str, names: list[str]) -> str:
     return f"{kind} {shown(names[0])}{also}" if names else f"{kind} of no known model"
 
 
-# -- modules and tensors ---------------------------------------------------------------------------------------------------
+# -- modules and tensors ---------------------------------------------------------------------------
 
 
 def _module(module: nn.Module) -> str:
@@ -120,7 +127,11 @@ def _numel(param: Any) -> int:
 
 def _tensor(tensor: torch.Tensor) -> str:
     names = names_of(tensor)
-    origin = "" if tensor.is_leaf or tensor.grad_fn is None else f", from {_node(tensor.grad_fn).removeprefix('node ')}"
+    origin = (
+        ""
+        if tensor.is_leaf or tensor.grad_fn is None
+        else f", from {_node(tensor.grad_fn).removeprefix('node ')}"
+    )
     kind = _kind(tensor, is_named=bool(names))
     label = _named(kind, names) if names or kind.endswith("parameter") else kind
     return f"{label}: {', '.join(_tensor_facts(tensor))}{origin}"
@@ -129,7 +140,13 @@ def _tensor(tensor: torch.Tensor) -> str:
 def _kind(tensor: torch.Tensor, *, is_named: bool) -> str:
     if parameters.is_flat(tensor):
         return parameters.FLAT_PARAMETER
-    kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer" if is_named or isinstance(tensor, nn.Buffer) else ""
+    kind = (
+        "parameter"
+        if isinstance(tensor, nn.Parameter)
+        else "buffer"
+        if is_named or isinstance(tensor, nn.Buffer)
+        else ""
+    )
     return f"DTensor {kind}".rstrip() if parameters.is_dtensor(tensor) else kind or "tensor"
 
 
@@ -139,13 +156,18 @@ def _tensor_facts(tensor: Any) -> list[str]:
     found += [f"{list(local)} of it here"] if local != shape else []
     if parameters.is_dtensor(tensor):
         mesh = parameters.mesh_of(tensor.device_mesh)
-        found.append(f"{', '.join(parameters.placements(tensor) or ())} on {mesh.label}{', which is gone' * mesh.is_gone}")
+        found.append(
+            f"{', '.join(parameters.placements(tensor) or ())} on"
+            f" {mesh.label}{', which is gone' * mesh.is_gone}"
+        )
     if (number := parameters.zero_id(tensor)) is not None:
         found.append(f"ZeRO id {number}, {parameters.zero_status(tensor)}")
     if parameters.is_flat(tensor):
         held = parameters.originals(tensor)
         found.append(
-            f"holds {', '.join(held)}" if len(held) <= 2 else f"holds {held[0]} .. {held[-1]} ({len(held)} parameters)"
+            f"holds {', '.join(held)}"
+            if len(held) <= 2
+            else f"holds {held[0]} .. {held[-1]} ({len(held)} parameters)"
         )
     if tensor.requires_grad:
         found.append("requires grad")
@@ -154,14 +176,15 @@ def _tensor_facts(tensor: Any) -> list[str]:
 
 def _shapes(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if getattr(tensor, "_fsdp_flattened", False) and not parameters.is_flat(tensor):
-        for known in naming.known():  # FSDP1 has cut it into a piece of a row: only its unit knows its shape
+        # FSDP1 has cut it into a piece of a row: only its unit knows its shape
+        for known in naming.known():
             if known.known_names(tensor):
                 found = known.facts(tensor)
                 return found.shape, found.local_shape
     return parameters.shapes(tensor)
 
 
-# -- autograd nodes --------------------------------------------------------------------------------------------------------
+# -- autograd nodes --------------------------------------------------------------------------------
 
 
 def _node(node: Any) -> str:
@@ -183,10 +206,12 @@ def made_in(node: Any) -> str:
     if place.module is None:
         return ", made outside any module"
     call = f" call {place.call}" if place.call else ""
-    return f" of {shown(place.module)}{call}{' (inferred)' * (place.certainty is Certainty.INFERRED)}"
+    return (
+        f" of {shown(place.module)}{call}{' (inferred)' * (place.certainty is Certainty.INFERRED)}"
+    )
 
 
-# -- groups and meshes -----------------------------------------------------------------------------------------------------
+# -- groups and meshes -----------------------------------------------------------------------------
 
 
 def _group(group: Any) -> str:
@@ -198,20 +223,25 @@ def _group(group: Any) -> str:
     own = dist.get_group_rank(group, dist.get_rank()) if dist.get_rank() in ranks else None
     place = "this rank is not in it" if own is None else f"this is its rank {own}"
     label = f"{desc} ({name})" if desc not in ("undefined", "", name) else name
-    return f"process group {label}: {dist.get_backend(group)}, {_ranks(ranks_to_text(ranks))}; {place}"
+    return (
+        f"process group {label}: {dist.get_backend(group)}, {_ranks(ranks_to_text(ranks))}; {place}"
+    )
 
 
 def _mesh(mesh: Any) -> str:
     found = parameters.mesh_of(mesh)
     dims = found.label if any(found.dims) else " x ".join(map(str, found.shape))
-    text = f"device mesh {dims} on {found.device}{', ' + _ranks(found.ranks) if found.ranks else ''}"
+    text = (
+        f"device mesh {dims} on {found.device}{', ' + _ranks(found.ranks) if found.ranks else ''}"
+    )
     if found.is_gone:
         return f"{text}; its process groups are gone: the world it was made in was destroyed"
     at = mesh.get_coordinate()
     if at is None:
         return f"{text}; this rank is not in it"
     return (
-        f"{text}; this rank is at {', '.join(f'{dim}={i}' if dim else str(i) for dim, i in zip(found.dims, at, strict=True))}"
+        f"{text}; this rank is at"
+        f" {', '.join(f'{dim}={i}' if dim else str(i) for dim, i in zip(found.dims, at, strict=True))}"
     )
 
 
@@ -219,7 +249,7 @@ def _ranks(text: str) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-# -- the rest --------------------------------------------------------------------------------------------------------------
+# -- the rest --------------------------------------------------------------------------------------
 
 
 def _anything(thing: object) -> str:

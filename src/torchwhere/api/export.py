@@ -1,8 +1,10 @@
-"""Writes the events of a run for other tools: Parquet for DuckDB, Polars, Spark and Ray, or JSON lines.
+"""Writes the events of a run for other tools: Parquet for DuckDB, Polars, Spark and Ray, or JSON
+lines.
 
-Takes a folder of boxes and the name of what to write, which says the format; gives an account of it (`Exported`). One box is in
-memory at a time, however many ranks there are. What is written stands under its name only when all of it is there; that it can
-be written is known before the boxes are read. An export to Parquet that was interrupted goes on where it stopped.
+Takes a folder of boxes and the name of what to write, which says the format; gives an account of it
+(`Exported`). One box is in memory at a time, however many ranks there are. What is written stands
+under its name only when all of it is there; that it can be written is known before the boxes are
+read. An export to Parquet that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -60,9 +62,10 @@ class Exported(Shown):
     def __str__(self) -> str:
         ranks = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}"
         said = f"{self.events:,} events of {ranks} in {self.path} ({self.bytes:,} bytes)"
-        lost = [f"not there: {self.overwritten:,} older events, overwritten in the rings (see --records)"] * bool(
-            self.overwritten
-        )
+        lost = [
+            f"not there: {self.overwritten:,} older events, overwritten in the rings (see"
+            " --records)"
+        ] * bool(self.overwritten)
         return "\n  ".join([said, *lost, *self.caveats[:_MOST_CAVEATS]])
 
 
@@ -93,8 +96,9 @@ def export(
 ) -> Exported:
     """Write the events of the newest run in a folder, of all its ranks and kinds or of some.
 
-    `out` says what: `events.parquet` is a folder with a file for each rank (`pip install 'torchwhere[parquet]'`),
-    `events.jsonl` and `events.jsonl.gz` are a file with a JSON object a line. An earlier export is replaced only with `force`.
+    `out` says what: `events.parquet` is a folder with a file for each rank (`pip install
+    'torchwhere[parquet]'`), `events.jsonl` and `events.jsonl.gz` are a file with a JSON object a
+    line. An earlier export is replaced only with `force`.
     """
     target = _target(out)
     wanted = known_kinds(kinds)
@@ -112,13 +116,16 @@ def export(
         format=target.suffixes[-1] if target.suffix != ".gz" else ".jsonl.gz",
         ranks=tuple(one.rank for one in chosen),
         events=events,
-        bytes=sum(path.stat().st_size for path in ([target] if target.is_file() else target.rglob("*.parquet"))),
+        bytes=sum(
+            path.stat().st_size
+            for path in ([target] if target.is_file() else target.rglob("*.parquet"))
+        ),
         overwritten=sum(one.counts.overwritten for one in chosen),
         caveats=tuple(run.caveats()),
     )
 
 
-# -- what was asked for ----------------------------------------------------------------------------------------------------
+# -- what was asked for ----------------------------------------------------------------------------
 
 
 def _target(out: object) -> Path:
@@ -126,7 +133,9 @@ def _target(out: object) -> Path:
         raise TypeError(f"export(out=...): expected a path, got {type(out).__name__}")
     target = Path(os.fspath(out))
     if not target.name.endswith(FORMATS):
-        raise TorchwhereError(f"cannot tell what to write to {target}: a name ends with {', '.join(FORMATS)}")
+        raise TorchwhereError(
+            f"cannot tell what to write to {target}: a name ends with {', '.join(FORMATS)}"
+        )
     return target
 
 
@@ -153,7 +162,9 @@ def _refuse(target: Path, *, force: bool) -> None:
         if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=is_folder):
             raise TorchwhereError(f"{path} is there already, and is no export: give another name")
     if target.exists() and not force:
-        raise TorchwhereError(f"{target} is there already: give another name, or --force to replace it")
+        raise TorchwhereError(
+            f"{target} is there already: give another name, or --force to replace it"
+        )
 
 
 def _is_export(path: Path, *, is_folder: bool) -> bool:
@@ -162,11 +173,12 @@ def _is_export(path: Path, *, is_folder: bool) -> bool:
     return all(one.name.startswith("rank=") and one.is_dir() for one in path.iterdir())
 
 
-# -- reading and writing ---------------------------------------------------------------------------------------------------
+# -- reading and writing ---------------------------------------------------------------------------
 
 
 def _labels(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]:
-    """Who the boxes belong to. They are read again when their turn comes: none is kept in memory."""
+    """Who the boxes belong to. They are read again when their turn comes: none is kept in
+    memory."""
     reader, found = BoxReader(), []
     for done, path in enumerate(files, 1):
         found.append(label(_box(reader, path)))
@@ -185,11 +197,15 @@ def _box(reader: BoxReader, path: Path) -> Box:
 def _again(reader: BoxReader, known: BoxSummary) -> Box:
     box = _box(reader, known.path)
     if box.rank != known.rank or box.run != known.run:
-        raise TorchwhereError(f"{known.path} is gone, or another one, since the export began: export again")
+        raise TorchwhereError(
+            f"{known.path} is gone, or another one, since the export began: export again"
+        )
     return box
 
 
-def _written(writer: Writer, labels: list[BoxSummary], on_progress: Progress | None) -> Iterator[int]:
+def _written(
+    writer: Writer, labels: list[BoxSummary], on_progress: Progress | None
+) -> Iterator[int]:
     reader = BoxReader()
     for done, one in enumerate(labels, 1):
         known = writer.has(one)
@@ -199,7 +215,8 @@ def _written(writer: Writer, labels: list[BoxSummary], on_progress: Progress | N
 
 
 class JsonLines:
-    """All events as `torchwhere events --json` prints them, in one file, compressed if its name says so."""
+    """All events as `torchwhere events --json` prints them, in one file, compressed if its name
+    says so."""
 
     def __init__(self, target: Path, *, kinds: set[str] | None) -> None:
         self._target, self._kinds = target, kinds
@@ -210,7 +227,10 @@ class JsonLines:
         with contextlib.ExitStack() as stack:
             file = stack.enter_context(destination(self._target))
             if self._target.name.endswith(".gz"):
-                file = cast(IO[bytes], stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb")))
+                file = cast(
+                    IO[bytes],
+                    stack.enter_context(gzip.GzipFile(filename="", fileobj=file, mode="wb")),
+                )
             self._file, self._stack = file, stack.pop_all()
         return self
 
@@ -225,5 +245,7 @@ class JsonLines:
 
     def write(self, box: Box) -> int:
         assert self._file is not None
-        self._file.writelines(f"{json_text(event.to_dict())}\n".encode() for event in box.events(kinds=self._kinds))
+        self._file.writelines(
+            f"{json_text(event.to_dict())}\n".encode() for event in box.events(kinds=self._kinds)
+        )
         return len(rows_of(box, kinds=self._kinds))

@@ -1,7 +1,8 @@
 """Which compiled graphs are there: `torchwhere.graphs()`.
 
-Asks dynamo's caches and metrics, and the running watch for what dynamo has forgotten since. Compiles nothing, changes nothing,
-and does not load dynamo: where nothing was compiled, the table is empty.
+Asks dynamo's caches and metrics, and the running watch for what dynamo has forgotten since.
+Compiles nothing, changes nothing, and does not load dynamo: where nothing was compiled, the table
+is empty.
 """
 
 from __future__ import annotations
@@ -10,7 +11,14 @@ from collections.abc import Iterator
 
 from torchwhere.api.watch import current
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.compiled_graphs import Compilation, Ledger, LiveGraph, live_graphs, model_name, order_of
+from torchwhere.hooks.compiled_graphs import (
+    Compilation,
+    Ledger,
+    LiveGraph,
+    live_graphs,
+    model_name,
+    order_of,
+)
 from torchwhere.hooks.python_stack import current_folder
 from torchwhere.model.bytecode import graph_inputs
 from torchwhere.model.compiled_graphs import CompiledGraph, CompiledGraphs, inputs_of
@@ -20,9 +28,11 @@ FORWARD, BACKWARD, INFERENCE = "forward", "backward", "inference"
 
 @_torch.unseen
 def graphs() -> CompiledGraphs:
-    """All graphs that dynamo compiled in this process: id, function, kind, backend, inputs by name, and why again.
+    """All graphs that dynamo compiled in this process: id, function, kind, backend, inputs by name,
+    and why again.
 
-    Those it has dropped since (a reset, a model that is gone) are known under a watch, or while they are among its last 64.
+    Those it has dropped since (a reset, a model that is gone) are known under a watch, or while
+    they are among its last 64.
     """
     session = current()
     ledger = session.compilations if session is not None else Ledger()
@@ -37,7 +47,9 @@ def graphs() -> CompiledGraphs:
     return CompiledGraphs(sorted(found, key=lambda row: (order_of(row.id), row.kind == BACKWARD)))
 
 
-def _rows(graph: LiveGraph, compilations: dict[tuple[str, bool], Compilation]) -> Iterator[CompiledGraph]:
+def _rows(
+    graph: LiveGraph, compilations: dict[tuple[str, bool], Compilation]
+) -> Iterator[CompiledGraph]:
     """The forward of a graph, or its inference, and its backward if that was compiled."""
     how = compilations.get((graph.id, False))
     forward = CompiledGraph(
@@ -60,8 +72,15 @@ def _rows(graph: LiveGraph, compilations: dict[tuple[str, bool], Compilation]) -
 
 
 def _backward(forward: CompiledGraph, graph: LiveGraph, how: Compilation | None) -> CompiledGraph:
-    modules = [getattr(getattr(part, "_lazy_backward_info", None), "bw_module", None) for part in graph.parts]
-    counts = [sum(node.op.startswith("call") for node in module.graph.nodes) for module in modules if module is not None]
+    modules = [
+        getattr(getattr(part, "_lazy_backward_info", None), "bw_module", None)
+        for part in graph.parts
+    ]
+    counts = [
+        sum(node.op.startswith("call") for node in module.graph.nodes)
+        for module in modules
+        if module is not None
+    ]
     return CompiledGraph(
         id=forward.id,
         kind=BACKWARD,

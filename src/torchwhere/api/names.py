@@ -1,8 +1,10 @@
-"""`torchwhere.names(model)`: every module, parameter and buffer of a model by name, and every name of each.
+"""`torchwhere.names(model)`: every module, parameter and buffer of a model by name, and every name
+of each.
 
-Takes a model, wrapped or not, gives `Names`. It goes both ways, and asks the model as it is now: a name taken before the model
-was wrapped, sharded or compiled still leads to the object, and an object that came later is found when it is asked for. That
-costs a walk over the model; what is known costs one look.
+Takes a model, wrapped or not, gives `Names`. It goes both ways, and asks the model as it is now: a
+name taken before the model was wrapped, sharded or compiled still leads to the object, and an
+object that came later is found when it is asked for. That costs a walk over the model; what is
+known costs one look.
 """
 
 from __future__ import annotations
@@ -18,25 +20,56 @@ from torch import nn
 from torchwhere.core.place import shown
 from torchwhere.core.results import Tabular
 from torchwhere.model.fsdp import Slot, class_name
-from torchwhere.model.module_names import WRAPPER_PARTS, NameTable, innermost, topmost, walk, wrapped
-from torchwhere.model.parameters import BUFFER, FLAT_KEY, PARAMETER, ParameterFacts, Part, facts, fsdp_parts, is_flat
+from torchwhere.model.module_names import (
+    WRAPPER_PARTS,
+    NameTable,
+    innermost,
+    topmost,
+    walk,
+    wrapped,
+)
+from torchwhere.model.parameters import (
+    BUFFER,
+    FLAT_KEY,
+    PARAMETER,
+    ParameterFacts,
+    Part,
+    facts,
+    fsdp_parts,
+    is_flat,
+)
 from torchwhere.model.tensors import TensorNames
 
 Thing = nn.Module | torch.Tensor
 
-_HEADINGS = ("name", "what", "shape", "here", "numel", "dtype", "device", "id", "status", "sharded", "holds", "also")
+_HEADINGS = (
+    "name",
+    "what",
+    "shape",
+    "here",
+    "numel",
+    "dtype",
+    "device",
+    "id",
+    "status",
+    "sharded",
+    "holds",
+    "also",
+)
 _MOST_SEARCHED = 20_000  # names among which a mistyped one is looked for
 
 
 class UnknownNameError(KeyError):
-    """No such name in this model, or no such object. A `KeyError` whose text reads as it was written."""
+    """No such name in this model, or no such object. A `KeyError` whose text reads as it was
+    written."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 def names(model: nn.Module) -> Names:
-    """The names of everything in `model`; `describe()` knows them too from now on, for as long as the model lives."""
+    """The names of everything in `model`; `describe()` knows them too from now on, for as long as
+    the model lives."""
     check(model, caller="names")
     found = Names(model)
     root = innermost(model)
@@ -53,7 +86,8 @@ def check(model: object, *, caller: str) -> None:
         )
 
 
-_known: dict[int, tuple[Names, weakref.ref[nn.Module]]] = {}  # by id of the user's own model, while it lives
+# by id of the user's own model, while it lives
+_known: dict[int, tuple[Names, weakref.ref[nn.Module]]] = {}
 
 
 def known() -> list[Names]:
@@ -64,8 +98,9 @@ def known() -> list[Names]:
 class Names(Tabular):
     """Names and objects of one model, both ways. Holds nothing alive.
 
-    `names[name]` is the module, parameter or buffer; `names[thing]` the list of its names, the one in `state_dict` first.
-    `get` is the same without an error. Iterating gives `(name, thing)`, tied things once for each of their names.
+    `names[name]` is the module, parameter or buffer; `names[thing]` the list of its names, the one
+    in `state_dict` first. `get` is the same without an error. Iterating gives `(name, thing)`, tied
+    things once for each of their names.
     """
 
     def __init__(self, model: nn.Module, *, table: NameTable | None = None) -> None:
@@ -81,7 +116,7 @@ class Names(Tabular):
         """The user's own model, inside all wrappers; None if it is gone."""
         return self._root()
 
-    # -- both ways -----------------------------------------------------------------------------------------------------
+    # -- both ways ---------------------------------------------------------------------------------
 
     @overload
     def __getitem__(self, key: str) -> Thing: ...
@@ -102,7 +137,10 @@ class Names(Tabular):
         if isinstance(key, str):
             return self._thing(key)
         if not isinstance(key, (nn.Module, torch.Tensor)):
-            raise TypeError(f"names[...]: expected a name, a module, a parameter or a buffer, got {type(key).__name__}")
+            raise TypeError(
+                "names[...]: expected a name, a module, a parameter or a buffer, got"
+                f" {type(key).__name__}"
+            )
         return list(self.known_names(key) or self._names_now(key))
 
     def __contains__(self, key: object) -> bool:
@@ -125,13 +163,19 @@ class Names(Tabular):
     def _names_now(self, thing: Thing) -> list[str]:
         self._table.refresh()
         found = self.known_names(thing)
-        if not found and is_flat(thing):  # with use_orig_params no module has it: named as if it had
-            units = (part.unit for (_, key), part in self._parts().items() if key == FLAT_KEY and part.flat is thing)
+        # with use_orig_params no module has it: named as if it had
+        if not found and is_flat(thing):
+            units = (
+                part.unit
+                for (_, key), part in self._parts().items()
+                if key == FLAT_KEY and part.flat is thing
+            )
             found = [_below(unit, FLAT_KEY) for unit in units]
         return found
 
     def _thing(self, name: str) -> Thing | None:
-        """What has this name now. Names with wrappers' parts in them (`module.`, `_orig_mod.`) are understood too."""
+        """What has this name now. Names with wrappers' parts in them (`module.`, `_orig_mod.`) are
+        understood too."""
         module = self._root()
         if module is None or not name:
             return module
@@ -152,7 +196,8 @@ class Names(Tabular):
         found: torch.Tensor | None = module._parameters.get(key)
         if found is None:
             found = module._buffers.get(key)
-        if found is None:  # FSDP1 has taken it out of the module: it is in the unit's flat parameter
+        # FSDP1 has taken it out of the module: it is in the unit's flat parameter
+        if found is None:
             part = self._parts().get((id(module), key))
             found = part.flat if part is not None else None
         return found
@@ -161,20 +206,33 @@ class Names(Tabular):
         if self.model is None:
             return f"the model ({self._class}) that these names were of is gone"
         if isinstance(key, str):
-            near = difflib.get_close_matches(key, dict(self), n=1) if len(self) <= _MOST_SEARCHED else []
+            near = (
+                difflib.get_close_matches(key, dict(self), n=1)
+                if len(self) <= _MOST_SEARCHED
+                else []
+            )
             hint = f"; did you mean {near[0]!r}?" if near else ""
             return f"{self._class} has no module, parameter or buffer {key!r}{hint}"
-        what = f"{type(key).__name__} of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else type(key).__name__
-        return f"this {what} is in no part of {self._class}; ask torchwhere.names() of the model that it belongs to"
+        what = (
+            f"{type(key).__name__} of shape {tuple(key.shape)}"
+            if isinstance(key, torch.Tensor)
+            else type(key).__name__
+        )
+        return (
+            f"this {what} is in no part of {self._class}; ask torchwhere.names() of the model that"
+            " it belongs to"
+        )
 
-    # -- all of them ---------------------------------------------------------------------------------------------------
+    # -- all of them -------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[str, Thing]]:
         for name, module in self._modules():
             yield name, module
             start = f"{name}." if name else ""
             for held in (module._parameters, module._buffers):
-                yield from ((start + key, tensor) for key, tensor in held.items() if tensor is not None)
+                yield from (
+                    (start + key, tensor) for key, tensor in held.items() if tensor is not None
+                )
 
     def __len__(self) -> int:
         """How many modules, parameters and buffers there are; tied ones count once."""
@@ -195,11 +253,15 @@ class Names(Tabular):
         return len(modules), len(params), len(buffers)
 
     def facts(self, key: str | torch.Tensor) -> ParameterFacts:
-        """Everything about a parameter or buffer, given itself or by name. `UnknownNameError` if it is not in the model."""
+        """Everything about a parameter or buffer, given itself or by name. `UnknownNameError` if it
+        is not in the model."""
         name = key if isinstance(key, str) else self[key][0]
         tensor = self[name]
         if isinstance(tensor, nn.Module):
-            raise TypeError(f"facts({name!r}): expected a parameter or a buffer; that is a module ({type(tensor).__name__})")
+            raise TypeError(
+                f"facts({name!r}): expected a parameter or a buffer; that is a module"
+                f" ({type(tensor).__name__})"
+            )
         owner = self._thing(name.rpartition(".")[0])
         return self._facts_of(tensor, name, owner, self._parts())
 
@@ -227,34 +289,47 @@ class Names(Tabular):
         return {} if root is None else fsdp_parts(walk(self._outermost(root)))
 
     def _outermost(self, root: nn.Module) -> nn.Module:
-        """The model with what wraps it: FSDP1 keeps what it knows about the root's parameters on its wrapper alone."""
+        """The model with what wraps it: FSDP1 keeps what it knows about the root's parameters on
+        its wrapper alone."""
         outer = self._outer()
-        is_fsdp1 = getattr(root, "_is_fsdp_managed_module", False) and not hasattr(root, "_get_fsdp_state")
+        is_fsdp1 = getattr(root, "_is_fsdp_managed_module", False) and not hasattr(
+            root, "_get_fsdp_state"
+        )
         if outer is None or (outer is root and is_fsdp1):
             outer = topmost(root)
             outer = outer if innermost(outer) is root else root
             self._outer = weakref.ref(outer)
         return outer
 
-    def _facts_of(self, tensor: torch.Tensor, name: str, owner: Any, parts: dict[Slot, Part]) -> ParameterFacts:
+    def _facts_of(
+        self, tensor: torch.Tensor, name: str, owner: Any, parts: dict[Slot, Part]
+    ) -> ParameterFacts:
         key = name.rpartition(".")[2]
         part = parts.get((id(owner), key))
         is_part = part is not None and part.flat is not None and key != FLAT_KEY
-        all_names = [] if is_part and is_flat(tensor) else self.known_names(tensor)  # a part asked for by its original name
+        # a part asked for by its original name
+        all_names = [] if is_part and is_flat(tensor) else self.known_names(tensor)
         return facts(
             tensor,
             [name, *(other for other in all_names if other != name)],
-            kind=BUFFER if self._table.buffers is not None and tensor in self._table.buffers else PARAMETER,
+            kind=(
+                BUFFER
+                if self._table.buffers is not None and tensor in self._table.buffers
+                else PARAMETER
+            ),
             part=part,
             flat_name=_below(part.unit, FLAT_KEY) if part is not None and is_part else None,
         )
 
-    # -- as text and as data -------------------------------------------------------------------------------------------
+    # -- as text and as data -----------------------------------------------------------------------
 
     def __repr__(self) -> str:
         modules, params, buffers = self._counts()
         gone = ", gone" * (self.model is None)
-        return f"<Names of {self._class}{gone}: {modules:,} modules, {params:,} parameters, {buffers:,} buffers>"
+        return (
+            f"<Names of {self._class}{gone}: {modules:,} modules, {params:,} parameters,"
+            f" {buffers:,} buffers>"
+        )
 
     def __str__(self) -> str:
         """One line for each module, parameter and buffer."""
@@ -283,7 +358,8 @@ class Names(Tabular):
                 yield _row(of_name[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: `model`, `modules` (name, class, aliases), `parameters` and `buffers` (see `ParameterFacts`)."""
+        """For JSON: `model`, `modules` (name, class, aliases), `parameters` and `buffers` (see
+        `ParameterFacts`)."""
         every, seen = self._all_facts(), set()
         modules = []
         for name, module in self._modules():
@@ -304,7 +380,9 @@ def _below(module: str, key: str) -> str:
 
 
 def _row(found: ParameterFacts) -> dict[str, str]:
-    sharded = [f"on {found.mesh}: {', '.join(found.placements or ())}"] if found.mesh is not None else []
+    sharded = (
+        [f"on {found.mesh}: {', '.join(found.placements or ())}"] if found.mesh is not None else []
+    )
     sharded += [f"unit {shown(found.unit)}"] if found.unit is not None else []
     return {
         "name": found.name,
@@ -329,11 +407,17 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _table(rows: Iterable[dict[str, str]]) -> str:
     """Aligned columns under their headings; a column with nothing in it is left out."""
     listed = list(rows)
-    widths = {heading: max((len(row.get(heading, "")) for row in listed), default=0) for heading in _HEADINGS}
+    widths = {
+        heading: max((len(row.get(heading, "")) for row in listed), default=0)
+        for heading in _HEADINGS
+    }
     columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
     lines = [dict(zip(_HEADINGS, _HEADINGS, strict=True)), *listed]
     cells = (((row.get(h, ""), h, width) for h, width in columns.items()) for row in lines)
     return "\n".join(
-        "  ".join(text.rjust(width) if h in ("numel", "id") else text.ljust(width) for text, h, width in row).rstrip()
+        "  ".join(
+            text.rjust(width) if h in ("numel", "id") else text.ljust(width)
+            for text, h, width in row
+        ).rstrip()
         for row in cells
     )

@@ -1,8 +1,10 @@
-"""The events of a run as Parquet: a folder, `rank=0/part-0.parquet` and so on, as Hive, Spark and everybody else reads it.
+"""The events of a run as Parquet: a folder, `rank=0/part-0.parquet` and so on, as Hive, Spark and
+everybody else reads it.
 
-Takes boxes one by one, writes each in batches; needs pyarrow. Columns and their types are those of `blackbox/columns.py`, the
-same in every file; texts are dictionary-encoded, pages compressed with zstd. Who wrote a file is in its metadata. A file that
-has its name is whole: it is written beside it and renamed. So one that is there already, of the same box, is not written again.
+Takes boxes one by one, writes each in batches; needs pyarrow. Columns and their types are those of
+`blackbox/columns.py`, the same in every file; texts are dictionary-encoded, pages compressed with
+zstd. Who wrote a file is in its metadata. A file that has its name is whole: it is written beside
+it and renamed. So one that is there already, of the same box, is not written again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from torchwhere.core.version import __version__
 BATCH = 1 << 16  # events that are turned into columns together, and a row group
 _SOURCE = b"torchwhere.source"
 _NAME = "part-0.parquet"
-_NEEDS = "export to Parquet needs pyarrow, which is not installed here: pip install 'torchwhere[parquet]'"
+_NEEDS = (
+    "export to Parquet needs pyarrow, which is not installed here: pip install"
+    " 'torchwhere[parquet]'"
+)
 
 
 class ParquetFolder:
@@ -44,7 +49,9 @@ class ParquetFolder:
         self._members: dict[tuple[int, ...], str] = {}
         types = {NUMBER: self._pa.int64(), FLAG: self._pa.bool_()}
         text = self._pa.dictionary(self._pa.int32(), self._pa.string())
-        self._schema: Any = self._pa.schema([(name, types.get(sort, text)) for name, sort in COLUMNS.items()])
+        self._schema: Any = self._pa.schema(
+            [(name, types.get(sort, text)) for name, sort in COLUMNS.items()]
+        )
 
     def __enter__(self) -> ParquetFolder:
         self._part.mkdir(exist_ok=True)
@@ -59,7 +66,8 @@ class ParquetFolder:
     def expect(self, ranks: Collection[int]) -> None:
         """Of an export that was interrupted, what can be used stays; what cannot goes."""
         wanted = {path for rank in ranks for path in (self._path(rank), self._path(rank).parent)}
-        for path in sorted(self._part.rglob("*"), reverse=True):  # what is in a folder before the folder
+        # what is in a folder before the folder
+        for path in sorted(self._part.rglob("*"), reverse=True):
             if path not in wanted:
                 path.rmdir() if path.is_dir() else path.unlink()
 
@@ -90,8 +98,15 @@ class ParquetFolder:
         return self._part / f"rank={rank}" / _NAME
 
     def _source(self, box: Box | BoxSummary) -> bytes:
-        """Which box, how much of it and which of its events: a file with the same source need not be written again."""
-        said = [*box.run, box.rank, box.progress, box.counts.good, sorted(self._kinds) if self._kinds is not None else None]
+        """Which box, how much of it and which of its events: a file with the same source need not
+        be written again."""
+        said = [
+            *box.run,
+            box.rank,
+            box.progress,
+            box.counts.good,
+            sorted(self._kinds) if self._kinds is not None else None,
+        ]
         return json.dumps([*said, __version__]).encode()
 
     def has(self, label: BoxSummary) -> int | None:
@@ -99,7 +114,11 @@ class ParquetFolder:
             found = self._pq.read_metadata(self._path(label.rank))
         except (OSError, self._pa.ArrowException):
             return None
-        return int(found.num_rows) if (found.metadata or {}).get(_SOURCE) == self._source(label) else None
+        return (
+            int(found.num_rows)
+            if (found.metadata or {}).get(_SOURCE) == self._source(label)
+            else None
+        )
 
     def write(self, box: Box) -> int:
         path = self._path(box.rank)
@@ -107,11 +126,16 @@ class ParquetFolder:
         beside = path.with_name(f".{_NAME}.{os.getpid()}")
         rows = rows_of(box, kinds=self._kinds)
         schema = self._schema
-        # Without the schema of Arrow in it, every reader finds plain texts, and not what Arrow calls a dictionary.
+        # Without the schema of Arrow in it, every reader finds plain texts, and not what Arrow
+        # calls a dictionary.
         with self._pq.ParquetWriter(beside, schema, compression="zstd", store_schema=False) as file:
             for start in range(0, len(rows), BATCH):
                 found = columns(box, rows[start : start + BATCH])
-                file.write_table(self._pa.table([self._array(column) for column in found.values()], schema=schema))
+                file.write_table(
+                    self._pa.table(
+                        [self._array(column) for column in found.values()], schema=schema
+                    )
+                )
             file.add_key_value_metadata(self._metadata(box))
         os.replace(beside, path)
         return len(rows)
@@ -119,19 +143,25 @@ class ParquetFolder:
     def _array(self, column: Column) -> Any:
         if isinstance(column, Texts):
             codes = self._pa.array(column.codes, mask=column.codes < 0)
-            return self._pa.DictionaryArray.from_arrays(codes, self._pa.array(column.values, self._pa.string()))
+            return self._pa.DictionaryArray.from_arrays(
+                codes, self._pa.array(column.values, self._pa.string())
+            )
         return self._pa.array(column.values, mask=column.missing)
 
     def _metadata(self, box: Box) -> dict[bytes, bytes]:
-        counts = {name: getattr(box.counts, name) for name in ("good", "torn", "unknown", "overwritten", "torn_entries")}
+        counts = {
+            name: getattr(box.counts, name)
+            for name in ("good", "torn", "unknown", "overwritten", "torn_entries")
+        }
         groups = [self._group(group) for group in box.groups().values()]
         said = {"version": __version__, "rank": box.meta, "counts": counts, "groups": groups}
-        return {f"torchwhere.{key}".encode(): json.dumps(value).encode() for key, value in said.items()} | {
-            _SOURCE: self._source(box)
-        }
+        return {
+            f"torchwhere.{key}".encode(): json.dumps(value).encode() for key, value in said.items()
+        } | {_SOURCE: self._source(box)}
 
     def _group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A process group; of its members a short text, as every file has it. The text of the world is made once for all."""
+        """A process group; of its members a short text, as every file has it. The text of the world
+        is made once for all."""
         ranks = group.get("ranks")
         members = tuple(ranks) if isinstance(ranks, list) and set(map(type, ranks)) <= {int} else ()
         if members not in self._members:

@@ -1,8 +1,9 @@
 """Printing and logging from many ranks: `print_rank` and `rank_log`.
 
-Lines come out whole however many processes print at once (`core/locked_write.py`), and every line says whose it is. A file for each
-rank is for comparing: `torchwhere diff run/` shows where the ranks part. Works before and without `init_process_group`, inside
-and outside a watch, and without torch.
+Lines come out whole however many processes print at once (`core/locked_write.py`), and every line
+says whose it is. A file for each rank is for comparing: `torchwhere diff run/` shows where the
+ranks part. Works before and without `init_process_group`, inside and outside a watch, and without
+torch.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ Ranks = int | str | Iterable[int]
 
 
 def get_rank() -> int:
-    """The rank of this process: from the process group if there is one, else from the launcher (`RANK`), else 0."""
-    dist = sys.modules.get("torch.distributed")  # not imported for this: without it there is no group
+    """The rank of this process: from the process group if there is one, else from the launcher
+    (`RANK`), else 0."""
+    # not imported for this: without it there is no group
+    dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
     text = os.environ.get("RANK", "")
@@ -41,7 +44,8 @@ def get_rank() -> int:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """The place of the calling thread, with the line that `frame` was called from; without a watch the rank alone."""
+    """The place of the calling thread, with the line that `frame` was called from; without a watch
+    the rank alone."""
     session = _watch()
     if session is None:
         return Place(rank=get_rank(), step=None, pass_="outside", certainty=Certainty.UNKNOWN)
@@ -49,11 +53,12 @@ def place_of(frame: FrameType | None) -> Place:
 
 
 def _watch() -> Session | None:
-    process = sys.modules.get("torchwhere.api.watch")  # without it nobody watches, and torch may not even be here
+    # without it nobody watches, and torch may not even be here
+    process = sys.modules.get("torchwhere.api.watch")
     return None if process is None else process.current()
 
 
-# -- printing --------------------------------------------------------------------------------------------------------------
+# -- printing --------------------------------------------------------------------------------------
 
 
 def print_rank(
@@ -65,9 +70,11 @@ def print_rank(
     file: TextIO | None = None,
     flush: bool = True,
 ) -> None:
-    """Print on some ranks: `ranks` is one, several, or "all". Every line begins with `[rank]`, or with the place if asked for.
+    """Print on some ranks: `ranks` is one, several, or "all". Every line begins with `[rank]`, or
+    with the place if asked for.
 
-    The text is written at once and whole, as if `flush` were always true: a part of it that stays behind could be torn.
+    The text is written at once and whole, as if `flush` were always true: a part of it that stays
+    behind could be torn.
     """
     rank = get_rank()
     if not is_among(rank, ranks):
@@ -111,7 +118,7 @@ def _prefixed(prefix: str, text: str) -> str:
     return f"{marked}\n" if text.endswith("\n") else marked
 
 
-# -- a file for each rank ----------------------------------------------------------------------------------------------------
+# -- a file for each rank --------------------------------------------------------------------------
 
 
 def rank_log(
@@ -122,9 +129,11 @@ def rank_log(
     sep: str = " ",
     end: str = "\n",
 ) -> None:
-    """Add a line to `log_rank_<rank>.txt`, in `folder`, else in the folder of the watch, else in the working directory.
+    """Add a line to `log_rank_<rank>.txt`, in `folder`, else in the folder of the watch, else in
+    the working directory.
 
-    The line is in the file when this returns. The files are closed at exit; `torchwhere diff` compares them.
+    The line is in the file when this returns. The files are closed at exit; `torchwhere diff`
+    compares them.
     """
     rank = get_rank() if rank is None else rank
     prefix = f"[{place_of(sys._getframe(1))}]" if place else ""
@@ -146,7 +155,8 @@ def _folder() -> Path:
 
 
 class _Logs:
-    """The open files of this process. For all threads; a forked child starts with files of its own."""
+    """The open files of this process. For all threads; a forked child starts with files of its
+    own."""
 
     def __init__(self) -> None:
         self._begin()
@@ -170,14 +180,16 @@ class _Logs:
 
     def _opened(self, path: Path) -> io.FileIO:
         file = self._files.get(path)
-        if file is None or file.closed or os.fstat(file.fileno()).st_nlink == 0:  # somebody has closed or deleted it
+        # somebody has closed or deleted it
+        if file is None or file.closed or os.fstat(file.fileno()).st_nlink == 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 # Unbuffered, at the end: whole lines, whichever processes of this rank write.
                 file = open(path, "ab", buffering=0)  # noqa: SIM115 - kept open for the next line
             except OSError as error:
                 raise TorchwhereError(
-                    f"{path} cannot be written: {error.strerror}. Choose another folder with folder=..."
+                    f"{path} cannot be written: {error.strerror}. Choose another folder with"
+                    " folder=..."
                 ) from None
             if not self._files:
                 atexit.register(self.close)
@@ -187,7 +199,11 @@ class _Logs:
     def _say_once(self, path: Path, error: OSError) -> None:
         if path not in self._said:
             self._said.add(path)
-            log.warning("torchwhere: %s cannot be written (%s): lines are lost, the job goes on", path, error.strerror)
+            log.warning(
+                "torchwhere: %s cannot be written (%s): lines are lost, the job goes on",
+                path,
+                error.strerror,
+            )
 
     def close(self) -> None:
         """Close them all; the next line opens its file again."""
@@ -203,14 +219,15 @@ _logs = _Logs()
 close_logs = _logs.close
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 _NOT_FOR_DYNAMO = (print_rank, print_whole, write_whole, rank_log, append)
 _is_unseen = False
 
 
 def _unseen_by_dynamo() -> None:
-    """Where a compiled function prints, the graph breaks and dynamo would compile the frames below: it is told not to, once."""
+    """Where a compiled function prints, the graph breaks and dynamo would compile the frames below:
+    it is told not to, once."""
     global _is_unseen
     if not _is_unseen and "torch" in sys.modules:
         from torchwhere.hooks._torch import unseen
@@ -221,5 +238,6 @@ def _unseen_by_dynamo() -> None:
 
 
 for _function in (print_rank, rank_log):
-    _function.__dict__["_torchdynamo_disable"] = True  # what torch.compiler.disable sets, without importing torch for it
+    # what torch.compiler.disable sets, without importing torch for it
+    _function.__dict__["_torchdynamo_disable"] = True
 _unseen_by_dynamo()

@@ -1,10 +1,13 @@
-"""Python's `logging` with the place: `PlaceFilter` stamps records, `RankHandler` writes them whole, rank by rank.
+"""Python's `logging` with the place: `PlaceFilter` stamps records, `RankHandler` writes them whole,
+rank by rank.
 
-A record gets `place` (the text of the whole) and its parts as `place_rank`, `place_step`, `place_pass`, `place_module`,
-`place_call` and `place_line`: plain `module` and `lineno` are logging's own. `rank` is there too unless the record has one.
+A record gets `place` (the text of the whole) and its parts as `place_rank`, `place_step`,
+`place_pass`, `place_module`, `place_call` and `place_line`: plain `module` and `lineno` are
+logging's own. `rank` is there too unless the record has one.
 
-A log call inside a log call, and what torchwhere itself logs, is stamped with the rank alone: asking for the place could lead
-to the next log call, or wait for a lock that the one who logs is holding.
+A log call inside a log call, and what torchwhere itself logs, is stamped with the rank alone:
+asking for the place could lead to the next log call, or wait for a lock that the one who logs is
+holding.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ class _Asking(threading.local):
 
 
 class PlaceFilter(logging.Filter):
-    """Stamps every record with the place it was logged at, and lets it pass. For loggers and for handlers."""
+    """Stamps every record with the place it was logged at, and lets it pass. For loggers and for
+    handlers."""
 
     _asking = _Asking()
 
@@ -64,7 +68,8 @@ class PlaceFilter(logging.Filter):
 
 
 class RankHandler(logging.Handler):
-    """Writes records, stamped with their place, to the rank's own file (see `rank_log`), or whole to `file` from some ranks.
+    """Writes records, stamped with their place, to the rank's own file (see `rank_log`), or whole
+    to `file` from some ranks.
 
     `folder` is where the files go; `ranks` says which ranks write at all: one, several, or "all".
     """
@@ -80,10 +85,13 @@ class RankHandler(logging.Handler):
         super().__init__(level)
         if file is not None and folder is not None:
             raise ValueError("RankHandler(file=..., folder=...): records go to one or the other")
-        self._ranks = list(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else ranks
+        self._ranks = (
+            list(ranks) if isinstance(ranks, Iterable) and not isinstance(ranks, str) else ranks
+        )
         is_among(0, self._ranks)  # say now what is wrong with them, not at the first record
         self._folder, self._file = folder, file
-        self.addFilter(PlaceFilter())  # before the handler's lock is taken: finding the place may need locks of its own
+        # before the handler's lock is taken: finding the place may need locks of its own
+        self.addFilter(PlaceFilter())
         self.setFormatter(logging.Formatter(PLACE_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,7 +1,9 @@
-"""A recorded run as programs and notebooks hold it: `run = torchwhere.read_run("run/")`, and a method for each question.
+"""A recorded run as programs and notebooks hold it: `run = torchwhere.read_run("run/")`, and a
+method for each question.
 
-What the commands print, as objects: `run.comms()`, `run.phases()`, `run.layout()`, `run.groups()`, `run.diff()`, and the events
-themselves. Every answer shows itself, has `to_dict()`, and where it is a table `to_pandas()`. Reading needs no torch.
+What the commands print, as objects: `run.comms()`, `run.phases()`, `run.layout()`, `run.groups()`,
+`run.diff()`, and the events themselves. Every answer shows itself, has `to_dict()`, and where it is
+a table `to_pandas()`. Reading needs no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, repr=False)
 class Run(boxes.BoxRun):
-    """One job: `boxes` by rank, `missing` ranks, `caveats()`, `events(...)`, and the answers of the commands.
+    """One job: `boxes` by rank, `missing` ranks, `caveats()`, `events(...)`, and the answers of the
+    commands.
 
     `ranks` is everywhere the ranks to look at; all of them without it.
     """
@@ -60,7 +63,9 @@ class Run(boxes.BoxRun):
 
         return groups(self, ranks=self._known(ranks))
 
-    def diff(self, *, logs: Sequence[str | os.PathLike[str]] = (), ranks: Iterable[int] | None = None) -> Diff:
+    def diff(
+        self, *, logs: Sequence[str | os.PathLike[str]] = (), ranks: Iterable[int] | None = None
+    ) -> Diff:
         """Where the ranks part, in their events and in their logs."""
         from torchwhere.diagnose.diff.comparison import diff
 
@@ -72,7 +77,12 @@ class Run(boxes.BoxRun):
             "folder": str(self.folder),
             "world_size": self.world_size,
             "ranks": {
-                str(rank): {"path": str(box.path), "events": len(box.records), "overwritten": box.counts.overwritten} | box.meta
+                str(rank): {
+                    "path": str(box.path),
+                    "events": len(box.records),
+                    "overwritten": box.counts.overwritten,
+                }
+                | box.meta
                 for rank, box in self.in_order()
             },
             "missing": self.missing,
@@ -80,13 +90,19 @@ class Run(boxes.BoxRun):
             "caveats": self.caveats(),
         }
 
-    def to_pandas(self, *, ranks: Iterable[int] | None = None, kinds: Iterable[str] | None = None) -> Any:
-        """The events as a `pandas.DataFrame`: `rank`, then the columns of `torchwhere export`; texts are categories."""
+    def to_pandas(
+        self, *, ranks: Iterable[int] | None = None, kinds: Iterable[str] | None = None
+    ) -> Any:
+        """The events as a `pandas.DataFrame`: `rank`, then the columns of `torchwhere export`;
+        texts are categories."""
         found, known, wanted = pandas(), self._known(ranks), known_kinds(kinds)
         chosen = [box for rank, box in self.in_order() if known is None or rank in known]
         parts = [columns(box, rows_of(box, kinds=wanted)) for box in chosen]
         of_rank = np.repeat([box.rank for box in chosen], [len(part["kind"]) for part in parts])
-        return found.DataFrame({"rank": of_rank} | {name: _array(found, column) for name, column in joined(parts).items()})
+        return found.DataFrame(
+            {"rank": of_rank}
+            | {name: _array(found, column) for name, column in joined(parts).items()}
+        )
 
     def _known(self, ranks: Iterable[int] | None) -> set[int] | None:
         wanted = None if ranks is None else set(ranks)
@@ -97,7 +113,8 @@ class Run(boxes.BoxRun):
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
-    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read."""
+    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to
+    read."""
     found = boxes.read_run(os.fspath(folder))
     return Run(found.folder, found.boxes, found.earlier, found.unreadable)
 
@@ -105,7 +122,8 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
 def doctor(folder: str | os.PathLike[str], *, stall_s: float = 10.0) -> Verdict:
     """Who hangs, who differs, who died, and why: one verdict on the run in a folder, at any time.
 
-    A wait of `stall_s` seconds is a hang. `verdict.kind`, `verdict.culprits`, `verdict.ranks`; printed it says why.
+    A wait of `stall_s` seconds is a hang. `verdict.kind`, `verdict.culprits`, `verdict.ranks`;
+    printed it says why.
     """
     from torchwhere.pipeline.verdict import diagnose_folder
 
@@ -115,6 +133,8 @@ def doctor(folder: str | os.PathLike[str], *, stall_s: float = 10.0) -> Verdict:
 def _array(found: Any, column: Column) -> Any:
     """A column as pandas keeps it: texts as categories, numbers that may be missing."""
     if isinstance(column, Texts):
-        return found.Categorical.from_codes(column.codes, categories=found.Index(column.values, dtype="str"))
+        return found.Categorical.from_codes(
+            column.codes, categories=found.Index(column.values, dtype="str")
+        )
     make = found.arrays.BooleanArray if column.values.dtype == bool else found.arrays.IntegerArray
     return make(column.values, column.missing)

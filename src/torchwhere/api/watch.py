@@ -1,9 +1,11 @@
-"""The watch of this process: `start`, `stop`, and `watch`, which is both as a context manager and a decorator.
+"""The watch of this process: `start`, `stop`, and `watch`, which is both as a context manager and a
+decorator.
 
-There is at most one session per process. A `watch` inside a watch joins the one that is running. Only a wrong call raises.
+There is at most one session per process. A `watch` inside a watch joins the one that is running.
+Only a wrong call raises.
 
-Listeners (`on_module`) outlive watches. While one is there and nobody watches, a session in memory runs for it; a watch that
-wants a file takes its place.
+Listeners (`on_module`) outlive watches. While one is there and nobody watches, a session in memory
+runs for it; a watch that wants a file takes its place.
 """
 
 from __future__ import annotations
@@ -57,7 +59,11 @@ def start(
         if model is not None:
             _current.modules.add_model(model)
         if folder is not None and folder.absolute() != (_current.out and _current.out.absolute()):
-            log.warning("torchwhere: already watching, into %s; %s is not used", _current.out or "memory", folder)
+            log.warning(
+                "torchwhere: already watching, into %s; %s is not used",
+                _current.out or "memory",
+                folder,
+            )
 
 
 def stop(reason: str = "stop") -> None:
@@ -81,7 +87,9 @@ def _begin(
 ) -> None:
     global _current
     _mind_forks()
-    _current = Session(model, out=out, module_events=module_events, records=records, on_exit=_stop_all)
+    _current = Session(
+        model, out=out, module_events=module_events, records=records, on_exit=_stop_all
+    )
     _current.depth = depth
     for listener in _listeners:
         _current.listeners.add(listener)
@@ -125,17 +133,25 @@ def tell(error: BaseException) -> None:
 
 def _check(model: object, records: int) -> None:
     if model is not None and not isinstance(model, nn.Module):
-        raise TypeError(f"watch(model): expected a torch.nn.Module or None, got {type(model).__name__}")
+        raise TypeError(
+            f"watch(model): expected a torch.nn.Module or None, got {type(model).__name__}"
+        )
     if not isinstance(records, int) or records < 16:
-        raise ValueError(f"records={records!r}: the ring needs at least 16 records (the default is {DEFAULT_RECORDS})")
+        raise ValueError(
+            f"records={records!r}: the ring needs at least 16 records (the default is"
+            f" {DEFAULT_RECORDS})"
+        )
 
 
 def _mind_forks() -> None:
-    """Python has no way to unregister this; it is registered once and does nothing while nobody watches."""
+    """Python has no way to unregister this; it is registered once and does nothing while nobody
+    watches."""
     global _minds_forks
     if not _minds_forks:
         _minds_forks = True
-        os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked)
+        os.register_at_fork(
+            before=_before_fork, after_in_parent=_after_fork, after_in_child=_forked
+        )
 
 
 def _before_fork() -> None:
@@ -160,9 +176,10 @@ def _forked() -> None:
 class watch:  # noqa: N801 - read as a verb: `with watch(model):`
     """Watch this process: a context manager and a decorator.
 
-    `model` names the modules; without it the root is found at the first call. `out` is the folder for the black boxes, one
-    file per rank; without it nothing is written, and `where()` works all the same. `module_events` records every module
-    call as an event too; `records` is the size of the ring, 64 bytes each.
+    `model` names the modules; without it the root is found at the first call. `out` is the folder
+    for the black boxes, one file per rank; without it nothing is written, and `where()` works all
+    the same. `module_events` records every module call as an event too; `records` is the size of
+    the ring, 64 bytes each.
     """
 
     def __init__(
@@ -174,7 +191,9 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
         records: int = DEFAULT_RECORDS,
     ) -> None:
         _check(model, records)
-        self._start = functools.partial(start, model, out=out, module_events=module_events, records=records)
+        self._start = functools.partial(
+            start, model, out=out, module_events=module_events, records=records
+        )
 
     def __enter__(self) -> Self:
         self._start()
@@ -196,7 +215,8 @@ class watch:  # noqa: N801 - read as a verb: `with watch(model):`
 
 @_torch.unseen
 def quietly(tell: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Notes and phases are ours, not the job's: what goes wrong in them is said once and goes no further."""
+    """Notes and phases are ours, not the job's: what goes wrong in them is said once and goes no
+    further."""
     try:
         tell(*args, **kwargs)
     except Exception as error:

@@ -1,4 +1,5 @@
-"""What one rank's file holds, once it was read: records, names, cursors, counters, and an account of what is not good.
+"""What one rank's file holds, once it was read: records, names, cursors, counters, and an account
+of what is not good.
 
 `events()` makes `Event`s of the records one at a time. Nothing here raises on content.
 """
@@ -16,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.file_format import HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, EntryType, Geometry
+from torchwhere.blackbox.file_format import (
+    HEADER_BYTES,
+    HEADER_COPIES,
+    NO_CALL,
+    NO_STEP,
+    EntryType,
+    Geometry,
+)
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.place import Certainty, Pass, Place
@@ -24,7 +32,18 @@ from torchwhere.core.results import Shown
 
 PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
-_SIGNATURE = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
+_SIGNATURE = (
+    "op",
+    "raw_op",
+    "group",
+    "dtype",
+    "shapes",
+    "out_shapes",
+    "bytes",
+    "peer",
+    "reduce_op",
+    "api",
+)
 _MOST_RANKS_SHOWN = 64  # a group's members in every one of its events; larger groups: `Box.groups`
 
 
@@ -76,7 +95,8 @@ class Box(Shown):
 
     @property
     def run(self) -> tuple[str, int]:
-        """Which run this box belongs to: run id and restart count. Elastic restarts renumber ranks."""
+        """Which run this box belongs to: run id and restart count. Elastic restarts renumber
+        ranks."""
         restart = self.meta.get("restart")
         return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
 
@@ -93,14 +113,19 @@ class Box(Shown):
 
     @property
     def beat_ns(self) -> int:
-        """Wall clock of the last moment at which its process was there, by its own heart; 0 if it has none."""
+        """Wall clock of the last moment at which its process was there, by its own heart; 0 if it
+        has none."""
         at = file_format.CURSOR_HEART * 8 + (self.geometry.cursors_at if self.geometry else 0)
-        beat = int.from_bytes(self._head[at : at + 8], "little") if self.geometry and self.geometry.cursors else 0
+        beat = (
+            int.from_bytes(self._head[at : at + 8], "little")
+            if self.geometry and self.geometry.cursors
+            else 0
+        )
         return self.wall_ns(beat) if beat else 0
 
     def queued(self) -> list[tuple[int, int]]:
-        """For how long its main thread waited for a CPU, as its heart found: (wall clock of a beat, ns since the one before),
-        of the last few beats. Empty where the kernel does not tell."""
+        """For how long its main thread waited for a CPU, as its heart found: (wall clock of a beat,
+        ns since the one before), of the last few beats. Empty where the kernel does not tell."""
         geometry, beat_ns = self.geometry, self.beat_ns
         if geometry is None or not beat_ns:
             return []
@@ -110,7 +135,10 @@ class Box(Shown):
         ]
         beat_ms = (beat_ns - self.wall_ns(0)) // 10**6
         known = [
-            ((beat_ms - (word >> file_format.QUEUED_SHIFT)) & file_format.QUEUED_MASK, word & file_format.QUEUED_MASK)
+            (
+                (beat_ms - (word >> file_format.QUEUED_SHIFT)) & file_format.QUEUED_MASK,
+                word & file_format.QUEUED_MASK,
+            )
             for word in words
             if word
         ]
@@ -119,7 +147,11 @@ class Box(Shown):
     @property
     def progress(self) -> int:
         """A sum of its cursors and counters: another one as soon as something is recorded."""
-        return zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at]) if self.geometry else 0
+        return (
+            zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at])
+            if self.geometry
+            else 0
+        )
 
     def name(self, entry_id: int) -> str | None:
         entry = self.names.get(entry_id)
@@ -133,11 +165,13 @@ class Box(Shown):
 
     @property
     def lacks_counts(self) -> bool:
-        """Whether the file was cut before the end of its counters, or the groups they count are lost with the table: what this
-        rank has issued is not known then."""
+        """Whether the file was cut before the end of its counters, or the groups they count are
+        lost with the table: what this rank has issued is not known then."""
         if self.geometry is None or not self._head:
             return False
-        return len(self._head) < self.geometry.ring_at or any(who >> 40 not in self.names for who, *_ in self.counter_words())
+        return len(self._head) < self.geometry.ring_at or any(
+            who >> 40 not in self.names for who, *_ in self.counter_words()
+        )
 
     def groups(self) -> dict[str, dict[str, Any]]:
         """The process groups this rank knew, by name; the latest entry of a name wins."""
@@ -165,7 +199,11 @@ class Box(Shown):
         if body <= len(data):
             position, length, crc = file_format.TEXT.unpack_from(data, at)
             end = body + length
-            if position == start and end <= len(data) and _sealed(data[at : body - 4], data[body:end]) == crc:
+            if (
+                position == start
+                and end <= len(data)
+                and _sealed(data[at : body - 4], data[body:end]) == crc
+            ):
                 return data[body : body + length].decode("utf-8", "replace")
         self._lost_texts.add(start)
         self.counts.lost_texts = len(self._lost_texts)
@@ -214,7 +252,8 @@ class Box(Shown):
 
     def _certainty(self, row: Any, module: str | None) -> Certainty:
         flags = int(row["flags"])
-        is_lost = row["module"] and module is None  # the name is not in the table: not the same as outside any module
+        # the name is not in the table: not the same as outside any module
+        is_lost = row["module"] and module is None
         if flags & file_format.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
             return Certainty.UNKNOWN
         return Certainty.INFERRED if flags & file_format.FLAG_INFERRED else Certainty.EXACT
@@ -222,7 +261,9 @@ class Box(Shown):
     def thread(self, number: int) -> str | None:
         if self._threads is None:
             texts = [text for sort, text in self.names.values() if sort == EntryType.THREAD]
-            self._threads = {found: name for found, _, name in (text.partition("\t") for text in texts)}
+            self._threads = {
+                found: name for found, _, name in (text.partition("\t") for text in texts)
+            }
         return self._threads.get(str(number))
 
     def _fields(self, kind: Kind, row: Any) -> dict[str, Any]:
@@ -235,12 +276,19 @@ class Box(Shown):
         if kind is Kind.PHASE_END:
             return {"phase": self.name(int(row["subject"])), "duration_ns": int(row["extra"])}
         if kind in (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END):
-            known = loaded(self.text(int(row["extra"]))) if kind is Kind.COMPILE_BEGIN and row["extra"] else None
-            return {"what": self.name(int(row["subject"]))} | (known if isinstance(known, dict) else {})
+            known = (
+                loaded(self.text(int(row["extra"])))
+                if kind is Kind.COMPILE_BEGIN and row["extra"]
+                else None
+            )
+            return {"what": self.name(int(row["subject"]))} | (
+                known if isinstance(known, dict) else {}
+            )
         return {}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
-        """A text is a JSON object: the text itself and the fields that came with it. One that was cut is given as it is."""
+        """A text is a JSON object: the text itself and the fields that came with it. One that was
+        cut is given as it is."""
         text = self.text(start)
         fields = loaded(text)
         return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}
@@ -265,20 +313,29 @@ class Box(Shown):
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(self._head, geometry.cursors_at, geometry.counters_at, file_format.CURSOR_BYTES).view("<u8")
+        words = _rows(
+            self._head, geometry.cursors_at, geometry.counters_at, file_format.CURSOR_BYTES
+        ).view("<u8")
         used = np.flatnonzero(words[:, file_format.CURSOR_TIME]).tolist()
         return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
     def _cursor(self, slot: int, row: Any) -> Cursor:
-        word, call = int(row[file_format.CURSOR_PLACE]), int(row[file_format.CURSOR_PLACE]) & file_format.CALL_MASK
-        module, pass_ = self.name(word >> file_format.MODULE_SHIFT), word >> file_format.PASS_SHIFT & file_format.PASS_MASK
+        word, call = (
+            int(row[file_format.CURSOR_PLACE]),
+            int(row[file_format.CURSOR_PLACE]) & file_format.CALL_MASK,
+        )
+        module, pass_ = (
+            self.name(word >> file_format.MODULE_SHIFT),
+            word >> file_format.PASS_SHIFT & file_format.PASS_MASK,
+        )
         is_lost = pass_ not in PASS_LABELS or (word >> file_format.MODULE_SHIFT and module is None)
         place = Place(
             rank=self.rank,
             step=int(row[file_format.CURSOR_STEP]),
             pass_=PASS_LABELS.get(pass_, "outside"),
             module=module,
-            # A recomputed call is not resolved in the cursor: what stands there is not a call number.
+            # A recomputed call is not resolved in the cursor: what stands there is not a call
+            # number.
             call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
             line=self.name(int(row[file_format.CURSOR_LINE])),
             thread=self.thread(int(row[file_format.CURSOR_THREAD] or slot + 1) - 1),
@@ -292,7 +349,8 @@ class Box(Shown):
         )
 
     def counters(self) -> dict[tuple[int, int, int], int]:
-        """How many collectives were issued per stream: (group id, source, destination), -1 for a whole group."""
+        """How many collectives were issued per stream: (group id, source, destination), -1 for a
+        whole group."""
         found = {}
         for who, count, _, _ in self.counter_words():
             if self.names.get(who >> 40, (0, ""))[0] != EntryType.PHASE_PATH:
@@ -305,7 +363,9 @@ class Box(Shown):
             geometry = self.geometry
             if geometry is None:
                 return []
-            words = _rows(self._head, geometry.counters_at, geometry.ring_at, file_format.COUNTER_BYTES).view("<u8")
+            words = _rows(
+                self._head, geometry.counters_at, geometry.ring_at, file_format.COUNTER_BYTES
+            ).view("<u8")
             self._counter_words = words[words[:, 0] != 0].tolist()
         return self._counter_words
 
@@ -333,6 +393,7 @@ def _sealed(head: bytes, payload: bytes) -> int:
 
 
 def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint8]:
-    """A section as rows of bytes, without a copy; of a file that was cut, the rows that are there."""
+    """A section as rows of bytes, without a copy; of a file that was cut, the rows that are
+    there."""
     section = memoryview(data)[start:end]
     return np.frombuffer(section[: len(section) // width * width], np.uint8).reshape(-1, width)

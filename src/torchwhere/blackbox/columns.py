@@ -1,9 +1,10 @@
 """The events of a box as columns: what Parquet files and data frames are made of.
 
-Takes a box and which of its records, gives a `Column` for each name in `COLUMNS`. Nothing is done event by event where it can
-be helped: a record holds numbers that point into the box's table, so each text is looked up once, whatever the number of
-records that use it. Only events with a text of their own (notes, exceptions, starts and ends) are read one at a time. A nested
-value (shapes, several names) is its JSON text. Like the reader, this never raises on content.
+Takes a box and which of its records, gives a `Column` for each name in `COLUMNS`. Nothing is done
+event by event where it can be helped: a record holds numbers that point into the box's table, so
+each text is looked up once, whatever the number of records that use it. Only events with a text of
+their own (notes, exceptions, starts and ends) are read one at a time. A nested value (shapes,
+several names) is its JSON text. Like the reader, this never raises on content.
 """
 
 from __future__ import annotations
@@ -59,12 +60,25 @@ COLUMNS = {
     "type": TEXT,
     "fields": TEXT,
 }
-_OF_CALL = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api")
+_OF_CALL = (
+    "op",
+    "raw_op",
+    "group",
+    "dtype",
+    "shapes",
+    "out_shapes",
+    "bytes",
+    "peer",
+    "reduce_op",
+    "api",
+)
 _OF_GROUP = {"group_desc": "desc", "mesh_dim": "mesh_dim", "backend": "backend"}
 _OF_TEXT = ("text", "reason", "type")
-_NAMED = {Kind.OPTIMIZER: "what", Kind.COMPILE_BEGIN: "what", Kind.COMPILE_END: "what"} | dict.fromkeys(
-    (Kind.PHASE_BEGIN, Kind.PHASE_END), "phase"
-)
+_NAMED = {
+    Kind.OPTIMIZER: "what",
+    Kind.COMPILE_BEGIN: "what",
+    Kind.COMPILE_END: "what",
+} | dict.fromkeys((Kind.PHASE_BEGIN, Kind.PHASE_END), "phase")
 _HAS_TEXT = (*TEXT_FIELD, Kind.COMPILE_BEGIN)
 _LARGEST = (1 << 63) - 1
 
@@ -100,7 +114,9 @@ def rows_of(box: Box, *, kinds: set[str] | None = None) -> Rows:
     """Which records are of some kinds; all of them for None."""
     if kinds is None:
         return np.arange(len(box.records))
-    found: Rows = np.flatnonzero(np.isin(box.records["kind"], [int(kind) for kind in Kind if kind.label in kinds]))
+    found: Rows = np.flatnonzero(
+        np.isin(box.records["kind"], [int(kind) for kind in Kind if kind.label in kinds])
+    )
     return found
 
 
@@ -122,9 +138,14 @@ def joined(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
         if sort == TEXT:
             found[name] = _joined_texts([one for one in columns if isinstance(one, Texts)])
         else:
-            numbers, dtype = [one for one in columns if isinstance(one, Numbers)], np.bool_ if sort == FLAG else np.int64
+            numbers, dtype = (
+                [one for one in columns if isinstance(one, Numbers)],
+                np.bool_ if sort == FLAG else np.int64,
+            )
             values = np.concatenate([np.empty(0, dtype), *(one.values for one in numbers)])
-            found[name] = Numbers(values, np.concatenate([np.empty(0, np.bool_), *(one.missing for one in numbers)]))
+            found[name] = Numbers(
+                values, np.concatenate([np.empty(0, np.bool_), *(one.missing for one in numbers)])
+            )
     return found
 
 
@@ -137,11 +158,12 @@ def _joined_texts(columns: Sequence[Texts]) -> Texts:
     return Texts(np.concatenate(codes), list(numbers))
 
 
-# -- one text for many rows ------------------------------------------------------------------------------------------------
+# -- one text for many rows ------------------------------------------------------------------------
 
 
 def _distinct(ids: npt.NDArray[Any], among: Rows | None = None) -> tuple[list[int], Rows]:
-    """The ids that occur, and for each row which of them it has; -1 in rows that are not `among` those looked at."""
+    """The ids that occur, and for each row which of them it has; -1 in rows that are not `among`
+    those looked at."""
     if among is None:
         seen, which = np.unique(ids, return_inverse=True)
         return seen.tolist(), which
@@ -153,12 +175,17 @@ def _distinct(ids: npt.NDArray[Any], among: Rows | None = None) -> tuple[list[in
 def _texts(found: Sequence[Any], which: Rows) -> Texts:
     """What was found for each id, as the texts of the rows that have it."""
     numbers: dict[str, int] = {}
-    codes = [-1 if (text := _text(value)) is None else numbers.setdefault(text, len(numbers)) for value in found]
+    codes = [
+        -1 if (text := _text(value)) is None else numbers.setdefault(text, len(numbers))
+        for value in found
+    ]
     return Texts(np.array([*codes, -1], np.int32)[which], list(numbers))
 
 
 def _numbers(found: Sequence[Any], which: Rows) -> Numbers:
-    known = [value if type(value) is int and -_LARGEST <= value <= _LARGEST else None for value in found]
+    known = [
+        value if type(value) is int and -_LARGEST <= value <= _LARGEST else None for value in found
+    ]
     values = np.array([*(0 if value is None else value for value in known), 0], np.int64)
     return Numbers(values[which], np.array([*(value is None for value in known), True])[which])
 
@@ -177,7 +204,7 @@ def _some(values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> Numbers:
     return Numbers(np.where(present, values, 0).astype(np.int64), ~present)
 
 
-# -- where -----------------------------------------------------------------------------------------------------------------
+# -- where -----------------------------------------------------------------------------------------
 
 
 def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
@@ -195,7 +222,10 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     ids, which = _distinct(records["module"])
     module = _texts([box.name(one) for one in ids], which)
     yield "module", module
-    yield "call", _some(records["call"], (module.codes >= 0) & (records["call"] != file_format.NO_CALL))
+    yield (
+        "call",
+        _some(records["call"], (module.codes >= 0) & (records["call"] != file_format.NO_CALL)),
+    )
     yield "certainty", _certainty(records, is_lost=(module.codes < 0) & (records["module"] != 0))
     threads, which = _distinct(records["thread"])
     yield "thread", _texts([box.thread(one) for one in threads], which)
@@ -204,19 +234,28 @@ def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
 
 def _certainty(records: npt.NDArray[Any], *, is_lost: npt.NDArray[np.bool_]) -> Texts:
     flags = records["flags"]
-    unknown = (flags & file_format.FLAG_UNKNOWN != 0) | is_lost | ~np.isin(records["pass"], list(PASS_LABELS))
-    codes = np.where(unknown, 2, np.where(flags & file_format.FLAG_INFERRED != 0, 1, 0)).astype(np.int32)
-    return Texts(codes, [str(one) for one in (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN)])
+    unknown = (
+        (flags & file_format.FLAG_UNKNOWN != 0)
+        | is_lost
+        | ~np.isin(records["pass"], list(PASS_LABELS))
+    )
+    codes = np.where(unknown, 2, np.where(flags & file_format.FLAG_INFERRED != 0, 1, 0)).astype(
+        np.int32
+    )
+    return Texts(
+        codes, [str(one) for one in (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN)]
+    )
 
 
 def _wall_ns(box: Box, records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """By the wall clock of the rank's host. An absurd offset gives absurd times and not an error."""
+    """By the wall clock of the rank's host. An absurd offset gives absurd times and not an
+    error."""
     offset = np.array([box.wall_ns(0) & (2 * _LARGEST + 1)], np.uint64)
     times: npt.NDArray[np.int64] = (records["t_ns"] + offset).view(np.int64)
     return times
 
 
-# -- collectives -----------------------------------------------------------------------------------------------------------
+# -- collectives -----------------------------------------------------------------------------------
 
 
 def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
@@ -231,7 +270,9 @@ def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     groups = [box.groups().get(str(call.get("group")), {}) for call in calls]
     for name, key in _OF_GROUP.items():
         yield name, _texts([group.get(key) for group in groups], which)
-    members = [len(ranks) if isinstance(ranks := group.get("ranks"), list) else 0 for group in groups]
+    members = [
+        len(ranks) if isinstance(ranks := group.get("ranks"), list) else 0 for group in groups
+    ]
     yield "group_size", _numbers([size or None for size in members], which)
     yield "number", _some(records["extra"], is_call)
     beneficiaries, which = _distinct(records["beneficiary"], among)
@@ -239,7 +280,7 @@ def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
     yield "async", Numbers(is_call & (records["flags"] & file_format.FLAG_ASYNC != 0), ~is_call)
 
 
-# -- the other kinds -------------------------------------------------------------------------------------------------------
+# -- the other kinds -------------------------------------------------------------------------------
 
 
 def _named(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
@@ -263,6 +304,9 @@ def _told(box: Box, records: npt.NDArray[Any], rows: Rows) -> Iterator[tuple[str
 
 
 def _own(event: Event) -> dict[str, Any]:
-    """The fields of an event; a compiled graph's `what` is in its record, and has its column already."""
+    """The fields of an event; a compiled graph's `what` is in its record, and has its column
+    already."""
     is_compile = event.kind == Kind.COMPILE_BEGIN.label
-    return {name: value for name, value in event.fields.items() if not (is_compile and name == "what")}
+    return {
+        name: value for name, value in event.fields.items() if not (is_compile and name == "what")
+    }

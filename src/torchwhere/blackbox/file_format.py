@@ -1,10 +1,11 @@
 """The file format of a black box, version 1. `docs/format.md` says the same in words.
 
-    header (twice) | cursors | counters | ring of records | ring of texts | table, growing to the end of the file
+    header (twice) | cursors | counters | ring of records | ring of texts | table, growing to the
+    end of the file
 
-All numbers are little-endian. Everything but the table has a fixed size, is allocated when the box is made and written
-through one memory map. The table is appended to with ordinary writes, so it can grow without remapping, and a full disk is
-an error code there instead of a signal.
+All numbers are little-endian. Everything but the table has a fixed size, is allocated when the box
+is made and written through one memory map. The table is appended to with ordinary writes, so it can
+grow without remapping, and a full disk is an error code there instead of a signal.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ VERSION = 1
 
 HEADER_BYTES = 2048
 HEADER_COPIES = 2
-# magic, version, header bytes, cursors, counters, ring capacity, text bytes, table offset, meta length
+# magic, version, header bytes, cursors, counters, ring capacity, text bytes, table offset, meta
+# length
 HEADER = struct.Struct("<8s II IIIII Q I")
 CRC = struct.Struct("<I")
 META_BYTES = HEADER_BYTES - HEADER.size - CRC.size
@@ -30,14 +32,15 @@ COUNTER_BYTES = 32
 COUNTERS = 512
 COUNTER_RANKS = (1 << 20) - 1  # ranks are below this: a counter keeps rank + 1 in 20 bits
 
-# number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more; the CRC follows
+# number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more;
+# the CRC follows
 RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
 RECORD_OF_PLACE = struct.Struct("<QQ BBBB III 28x")  # the same, all after the call being 0
 RECORD_BYTES = 64
 RECORD_CRC_AT = RECORD_BYTES - 4
 
-# position, length, CRC of everything before it and the text. Without the position a text that was overwritten by one of the
-# same length, a lap later, would pass for it.
+# position, length, CRC of everything before it and the text. Without the position a text that was
+# overwritten by one of the same length, a lap later, would pass for it.
 TEXT = struct.Struct("<QII")
 TEXT_BYTES = 1 << 18
 
@@ -51,9 +54,19 @@ NO_STEP = 0xFFFFFFFF
 
 # Words of a cursor slot, 8 bytes each, each written in one store.
 # The thread is its number + 1: 0 says that it was not written.
-# The last is not the thread's but the heart's: in the first slot it is when the process was last there; 0 if it has none. In
-# the others, one after another and again from the first, for how long the main thread waited for a CPU before a beat.
-CURSOR_PLACE, CURSOR_TIME, CURSOR_STEP, CURSOR_THREAD, CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE, CURSOR_HEART = range(8)
+# The last is not the thread's but the heart's: in the first slot it is when the process was last
+# there; 0 if it has none. In the others, one after another and again from the first, for how long
+# the main thread waited for a CPU before a beat.
+(
+    CURSOR_PLACE,
+    CURSOR_TIME,
+    CURSOR_STEP,
+    CURSOR_THREAD,
+    CURSOR_LINE,
+    CURSOR_RECORD,
+    CURSOR_PHASE,
+    CURSOR_HEART,
+) = range(8)
 # Such a wait in one word: the beat in ms, by the monotonic clock, above; below, µs. Both go round.
 QUEUED_SHIFT = 32
 QUEUED_MASK = 0xFFFFFFFF
@@ -73,7 +86,8 @@ FLAG_SHADOW = 8
 
 
 class EntryType(IntEnum):
-    """What a table entry is. An entry's id is unique over all sorts, so a record needs no sort beside an id."""
+    """What a table entry is. An entry's id is unique over all sorts, so a record needs no sort
+    beside an id."""
 
     META = 1  # JSON object: what did not fit into the header
     MODULE = 2  # the name of a module
@@ -140,8 +154,8 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
 
 
 def mask_heartbeat(words: bytes, *, cursors: int) -> bytes:
-    """Cursors, and what follows them, without the words that a heart writes: a rank that stands still beats on, and that is no
-    move."""
+    """Cursors, and what follows them, without the words that a heart writes: a rank that stands
+    still beats on, and that is no move."""
     found, end = bytearray(words), min(len(words), cursors * CURSOR_BYTES)
     for at in range(CURSOR_HEART * 8, CURSOR_HEART * 8 + 8):
         found[at:end:CURSOR_BYTES] = bytes(len(range(at, end, CURSOR_BYTES)))

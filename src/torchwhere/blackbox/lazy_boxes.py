@@ -1,6 +1,7 @@
 """The boxes of a large job: each is read when it is asked for, and the last few are kept.
 
-Thousands of boxes at once are gigabytes. Whoever goes through them rank by rank reads each one once more, and holds one.
+Thousands of boxes at once are gigabytes. Whoever goes through them rank by rank reads each one once
+more, and holds one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ class LazyBoxes(Mapping[int, Box]):
     """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
 
     def __init__(
-        self, labels: Mapping[int, BoxSummary], *, on_read: Callable[[int], None] | None = None, kept: int = _KEPT
+        self,
+        labels: Mapping[int, BoxSummary],
+        *,
+        on_read: Callable[[int], None] | None = None,
+        kept: int = _KEPT,
     ) -> None:
         self.labels = labels
         self._most = kept
@@ -48,7 +53,11 @@ class LazyBoxes(Mapping[int, Box]):
             return Box(path=label.path, meta={"rank": rank}, problems=[str(error)])
         if box.rank == rank:
             return box
-        return Box(path=label.path, meta={"rank": rank}, problems=["it was replaced while the run was read"])
+        return Box(
+            path=label.path,
+            meta={"rank": rank},
+            problems=["it was replaced while the run was read"],
+        )
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.labels)

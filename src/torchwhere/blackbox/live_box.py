@@ -1,8 +1,10 @@
-"""A glance at a box: what its rank is doing now, from the cursors and counts alone, a few KB, as often as one likes.
+"""A glance at a box: what its rank is doing now, from the cursors and counts alone, a few KB, as
+often as one likes.
 
-A `LiveBox` stays with one file. `look` reads the header, the cursors and the counters that are used in one call; the table only
-where it has grown; a record only when somebody asks for the place, or when nothing moves any more and it may be the last one.
-Like all that reads, it never raises on content.
+A `LiveBox` stays with one file. `look` reads the header, the cursors and the counters that are used
+in one call; the table only where it has grown; a record only when somebody asks for the place, or
+when nothing moves any more and it may be the last one. Like all that reads, it never raises on
+content.
 """
 
 from __future__ import annotations
@@ -16,8 +18,23 @@ from typing import Any, NamedTuple
 
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import PASS_LABELS, Box
-from torchwhere.blackbox.file_format import CURSOR_BYTES, HEADER_BYTES, HEADER_COPIES, NO_CALL, NO_STEP, RECORD_BYTES, Geometry
-from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, GroupEntry, NameReader, half_written, loaded
+from torchwhere.blackbox.file_format import (
+    CURSOR_BYTES,
+    HEADER_BYTES,
+    HEADER_COPIES,
+    NO_CALL,
+    NO_STEP,
+    RECORD_BYTES,
+    Geometry,
+)
+from torchwhere.blackbox.live_names import (
+    UNKNOWN_OP,
+    BoxNames,
+    GroupEntry,
+    NameReader,
+    half_written,
+    loaded,
+)
 from torchwhere.blackbox.reader import parse_box
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import TEXT_FIELD, Kind
@@ -72,17 +89,20 @@ class LiveBox:
         self._reach, self._table_end, self._cursor_at = _HEAD, 0, 0
         self._offset_ns = 0
         self._record: tuple[int, ...] | None = None  # the last one
-        self._last_tally: tuple[int, int, int, int] | None = None  # of the stream that was counted last
-        self._counts: dict[StreamName, int] | None = None  # this and the next two: made when asked for, until something moves
+        # of the stream that was counted last
+        self._last_tally: tuple[int, int, int, int] | None = None
+        # this and the next two: made when asked for, until something moves
+        self._counts: dict[StreamName, int] | None = None
         self._place: Place | None = None
         self._issued: Issued | None = None
         self._ended: str | None = None
         self._is_read = False  # whether the last record was looked at since something moved
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Read it again; whether anything has moved. A file that is gone keeps what was known of it."""
+        """Read it again; whether anything has moved. A file that is gone keeps what was known of
+        it."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -124,7 +144,9 @@ class LiveBox:
         """Header, cursors and counters, as far as they are looked at."""
         data, geometry = os.pread(fd, self._reach, 0), self._geometry
         return (
-            data[:_HEAD] + file_format.mask_heartbeat(data[_HEAD:], cursors=geometry.cursors) if geometry is not None else data
+            data[:_HEAD] + file_format.mask_heartbeat(data[_HEAD:], cursors=geometry.cursors)
+            if geometry is not None
+            else data
         )
 
     def _meet(self, header: bytes, size: int) -> bool:
@@ -136,7 +158,11 @@ class LiveBox:
             self._problem = said[0] if said else "its header names no rank"
             return False
         self._header, self._geometry = header, geometry
-        self._problem = f"cut short: {size} of at least {geometry.table_at} bytes" if size < geometry.table_at else None
+        self._problem = (
+            f"cut short: {size} of at least {geometry.table_at} bytes"
+            if size < geometry.table_at
+            else None
+        )
         offset, started = box.meta.get("clock_offset_ns"), box.meta.get("started_ns")
         self._offset_ns = offset if isinstance(offset, int) else 0
         self.moved_ns = max(self.moved_ns, started if isinstance(started, int) else 0)
@@ -144,11 +170,14 @@ class LiveBox:
         return True
 
     def _words(self, fd: int, data: bytes) -> bytes | None:
-        """Header, cursors and all counters that are used; None while the file is shorter than its cursors."""
+        """Header, cursors and all counters that are used; None while the file is shorter than its
+        cursors."""
         geometry = self._geometry
         assert geometry is not None
         most = min(geometry.ring_at, os.fstat(fd).st_size)  # what the header says may be anything
-        while self._reach < most and (self._reach == _HEAD or data[-file_format.COUNTER_BYTES :][:8] != bytes(8)):
+        while self._reach < most and (
+            self._reach == _HEAD or data[-file_format.COUNTER_BYTES :][:8] != bytes(8)
+        ):
             at = max(self._reach, geometry.counters_at)
             self._reach = min(at + _SOME * file_format.COUNTER_BYTES, most)
             data = self._read(fd)
@@ -189,9 +218,14 @@ class LiveBox:
                     self._last_tally = who, count, t_ns, record
                 moved = max(moved, t_ns)
             elif who >> 40 == known.steps_id and (who >> 20 & 0xFFFFF) == 1 and count:
-                # Words of such a counter: how often, in all, the longest. The first step is seldom like the others.
+                # Words of such a counter: how often, in all, the longest. The first step is seldom
+                # like the others.
                 self.mean_step_ns = (t_ns - record) / (count - 1) if count > 1 else t_ns
-        self.step = max(words[first + file_format.CURSOR_STEP : last : _CURSOR_WORDS].tolist()) if times[newest] else None
+        self.step = (
+            max(words[first + file_format.CURSOR_STEP : last : _CURSOR_WORDS].tolist())
+            if times[newest]
+            else None
+        )
         self.has_begun = bool(self._last_tally or words[at] or self.step)
         self._moved_to(moved)
 
@@ -199,10 +233,11 @@ class LiveBox:
         if t_ns:
             self.moved_ns = max(self.moved_ns, t_ns + self._offset_ns)
 
-    # -- records -----------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------
 
     def _read_record(self, fd: int | None = None) -> None:
-        """The last record of the thread that moved last, and of the box: how it ended, if it did."""
+        """The last record of the thread that moved last, and of the box: how it ended, if it
+        did."""
         self._is_read = True
         geometry = self._geometry
         if geometry is None or not self._data:
@@ -239,11 +274,21 @@ class LiveBox:
         reason = loaded(text).get(TEXT_FIELD[Kind.END])
         return str(reason) if reason is not None else text or "ended"
 
-    # -- what it says ------------------------------------------------------------------------------------------------
+    # -- what it says ------------------------------------------------------------------------------
 
     def label(self) -> BoxSummary:
         problems = (self.problem,) if self.problem else ()
-        return BoxSummary(self.path, self.rank, self.run, self.rank >= 0, self.moved_ns, False, 0, self.meta, problems=problems)
+        return BoxSummary(
+            self.path,
+            self.rank,
+            self.run,
+            self.rank >= 0,
+            self.moved_ns,
+            False,
+            0,
+            self.meta,
+            problems=problems,
+        )
 
     @property
     def problem(self) -> str | None:
@@ -251,7 +296,8 @@ class LiveBox:
 
     @property
     def ended(self) -> str | None:
-        """How the watch ended, in the rank's own words; None while it goes on, and of one that could not say it."""
+        """How the watch ended, in the rank's own words; None while it goes on, and of one that
+        could not say it."""
         return self._ended
 
     @property
@@ -264,7 +310,8 @@ class LiveBox:
             self._read_record()
 
     def place(self) -> Place:
-        """Where the thread is that moved last. The line is that of its last record, where the cursor has none."""
+        """Where the thread is that moved last. The line is that of its last record, where the
+        cursor has none."""
         if self._place is None:
             self._place = self._find_place()
         return self._place
@@ -273,9 +320,19 @@ class LiveBox:
         if not self._data or self._known is None:
             return Place(self.rank, None, "outside", certainty=Certainty.UNKNOWN)
         self._know_record()
-        row = memoryview(self._data).cast("Q")[self._cursor_at : self._cursor_at + _CURSOR_WORDS].tolist()
-        word, call = row[file_format.CURSOR_PLACE], row[file_format.CURSOR_PLACE] & file_format.CALL_MASK
-        pass_, entry = word >> file_format.PASS_SHIFT & file_format.PASS_MASK, word >> file_format.MODULE_SHIFT
+        row = (
+            memoryview(self._data)
+            .cast("Q")[self._cursor_at : self._cursor_at + _CURSOR_WORDS]
+            .tolist()
+        )
+        word, call = (
+            row[file_format.CURSOR_PLACE],
+            row[file_format.CURSOR_PLACE] & file_format.CALL_MASK,
+        )
+        pass_, entry = (
+            word >> file_format.PASS_SHIFT & file_format.PASS_MASK,
+            word >> file_format.MODULE_SHIFT,
+        )
         module = self._known.name(entry)
         is_lost = pass_ not in PASS_LABELS or (entry and module is None)
         line = self._known.name(row[file_format.CURSOR_LINE]) if pass_ == Pass.BACKWARD else None
@@ -308,7 +365,11 @@ class LiveBox:
     def _find_issued(self, known: BoxNames, counter: tuple[int, int, int, int]) -> Issued:
         self._know_record()
         who, count, _, number = counter
-        record = self._record if self._record is not None and self._record[2] == Kind.COLLECTIVE else self._record_at(number)
+        record = (
+            self._record
+            if self._record is not None and self._record[2] == Kind.COLLECTIVE
+            else self._record_at(number)
+        )
         op, group = UNKNOWN_OP
         if record is not None and record[2] == Kind.COLLECTIVE:
             op, group = known.ops.get(record[11], UNKNOWN_OP)
@@ -322,14 +383,20 @@ class LiveBox:
         """How many collectives it has issued, by stream."""
         known = self._known
         if self._counts is None:
-            self._counts = {_stream(known.groups[who >> 40], who): count for who, count in self._streams()} if known else {}
+            self._counts = (
+                {_stream(known.groups[who >> 40], who): count for who, count in self._streams()}
+                if known
+                else {}
+            )
         return self._counts
 
     def _streams(self) -> Iterator[tuple[int, int]]:
         """The counters of groups: who, and how often."""
         words = memoryview(self._data).cast("Q")
         if self._geometry is not None and self._known is not None and self._data:
-            for at in range(self._geometry.counters_at >> 3, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS):
+            for at in range(
+                self._geometry.counters_at >> 3, len(words) - _TALLY_WORDS + 1, _TALLY_WORDS
+            ):
                 if words[at] >> 40 in self._known.groups:
                     yield words[at], words[at + file_format.COUNTER_COUNT]
 

@@ -1,6 +1,8 @@
-"""The names that a glance at a box needs: what its table says of modules, lines, threads, groups and collectives.
+"""The names that a glance at a box needs: what its table says of modules, lines, threads, groups
+and collectives.
 
-`NameReader` reads the tables of many boxes, and keeps what they have in common once: ranks of one job have nearly the same table.
+`NameReader` reads the tables of many boxes, and keeps what they have in common once: ranks of one
+job have nearly the same table.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class BoxNames:
     places: dict[int, str]  # shared with the boxes that have the same
     grown: dict[int, str]  # what came later
     groups: dict[int, GroupEntry]
-    ops: dict[int, tuple[str, str | None]]  # of what is issued again and again: the op, and the name of its group
+    # of what is issued again and again: the op, and the name of its group
+    ops: dict[int, tuple[str, str | None]]
     steps_id: int = 0  # of the counter that counts steps
 
     def name(self, entry: int) -> str | None:
@@ -57,7 +60,9 @@ class NameReader:
 
     def grow(self, known: BoxNames, data: bytes) -> None:
         names = TableReader().read(data).names
-        known.grown.update((entry, text) for entry, (sort, text) in names.items() if sort in _PLACE_SORTS)
+        known.grown.update(
+            (entry, text) for entry, (sort, text) in names.items() if sort in _PLACE_SORTS
+        )
         self._add_others(known, names)
 
     def _add_others(self, known: BoxNames, names: dict[int, tuple[int, str]]) -> None:
@@ -96,12 +101,21 @@ def loaded(text: str | None) -> dict[str, Any]:
 
 def _op(entry: dict[str, Any]) -> tuple[str, str | None]:
     op, group = entry.get("op"), entry.get("group")
-    return op if isinstance(op, str) and op else UNKNOWN_OP[0], group if isinstance(group, str) else None
+    return op if isinstance(op, str) and op else UNKNOWN_OP[0], group if isinstance(
+        group, str
+    ) else None
 
 
 def _group(entry: dict[str, Any]) -> GroupEntry | None:
     name, desc, mesh_dim, ranks = (entry.get(key) for key in ("name", "desc", "mesh_dim", "ranks"))
     if not isinstance(name, str):
         return None
-    members = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
-    return GroupEntry(name, desc if isinstance(desc, str) else "", mesh_dim if isinstance(mesh_dim, str) else None, members)
+    members = (
+        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+    )
+    return GroupEntry(
+        name,
+        desc if isinstance(desc, str) else "",
+        mesh_dim if isinstance(mesh_dim, str) else None,
+        members,
+    )

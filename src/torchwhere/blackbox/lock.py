@@ -1,8 +1,9 @@
-"""Claims a file name for a new box: what stood there is kept under another name, a live writer is never disturbed.
+"""Claims a file name for a new box: what stood there is kept under another name, a live writer is
+never disturbed.
 
-A writer holds a lock on its box for as long as it lives. A box that can be locked is therefore that of a dead writer, and is
-set aside. Several processes may try at once (a spawned job whose processes do not know their ranks yet): one gets the name,
-the others a `TorchwhereError`.
+A writer holds a lock on its box for as long as it lives. A box that can be locked is therefore that
+of a dead writer, and is set aside. Several processes may try at once (a spawned job whose processes
+do not know their ranks yet): one gets the name, the others a `TorchwhereError`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from pathlib import Path
 
 from torchwhere.core.errors import TorchwhereError
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # Lustre mounted without flock, NFS without its lock daemon
+# Lustre mounted without flock, NFS without its lock daemon
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def lock_new_file(path: Path) -> int:
-    """A new empty file at `path`, locked: its descriptor. An older box there is set aside, a live one is an error."""
+    """A new empty file at `path`, locked: its descriptor. An older box there is set aside, a live
+    one is an error."""
     while True:
         _set_aside(path)
         try:
@@ -39,9 +42,11 @@ def lock_new_file(path: Path) -> int:
 
 
 def _set_aside(path: Path) -> None:
-    """Make room for a new box at `path`: an older one keeps its evidence under another name, a live one is an error."""
+    """Make room for a new box at `path`: an older one keeps its evidence under another name, a live
+    one is an error."""
     try:
-        # For writing: NFS grants exclusive locks to nobody else. No links: a dangling one is there and not there.
+        # For writing: NFS grants exclusive locks to nobody else. No links: a dangling one is there
+        # and not there.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
@@ -55,15 +60,17 @@ def _set_aside(path: Path) -> None:
             path.unlink()
     except BlockingIOError:
         raise TorchwhereError(
-            f"{path} is being written by another process. Give every job its own folder (out=..., --out), and in processes "
-            "that do not have RANK set start watching after init_process_group, when the rank is known."
+            f"{path} is being written by another process. Give every job its own folder (out=...,"
+            " --out), and in processes that do not have RANK set start watching after"
+            " init_process_group, when the rank is known."
         ) from None
     finally:
         os.close(fd)
 
 
 def _lock(fd: int, operation: int) -> None:
-    """Lock a box for its writer. On a file system without locks two writers are not noticed; the older keeps its file."""
+    """Lock a box for its writer. On a file system without locks two writers are not noticed; the
+    older keeps its file."""
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
@@ -81,5 +88,8 @@ def _is_at(path: Path, fd: int) -> bool:
 
 def _free_name(path: Path, changed: float) -> Path:
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(changed))
-    names = (path.with_name(f"{path.stem}.{stamp}{f'.{attempt}' if attempt else ''}.box") for attempt in itertools.count())
+    names = (
+        path.with_name(f"{path.stem}.{stamp}{f'.{attempt}' if attempt else ''}.box")
+        for attempt in itertools.count()
+    )
     return next(name for name in names if not name.exists())

@@ -1,8 +1,10 @@
-"""The sums over phases that a box keeps: how often each phase ran, how long in all, how long at most, and what still runs.
+"""The sums over phases that a box keeps: how often each phase ran, how long in all, how long at
+most, and what still runs.
 
-They stand in the counters, two slots a phase, so they are exact however often the ring has gone round, and readable at any time.
-`phase_sums` reads them from a box; `hooks/phases.py` writes them. A phase is known by its *path*: the names of the phases
-around it, outermost first, and its own. The empty path is the step itself.
+They stand in the counters, two slots a phase, so they are exact however often the ring has gone
+round, and readable at any time. `phase_sums` reads them from a box; `hooks/phases.py` writes them.
+A phase is known by its *path*: the names of the phases around it, outermost first, and its own. The
+empty path is the step itself.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class PhaseSum:
 
 
 def phase_sums(box: Box) -> dict[PhaseKey, PhaseSum]:
-    """The sums of a box, in the order the phases were first seen. Words of different moments may not fit together."""
+    """The sums of a box, in the order the phases were first seen. Words of different moments may
+    not fit together."""
     found: dict[PhaseKey, PhaseSum] = {}
     for who, *words in sorted(box.counter_words(), key=lambda words: words[0] >> 40):
         path, which = _path(box, who >> 40), (who >> 20 & 0xFFFFF) - 1

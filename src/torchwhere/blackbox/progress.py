@@ -1,6 +1,8 @@
-"""A box's pulse: how many collectives it has counted and how far its steps are, without reading the box.
+"""A box's pulse: how many collectives it has counted and how far its steps are, without reading the
+box.
 
-Reads the cursors and counters alone, a few KB. Moves of a cursor do not count: a rank in an endless loop moves and gets nowhere.
+Reads the cursors and counters alone, a few KB. Moves of a cursor do not count: a rank in an endless
+loop moves and gets nowhere.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torchwhere.blackbox.file_format import (
     Geometry,
 )
 
-_GEOMETRY = Geometry(capacity=1)  # cursors and counters lie before the ring, at the same place in every box
+# cursors and counters lie before the ring, at the same place in every box
+_GEOMETRY = Geometry(capacity=1)
 
 
 @dataclass(frozen=True, slots=True)

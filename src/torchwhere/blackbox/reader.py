@@ -1,8 +1,10 @@
-"""Reads one black box: while its process runs, is stuck, stopped, or long dead; whole, cut, or damaged.
+"""Reads one black box: while its process runs, is stuck, stopped, or long dead; whole, cut, or
+damaged.
 
-Takes the bytes of a file once (a file that shrinks under a map would kill the reader) and gives back what is good. It never
-raises on content: what is not good is counted in `Box.counts` and said in `Box.problems`. A `BoxReader` reads many boxes, and
-leaves the ring of texts, the largest, in the file until it is asked.
+Takes the bytes of a file once (a file that shrinks under a map would kill the reader) and gives
+back what is good. It never raises on content: what is not good is counted in `Box.counts` and said
+in `Box.problems`. A `BoxReader` reads many boxes, and leaves the ring of texts, the largest, in the
+file until it is asked.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torchwhere.core.errors import TorchwhereError
 
 
 def read_box(path: str | Path) -> Box:
-    """Read one file. Raises `TorchwhereError` only when there is no file to read; content never raises."""
+    """Read one file. Raises `TorchwhereError` only when there is no file to read; content never
+    raises."""
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -35,7 +38,9 @@ def read_header(path: Path) -> Box:
     box = Box(path=path)
     try:
         with path.open("rb") as file:
-            _parse_header(box, file.read(HEADER_BYTES * HEADER_COPIES), os.fstat(file.fileno()).st_size)
+            _parse_header(
+                box, file.read(HEADER_BYTES * HEADER_COPIES), os.fstat(file.fileno()).st_size
+            )
     except OSError:
         pass
     return box
@@ -71,7 +76,9 @@ class BoxReader:
             if box.geometry is not None:
                 box._head = os.pread(fd, box.geometry.texts_at, 0)
                 # The table comes last: a name is in the file before the first record that uses it.
-                table = os.pread(fd, max(0, os.fstat(fd).st_size - box.geometry.table_at), box.geometry.table_at)
+                table = os.pread(
+                    fd, max(0, os.fstat(fd).st_size - box.geometry.table_at), box.geometry.table_at
+                )
                 _parse_rest(box, table, self._tables)
         except OSError as error:
             raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
@@ -85,7 +92,9 @@ def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
     geometry = box.geometry
     assert geometry is not None
     read = tables.read(table)
-    ring = parse_ring(memoryview(box._head)[geometry.ring_at : geometry.texts_at], geometry.capacity)
+    ring = parse_ring(
+        memoryview(box._head)[geometry.ring_at : geometry.texts_at], geometry.capacity
+    )
     box.names, box.records = read.names, ring.records
     box.counts = Counts(len(ring.records), ring.torn, ring.unknown, ring.overwritten, read.torn)
     whole: dict[str, Any] = {}  # what did not fit into the header
@@ -100,15 +109,23 @@ def _parse_header(box: Box, data: bytes, size: int) -> None:
         block = data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
         if block[:8] != file_format.MAGIC or len(block) < HEADER_BYTES:
             continue
-        _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(block[: HEADER.size])
+        _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(
+            block[: HEADER.size]
+        )
         if zlib.crc32(block[:-4]) != int.from_bytes(block[-4:], "little"):
             continue
         if version != file_format.VERSION:
             box.problems.append(
-                f"written in format {version}, this torchwhere reads {file_format.VERSION}: use the other version"
+                f"written in format {version}, this torchwhere reads {file_format.VERSION}: use the"
+                " other version"
             )
             return
-        box.geometry = Geometry(capacity=max(capacity, 1), cursors=cursors, counters=counters, text_bytes=max(text_bytes, 1))
+        box.geometry = Geometry(
+            capacity=max(capacity, 1),
+            cursors=cursors,
+            counters=counters,
+            text_bytes=max(text_bytes, 1),
+        )
         meta = loaded(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
         box.meta = meta if isinstance(meta, dict) else {}
         if size < box.geometry.table_at:

@@ -1,8 +1,9 @@
 """The ring of a box: its records in the order they were written, and an account of every slot.
 
-Takes the bytes of the section, gives the good records and counts. Every record is checked against its CRC. That is cheap
-where all is well: a CRC is linear, so a sealed record has the same effect on a running CRC whatever it holds, and so many of
-them in a row have one CRC that is known beforehand. Only where a block does not have it is each of its records looked at.
+Takes the bytes of the section, gives the good records and counts. Every record is checked against
+its CRC. That is cheap where all is well: a CRC is linear, so a sealed record has the same effect on
+a running CRC whatever it holds, and so many of them in a row have one CRC that is known beforehand.
+Only where a block does not have it is each of its records looked at.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ from torchwhere.blackbox.file_format import RECORD_BYTES
 from torchwhere.core.events import Kind
 
 RECORD_DTYPE = np.dtype(
-    [("number", "<u8"), ("t_ns", "<u8"), ("kind", "u1"), ("pass", "u1"), ("flags", "u1"), ("thread", "u1")]
-    + [(name, "<u4") for name in ("step", "module", "call", "line", "graph", "subject", "beneficiary", "param")]
+    [
+        ("number", "<u8"),
+        ("t_ns", "<u8"),
+        ("kind", "u1"),
+        ("pass", "u1"),
+        ("flags", "u1"),
+        ("thread", "u1"),
+    ]
+    + [
+        (name, "<u4")
+        for name in ("step", "module", "call", "line", "graph", "subject", "beneficiary", "param")
+    ]
     + [("extra", "<u8"), ("crc", "<u4")]
 )
 _BLOCK = 256  # records that are checked at once
@@ -51,11 +62,18 @@ def parse_ring(section: memoryview, capacity: int) -> Ring:
         turn = written % capacity if written > capacity else 0
         in_order = np.concatenate([raw[turn:], raw[:turn]]) if turn else raw
         return Ring(as_records(in_order), 0, 0, max(0, written - capacity))
-    return _damaged(raw, used, whole & (rows["number"] % np.uint64(capacity) == used.astype(np.uint64)), known, capacity)
+    return _damaged(
+        raw,
+        used,
+        whole & (rows["number"] % np.uint64(capacity) == used.astype(np.uint64)),
+        known,
+        capacity,
+    )
 
 
 def _written(numbers: npt.NDArray[np.int64], capacity: int) -> int | None:
-    """How many records were written, if each stands where it belongs: the last lap, then what is left of the one before."""
+    """How many records were written, if each stands where it belongs: the last lap, then what is
+    left of the one before."""
     count = len(numbers)
     last = int(numbers.max(initial=-1))
     if (last + 1 != count and count != capacity) or last + 1 < count:
@@ -88,7 +106,8 @@ def _damaged(
 
 
 def _used(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """The slots that are not all zero. A sealed record nearly never has a zero for its CRC: mostly those words are enough."""
+    """The slots that are not all zero. A sealed record nearly never has a zero for its CRC: mostly
+    those words are enough."""
     words = slots.view("<u8")
     sealed = np.flatnonzero(words[:, -1] >> np.uint64(32))
     rest = words[len(sealed) :]
@@ -103,7 +122,8 @@ def _is_prefix(used: npt.NDArray[np.int64]) -> bool:
 
 
 def as_records(raw: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows of bytes or words as records. To move rows about is many times faster than to move records."""
+    """Rows of bytes or words as records. To move rows about is many times faster than to move
+    records."""
     return raw.view(RECORD_DTYPE)[:, 0]
 
 
@@ -112,7 +132,7 @@ def as_words(records: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
     return records.view("<u8").reshape(-1, RECORD_BYTES // 8)
 
 
-# -- CRCs ------------------------------------------------------------------------------------------------------------------
+# -- CRCs ------------------------------------------------------------------------------------------
 
 
 def _whole(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:

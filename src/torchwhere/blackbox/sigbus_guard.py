@@ -1,17 +1,19 @@
 """Keeps a job alive when somebody truncates its box.
 
-A store into a mapped page whose file has shrunk is SIGBUS: a dead job. No check before the store can help, the file may
-shrink between the two. So while a box is open, a signal handler stands by: a fault inside the box's own map puts anonymous
-memory there, the store is repeated by the processor and succeeds, and the box is marked lost. Any other fault goes to
-whoever handled SIGBUS before (faulthandler, the default action), by putting that handler back and letting the fault repeat.
+A store into a mapped page whose file has shrunk is SIGBUS: a dead job. No check before the store
+can help, the file may shrink between the two. So while a box is open, a signal handler stands by: a
+fault inside the box's own map puts anonymous memory there, the store is repeated by the processor
+and succeeds, and the box is marked lost. Any other fault goes to whoever handled SIGBUS before
+(faulthandler, the default action), by putting that handler back and letting the fault repeat.
 
-A signal that was sent rather than caused (`kill -BUS`, or faulthandler passing on the fault it was told of first) carries no
-address: it is ours if the file has really shrunk.
+A signal that was sent rather than caused (`kill -BUS`, or faulthandler passing on the fault it was
+told of first) carries no address: it is ours if the file has really shrunk.
 
-The handler is a ctypes callback. That is sound here and only here: the faulting store is our own, made by a thread that
-holds the GIL, inside a C function that may call back into Python anyway. The native part stores without the GIL: there the
-callback waits for it, and nobody who holds it waits for that thread, which holds no lock while it stores
-(`native/reductions.h`). Linux with a 64-bit glibc or musl; elsewhere a box is simply not guarded.
+The handler is a ctypes callback. That is sound here and only here: the faulting store is our own,
+made by a thread that holds the GIL, inside a C function that may call back into Python anyway. The
+native part stores without the GIL: there the callback waits for it, and nobody who holds it waits
+for that thread, which holds no lock while it stores (`native/reductions.h`). Linux with a 64-bit
+glibc or musl; elsewhere a box is simply not guarded.
 """
 
 from __future__ import annotations
@@ -40,8 +42,11 @@ class _Action(ctypes.Structure):
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
-def guard_region(region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> SigbusGuard | None:
-    """Guard a mapped region; None where that is not possible (another system, or one that forbids callbacks from C)."""
+def guard_region(
+    region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]
+) -> SigbusGuard | None:
+    """Guard a mapped region; None where that is not possible (another system, or one that forbids
+    callbacks from C)."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -51,9 +56,12 @@ def guard_region(region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Ca
 
 
 class SigbusGuard:
-    """Guards one mapped region until `close`. `lost` says whether the file behind it was taken away."""
+    """Guards one mapped region until `close`. `lost` says whether the file behind it was taken
+    away."""
 
-    def __init__(self, region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]) -> None:
+    def __init__(
+        self, region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]
+    ) -> None:
         self.lost = False
         self._is_short = is_short
         self._on_lost = on_lost
@@ -63,7 +71,12 @@ class SigbusGuard:
         del view  # an exported buffer would keep the map from being closed
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._libc.mmap.restype = ctypes.c_void_p
-        self._libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        self._libc.mmap.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            *(ctypes.c_int,) * 3,
+            ctypes.c_long,
+        )
         self._callback = _Handler(self._on_signal)
         self._address = ctypes.cast(self._callback, ctypes.c_void_p).value
         self._before = _Action()
@@ -84,7 +97,8 @@ class SigbusGuard:
                 # Not from in here: logging takes locks that the interrupted thread may hold.
                 threading.Timer(0, self._on_lost).start()
             return
-        self._sigaction(self._before, None)  # the fault repeats and meets the handler that was there before us
+        # the fault repeats and meets the handler that was there before us
+        self._sigaction(self._before, None)
         if was_sent:  # nothing repeats: send it again; it waits until this handler has returned
             getattr(self._libc, "raise")(signum)
 
@@ -93,13 +107,17 @@ class SigbusGuard:
         return self._start <= address < self._start + self._length
 
     def detach(self) -> bool:
-        """Put memory of our own in the place of the file's. The kernel does it in one go, whoever is storing there now."""
+        """Put memory of our own in the place of the file's. The kernel does it in one go, whoever
+        is storing there now."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
-        found = self._libc.mmap(self._start, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        found = self._libc.mmap(
+            self._start, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0
+        )
         return bool(found == self._start)
 
     def close(self) -> None:
-        """Put back the handler found at the start, unless somebody has installed another one since."""
+        """Put back the handler found at the start, unless somebody has installed another one
+        since."""
         now = _Action()
         self._sigaction(None, now)
         if now.handler == self._address:
@@ -111,7 +129,8 @@ class SigbusGuard:
         self._is_short = lambda: False
 
     def _take_away_closed_ones(self) -> None:
-        """What was put back may be the handler of a guard that was closed while a later one stood before it."""
+        """What was put back may be the handler of a guard that was closed while a later one stood
+        before it."""
         now = _Action()
         self._sigaction(None, now)
         below = next((guard for guard in _outlived if guard._address == now.handler), None)

@@ -1,7 +1,7 @@
 """Layouts in a black box: how they are put into the table, and how they are found there again.
 
-A layout is JSON, compressed, and cut into entries that the table takes. One is written after the first step, another at the end
-if it has changed. `docs/format.md` says the same under LAYOUT.
+A layout is JSON, compressed, and cut into entries that the table takes. One is written after the
+first step, another at the end if it has changed. `docs/format.md` says the same under LAYOUT.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def pack(number: int, layout: dict[str, Any]) -> list[str]:
 
 
 def layouts_in(box: Box) -> list[dict[str, Any]]:
-    """The layouts that are whole, in the order they were written. Never raises: a damaged one is left out."""
+    """The layouts that are whole, in the order they were written. Never raises: a damaged one is
+    left out."""
     found: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     for sort, text in box.names.values():

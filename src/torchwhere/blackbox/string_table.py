@@ -1,8 +1,9 @@
 """The table of a box: what the ids in its records stand for.
 
-Takes the bytes of the section, gives the names by id, and counts what is torn. A `TableReader` reads the tables of many boxes:
-ranks of one job have nearly the same table, so what is byte for byte as in a table it knows is taken from there, already
-checked and decoded. (Of 16,384 ranks, each one's table lists all 16,384 as the members of the world.)
+Takes the bytes of the section, gives the names by id, and counts what is torn. A `TableReader`
+reads the tables of many boxes: ranks of one job have nearly the same table, so what is byte for
+byte as in a table it knows is taken from there, already checked and decoded. (Of 16,384 ranks, each
+one's table lists all 16,384 as the members of the world.)
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class TableReader:
         return StringTable(dict(entries), torn)
 
     def _same(self, data: bytes, at: int, index: int) -> tuple[int, int]:
-        """How many of the known entries, from `index` on, stand at a position; and where they end."""
+        """How many of the known entries, from `index` on, stand at a position; and where they
+        end."""
         if index >= len(self._raw):
             return 0, at
         if index % _BLOCK == 0 and data.startswith(self._blocks[index // _BLOCK], at):
@@ -73,14 +75,21 @@ class TableReader:
             end = at + _HEAD + int(ENTRY.unpack_from(data, at)[3])
             self._raw.append(data[at:end])
             at = end
-        self._blocks = [b"".join(self._raw[start : start + _BLOCK]) for start in range(0, len(entries), _BLOCK)]
+        self._blocks = [
+            b"".join(self._raw[start : start + _BLOCK]) for start in range(0, len(entries), _BLOCK)
+        ]
 
 
 def _entry(data: bytes, at: int) -> tuple[Entry | None, int]:
-    """The entry at a position and where the next one is looked for; without an entry, where the next mark stands."""
+    """The entry at a position and where the next one is looked for; without an entry, where the
+    next mark stands."""
     mark, entry_id, sort, length, crc = ENTRY.unpack_from(data, at)
     payload = data[at + _HEAD : at + _HEAD + min(length, ENTRY_MOST_BYTES)]
-    if mark == ENTRY_MARK and len(payload) == length and zlib.crc32(payload, zlib.crc32(data[at : at + _HEAD - 4])) == crc:
+    if (
+        mark == ENTRY_MARK
+        and len(payload) == length
+        and zlib.crc32(payload, zlib.crc32(data[at : at + _HEAD - 4])) == crc
+    ):
         return (entry_id, (sort, payload.decode("utf-8", "replace"))), at + _HEAD + length
     found = data.find(ENTRY_MARK, at + 1)
     return None, found if found >= 0 else len(data)

@@ -1,4 +1,5 @@
-"""The label of a box: what is known of it without its records. Enough to sort boxes into runs and to find their processes."""
+"""The label of a box: what is known of it without its records. Enough to sort boxes into runs and
+to find their processes."""
 
 from __future__ import annotations
 
@@ -11,9 +12,21 @@ from typing import Any, Protocol
 from torchwhere.blackbox.box import Box, Counts
 from torchwhere.blackbox.file_format import Geometry
 
-_USUAL = Geometry(capacity=1)  # cursors and counters lie before the ring, at the same place in every box
+# cursors and counters lie before the ring, at the same place in every box
+_USUAL = Geometry(capacity=1)
 _KEPT = (
-    *("rank", "world_size", "run_id", "store", "restart", "host", "pid", "pid_started", "pid_namespace", "stack_signal"),
+    *(
+        "rank",
+        "world_size",
+        "run_id",
+        "store",
+        "restart",
+        "host",
+        "pid",
+        "pid_started",
+        "pid_namespace",
+        "stack_signal",
+    ),
     *("started_ns", "folder", "oom_counter", "oom_kills", "flight_recorder", "counted"),
 )
 

@@ -1,4 +1,5 @@
-"""What all commands share that read a run's folder: its arguments, how it is read, and what is said when that fails."""
+"""What all commands share that read a run's folder: its arguments, how it is read, and what is said
+when that fails."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ BAD_INPUT = 2
 INTERRUPTED = 130  # what shells say of Ctrl-C
 T = TypeVar("T")
 _PLAINER = "torchwhere-plainer"
-_PLAIN = dict(zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True))
+_PLAIN = dict(
+    zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True)
+)
 
 
 def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that reads a run: what it cannot read, or write, it says on one line; `| head` and Ctrl-C may stop it."""
+    """A command that reads a run: what it cannot read, or write, it says on one line; `| head` and
+    Ctrl-C may stop it."""
 
     def reading_command(arguments: argparse.Namespace) -> int:
         _prepare_output()
@@ -50,7 +54,8 @@ def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
 
 
 def _prepare_output() -> None:
-    """A terminal that knows no Unicode gets plainer signs, not a traceback; what is closed (`>&-`) swallows all."""
+    """A terminal that knows no Unicode gets plainer signs, not a traceback; what is closed (`>&-`)
+    swallows all."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
@@ -74,25 +79,33 @@ def _plainer(error: UnicodeError) -> tuple[str, int]:
 
 def add_folder(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("folder", help="the run's folder")
-    sub.add_argument("--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)")
+    sub.add_argument(
+        "--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)"
+    )
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 
 def ask(arguments: argparse.Namespace, question: Callable[[BoxRun], T]) -> T:
-    """What a question finds in the run, with a bar on a terminal while its boxes are read and gone through."""
+    """What a question finds in the run, with a bar on a terminal while its boxes are read and gone
+    through."""
     from torchwhere.render.progress import progress_bar
 
     with progress_bar("reading boxes") as on_progress:
         return question(read_folder(arguments, on_progress=on_progress))
 
 
-def read_folder(arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None) -> BoxRun:
+def read_folder(
+    arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None
+) -> BoxRun:
     from torchwhere.blackbox.run import read_run
 
     run = read_run(arguments.folder, on_progress=on_progress)
     unknown = sorted((ranks_asked(arguments) or set()) - set(run.boxes))
     if unknown:
-        raise TorchwhereError(f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")
+        raise TorchwhereError(
+            f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks"
+            f" {_span(sorted(run.boxes))}"
+        )
     for caveat in run.caveats():
         say(caveat)
     return run
@@ -114,4 +127,8 @@ def print_json(values: Iterable[Any]) -> None:
 
 def say(message: object) -> None:
     """To stderr, on one line; a folder's name may hold anything."""
-    print("torchwhere:", "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(message)), file=sys.stderr)
+    print(
+        "torchwhere:",
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(message)),
+        file=sys.stderr,
+    )

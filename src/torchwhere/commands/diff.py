@@ -18,11 +18,29 @@ _THEY_DIFFER = 1
 
 def add(commands: Any) -> None:
     text = "where ranks part: the first place where their events or logs differ"
-    sub = commands.add_parser("diff", help=text, description=f"{text}. Exit code 0: no difference; 1: they differ.")
+    sub = commands.add_parser(
+        "diff", help=text, description=f"{text}. Exit code 0: no difference; 1: they differ."
+    )
     add_folder(sub)
-    sub.add_argument("--logs", metavar="WHERE", help="the ranks' logs: a folder, or a pattern like 'logs/*/stdout.log'")
-    sub.add_argument("--strip", action="append", default=[], metavar="REGEX", help="what else may differ (may be repeated)")
-    sub.add_argument("--ignore", action="append", default=[], metavar="REGEX", help="lines and events to leave out")
+    sub.add_argument(
+        "--logs",
+        metavar="WHERE",
+        help="the ranks' logs: a folder, or a pattern like 'logs/*/stdout.log'",
+    )
+    sub.add_argument(
+        "--strip",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="what else may differ (may be repeated)",
+    )
+    sub.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="REGEX",
+        help="lines and events to leave out",
+    )
     sub.set_defaults(command=reading(_diff))
 
 
@@ -30,7 +48,13 @@ def _diff(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.diff.comparison import diff, find_logs
 
     logs = find_logs(Path(arguments.folder), arguments.logs)
-    compare = partial(diff, logs=logs, ranks=ranks_asked(arguments), strip=arguments.strip, ignore=arguments.ignore)
+    compare = partial(
+        diff,
+        logs=logs,
+        ranks=ranks_asked(arguments),
+        strip=arguments.strip,
+        ignore=arguments.ignore,
+    )
     try:
         found = compare(None) if _has_only_logs(arguments, logs) else ask(arguments, compare)
     except ValueError as error:

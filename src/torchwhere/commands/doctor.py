@@ -23,11 +23,17 @@ def add(commands: Any) -> None:
     sub.add_argument(
         "--flight-recorder",
         metavar="DUMPS",
-        help="a folder of PyTorch's flight recorder dumps: instead of a run, or what they add to it",
+        help=(
+            "a folder of PyTorch's flight recorder dumps: instead of a run, or what they add to it"
+        ),
     )
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
     sub.add_argument(
-        "--stall", type=float, default=10.0, metavar="S", help="a wait this long is a hang (default: %(default)s s)"
+        "--stall",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a wait this long is a hang (default: %(default)s s)",
     )
     sub.set_defaults(command=reading(_doctor))
 
@@ -45,7 +51,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
             verdict = consult_dumps(arguments.flight_recorder, on_progress=on_progress)
     else:
         with progress_bar("reading boxes") as on_progress:
-            verdict = diagnose_folder(arguments.folder, stall_s=arguments.stall, on_progress=on_progress)
+            verdict = diagnose_folder(
+                arguments.folder, stall_s=arguments.stall, on_progress=on_progress
+            )
         if arguments.flight_recorder is not None:
             with progress_bar("reading dumps") as on_progress:
                 verdict = with_dumps(verdict, arguments.flight_recorder, on_progress=on_progress)

@@ -21,7 +21,9 @@ def add(commands: Any) -> None:
     sub = commands.add_parser("events", help=text, description=text)
     add_folder(sub)
     sub.add_argument("--last", type=_count, metavar="N", help="only the last N of each rank")
-    sub.add_argument("--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS))
+    sub.add_argument(
+        "--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS)
+    )
     sub.set_defaults(command=reading(_events))
 
 
@@ -34,7 +36,9 @@ def _count(text: str) -> int:
 def _events(arguments: argparse.Namespace) -> int:
     run = ask(arguments, lambda run: run)
     kinds = set(arguments.kind) if arguments.kind else None
-    events: Iterator[Event] = run.events(ranks=ranks_asked(arguments), kinds=kinds, last=arguments.last)
+    events: Iterator[Event] = run.events(
+        ranks=ranks_asked(arguments), kinds=kinds, last=arguments.last
+    )
     first = next(events, None)
     if first is None:
         say(f"no such events in {arguments.folder}")

@@ -1,4 +1,5 @@
-"""`torchwhere export`: the events of a run for DuckDB, Polars, Spark, Ray and whatever else reads Parquet or JSON."""
+"""`torchwhere export`: the events of a run for DuckDB, Polars, Spark, Ray and whatever else reads
+Parquet or JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from torchwhere.core.events import KIND_LABELS
 
 def add(commands: Any) -> None:
     text = "write the events of a run as Parquet or JSON lines, for other tools"
-    sub = commands.add_parser("export", help=text, description=f"{text}. Parquet needs: pip install 'torchwhere[parquet]'")
+    sub = commands.add_parser(
+        "export", help=text, description=f"{text}. Parquet needs: pip install 'torchwhere[parquet]'"
+    )
     sub.add_argument("folder", help="the run's folder")
     sub.add_argument(
         "-o",
@@ -21,8 +24,12 @@ def add(commands: Any) -> None:
         metavar="FILE",
         help="what to write: its name ends with .parquet (a folder), .jsonl or .jsonl.gz",
     )
-    sub.add_argument("--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)")
-    sub.add_argument("--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS))
+    sub.add_argument(
+        "--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)"
+    )
+    sub.add_argument(
+        "--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS)
+    )
     sub.add_argument("--force", action="store_true", help="replace an earlier export of that name")
     sub.add_argument("--json", action="store_true", help="say what was written as JSON")
     sub.set_defaults(command=reading(_export))

@@ -1,4 +1,5 @@
-"""`torchwhere flight-recorder`: a run as dumps of PyTorch's flight recorder, for those who have tools for these."""
+"""`torchwhere flight-recorder`: a run as dumps of PyTorch's flight recorder, for those who have
+tools for these."""
 
 from __future__ import annotations
 
@@ -14,9 +15,17 @@ from torchwhere.core.atomic_file import destination_folder, refusing
 
 def add(commands: Any) -> None:
     text = "write a run as flight recorder dumps, which torchfrtrace reads"
-    sub = commands.add_parser("flight-recorder", help=text, description=f"{text}; the place rides along.")
+    sub = commands.add_parser(
+        "flight-recorder", help=text, description=f"{text}; the place rides along."
+    )
     sub.add_argument("folder", help="the run's folder")
-    sub.add_argument("-o", "--out", required=True, metavar="DUMPS", help="the folder to write to: a new or an empty one")
+    sub.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        metavar="DUMPS",
+        help="the folder to write to: a new or an empty one",
+    )
     sub.add_argument("--json", action="store_true", help="say what was written as JSON")
     sub.set_defaults(command=reading(_flight_recorder))
 

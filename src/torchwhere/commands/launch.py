@@ -1,8 +1,9 @@
-"""Runs a user's script under watch, as Python itself would run it: same arguments, same exceptions, same exit code.
+"""Runs a user's script under watch, as Python itself would run it: same arguments, same exceptions,
+same exit code.
 
-`begin` finds the script, starts the watch and gives back a function that runs it. What goes wrong before the script's first
-line is a `TorchwhereError`; from there on everything raised is the script's own and passes through unchanged, with a note
-that says the place.
+`begin` finds the script, starts the watch and gives back a function that runs it. What goes wrong
+before the script's first line is a `TorchwhereError`; from there on everything raised is the
+script's own and passes through unchanged, with a note that says the place.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def begin(
     records: int,
     monitor: Sequence[str] | None = None,
 ) -> Callable[[], None]:
-    """Start watching for `script` (a path, or a module's name with `is_module`); the function given back runs it.
+    """Start watching for `script` (a path, or a module's name with `is_module`); the function given
+    back runs it.
 
-    `monitor` are the options of the monitor, which the first rank of each host starts; None for none.
+    `monitor` are the options of the monitor, which the first rank of each host starts; None for
+    none.
     """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
@@ -45,19 +48,32 @@ def begin(
     prepare(is_first_of_host=is_first)
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
-    if monitor is not None and is_first and Path(out).is_dir():  # else there is nothing to watch, and that was said
+    # else there is nothing to watch, and that was said
+    if monitor is not None and is_first and Path(out).is_dir():
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
     return lambda: _watched(execute, script)
 
 
 def _start_monitor(out: str, options: Sequence[str]) -> None:
-    """A process of its own, which outlives this one: it is there when this one is killed. It ends when all ranks are gone."""
-    command = [sys.executable, "-m", "torchwhere", "monitor", out, "--launcher", str(os.getpid()), *options]
+    """A process of its own, which outlives this one: it is there when this one is killed. It ends
+    when all ranks are gone."""
+    command = [
+        sys.executable,
+        "-m",
+        "torchwhere",
+        "monitor",
+        out,
+        "--launcher",
+        str(os.getpid()),
+        *options,
+    ]
     from torchwhere.hooks.error_limiter import log
 
     try:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+        )
     except OSError as error:
         log.warning("torchwhere: no monitor, it cannot be started: %s", error.strerror or error)
         return
@@ -66,13 +82,19 @@ def _start_monitor(out: str, options: Sequence[str]) -> None:
 
 def _check(script: str, *, is_module: bool) -> None:
     if is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
-        raise TorchwhereError(f"there is no module {script}. Give a name as for python -m, or without -m a path to a file.")
+        raise TorchwhereError(
+            f"there is no module {script}. Give a name as for python -m, or without -m a path to a"
+            " file."
+        )
     if not is_module and not Path(script).is_file():
-        raise TorchwhereError(f"there is no script {script}. Give a path to a file, or -m and a module's name.")
+        raise TorchwhereError(
+            f"there is no script {script}. Give a path to a file, or -m and a module's name."
+        )
 
 
 def _put_first(folder: str) -> None:
-    """Make `folder` the first place to import from, instead of what Python put there for the `torchwhere` command."""
+    """Make `folder` the first place to import from, instead of what Python put there for the
+    `torchwhere` command."""
     if sys.flags.safe_path:
         return
     if sys.path and sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))):
@@ -99,12 +121,13 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
         stop(reason)
 
 
-# -- as Python would -------------------------------------------------------------------------------------------------------
+# -- as Python would -------------------------------------------------------------------------------
 
 
 def _run_path(script: str) -> None:
-    """Like `python script.py`. Not by `runpy.run_path`: that takes `__main__` away again when the script ends, and what the
-    script left for later (atexit, threads, pickles of its classes) would not find it."""
+    """Like `python script.py`. Not by `runpy.run_path`: that takes `__main__` away again when the
+    script ends, and what the script left for later (atexit, threads, pickles of its classes) would
+    not find it."""
     path = os.path.abspath(script)
     main = ModuleType("__main__")
     main.__file__ = path
@@ -128,7 +151,7 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-# -- what a failed script says ---------------------------------------------------------------------------------------------
+# -- what a failed script says ---------------------------------------------------------------------
 
 
 def _without_launcher(traceback: TracebackType | None) -> TracebackType | None:
@@ -139,14 +162,21 @@ def _without_launcher(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def _is_launcher(filename: str) -> bool:
-    return filename == __file__ or filename.startswith("<frozen runpy>") or filename.endswith(f"{os.sep}runpy.py")
+    return (
+        filename == __file__
+        or filename.startswith("<frozen runpy>")
+        or filename.endswith(f"{os.sep}runpy.py")
+    )
 
 
 def _print_as(error: BaseException, traceback: TracebackType | None) -> None:
-    """Have `error` printed with `traceback`: on its way out it collects the frames of the command, which nobody asked for."""
+    """Have `error` printed with `traceback`: on its way out it collects the frames of the command,
+    which nobody asked for."""
     hook = sys.excepthook
 
-    def print_as(kind: type[BaseException], value: BaseException, found: TracebackType | None) -> None:
+    def print_as(
+        kind: type[BaseException], value: BaseException, found: TracebackType | None
+    ) -> None:
         if value is error:
             found = value.__traceback__ = traceback
         hook(kind, value, found)

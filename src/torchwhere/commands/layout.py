@@ -23,8 +23,9 @@ def _layout(arguments: argparse.Namespace) -> int:
     found = ask(arguments, partial(layouts, ranks=ranks_asked(arguments)))
     if not found.cohorts:
         raise TorchwhereError(
-            f"{arguments.folder} holds no layout. It is recorded when the first step of a model with parameters has ended, or "
-            "the watch; the job ended before, or was recorded by an older torchwhere."
+            f"{arguments.folder} holds no layout. It is recorded when the first step of a model"
+            " with parameters has ended, or the watch; the job ended before, or was recorded by an"
+            " older torchwhere."
         )
     if arguments.json:
         print_json([found.to_dict()])

@@ -21,14 +21,24 @@ if TYPE_CHECKING:
 def add(commands: Any) -> None:
     text = "watch a run from outside; on a hang, a death or a mismatch print the verdict"
     sub = commands.add_parser(
-        "monitor", help=text, description=f"{text}. Ends with the job. `torchwhere run` starts one by itself."
+        "monitor",
+        help=text,
+        description=f"{text}. Ends with the job. `torchwhere run` starts one by itself.",
     )
     sub.add_argument("folder", help="the run's folder")
     add_options(sub)
     others = sub.add_mutually_exclusive_group()
-    others.add_argument("--serve", type=_port, metavar="PORT", help="speak for monitors of other hosts, which join this one")
     others.add_argument(
-        "--join", type=_address, metavar="HOST:PORT", help="tell what is seen here to the one that serves there"
+        "--serve",
+        type=_port,
+        metavar="PORT",
+        help="speak for monitors of other hosts, which join this one",
+    )
+    others.add_argument(
+        "--join",
+        type=_address,
+        metavar="HOST:PORT",
+        help="tell what is seen here to the one that serves there",
     )
     sub.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
     sub.set_defaults(command=reading(_monitor))
@@ -36,7 +46,11 @@ def add(commands: Any) -> None:
 
 def add_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--stall", type=float, default=30.0, metavar="S", help="a wait this long is a hang (default: %(default)s s)"
+        "--stall",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="a wait this long is a hang (default: %(default)s s)",
     )
     sub.add_argument(
         "--end-with",
@@ -44,7 +58,9 @@ def add_options(sub: argparse.ArgumentParser) -> None:
         metavar="SIGNAL",
         help="after a verdict end the ranks with it, as SIGTERM; without: only report",
     )
-    sub.add_argument("--json", action="store_true", help="verdicts as JSON, for programs: one object a line")
+    sub.add_argument(
+        "--json", action="store_true", help="verdicts as JSON, for programs: one object a line"
+    )
 
 
 def _signal(text: str) -> signal.Signals:
@@ -82,7 +98,8 @@ def _others(arguments: argparse.Namespace, folder: Path) -> SingleHost:
 
 
 def _print_json(verdict: Verdict) -> None:
-    """At once, for whoever reads along. That nobody does any more is no reason to watch no longer: verdicts are kept, too."""
+    """At once, for whoever reads along. That nobody does any more is no reason to watch no longer:
+    verdicts are kept, too."""
     from torchwhere.render.verdict import verdict_json
 
     with contextlib.suppress(BrokenPipeError):
@@ -95,8 +112,11 @@ def _monitor(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise TorchwhereError(f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py")
-    # What c10d prints of connections that fail is for the developers of a job; here it is expected, and said in a verdict.
+        raise TorchwhereError(
+            f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py"
+        )
+    # What c10d prints of connections that fail is for the developers of a job; here it is expected,
+    # and said in a verdict.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     monitor = Monitor(
         folder,

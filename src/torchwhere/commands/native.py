@@ -14,7 +14,11 @@ def add(commands: Any) -> None:
     text = "build the native part, with which watching costs less; every watch then uses it"
     sub = commands.add_parser("native", help=text, description=text)
     sub.add_argument("--anew", action="store_true", help="build it again, although it is there")
-    sub.add_argument("--check", action="store_true", help="build nothing: train a small model with the one that is there")
+    sub.add_argument(
+        "--check",
+        action="store_true",
+        help="build nothing: train a small model with the one that is there",
+    )
     sub.add_argument("--json", action="store_true", help="as JSON, for programs")
     sub.set_defaults(command=reading(_native))
 
@@ -25,7 +29,9 @@ def _native(arguments: argparse.Namespace) -> int:
         from torchwhere.native.load import library
         from torchwhere.native.self_test import try_out
     except ImportError as error:
-        raise TorchwhereError(f"the native part is built against torch, which cannot be imported here: {error}") from None
+        raise TorchwhereError(
+            f"the native part is built against torch, which cannot be imported here: {error}"
+        ) from None
     if arguments.check:
         try_out()
         path, is_new = library(), False
@@ -34,6 +40,12 @@ def _native(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json([{"path": str(path), "is_new": is_new}])
     else:  # written as it is: there may be torch here, and nothing else
-        found = "built" if is_new else "does what Python's code does" if arguments.check else "there already"
+        found = (
+            "built"
+            if is_new
+            else "does what Python's code does"
+            if arguments.check
+            else "there already"
+        )
         sys.stdout.write(f"{found}: {path}\n")
     return 0

@@ -14,10 +14,16 @@ _PAGE = "report.html"
 
 def add(commands: Any) -> None:
     text = "one page with everything a run knows: verdict, rank map, modules, collectives, steps"
-    sub = commands.add_parser("report", help=text, description=f"{text}. It needs no network and opens from disk.")
+    sub = commands.add_parser(
+        "report", help=text, description=f"{text}. It needs no network and opens from disk."
+    )
     sub.add_argument("folder", help="the run's folder")
     sub.add_argument("-o", "--out", metavar="FILE", help=f"where the page goes (default: {_PAGE})")
-    sub.add_argument("--json", action="store_true", help="the page's data as JSON instead, to stdout or to FILE if it is given")
+    sub.add_argument(
+        "--json",
+        action="store_true",
+        help="the page's data as JSON instead, to stdout or to FILE if it is given",
+    )
     sub.set_defaults(command=reading(_report))
 
 

@@ -16,14 +16,33 @@ def add(commands: Any) -> None:
     sub = commands.add_parser(
         "run",
         help="run a training script under watch, unchanged",
-        description="Run a training script under watch: torchrun --nproc-per-node 4 -m torchwhere run --out run/ train.py",
+        description=(
+            "Run a training script under watch: torchrun --nproc-per-node 4 -m torchwhere run --out"
+            " run/ train.py"
+        ),
     )
-    sub.add_argument("--out", default="torchwhere-run", help="folder for the black boxes (default: %(default)s)")
-    sub.add_argument("--module-events", action="store_true", help="record every module call as an event")
-    sub.add_argument("--records", type=_ring_size, default=_DEFAULT_RECORDS, help="size of the ring (default: %(default)s)")
-    sub.add_argument("--no-monitor", action="store_true", help="start no process that watches from outside")
+    sub.add_argument(
+        "--out", default="torchwhere-run", help="folder for the black boxes (default: %(default)s)"
+    )
+    sub.add_argument(
+        "--module-events", action="store_true", help="record every module call as an event"
+    )
+    sub.add_argument(
+        "--records",
+        type=_ring_size,
+        default=_DEFAULT_RECORDS,
+        help="size of the ring (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--no-monitor", action="store_true", help="start no process that watches from outside"
+    )
     add_options(sub)
-    sub.add_argument("-m", dest="is_module", action="store_true", help="the script is a module's name, as for python -m")
+    sub.add_argument(
+        "-m",
+        dest="is_module",
+        action="store_true",
+        help="the script is a module's name, as for python -m",
+    )
     sub.add_argument("script", help="path of the script, or name of the module")
     sub.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     sub.set_defaults(command=_run)
@@ -31,7 +50,9 @@ def add(commands: Any) -> None:
 
 def _monitor_options(arguments: argparse.Namespace) -> list[str]:
     options = ["--stall", str(arguments.stall), *["--json"] * arguments.json]
-    return options if arguments.end_with is None else [*options, "--end-with", arguments.end_with.name]
+    return (
+        options if arguments.end_with is None else [*options, "--end-with", arguments.end_with.name]
+    )
 
 
 def _ring_size(text: str) -> int:

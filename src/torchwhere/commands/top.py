@@ -16,19 +16,33 @@ def add(commands: Any) -> None:
     sub = commands.add_parser(
         "top",
         help=text,
-        description=f"{text}. Press ? for its keys, q to quit. Exit code: 0, or 2 if there is nothing to read.",
+        description=(
+            f"{text}. Press ? for its keys, q to quit. Exit code: 0, or 2 if there is nothing to"
+            " read."
+        ),
     )
     sub.add_argument("folder", help="the run's folder; on the screen it may come later")
     sub.add_argument(
-        "--interval", type=_seconds, metavar="S", help="look this often (default: 0.5 s on the screen, once elsewhere)"
+        "--interval",
+        type=_seconds,
+        metavar="S",
+        help="look this often (default: 0.5 s on the screen, once elsewhere)",
     )
-    sub.add_argument("--count", type=_count, metavar="N", help="look so many times and print lines, on a terminal too")
+    sub.add_argument(
+        "--count",
+        type=_count,
+        metavar="N",
+        help="look so many times and print lines, on a terminal too",
+    )
     sub.add_argument(
         "--stall",
         type=_seconds,
         default=1.5,
         metavar="S",
-        help="a rank that has not moved for this long, and for longer than it usually does, is marked (default: %(default)s s)",
+        help=(
+            "a rank that has not moved for this long, and for longer than it usually does, is"
+            " marked (default: %(default)s s)"
+        ),
     )
     sub.add_argument("--json", action="store_true", help="as JSON, for programs: one object a look")
     sub.set_defaults(command=reading(_top))
@@ -57,7 +71,9 @@ def _top(arguments: argparse.Namespace) -> int:
         if can_paint() and not arguments.json and arguments.count is None:
             from torchwhere.top.app import watch_screen
 
-            watch_screen(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval or 0.5)
+            watch_screen(
+                arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval or 0.5
+            )
         else:
             _print(arguments)
     except (KeyboardInterrupt, EOFError):
@@ -70,7 +86,12 @@ def _print(arguments: argparse.Namespace) -> None:
     from torchwhere.render.top import plain_lines
     from torchwhere.top.app import looks
 
-    found = looks(arguments.folder, stall_s=arguments.stall, interval_s=arguments.interval, count=arguments.count)
+    found = looks(
+        arguments.folder,
+        stall_s=arguments.stall,
+        interval_s=arguments.interval,
+        count=arguments.count,
+    )
     said, gap = None, ""
     for run, verdict in found:
         if arguments.json:

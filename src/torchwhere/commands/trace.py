@@ -35,11 +35,20 @@ def add(commands: Any) -> None:
         "--out",
         default="trace.json.gz",
         metavar="FILE",
-        help="where to (default: %(default)s); .json: not compressed; -: to stdout; FOLDER/: a file for each rank, for HTA",
+        help=(
+            "where to (default: %(default)s); .json: not compressed; -: to stdout; FOLDER/: a file"
+            " for each rank, for HTA"
+        ),
     )
     chosen = sub.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=_step, dest="steps", metavar="N", help="only this step")
-    chosen.add_argument("--steps", type=_steps, dest="steps", metavar="A:B", help="only the steps from A to before B")
+    chosen.add_argument(
+        "--steps",
+        type=_steps,
+        dest="steps",
+        metavar="A:B",
+        help="only the steps from A to before B",
+    )
     sub.set_defaults(command=reading(_trace))
 
 
@@ -55,7 +64,9 @@ def _steps(text: str) -> range:
         raise argparse.ArgumentTypeError(f"{text!r} is not a range of steps: A:B, :B or A:")
     found = range(int(first or 0), min(int(last or _MOST_STEP), _MOST_STEP))
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} holds no step: it goes from the first to before the second")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds no step: it goes from the first to before the second"
+        )
     return found
 
 
@@ -69,9 +80,21 @@ def _trace(arguments: argparse.Namespace) -> int:
     else:
         found, counter, size = _write_file(arguments.out, arguments)
     if not counter.has_modules:
-        say("no module calls are in it: record them with torchwhere run --module-events, or watch(module_events=True)")
+        say(
+            "no module calls are in it: record them with torchwhere run --module-events, or"
+            " watch(module_events=True)"
+        )
     if arguments.json:
-        print_json([{"file": arguments.out, "bytes": size, **counter.to_dict(), "clocks": found.clocks.to_dict()}])
+        print_json(
+            [
+                {
+                    "file": arguments.out,
+                    "bytes": size,
+                    **counter.to_dict(),
+                    "clocks": found.clocks.to_dict(),
+                }
+            ]
+        )
     elif arguments.out != "-":
         _print_lines(_summary(arguments.out, size, counter, found.clocks))
     return 0
@@ -79,13 +102,19 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
-    """The run, looked through once, with what is to be said of it; a bar on a terminal as long as it is gone through."""
+    """The run, looked through once, with what is to be said of it; a bar on a terminal as long as
+    it is gone through."""
     from torchwhere.core.gc_pause import nothing_collected
     from torchwhere.diagnose.timeline.load import survey
     from torchwhere.render.progress import progress_bar
 
     with nothing_collected(), progress_bar("reading boxes") as on_progress:
-        found = survey(arguments.folder, ranks=ranks_asked(arguments), steps=arguments.steps, on_progress=on_progress)
+        found = survey(
+            arguments.folder,
+            ranks=ranks_asked(arguments),
+            steps=arguments.steps,
+            on_progress=on_progress,
+        )
         for caveat in [*found.run.caveats(), *_remarks(found)]:
             say(caveat)
         yield found
@@ -93,11 +122,13 @@ def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
 
 def _remarks(found: Survey) -> Iterator[str]:
     if found.lacking:
-        few = ", ".join(map(str, found.lacking[:8])) + (f" and {len(found.lacking) - 8} more" if len(found.lacking) > 8 else "")
+        few = ", ".join(map(str, found.lacking[:8])) + (
+            f" and {len(found.lacking) - 8} more" if len(found.lacking) > 8 else ""
+        )
         yield f"not in it, for they have none of these steps: rank {few}"
 
 
-# -- files -----------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def _is_folder(out: str) -> bool:
@@ -127,7 +158,11 @@ def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, 
     with destination_folder(folder) as part, _surveyed(arguments) as found:
         for box, each in found.timelines():
             writer = trace.RankWriter(box, each, found, counter=counter, is_kineto=True)
-            pieces = [trace.head(box, found), *trace.joined(writer.events(), is_first=True), trace.TAIL]
+            pieces = [
+                trace.head(box, found),
+                *trace.joined(writer.events(), is_first=True),
+                trace.TAIL,
+            ]
             path = part / f"rank{box.rank}.json.gz"
             with path.open("xb") as file:
                 size += _write(file, pieces, is_packed=True)
@@ -137,7 +172,8 @@ def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, 
 
 
 def _say_others(folder: Path, ours: set[str]) -> None:
-    """HTA reads all that is in the folder: what an earlier trace of more ranks has left would be taken for this one."""
+    """HTA reads all that is in the folder: what an earlier trace of more ranks has left would be
+    taken for this one."""
     others = sorted({path.name for path in folder.glob("rank*.json*")} - ours)
     if others:
         few = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
@@ -161,26 +197,33 @@ def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, TraceC
 
 def _write(file: IO[bytes], pieces: Iterable[str], *, is_packed: bool) -> int:
     if is_packed:
-        with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0) as packed:
+        with gzip.GzipFile(
+            filename="", fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0
+        ) as packed:
             packed.writelines(piece.encode() for piece in pieces)
     else:
         file.writelines(piece.encode() for piece in pieces)
     return file.tell() if file.seekable() else 0  # a pipe does not know
 
 
-# -- what is said ----------------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def _summary(out: str, size: int, counter: TraceCounts, clocks: Clocks) -> Iterator[str]:
     ranks = f"{len(counter.ranks)} rank{'s' * (len(counter.ranks) != 1)}"
     unfinished = f", {counter.unfinished} unfinished" if counter.unfinished else ""
-    yield f"{out}: {ranks}, {counter.slices:,} slices{unfinished}, {counter.flows:,} arrows, {size / 1e6:.1f} MB"
+    yield (
+        f"{out}: {ranks}, {counter.slices:,} slices{unfinished}, {counter.flows:,} arrows,"
+        f" {size / 1e6:.1f} MB"
+    )
     others = [clock for clock in clocks.clocks if clock.evidence != "reference"]
     for clock in others[:_MOST_CLOCKS]:
         yield f"clock of {clock.host or '?'} ({_ranks(clock)}): {_said(clock)}"
     if len(others) > _MOST_CLOCKS:
         yield f"and {len(others) - _MOST_CLOCKS} more clocks; --json has all of them"
-    yield "Open it in https://ui.perfetto.dev" if not _is_folder(out) else "One file a rank, for HTA"
+    yield (
+        "Open it in https://ui.perfetto.dev" if not _is_folder(out) else "One file a rank, for HTA"
+    )
 
 
 def _ranks(clock: Clock) -> str:
@@ -195,8 +238,14 @@ def _said(clock: Clock) -> str:
     doubt = f", at most {doubt_ns / 1e6:,.1f} ms off" if doubt_ns > _MOST_DOUBT_NS else ""
     if clock.evidence == "wall clock":
         return f"left as it is, nothing speaks against it{doubt}"
-    ahead = f"{abs(clock.line.offset_ns) / 1e6:,.3f} ms {'ahead' if clock.line.offset_ns >= 0 else 'behind'}"
-    return f"was {ahead}, {clock.line.slope * 1e6:+.1f} ppm, by {clock.calls:,} calls ({clock.evidence}){doubt}"
+    ahead = (
+        f"{abs(clock.line.offset_ns) / 1e6:,.3f} ms"
+        f" {'ahead' if clock.line.offset_ns >= 0 else 'behind'}"
+    )
+    return (
+        f"was {ahead}, {clock.line.slope * 1e6:+.1f} ppm, by {clock.calls:,} calls"
+        f" ({clock.evidence}){doubt}"
+    )
 
 
 def _print_lines(lines: Iterable[str]) -> None:

@@ -1,8 +1,10 @@
-"""Where a command writes to: known to be writable before minutes are spent on what is to be written, and whole or not there.
+"""Where a command writes to: known to be writable before minutes are spent on what is to be
+written, and whole or not there.
 
-Takes the name of a file, gives an open one beside it, which takes the name when all of it is written. Until then, and when that
-fails or is interrupted, what had the name before keeps it. Room is asked for a little in advance: a full disk is noticed at
-once, one that becomes full is not. A pipe or a device is written to as it is.
+Takes the name of a file, gives an open one beside it, which takes the name when all of it is
+written. Until then, and when that fails or is interrupted, what had the name before keeps it. Room
+is asked for a little in advance: a full disk is noticed at once, one that becomes full is not. A
+pipe or a device is written to as it is.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ _ROOM = 1 << 16  # bytes that must be free
 
 @contextlib.contextmanager
 def destination(out: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """What is written to the file that this gives stands under the name `out` when the block has ended, and not before.
+    """What is written to the file that this gives stands under the name `out` when the block has
+    ended, and not before.
 
-    Raises `TorchwhereError` at the beginning if it cannot be written to, and at the end if it could not be.
+    Raises `TorchwhereError` at the beginning if it cannot be written to, and at the end if it could
+    not be.
     """
     path = Path(out)
     with refusing(path):
@@ -49,7 +53,8 @@ def destination(out: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def destination_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """What is put into the folder that this gives lies in `out` when the block has ended, beside what was there before."""
+    """What is put into the folder that this gives lies in `out` when the block has ended, beside
+    what was there before."""
     folder = Path(out)
     with refusing(folder):
         _check_parent(folder)
@@ -115,4 +120,7 @@ def _check(path: Path) -> None:
 
 def _check_parent(path: Path) -> None:
     if not path.parent.exists():
-        raise TorchwhereError(f"cannot write {path}: there is no folder {path.parent}; make it first, or give another name")
+        raise TorchwhereError(
+            f"cannot write {path}: there is no folder {path.parent}; make it first, or give another"
+            " name"
+        )

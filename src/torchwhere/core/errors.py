@@ -1,7 +1,9 @@
-"""The one exception of torchwhere's own: something about a *run* (its folder, its boxes, its process) is not as needed.
+"""The one exception of torchwhere's own: something about a *run* (its folder, its boxes, its
+process) is not as needed.
 
-Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python. Nothing in here is ever raised into a training
-step: the senses catch, count and say their own errors (see `hooks/error_limiter.py`).
+Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python. Nothing in here is ever
+raised into a training step: the senses catch, count and say their own errors (see
+`hooks/error_limiter.py`).
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ from torchwhere.core.results import Shown
 
 
 class Kind(IntEnum):
-    """The kinds of event; the values are those of the file format and never change their meaning."""
+    """The kinds of event; the values are those of the file format and never change their
+    meaning."""
 
     START = 1
     END = 2
@@ -44,7 +45,13 @@ class Kind(IntEnum):
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
 # Kinds whose record points at a text; the JSON field that text goes into.
-TEXT_FIELD = {Kind.START: "text", Kind.END: "reason", Kind.NOTE: "text", Kind.EXCEPTION: "text", Kind.GROUP_BEGIN: "op"}
+TEXT_FIELD = {
+    Kind.START: "text",
+    Kind.END: "reason",
+    Kind.NOTE: "text",
+    Kind.EXCEPTION: "text",
+    Kind.GROUP_BEGIN: "op",
+}
 
 
 def known_kinds(kinds: Iterable[str] | None) -> set[str] | None:
@@ -83,7 +90,8 @@ class Event(Shown):
     fields: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object. A field that came with a note and has a name of ours gets an underscore: nothing is lost."""
+        """One JSON object. A field that came with a note and has a name of ours gets an underscore:
+        nothing is lost."""
         place = self.place
         found = {
             "kind": self.kind,
@@ -99,4 +107,6 @@ class Event(Shown):
             "param": place.param,
             "t_ns": self.t_ns,
         }
-        return found | {f"{key}_" if key in found else key: value for key, value in self.fields.items()}
+        return found | {
+            f"{key}_" if key in found else key: value for key, value in self.fields.items()
+        }

@@ -1,4 +1,5 @@
-"""Holds back Python's cycle collector while much is made and kept: it would go through millions of objects in vain."""
+"""Holds back Python's cycle collector while much is made and kept: it would go through millions of
+objects in vain."""
 
 from __future__ import annotations
 

@@ -1,12 +1,15 @@
-"""Writes texts whole: of many processes on a host that write to one terminal, pipe or file, none breaks into another's text.
+"""Writes texts whole: of many processes on a host that write to one terminal, pipe or file, none
+breaks into another's text.
 
-`write_whole(text, file)` is one write, under a lock that all processes of the user on this host share for that destination.
-The lock is a byte in one file of the temporary folder, so it needs no write access to where torchwhere is installed, and it
-ends with the process that holds it. Without `fcntl`, or where nothing can be locked, it is still one write: whole in a file,
-and in a pipe up to 4 KB.
+`write_whole(text, file)` is one write, under a lock that all processes of the user on this host
+share for that destination. The lock is a byte in one file of the temporary folder, so it needs no
+write access to where torchwhere is installed, and it ends with the process that holds it. Without
+`fcntl`, or where nothing can be locked, it is still one write: whole in a file, and in a pipe up to
+4 KB.
 
-Nobody waits for ever: who finds the lock taken for long although the destination has room (its holder was stopped) writes
-without it. Safe against threads, forks, signal handlers and finalizers that print too. Knows no torch.
+Nobody waits for ever: who finds the lock taken for long although the destination has room (its
+holder was stopped) writes without it. Safe against threads, forks, signal handlers and finalizers
+that print too. Knows no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-_PATIENCE_S = 10.0  # after this long, with room at the destination, the holder of the lock is taken to be stopped
+# after this long, with room at the destination, the holder of the lock is taken to be stopped
+_PATIENCE_S = 10.0
 _PATIENCE_LEFT_S = 0.1  # with a holder that was waited for in vain before
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 2e-3
 _OFFSETS = 1 << 62  # where in the lock file a destination's byte may be
@@ -46,7 +50,8 @@ def write_whole(text: str, file: TextIO) -> None:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """One write if the system takes it all at once. A descriptor that does not block (a pipe from node, ssh) is waited for."""
+    """One write if the system takes it all at once. A descriptor that does not block (a pipe from
+    node, ssh) is waited for."""
     rest = memoryview(data)
     while rest:
         try:
@@ -56,9 +61,13 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def _descriptor(file: TextIO) -> int | None:
-    """The descriptor of an ordinary stream. None for anything else, which may do more with a text than write it (a notebook,
-    a tee, pytest's capture)."""
-    if type(file) is not io.TextIOWrapper or type(file.buffer) is not io.BufferedWriter or os.linesep != "\n":
+    """The descriptor of an ordinary stream. None for anything else, which may do more with a text
+    than write it (a notebook, a tee, pytest's capture)."""
+    if (
+        type(file) is not io.TextIOWrapper
+        or type(file.buffer) is not io.BufferedWriter
+        or os.linesep != "\n"
+    ):
         return None
     return file.fileno()
 
@@ -78,7 +87,8 @@ class _HostLock:
 
     def _begin(self) -> None:
         self._pid = os.getpid()
-        self._threads = threading.RLock()  # a signal handler may print while its own thread is printing
+        # a signal handler may print while its own thread is printing
+        self._threads = threading.RLock()
         self._depth = 0
         self._fd: int | None = None
         self._is_hopeless = False
@@ -99,7 +109,8 @@ class _HostLock:
                     self._let_go(at)
 
     def _take(self, destination: int | None) -> int | None:
-        """Wait for the byte of this destination and return where it is; None if it is to be done without."""
+        """Wait for the byte of this destination and return where it is; None if it is to be done
+        without."""
         lock = self._file()
         if lock is None:
             return None
@@ -130,7 +141,9 @@ class _HostLock:
     def _file(self) -> int | None:
         if self._fd is None and not self._is_hopeless and fcntl is not None:
             try:
-                self._fd = os.open(lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                self._fd = os.open(
+                    lock_path(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600
+                )
             except OSError:  # no temporary folder that can be written
                 self._is_hopeless = True
         return self._fd if fcntl is not None else None
@@ -150,7 +163,8 @@ def _offset(destination: int | None) -> int:
 
 
 def _has_room(destination: int | None, *, wait_ms: int | None = 0) -> bool:
-    """Whether a write would not block. If it would, whoever holds the lock is only waiting for the reader, as we would."""
+    """Whether a write would not block. If it would, whoever holds the lock is only waiting for the
+    reader, as we would."""
     if destination is None:
         return True
     poll = select.poll()  # `select` knows no descriptor above 1023

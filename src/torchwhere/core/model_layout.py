@@ -1,8 +1,9 @@
-"""What a layout is: how a model lies over the ranks, as one of them sees it. A tree of modules, with units and parameters.
+"""What a layout is: how a model lies over the ranks, as one of them sees it. A tree of modules,
+with units and parameters.
 
-`torchwhere.layout(model)` makes one from a live model, the black box keeps it, `from_dict` gives it back. Siblings that are
-laid out alike are one `Branch` with a count: a model of 100,000 modules is as large in here as what differs in it. This file
-knows no torch.
+`torchwhere.layout(model)` makes one from a live model, the black box keeps it, `from_dict` gives it
+back. Siblings that are laid out alike are one `Branch` with a count: a model of 100,000 modules is
+as large in here as what differs in it. This file knows no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 cut the flattened parameters, wherever 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a grid. `ranks` and `groups` are texts like `0-3` or `0-12:4` (every fourth); empty where not known.
+    """Ranks in a grid. `ranks` and `groups` are texts like `0-3` or `0-12:4` (every fourth); empty
+    where not known.
 
     `groups` has the ranks that this rank is together with along each dimension.
     """
@@ -37,7 +39,10 @@ class Mesh:
         """`dp=2 x tp=4`; `4 ranks` for a group without a name."""
         if not any(self.dims):
             return " x ".join(map(str, self.shape)) + (" rank" if self.shape == (1,) else " ranks")
-        return " x ".join(f"{dim}={size}" if dim else str(size) for dim, size in zip(self.dims, self.shape, strict=True))
+        return " x ".join(
+            f"{dim}={size}" if dim else str(size)
+            for dim, size in zip(self.dims, self.shape, strict=True)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return _as_dict(self)
@@ -45,10 +50,11 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter as a module holds it. `shape` is that of the whole, `local_shape` that of this rank's part.
+    """A parameter as a module holds it. `shape` is that of the whole, `local_shape` that of this
+    rank's part.
 
-    `unit` says who manages it: 0 the innermost unit around it, 1 the one around that; None: no unit does. A tied parameter is
-    counted where it comes first; elsewhere `tied` has that name.
+    `unit` says who manages it: 0 the innermost unit around it, 1 the one around that; None: no unit
+    does. A tied parameter is counted where it comes first; elsewhere `tied` has that name.
     """
 
     name: str
@@ -71,14 +77,17 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What manages parameters together: an FSDP unit, DDP, ZeRO; or holds a part of the model: a pipeline stage.
+    """What manages parameters together: an FSDP unit, DDP, ZeRO; or holds a part of the model: a
+    pipeline stage.
 
-    `params`, `bytes` and `local_bytes` are of the parameters it manages itself, those of units inside it not among them.
+    `params`, `bytes` and `local_bytes` are of the parameters it manages itself, those of units
+    inside it not among them.
     """
 
     kind: str  # FSDP1, FSDP2, replicate, DDP, DataParallel, ZeRO-1, ZeRO-2, ZeRO-3, pipeline stage
     mesh: int | None = None
-    placements: tuple[str, ...] = ()  # what it does with a parameter along each dimension of its mesh
+    # what it does with a parameter along each dimension of its mesh
+    placements: tuple[str, ...] = ()
     dtypes: Facts = ()  # mixed precision: param, reduce, output, buffer, master
     reshard: str | None = None  # what becomes of gathered parameters after forward
     offload: str | None = None
@@ -96,16 +105,19 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module: the units that begin at it (the outermost first), the parameters it holds itself, and what is below it."""
+    """A module: the units that begin at it (the outermost first), the parameters it holds itself,
+    and what is below it."""
 
     cls: str
     units: tuple[Unit, ...] = ()
-    plan: str = ""  # how its inputs and outputs are distributed: the style given to parallelize_module
+    # how its inputs and outputs are distributed: the style given to parallelize_module
+    plan: str = ""
     params: tuple[Param, ...] = ()
     children: tuple[Branch, ...] = ()
     same_as: str | None = None  # another name of a module that is walked elsewhere
     note: str = ""
-    modules: int = field(init=False, default=1, compare=False)  # of this one and all below it; so are the next three
+    # of this one and all below it; so are the next three
+    modules: int = field(init=False, default=1, compare=False)
     count: int = field(init=False, default=0, compare=False)
     bytes: int = field(init=False, default=0, compare=False)
     local_bytes: int = field(init=False, default=0, compare=False)
@@ -116,7 +128,10 @@ class Node:
             "modules": 1 + sum(branch.count * branch.node.modules for branch in self.children),
             "count": len(own) + sum(branch.count * branch.node.count for branch in self.children),
             "bytes": sum(p.bytes for p in own) + sum(b.count * b.node.bytes for b in self.children),
-            "local_bytes": sum(p.local_bytes for p in own) + sum(b.count * b.node.local_bytes for b in self.children),
+            "local_bytes": (
+                sum(p.local_bytes for p in own)
+                + sum(b.count * b.node.local_bytes for b in self.children)
+            ),
         }
         for name, value in totals.items():
             object.__setattr__(self, name, value)
@@ -131,12 +146,15 @@ class Node:
         }
         if self.units:
             found["units"] = [unit.to_dict() for unit in self.units]
-        return found | {key: value for key in ("plan", "same_as", "note") if (value := getattr(self, key))}
+        return found | {
+            key: value for key in ("plan", "same_as", "note") if (value := getattr(self, key))
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A child, or `count` of them that are laid out alike: then `name` is the first number of the run."""
+    """A child, or `count` of them that are laid out alike: then `name` is the first number of the
+    run."""
 
     name: str
     node: Node
@@ -147,7 +165,11 @@ class Branch:
         return self.name if self.count == 1 else f"{self.name}-{int(self.name) + self.count - 1}"
 
     def names(self) -> Iterator[str]:
-        yield from [self.name] if self.count == 1 else (str(int(self.name) + at) for at in range(self.count))
+        yield from (
+            [self.name]
+            if self.count == 1
+            else (str(int(self.name) + at) for at in range(self.count))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "count": self.count, **self.node.to_dict()}
@@ -155,7 +177,8 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Layout(Tabular):
-    """How a model lies over the ranks, as `rank` sees it. `str()` is the tree as text, notebooks show it as HTML."""
+    """How a model lies over the ranks, as `rank` sees it. `str()` is the tree as text, notebooks
+    show it as HTML."""
 
     rank: int
     world_size: int
@@ -174,7 +197,9 @@ class Layout(Tabular):
     def params(self) -> Iterator[tuple[str, Param]]:
         """Every parameter with its full name, unfolded, in the order of the model."""
         for name, node in self.modules():
-            yield from ((f"{name}.{param.name}" if name else param.name, param) for param in node.params)
+            yield from (
+                (f"{name}.{param.name}" if name else param.name, param) for param in node.params
+            )
 
     def units(self) -> Iterator[tuple[str, Unit]]:
         """Every unit with the full name of the module it begins at, unfolded."""
@@ -216,7 +241,8 @@ class Layout(Tabular):
 
     @classmethod
     def from_dict(cls, data: Any) -> Layout:
-        """A layout as `to_dict` gave it: unknown keys are skipped, absent ones are as if empty. ValueError for other things."""
+        """A layout as `to_dict` gave it: unknown keys are skipped, absent ones are as if empty.
+        ValueError for other things."""
         try:
             return cls(
                 rank=int(data["rank"]),
@@ -226,12 +252,17 @@ class Layout(Tabular):
                 notes=tuple(map(str, data.get("notes", ()))),
             )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"not a layout as Layout.to_dict() gives it ({type(error).__name__}: {error})") from None
+            raise ValueError(
+                f"not a layout as Layout.to_dict() gives it ({type(error).__name__}: {error})"
+            ) from None
 
     def __repr__(self) -> str:
         kinds = dict.fromkeys(unit.kind for unit in _distinct_units(self.roots))
         what = ", ".join([*(root.node.cls for root in self.roots), *kinds])
-        return f"Layout(rank {self.rank} of {self.world_size}: {what}; {self.local_bytes:,} of {self.bytes:,} bytes here)"
+        return (
+            f"Layout(rank {self.rank} of {self.world_size}: {what}; {self.local_bytes:,} of"
+            f" {self.bytes:,} bytes here)"
+        )
 
     def __str__(self) -> str:
         from torchwhere.render.layout import layout_text
@@ -255,13 +286,15 @@ def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:
         yield from _distinct_units(branch.node.children)
 
 
-# -- siblings that are alike -----------------------------------------------------------------------------------------------
+# -- siblings that are alike -----------------------------------------------------------------------
 
 
 class TreeFolder:
-    """Folds a tree while it is built from below: equal nodes become one object, runs of equal numbered siblings one branch.
+    """Folds a tree while it is built from below: equal nodes become one object, runs of equal
+    numbered siblings one branch.
 
-    Linear in the number of modules: nodes are compared by the identity of what is below them, which is already folded.
+    Linear in the number of modules: nodes are compared by the identity of what is below them, which
+    is already folded.
     """
 
     def __init__(self) -> None:
@@ -297,7 +330,7 @@ def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10 and (name == "0" or name[0] != "0")
 
 
-# -- ranks as text ---------------------------------------------------------------------------------------------------------
+# -- ranks as text ---------------------------------------------------------------------------------
 
 
 def ranks_to_text(ranks: Iterable[int]) -> str:
@@ -332,12 +365,14 @@ def ranks_from_text(text: str) -> list[int]:
     return found
 
 
-# -- to and from JSON ------------------------------------------------------------------------------------------------------
+# -- to and from JSON ------------------------------------------------------------------------------
 
 
 def _as_dict(thing: Mesh | Param | Unit) -> dict[str, Any]:
     found = {name: getattr(thing, name) for name in _NAMES[type(thing)]}
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    plain = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
+    }
     return plain | {name: dict(found[name]) for name in ("dtypes", "settings") if name in found}
 
 
@@ -380,18 +415,25 @@ def _int(value: Any) -> int | None:
     return None if value is None else int(value)
 
 
-# How a field is read; the same name means the same thing in every class. What is not here is a text or None.
+# How a field is read; the same name means the same thing in every class. What is not here is a text
+# or None.
 _READ: dict[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("shape", "local_shape"), _ints),
     **dict.fromkeys(("dims", "groups", "placements", "also"), _texts),
     **dict.fromkeys(("dtypes", "settings"), _facts),
-    **dict.fromkeys(("bytes", "local_bytes", "padding_bytes", "state_bytes", "params", "mesh", "unit"), _int),
+    **dict.fromkeys(
+        ("bytes", "local_bytes", "padding_bytes", "state_bytes", "params", "mesh", "unit"), _int
+    ),
     **dict.fromkeys(("requires_grad", "is_gone"), bool),
 }
-_NAMES: dict[Any, list[str]] = {cls: [one.name for one in fields(cls)] for cls in (Mesh, Param, Unit)}
+_NAMES: dict[Any, list[str]] = {
+    cls: [one.name for one in fields(cls)] for cls in (Mesh, Param, Unit)
+}
 Made = TypeVar("Made", Mesh, Param, Unit)
 
 
 def _made(cls: Callable[..., Made], data: Any) -> Made:
     as_text: Callable[[Any], Any] = _text
-    return cls(**{name: _READ.get(name, as_text)(data[name]) for name in _NAMES[cls] if name in data})
+    return cls(
+        **{name: _READ.get(name, as_text)(data[name]) for name in _NAMES[cls] if name in data}
+    )

@@ -1,7 +1,7 @@
 """What a place is: the answer to "where is it?", carried by everything torchwhere keeps or prints.
 
-A place is made in two ways: live, by `torchwhere.where()`, and from a record of a black box. Both give the same `Place`.
-This file knows no torch.
+A place is made in two ways: live, by `torchwhere.where()`, and from a record of a black box. Both
+give the same `Place`. This file knows no torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torchwhere.core.results import Shown
 class Pass(IntEnum):
     """Which part of a step is running.
 
-    The values are those of the file format. `RECOMPUTE` is `FORWARD` with one more bit, so that the hot path turns a
-    forward word into a recompute word with a single `|`. `SHAPE_INFERENCE` is a forward that only finds out shapes (a pipeline's
-    metadata inference, fake tensors): it is shown as forward, and its calls are not counted.
+    The values are those of the file format. `RECOMPUTE` is `FORWARD` with one more bit, so that the
+    hot path turns a forward word into a recompute word with a single `|`. `SHAPE_INFERENCE` is a
+    forward that only finds out shapes (a pipeline's metadata inference, fake tensors): it is shown
+    as forward, and its calls are not counted.
     """
 
     OUTSIDE = 0
@@ -46,7 +47,11 @@ _MOST_NAME = 60  # characters of a name in a `repr`
 
 def printable(text: str) -> str:
     """A text as a terminal may have it: names may hold anything, and none of it is obeyed."""
-    return text if text.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    )
 
 
 def _cut(value: object) -> object:
@@ -66,8 +71,9 @@ def shown(module: str | None) -> str:
 class Place(Shown):
     """Where one thread of one rank is, or was.
 
-    `module` is `None` outside any module and `""` in the root itself. `call` counts the calls of that module within the
-    step. `param` is set where a parameter's gradient is being accumulated. `line` is the user's `file:line` that led here.
+    `module` is `None` outside any module and `""` in the root itself. `call` counts the calls of
+    that module within the step. `param` is set where a parameter's gradient is being accumulated.
+    `line` is the user's `file:line` that led here.
     """
 
     rank: int
@@ -82,9 +88,14 @@ class Place(Shown):
     param: str | None = None
 
     def __repr__(self) -> str:
-        """As it would be made, without what is not known. Long names are cut: `str` and `to_dict()` have them whole."""
+        """As it would be made, without what is not known. Long names are cut: `str` and `to_dict()`
+        have them whole."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        known = [f"{name}={_cut(value)!r}" for name, value in values if value is not None and value is not Certainty.EXACT]
+        known = [
+            f"{name}={_cut(value)!r}"
+            for name, value in values
+            if value is not None and value is not Certainty.EXACT
+        ]
         return f"Place({', '.join(known)})"
 
     def __str__(self) -> str:

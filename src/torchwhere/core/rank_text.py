@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 def ranks_text(ranks: Iterable[int], *, most: int | None = None) -> str:
-    """A list of ranks, runs folded: `0-3, 8`. With `most`, so many runs, and of the rest how many ranks they are."""
+    """A list of ranks, runs folded: `0-3, 8`. With `most`, so many runs, and of the rest how many
+    ranks they are."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

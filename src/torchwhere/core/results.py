@@ -1,6 +1,8 @@
-"""What every result can do: say itself on one line, as text and in a notebook; and, if it is a table, be a data frame.
+"""What every result can do: say itself on one line, as text and in a notebook; and, if it is a
+table, be a data frame.
 
-The classes here have no data and import nothing until they are asked: how a result looks is known in `render/reprs.py` alone.
+The classes here have no data and import nothing until they are asked: how a result looks is known
+in `render/reprs.py` alone.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from typing import Any
 
 from torchwhere.core.errors import TorchwhereError
 
-_NEEDS = "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives the same without it"
+_NEEDS = (
+    "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives the"
+    " same without it"
+)
 
 
 class Shown:
-    """A result that shows itself: `repr()` on one line, `str()` as its command prints it, and HTML for notebooks."""
+    """A result that shows itself: `repr()` on one line, `str()` as its command prints it, and HTML
+    for notebooks."""
 
     __slots__ = ()
 

@@ -1,4 +1,5 @@
-"""The process groups of a run, each once: who is in them, and what they are called. Takes a run, gives `Groups`."""
+"""The process groups of a run, each once: who is in them, and what they are called. Takes a run,
+gives `Groups`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from torchwhere.core.results import Shown, Tabular
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Groups(Shown, Tabular):
-    """Process groups, in the order of their names; each is `{name, desc, ranks, backend, mesh_dim}`."""
+    """Process groups, in the order of their names; each is `{name, desc, ranks, backend,
+    mesh_dim}`."""
 
     groups: tuple[dict[str, Any], ...]
 

@@ -1,8 +1,9 @@
 """Where the time of a step goes: the table of phases, of one rank or of many.
 
-Takes the sums that a box keeps (or those of this process, live), gives `Phases`: a row for every phase by its path, with what
-it took on each rank. The sums are exact however often the ring has gone round. Times of tasks and threads that run side by side
-are added: they may be more than the phase around them.
+Takes the sums that a box keeps (or those of this process, live), gives `Phases`: a row for every
+phase by its path, with what it took on each rank. The sums are exact however often the ring has
+gone round. Times of tasks and threads that run side by side are added: they may be more than the
+phase around them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ STEPS = PhaseKey((), True)
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """What one phase took on one rank. What still runs is in `total_ns`, and not in `count` nor `max_ns`."""
+    """What one phase took on one rank. What still runs is in `total_ns`, and not in `count` nor
+    `max_ns`."""
 
     count: int
     total_ns: int
@@ -84,10 +86,12 @@ class PhaseRow(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Phases(Shown, Tabular):
-    """The phases of one rank or of many: rows in the order of the program, each phase before those inside it."""
+    """The phases of one rank or of many: rows in the order of the program, each phase before those
+    inside it."""
 
     rows: tuple[PhaseRow, ...]
-    steps: dict[int, PhaseTimes]  # by rank: the steps themselves, as one phase; the one that is running is not in `count`
+    # by rank: the steps themselves, as one phase; the one that is running is not in `count`
+    steps: dict[int, PhaseTimes]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -106,7 +110,8 @@ class Phases(Shown, Tabular):
         return len(self.rows)
 
     def __getitem__(self, path: str | tuple[str, ...]) -> PhaseRow:
-        """The row of a phase: `phases["forward", "attention"]`, or `phases["data"]` for one inside no other."""
+        """The row of a phase: `phases["forward", "attention"]`, or `phases["data"]` for one inside
+        no other."""
         wanted = (path,) if isinstance(path, str) else tuple(path)
         for row in self.rows:
             if row.path == wanted:
@@ -121,7 +126,12 @@ class Phases(Shown, Tabular):
     def as_rows(self) -> list[dict[str, Any]]:
         """One a row for each phase and rank; a phase's name is its path, from the outermost on."""
         return [
-            {"phase": " > ".join(row.path), "thread": "main" if row.is_main else "other", "rank": rank} | times.to_dict()
+            {
+                "phase": " > ".join(row.path),
+                "thread": "main" if row.is_main else "other",
+                "rank": rank,
+            }
+            | times.to_dict()
             for row in self.rows
             for rank, times in row.by_rank.items()
         ]
@@ -135,7 +145,7 @@ class Phases(Shown, Tabular):
         }
 
 
-# -- from sums -------------------------------------------------------------------------------------------------------------
+# -- from sums -------------------------------------------------------------------------------------
 
 
 def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
@@ -147,8 +157,14 @@ def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:
     """The table of some ranks, from the sums of each and the time up to which they are true."""
     by_rank = {rank: _times(of_rank, now_ns) for rank, (of_rank, now_ns) in sums.items()}
-    keys = [key for key in dict.fromkeys(key for times in by_rank.values() for key in times) if key != STEPS]
-    steps = {rank: times.get(STEPS, PhaseTimes(0, 0, 0, 0, None)) for rank, times in by_rank.items()}
+    keys = [
+        key
+        for key in dict.fromkeys(key for times in by_rank.values() for key in times)
+        if key != STEPS
+    ]
+    steps = {
+        rank: times.get(STEPS, PhaseTimes(0, 0, 0, 0, None)) for rank, times in by_rank.items()
+    }
     watched_ns = sum(times.total_ns for times in steps.values())
     rows = []
     for key in _in_tree_order(keys):
@@ -187,7 +203,8 @@ def _times(sums: Mapping[PhaseKey, PhaseSum], now_ns: int) -> dict[PhaseKey, Pha
 
 
 def _running_ns(found: PhaseSum, now_ns: int) -> int:
-    """How long those that still run have been running. 0 if two words of different moments do not fit together."""
+    """How long those that still run have been running. 0 if two words of different moments do not
+    fit together."""
     running_ns = found.running * now_ns - found.begun_ns
     return running_ns if 0 < running_ns < found.running * now_ns else 0
 
@@ -207,7 +224,8 @@ def _added(by_rank: Mapping[int, PhaseTimes], watched_ns: int) -> PhaseTimes:
 
 
 def _in_tree_order(keys: list[PhaseKey]) -> list[PhaseKey]:
-    """Main thread first; each phase before those inside it; these in the order they were first seen."""
+    """Main thread first; each phase before those inside it; these in the order they were first
+    seen."""
     first = {key: at for at, key in enumerate(keys)}
 
     def place(key: PhaseKey) -> list[int]:

@@ -1,1 +1,2 @@
-"""The names people already use, on top of torchwhere: change one import line, the rest of the program stays."""
+"""The names people already use, on top of torchwhere: change one import line, the rest of the
+program stays."""

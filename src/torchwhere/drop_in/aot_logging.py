@@ -1,8 +1,10 @@
-"""Drop-in for `torch/_functorch/_aot_autograd/logging_utils.py`: same names, arguments, results and texts.
+"""Drop-in for `torch/_functorch/_aot_autograd/logging_utils.py`: same names, arguments, results and
+texts.
 
-Names live where AOTAutograd keeps them, so that both see the same: what torch compiles has its name here, and what is tracked
-here has its name in torch. Better than the original: a graph tracked inside another gives the outer one its name back; the
-hooks for stack traces work again after a backward that raised, and know the lines that `torchwhere.forward_lines()` recorded.
+Names live where AOTAutograd keeps them, so that both see the same: what torch compiles has its name
+here, and what is tracked here has its name in torch. Better than the original: a graph tracked
+inside another gives the outer one its name back; the hooks for stack traces work again after a
+backward that raised, and know the lines that `torchwhere.forward_lines()` recorded.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def __getattr__(name: str) -> Any:
     """Return the current value of a variable of the original module."""
     if name in _KEPT_BY_TORCH:
         return getattr(_naming, _KEPT_BY_TORCH[name])
-    if name == "callback_set":  # True while the running backward will restore the stack trace at its end
+    # True while the running backward will restore the stack trace at its end
+    if name == "callback_set":
         return _running_task() in _restoring
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -77,11 +80,12 @@ def track_graph_compiling(aot_config: Any, graph_name: str) -> Iterator[None]:
         yield
 
 
-# -- stack traces ----------------------------------------------------------------------------------------------------------
+# -- stack traces ----------------------------------------------------------------------------------
 
 
 def setup_stacktrace_preservation_hooks(roots: Sequence[Node | None]) -> None:
-    """While a node behind `roots` runs in backward, fx's current stack trace is that of the forward which made it."""
+    """While a node behind `roots` runs in backward, fx's current stack trace is that of the forward
+    which made it."""
     for node in nodes_of(roots):
         _preserve(node, _stack_of(node))
 
@@ -89,14 +93,20 @@ def setup_stacktrace_preservation_hooks(roots: Sequence[Node | None]) -> None:
 def setup_stacktrace_preservation_hooks_from_tensors(outputs: Any) -> None:
     """The same for the nodes behind tensors."""
     listed = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-    setup_stacktrace_preservation_hooks(roots_of([one for one in listed if isinstance(one, torch.Tensor)]))
+    setup_stacktrace_preservation_hooks(
+        roots_of([one for one in listed if isinstance(one, torch.Tensor)])
+    )
 
 
 def _stack_of(node: Any) -> _Stack:
     """What anomaly mode has noted; else the line that was recorded, as one frame."""
     noted: _Stack = node.metadata.get("traceback_", [])
     written, _ = (None, False) if noted else line_log.find(node._sequence_nr())
-    return [f'  File "{written.file}", line {written.line}, in {written.function}\n'] if written is not None else noted
+    return (
+        [f'  File "{written.file}", line {written.line}, in {written.function}\n']
+        if written is not None
+        else noted
+    )
 
 
 def _preserve(node: Any, forward_stack: _Stack) -> None:
@@ -129,7 +139,8 @@ _restoring: set[int] = set()  # runs of the engine that will put back the stack 
 
 
 def _restore_afterwards() -> None:
-    """Once for each run of the engine: one that raises never gets to its callbacks, and must not be in the way of the next."""
+    """Once for each run of the engine: one that raises never gets to its callbacks, and must not be
+    in the way of the next."""
     task, queue = _running_task(), _torch.private("queue_callback")
     if task in _restoring or queue is None:
         return
@@ -149,7 +160,7 @@ def _running_task() -> int:
     return int(task_id()) if task_id is not None else -1
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def describe_input(i: int, aot_config: Any) -> str:
@@ -161,6 +172,7 @@ def describe_input(i: int, aot_config: Any) -> str:
 def format_guard_bug_msg(aot_config: Any, expected: str) -> str:
     """What to say when a graph was compiled on an assumption that does not hold when it runs."""
     return (
-        f"At compilation time, graph {aot_config.aot_id} was compiled under the assumption that {expected}, but at runtime "
-        "this was not the case.  This indicates a guard bug in AOTAutograd or Dynamo, please file a bug to PyTorch."
+        f"At compilation time, graph {aot_config.aot_id} was compiled under the assumption that"
+        f" {expected}, but at runtime this was not the case.  This indicates a guard bug in"
+        " AOTAutograd or Dynamo, please file a bug to PyTorch."
     )

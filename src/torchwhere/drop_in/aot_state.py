@@ -1,7 +1,7 @@
 """The names that AOTAutograd gives to models and graphs, read and set where it keeps them itself.
 
-So there is one truth: torch's own logging and whoever asks here see the same name at the same time. On a torch that keeps them
-nowhere we know of, they are kept here.
+So there is one truth: torch's own logging and whoever asks here see the same name at the same time.
+On a torch that keeps them nowhere we know of, they are kept here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,14 @@ class Naming:
 
     def __init__(self) -> None:
         found = _torch.imported("aot_naming")
-        is_there = all(hasattr(found, name) for name in ("model_name", "graph_being_compiled", "nth_graph"))
-        self._home: Any = found if is_there else SimpleNamespace(model_name="model", graph_being_compiled=[], nth_graph=0)
+        is_there = all(
+            hasattr(found, name) for name in ("model_name", "graph_being_compiled", "nth_graph")
+        )
+        self._home: Any = (
+            found
+            if is_there
+            else SimpleNamespace(model_name="model", graph_being_compiled=[], nth_graph=0)
+        )
 
     @property
     def model(self) -> str:
@@ -40,7 +46,8 @@ class Naming:
 
     @contextmanager
     def compiling(self, graph: str) -> Iterator[None]:
-        """While inside, `graph` is being compiled; it is counted when it ends, also by an exception."""
+        """While inside, `graph` is being compiled; it is counted when it ends, also by an
+        exception."""
         home, outer = self._home, self._home.graph_being_compiled
         home.graph_being_compiled = [graph]
         context = self._context()

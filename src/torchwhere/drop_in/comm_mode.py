@@ -1,11 +1,14 @@
-"""`CommDebugMode` of `torch.distributed.tensor.debug`, on torchwhere's engine: change the import line, the rest stays.
+"""`CommDebugMode` of `torch.distributed.tensor.debug`, on torchwhere's engine: change the import
+line, the rest stays.
 
-Same names, arguments, results and texts as in torch 2.13, and the names of older versions. Collectives are counted by the
-engine, in eager code and in compiled graphs, with nothing registered on modules. Where the original is wrong the form is kept
-and the answer is right: a collective is charged to the module it serves (an FSDP unit for its own prefetch), in backward to the
-module whose node runs; a module may be called twice; compiling goes on as ever.
+Same names, arguments, results and texts as in torch 2.13, and the names of older versions.
+Collectives are counted by the engine, in eager code and in compiled graphs, with nothing registered
+on modules. Where the original is wrong the form is kept and the answer is right: a collective is
+charged to the module it serves (an FSDP unit for its own prefetch), in backward to the module whose
+node runs; a module may be called twice; compiling goes on as ever.
 
-Like the original it counts what the thread that entered it does, and the threads of the autograd engine for it.
+Like the original it counts what the thread that entered it does, and the threads of the autograd
+engine for it.
 """
 
 from __future__ import annotations
@@ -46,24 +49,45 @@ c10d_ops = torch.ops.c10d
 
 
 def _functional_packet(namespace: str, op: str) -> Any:
-    """The op under which a functional collective is counted. Compiled graphs call it in place, or into a given tensor."""
+    """The op under which a functional collective is counted. Compiled graphs call it in place, or
+    into a given tensor."""
     if namespace == "_dtensor":
         return getattr(torch.ops._dtensor, op)
     return getattr(funcol_py, op.removesuffix("_out").removesuffix("_"))
 
 
 _FUNCTIONAL = (
-    *("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_reduce", "all_reduce_coalesced"),
+    *(
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce",
+        "all_reduce_coalesced",
+    ),
     *("all_to_all_single", "broadcast", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
 )
 _C10D = (
-    *("_allgather_base_", "_reduce_scatter_base_", "allgather_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
-    *("allreduce_", "allreduce_coalesced_", "alltoall_", "alltoall_base_", "broadcast_", "gather_", "scatter_", "reduce_"),
+    *(
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        "allgather_",
+        "allgather_coalesced_",
+        "allgather_into_tensor_coalesced_",
+    ),
+    *(
+        "allreduce_",
+        "allreduce_coalesced_",
+        "alltoall_",
+        "alltoall_base_",
+        "broadcast_",
+        "gather_",
+        "scatter_",
+        "reduce_",
+    ),
     *("reduce_scatter_", "reduce_scatter_tensor_coalesced_"),
 )
-NATIVE_TO_PY_MAPPING = {getattr(funcol_native, name): getattr(funcol_py, name) for name in _FUNCTIONAL} | {
-    funcol_autograd.all_to_all_single: funcol_py.all_to_all_single
-}
+NATIVE_TO_PY_MAPPING = {
+    getattr(funcol_native, name): getattr(funcol_py, name) for name in _FUNCTIONAL
+} | {funcol_autograd.all_to_all_single: funcol_py.all_to_all_single}
 c10d_collective_ops = {getattr(c10d_ops, name) for name in _C10D}
 _PACKETS = {name: getattr(c10d_ops, name) for name in _C10D}
 # By the name of an op: the op under which a call of it counts.
@@ -92,9 +116,10 @@ _IN_BACKWARD = (Pass.BACKWARD, Pass.RECOMPUTE)
 class _Seen(threading.local):
     """The collective that the dispatch mode sees on this thread, if it is in one.
 
-    Below it a kernel reports the same collective, but not if a dispatch mode or a tensor subclass answers it above the
-    `BackendSelect` key, as `LocalTensorMode` does. The latter may also run it once for each rank that it simulates. So a
-    collective that is seen counts once, with the first report, or, if there was none, when it is done.
+    Below it a kernel reports the same collective, but not if a dispatch mode or a tensor subclass
+    answers it above the `BackendSelect` key, as `LocalTensorMode` does. The latter may also run it
+    once for each rank that it simulates. So a collective that is seen counts once, with the first
+    report, or, if there was none, when it is done.
     """
 
     def __init__(self, on_unreported: Callable[[Any], None]) -> None:
@@ -119,15 +144,20 @@ class CommDebugMode:
             model(x).sum().backward()
         print(comm_mode.generate_comm_debug_tracing_table(noise_level=0))
 
-    `noise_level` is the highest that will be asked for afterwards, by default all: for levels above 0 every operation has to
-    be listed while it runs. 0 spares that, and the operations cost nothing.
+    `noise_level` is the highest that will be asked for afterwards, by default all: for levels above
+    0 every operation has to be listed while it runs. 0 spares that, and the operations cost
+    nothing.
     """
 
     def __init__(self, *, noise_level: int = 3) -> None:
         _check_noise_level(noise_level)
         self.comm_counts: dict[Any, int] = defaultdict(int)
         self.comm_module_counts: comm_tables.Counts = {}
-        self.comm_registry = {*NATIVE_TO_PY_MAPPING, *NATIVE_TO_PY_MAPPING.values(), torch.ops._dtensor.shard_dim_alltoall}
+        self.comm_registry = {
+            *NATIVE_TO_PY_MAPPING,
+            *NATIVE_TO_PY_MAPPING.values(),
+            torch.ops._dtensor.shard_dim_alltoall,
+        }
         self.advanced_module_tracker = CommModeModuleTracker()
         self._noise_level = noise_level
         self._depth = 0
@@ -139,7 +169,7 @@ class CommDebugMode:
         self._charged: dict[tuple[int, int], str] = {}
         self._operations: tuple[int, comm_tables.Operations] = (0, {})
 
-    # -- the block ---------------------------------------------------------------------------------------------------
+    # -- the block ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         """Begin to count, from nothing."""
@@ -163,11 +193,14 @@ class CommDebugMode:
         return self
 
     def _make_ops(self, session: Session) -> OpLog | None:
-        """The dispatch mode. At level 0 it is needed only inside another mode, which may answer collectives."""
+        """The dispatch mode. At level 0 it is needed only inside another mode, which may answer
+        collectives."""
         modes = _torch.private("dispatch_modes")
         if not self._noise_level and (modes is None or modes() == 0):
             return None
-        return OpLog(session.recorder.locator, lists=self._noise_level > 0, on_collective=self._seen)
+        return OpLog(
+            session.recorder.locator, lists=self._noise_level > 0, on_collective=self._seen
+        )
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
@@ -187,7 +220,8 @@ class CommDebugMode:
         try:
             comms.leave(session)
         finally:
-            functional_kernels.remove_unused()  # after the watch: both wait for other threads to be quiet, and now it is one wait
+            # after the watch: both wait for other threads to be quiet, and now it is one wait
+            functional_kernels.remove_unused()
 
     def _forget(self) -> None:
         self.comm_counts.clear()
@@ -198,12 +232,17 @@ class CommDebugMode:
         if self._ops is not None:
             self._ops.ops.clear()
 
-    # -- what the engine tells ---------------------------------------------------------------------------------------
+    # -- what the engine tells ---------------------------------------------------------------------
 
     @_torch.unseen
     def _tap(self, number: int, call: Any) -> None:
         packet, session = _PACKETS.get(call.op.raw), self._session
-        if packet is not None and session is not None and not functional_kernels.is_inside() and self._is_own():
+        if (
+            packet is not None
+            and session is not None
+            and not functional_kernels.is_inside()
+            and self._is_own()
+        ):
             record = RECORD.unpack_from(session.recorder.box.copy_of(number))
             self._report(packet, record[_MODULE], record[_AIM])
 
@@ -221,7 +260,8 @@ class CommDebugMode:
             self._count(packet, locator.spot(locator.threads.here()).module, 0)
 
     def _report(self, packet: Any, module: int, beneficiary: int) -> None:
-        """Count what a kernel reports; of a collective that the dispatch mode sees, only the first report."""
+        """Count what a kernel reports; of a collective that the dispatch mode sees, only the first
+        report."""
         seen = self._seen
         if seen.packet is not None:
             if seen.is_reported:
@@ -230,7 +270,8 @@ class CommDebugMode:
         self._count(packet, module, beneficiary)
 
     def _is_own(self) -> bool:
-        """Whether this thread's collectives count: ours, or one of the autograd engine's, which Python did not make."""
+        """Whether this thread's collectives count: ours, or one of the autograd engine's, which
+        Python did not make."""
         session = self._session
         if get_ident() == self._thread or session is None:
             return True
@@ -249,7 +290,8 @@ class CommDebugMode:
             self.comm_module_counts[one][key][packet] += 1
 
     def _charge(self, module: int, beneficiary: int) -> str:
-        """The module that a collective is for: the FSDP unit, or the owner of the bucket; else the one that issued it."""
+        """The module that a collective is for: the FSDP unit, or the owner of the bucket; else the
+        one that issued it."""
         tracker = self.advanced_module_tracker
         served = json.loads(self._text(beneficiary) or "null")
         if isinstance(served, list) and served:
@@ -262,13 +304,14 @@ class CommDebugMode:
             self._names = self._session.recorder.box.names()
         return self._names[entry][1] if entry in self._names else None
 
-    # -- what was found ----------------------------------------------------------------------------------------------
+    # -- what was found ----------------------------------------------------------------------------
 
     def get_total_counts(self) -> int:
         return sum(self.comm_counts.values())
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """How often each collective was issued. Functional ones have their legacy name, `c10d_functional`."""
+        """How often each collective was issued. Functional ones have their legacy name,
+        `c10d_functional`."""
         return self.comm_counts
 
     def get_comm_module_counts(self) -> comm_tables.Counts:
@@ -302,10 +345,11 @@ class CommDebugMode:
             self._operations = len(ops), found
         return found
 
-    # -- as text and as files ----------------------------------------------------------------------------------------
+    # -- as text and as files ----------------------------------------------------------------------
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """The modules in the order they ran, with what each caused; the higher the level, the more."""
+        """The modules in the order they ran, with what each caused; the higher the level, the
+        more."""
         return comm_tables.table(self._found(noise_level), noise_level)
 
     def log_comm_debug_tracing_table_to_file(
@@ -316,7 +360,9 @@ class CommDebugMode:
         with open(file_name, "w") as file:
             file.write(text)
 
-    def generate_json_dump(self, file_name: str | os.PathLike[str] = "comm_mode_log.json", noise_level: int = 3) -> None:
+    def generate_json_dump(
+        self, file_name: str | os.PathLike[str] = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
         """The tree of modules, for torch's view in a browser."""
         tree = comm_tables.json_tree(self._found(noise_level), noise_level)
         with open(file_name, "w") as file:
@@ -335,10 +381,13 @@ class CommDebugMode:
         _check_noise_level(noise_level)
         if noise_level and not self._noise_level:
             raise ValueError(
-                f"noise_level={noise_level}: operations were not listed, because this is a CommDebugMode(noise_level=0). "
-                "Ask for noise_level=0, or make it without that argument."
+                f"noise_level={noise_level}: operations were not listed, because this is a"
+                " CommDebugMode(noise_level=0). Ask for noise_level=0, or make it without that"
+                " argument."
             )
-        return comm_tables.Found(self.advanced_module_tracker, self.comm_module_counts, self.comm_module_operation_counts)
+        return comm_tables.Found(
+            self.advanced_module_tracker, self.comm_module_counts, self.comm_module_operation_counts
+        )
 
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
@@ -374,7 +423,8 @@ def _common_owner(params: list[str]) -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """`visualize_sharding`, which stands beside it in `torch.distributed.tensor.debug`, is torch's own."""
+    """`visualize_sharding`, which stands beside it in `torch.distributed.tensor.debug`, is torch's
+    own."""
     if name == "visualize_sharding":
         from torch.distributed.tensor.debug import visualize_sharding
 

@@ -1,8 +1,9 @@
-"""The modules that ran under a `CommDebugMode`: `advanced_module_tracker`, with the dicts that the original's has.
+"""The modules that ran under a `CommDebugMode`: `advanced_module_tracker`, with the dicts that the
+original's has.
 
-Told by the engine when a module is entered, it keeps of each, at its first call, its depth, its type, its parameters and how
-they are sharded. Names begin with the root's class, as the original's do; wrappers (DDP, checkpointing ...) have no part in
-them. Nothing is registered on any module.
+Told by the engine when a module is entered, it keeps of each, at its first call, its depth, its
+type, its parameters and how they are sharded. Names begin with the root's class, as the original's
+do; wrappers (DDP, checkpointing ...) have no part in them. Nothing is registered on any module.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ GLOBAL = "Global"
 
 
 class CommModeModuleTracker:
-    """Which modules ran, in which, with which parameters. The keys of all dicts are names such as `MLPModule.net1`."""
+    """Which modules ran, in which, with which parameters. The keys of all dicts are names such as
+    `MLPModule.net1`."""
 
     wants_backward = False
 
@@ -42,16 +44,25 @@ class CommModeModuleTracker:
         self._seen: set[int] = set()
         self._thread: Track | None = None
 
-    # -- the block ---------------------------------------------------------------------------------------------------
+    # -- the block ---------------------------------------------------------------------------------
 
     def begin(self, session: Session, ops: OpLog | None) -> None:
         """Forget the last block, and listen."""
-        own = (self.module_helper_dict, self.module_parameters_dict, self.module_parents_dict, self.parent_dict)
+        own = (
+            self.module_helper_dict,
+            self.module_parameters_dict,
+            self.module_parents_dict,
+            self.parent_dict,
+        )
         for kept in (*own, self.sharding_dict, self._fqns, self._seen):
             kept.clear()  # the very objects stay: somebody may hold them
         self.module_helper_dict[GLOBAL] = {"depth": 0}
         self.module_parents_dict[GLOBAL] = set()
-        self._session, self._ops, self._thread = session, ops, session.recorder.locator.threads.here()
+        self._session, self._ops, self._thread = (
+            session,
+            ops,
+            session.recorder.locator.threads.here(),
+        )
         self.is_active = True
         session.listeners.add(self)
 
@@ -62,13 +73,18 @@ class CommModeModuleTracker:
             session.listeners.remove(self)
         self._ops = self._thread = None
 
-    # -- what the engine tells ---------------------------------------------------------------------------------------
+    # -- what the engine tells ---------------------------------------------------------------------
 
     def entered(self, entry: ModuleEntry) -> None:
-        """A module was called. What was there before it began, in the log of its thread, is the call around it."""
+        """A module was called. What was there before it began, in the log of its thread, is the
+        call around it."""
         track = entry.track
         word = track.top
-        if word >> MODULE_SHIFT in self._seen or track is not self._thread or pass_of(word) == Pass.RECOMPUTE:
+        if (
+            word >> MODULE_SHIFT in self._seen
+            or track is not self._thread
+            or pass_of(word) == Pass.RECOMPUTE
+        ):
             return
         self._seen.add(word >> MODULE_SHIFT)
         around = track.marks[(track.count - 2) & LOG_MASK] if track.count > 1 else 0
@@ -106,18 +122,24 @@ class CommModeModuleTracker:
             return
         parent = parent if parent in self.module_parents_dict else GLOBAL
         self.module_parents_dict[name] = {GLOBAL, *self.module_parents_dict[parent], name}
-        self.module_helper_dict[name] = {"module_type": "", "depth": len(self.module_parents_dict[name]) - 1}
+        self.module_helper_dict[name] = {
+            "module_type": "",
+            "depth": len(self.module_parents_dict[name]) - 1,
+        }
         self.parent_dict.setdefault(parent, []).append(name)
 
-    # -- names -------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _fqn_of(self, word: int) -> str:
         session = self._session
-        text = session.recorder.locator.text_of(word >> MODULE_SHIFT) if session is not None else None
+        text = (
+            session.recorder.locator.text_of(word >> MODULE_SHIFT) if session is not None else None
+        )
         return GLOBAL if text is None else self.fqn(text)
 
     def fqn(self, name: str) -> str:
-        """The name that the original gives a module, from the engine's: `net1` is `MLPModule.net1`, `<Loss>` is `Loss`."""
+        """The name that the original gives a module, from the engine's: `net1` is `MLPModule.net1`,
+        `<Loss>` is `Loss`."""
         known = self._fqns.get(name)
         if known is None:
             root = self._session.modules.root_class if self._session is not None else ""
@@ -125,7 +147,8 @@ class CommModeModuleTracker:
         return known
 
     def listed(self, name: str) -> str:
-        """The same, of a module that may not have run in this block: a backward goes through modules that ran before it."""
+        """The same, of a module that may not have run in this block: a backward goes through
+        modules that ran before it."""
         fqn = self.fqn(name)
         if fqn not in self.module_parents_dict:
             above = fqn
@@ -143,11 +166,12 @@ class CommModeModuleTracker:
             fqn = fqn.rpartition(".")[0]
         return fqn
 
-    # -- what the original's has besides -----------------------------------------------------------------------------
+    # -- what the original's has besides -----------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The module that the calling thread is in, in forward or backward; `Global` outside all of them."""
+        """The module that the calling thread is in, in forward or backward; `Global` outside all of
+        them."""
         session = self._session
         if session is None:
             return GLOBAL if self.module_helper_dict else ""
@@ -170,7 +194,10 @@ class CommModeModuleTracker:
     def activation_checkpointing(self) -> bool:
         """Whether the calling thread computes a forward again."""
         session = self._session
-        return session is not None and pass_of(session.recorder.locator.threads.here().top) == Pass.RECOMPUTE
+        return (
+            session is not None
+            and pass_of(session.recorder.locator.threads.here().top) == Pass.RECOMPUTE
+        )
 
     @property
     def module_depth_dict(self) -> dict[str, int]:
@@ -186,7 +213,8 @@ class CommModeModuleTracker:
 
 
 def _fqn(name: str, root: str) -> str:
-    """A module of no known model (a loss, one held in a plain list) is named by its own class, as the original does."""
+    """A module of no known model (a loss, one held in a plain list) is named by its own class, as
+    the original does."""
     _, mark, own = name.rpartition("<")
     if not mark:
         return f"{root}.{name}" if name else root

@@ -1,6 +1,8 @@
-"""What a `CommDebugMode` found as the original's texts: the table for a terminal, the older table, and the JSON tree.
+"""What a `CommDebugMode` found as the original's texts: the table for a terminal, the older table,
+and the JSON tree.
 
-Takes the dicts of the mode and a noise level, gives text or JSON of the very form of torch's `_comm_mode.py`.
+Takes the dicts of the mode and a noise level, gives text or JSON of the very form of torch's
+`_comm_mode.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,10 @@ def _lines(found: Found, noise_level: int) -> Iterator[str]:
         for heading, collectives, operations in _passes(found, fqn, noise_level):
             if collectives or operations:
                 yield f"{indent}  {heading}"
-                yield from (f"{_YELLOW}{indent}    *{op}: {count}{_PLAIN}" for op, count in collectives.items())
+                yield from (
+                    f"{_YELLOW}{indent}    *{op}: {count}{_PLAIN}"
+                    for op, count in collectives.items()
+                )
                 for operation in _kept(operations, noise_level):
                     yield from _operation_lines(operation, indent)
 
@@ -59,10 +64,14 @@ def _module_lines(helper: Mapping[str, Any], indent: str) -> Iterator[str]:
         yield f"{indent}*module type: {helper['module_type']}"
     if "parameters" in helper:
         yield f"{indent}*Parameter List"
-        yield from (f"{indent} *{name}: {placement}" for name, placement in helper["parameters"].items())
+        yield from (
+            f"{indent} *{name}: {placement}" for name, placement in helper["parameters"].items()
+        )
 
 
-def _passes(found: Found, fqn: str, noise_level: int) -> list[tuple[str, dict[Any, int], list[dict[str, Any]]]]:
+def _passes(
+    found: Found, fqn: str, noise_level: int
+) -> list[tuple[str, dict[Any, int], list[dict[str, Any]]]]:
     """The three parts of a module's entry: heading, collectives, operations."""
     counts = found.counts.get(fqn, {})
     forward, backward, checkpointing = _operations(found, fqn, noise_level)
@@ -112,7 +121,9 @@ def older_table(found: Found) -> str:
     return "".join(lines)
 
 
-def json_tree(found: Found, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0) -> dict[str, Any]:
+def json_tree(
+    found: Found, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0
+) -> dict[str, Any]:
     """A module and those below it, as the browser view of torch reads them."""
     helper, counts = found.modules.module_helper_dict[fqn], found.counts.get(fqn, {})
     has_module_data = noise_level > 0 and helper.get("module_type")
@@ -123,8 +134,12 @@ def json_tree(found: Found, noise_level: int, *, fqn: str = GLOBAL, depth: int =
         "module_type": helper["module_type"] if has_module_data else "",
         "parameters": list(helper.get("parameters", {}).items()) if has_module_data else [],
         "children": [json_tree(found, noise_level, fqn=child, depth=depth + 1) for child in below],
-        "collectives_forward": [(str(op), count) for op, count in counts.get("forward", {}).items()],
-        "collectives_backward": [(str(op), count) for op, count in counts.get("backward", {}).items()],
+        "collectives_forward": [
+            (str(op), count) for op, count in counts.get("forward", {}).items()
+        ],
+        "collectives_backward": [
+            (str(op), count) for op, count in counts.get("backward", {}).items()
+        ],
         "operations_forward": [_as_json(op) for op in _kept(forward, noise_level)],
         "operations_backward": [_as_json(op) for op in _kept(backward, noise_level)],
         "operations_checkpointing": [_as_json(op) for op in _kept(checkpointing, noise_level)],

@@ -1,7 +1,9 @@
-"""Hooks at module boundaries that a compiled graph calls as eager code does, without breaking: `ModTracker.compile_safe_hooks`.
+"""Hooks at module boundaries that a compiled graph calls as eager code does, without breaking:
+`ModTracker.compile_safe_hooks`.
 
-The tensors that enter and leave a module are led through a function that dynamo does not look into (a leaf function). It calls
-the hook in forward, and has an autograd node call the other one in backward. The values and gradients pass unchanged.
+The tensors that enter and leave a module are led through a function that dynamo does not look into
+(a leaf function). It calls the hook in forward, and has an autograd node call the other one in
+backward. The values and gradients pass unchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def compile_safe_hooks(
     post_bw_hook: Hook | None = None,
     module_filter: ModuleFilter | None = None,
 ) -> Iterator[None]:
-    """Hooks on every module below `model` for which `module_filter(fqn, module)` is true; not on `model` itself, whose own
-    hooks run outside its compiled graph."""
+    """Hooks on every module below `model` for which `module_filter(fqn, module)` is true; not on
+    `model` itself, whose own hooks run outside its compiled graph."""
     _check(model, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook, module_filter))
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
@@ -42,19 +44,28 @@ def compile_safe_hooks(
                 inputs: list[Tensors] = [()]  # of the call that runs: post_fw_hook is given them
                 if pre_fw_hook is not None or post_bw_hook is not None or post_fw_hook is not None:
                     leaf = _leaf(_entering(fqn, pre_fw_hook, inputs), _bound(post_bw_hook, fqn))
-                    stack.callback(module.register_forward_pre_hook(_before(leaf), with_kwargs=True).remove)
+                    stack.callback(
+                        module.register_forward_pre_hook(_before(leaf), with_kwargs=True).remove
+                    )
                 if post_fw_hook is not None or pre_bw_hook is not None:
                     leaf = _leaf(_leaving(fqn, post_fw_hook, inputs), _bound(pre_bw_hook, fqn))
-                    stack.callback(module.register_forward_hook(_after(leaf), with_kwargs=True).remove)
+                    stack.callback(
+                        module.register_forward_hook(_after(leaf), with_kwargs=True).remove
+                    )
         yield
 
 
 def _check(model: object, functions: tuple[object, ...]) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"compile_safe_hooks(model): expected a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"compile_safe_hooks(model): expected a torch.nn.Module, got {type(model).__name__}"
+        )
     for function in functions:
         if function is not None and not callable(function):
-            raise TypeError(f"compile_safe_hooks(): expected functions as hooks and filter, got {type(function).__name__}")
+            raise TypeError(
+                "compile_safe_hooks(): expected functions as hooks and filter, got"
+                f" {type(function).__name__}"
+            )
 
 
 def _entering(fqn: str, hook: Hook | None, inputs: list[Tensors]) -> Callable[[Tensors], None]:
@@ -66,7 +77,9 @@ def _entering(fqn: str, hook: Hook | None, inputs: list[Tensors]) -> Callable[[T
     return entering
 
 
-def _leaving(fqn: str, hook: PostForward | None, inputs: list[Tensors]) -> Callable[[Tensors], None]:
+def _leaving(
+    fqn: str, hook: PostForward | None, inputs: list[Tensors]
+) -> Callable[[Tensors], None]:
     def leaving(tensors: Tensors) -> None:
         if hook is not None:
             hook(fqn, inputs[0], tensors)
@@ -79,10 +92,14 @@ def _bound(hook: Hook | None, fqn: str) -> Callable[[Tensors], object] | None:
     return None if hook is None else lambda gradients: hook(fqn, gradients)
 
 
-def _leaf(on_forward: Callable[[Tensors], None], on_backward: Callable[[Tensors], object] | None) -> _Leaf:
-    """A function that gives back the tensors it is given, and calls one hook in forward and the other one in backward."""
+def _leaf(
+    on_forward: Callable[[Tensors], None], on_backward: Callable[[Tensors], object] | None
+) -> _Leaf:
+    """A function that gives back the tensors it is given, and calls one hook in forward and the
+    other one in backward."""
 
-    class Passing(torch.autograd.Function):  # always there: without a node, gradients do not cross a leaf in a compiled graph
+    # always there: without a node, gradients do not cross a leaf in a compiled graph
+    class Passing(torch.autograd.Function):
         @staticmethod
         def forward(_ctx: Any, *tensors: Any) -> Any:
             return tensors

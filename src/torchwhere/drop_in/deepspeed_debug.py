@@ -1,9 +1,10 @@
-"""`deepspeed.utils.debug`, by its own names and texts. Needs no DeepSpeed, and knows its parameters where there are some.
+"""`deepspeed.utils.debug`, by its own names and texts. Needs no DeepSpeed, and knows its parameters
+where there are some.
 
-Better than the original: names without wrappers' prefixes that survive re-wrapping, `status=none` where there is no ZeRO,
-whole shapes of FSDP1 parts, placements of DTensors, texts that are never torn, a file for each rank, a graph walked once, and
-ranks before `init_process_group`. The native forms say more: `torchwhere.names`, `describe`, `print_rank`, `rank_log`,
-`backward_graph`.
+Better than the original: names without wrappers' prefixes that survive re-wrapping, `status=none`
+where there is no ZeRO, whole shapes of FSDP1 parts, placements of DTensors, texts that are never
+torn, a file for each rank, a graph walked once, and ranks before `init_process_group`. The native
+forms say more: `torchwhere.names`, `describe`, `print_rank`, `rank_log`, `backward_graph`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import torch
 from torch import nn
 
 from torchwhere.api import names as naming
-from torchwhere.api import printing as dist  # `dist.get_rank()`, as in the original, but before there is a process group too
+
+# `dist.get_rank()`, as in the original, but before there is a process group too
+from torchwhere.api import printing as dist
 from torchwhere.api.describe import made_in, names_of
 from torchwhere.model import parameters
 from torchwhere.model.graph_walk import is_leaf, walk
@@ -25,18 +28,19 @@ from torchwhere.model.module_names import NameTable, innermost
 
 UNKNOWN, NONE = "unknown", "none"
 
-fcntl = None  # of the original, which imports it when it first prints; the lock here needs nothing of it
+# of the original, which imports it when it first prints; the lock here needs nothing of it
+fcntl = None
 fh: io.FileIO | None = None  # the file that `log_rank_file` wrote to last
 
 
-# -- names -----------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 
 class WeakIdNameMap:
     """Modules or parameters to their names, without keeping them alive.
 
-    A name that you set here yourself puts a weak reference on the thing, as the original does. The names that
-    `debug_extract_module_and_param_names` finds put none on a parameter.
+    A name that you set here yourself puts a weak reference on the thing, as the original does. The
+    names that `debug_extract_module_and_param_names` finds put none on a parameter.
     """
 
     def __init__(self, table: NameTable | None = None, *, of_modules: bool = False) -> None:
@@ -67,7 +71,11 @@ class WeakIdNameMap:
         return own + len(self._table.modules if self._of_modules else self._table.params)
 
     def _found(self, thing: object) -> list[str]:
-        return self._table.modules.get(id(thing), []) if self._of_modules else self._table.params.of(thing)
+        return (
+            self._table.modules.get(id(thing), [])
+            if self._of_modules
+            else self._table.params.of(thing)
+        )
 
     def clear(self) -> None:
         self._given.clear()
@@ -91,7 +99,8 @@ def debug_clear_module_and_param_names() -> None:
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Remember the names of all modules and parameters of `model`, and forget those of any other."""
+    """Remember the names of all modules and parameters of `model`, and forget those of any
+    other."""
     global _names
     naming.check(model, caller="debug_extract_module_and_param_names")
     debug_clear_module_and_param_names()
@@ -111,7 +120,9 @@ def debug_module2name(module: nn.Module) -> str:
 def debug_module2name_id(module: Any) -> str:
     """`name=...`, and `id=...` where DeepSpeed has numbered the module, as older versions do."""
     number = getattr(module, "id", None)
-    return f"name={debug_module2name(module)}" + (f" id={number}" if isinstance(number, int) else "")
+    return f"name={debug_module2name(module)}" + (
+        f" id={number}" if isinstance(number, int) else ""
+    )
 
 
 def debug_module2name_class(module: Any) -> str:
@@ -133,7 +144,8 @@ def ds_id(param: Any) -> Any:
 
 
 def ds_shape(param: Any) -> Any:
-    """The whole shape of a parameter: ZeRO's, FSDP1's, or that of the tensor, which for a DTensor is the global one."""
+    """The whole shape of a parameter: ZeRO's, FSDP1's, or that of the tensor, which for a DTensor
+    is the global one."""
     if hasattr(param, "ds_shape"):
         return param.ds_shape
     if parameters.is_flat(param):
@@ -172,7 +184,9 @@ def _of(param: object, attribute: str) -> Any:
     try:
         return getattr(param, attribute)
     except AttributeError:
-        raise TypeError(f"expected a parameter, got {type(param).__name__}, which has no {attribute}") from None
+        raise TypeError(
+            f"expected a parameter, got {type(param).__name__}, which has no {attribute}"
+        ) from None
 
 
 def _id_shape(param: Any) -> str:
@@ -184,7 +198,7 @@ def _placements(param: Any) -> str:
     return "" if found is None else f" placements=({', '.join(found)})"
 
 
-# -- printing --------------------------------------------------------------------------------------------------------------
+# -- printing --------------------------------------------------------------------------------------
 
 
 def printflock(*msgs: object) -> None:
@@ -209,34 +223,42 @@ def _print(*values: object) -> None:
 
 
 def log_rank_file(rank: int, *msgs: object) -> None:
-    """Add each message as a line to `log_rank_<rank>.txt` in the working directory; `torchwhere diff` compares the files."""
+    """Add each message as a line to `log_rank_<rank>.txt` in the working directory; `torchwhere
+    diff` compares the files."""
     global fh
     fh = dist.append("".join(f"{message}\n" for message in msgs), folder=".", rank=rank)
 
 
-# -- the graph behind a tensor ---------------------------------------------------------------------------------------------
+# -- the graph behind a tensor ---------------------------------------------------------------------
 
 
 def print_backward_tensors(tensor: torch.Tensor) -> None:
-    """Print every autograd node behind a tensor, once, and the leaf tensors with their data and gradients."""
+    """Print every autograd node behind a tensor, once, and the leaf tensors with their data and
+    gradients."""
     if not hasattr(tensor, "grad_fn"):
         return
     if tensor.grad_fn is None:
-        raise ValueError("print_backward_tensors(tensor): no graph is behind this tensor (its grad_fn is None)")
+        raise ValueError(
+            "print_backward_tensors(tensor): no graph is behind this tensor (its grad_fn is None)"
+        )
     for node in walk([tensor.grad_fn]).nodes:
         if is_leaf(node):
             leaf = node.variable
             names = [debug_param2name(leaf)] if leaf in param_names else names_of(leaf)
             called = f", name: {names[0]}" if names else ""
             data = "freed" if _is_freed(leaf) else leaf
-            text = f"Tensor - id: {id(leaf)}, shape: {leaf.shape}, data: {data}, grad: {leaf.grad}{called}"
+            text = (
+                f"Tensor - id: {id(leaf)}, shape: {leaf.shape}, data: {data}, grad:"
+                f" {leaf.grad}{called}"
+            )
             _print(f"{node}\n{text}")
         else:
             _print(f"Backward tensors in {node}{made_in(node)}")
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is gone, as of a whole parameter that FSDP2 has resharded: printing it would crash."""
+    """Whether the memory of a tensor is gone, as of a whole parameter that FSDP2 has resharded:
+    printing it would crash."""
     if tensor.device.type == "meta" or not _has_storage(tensor):
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0

@@ -1,12 +1,13 @@
 """`torch.distributed.fsdp._debug_utils`, by its own names.
 
-`_get_sharded_module_tree_with_module_name_to_fqns(model)`: a text tree with `FULLY SHARDED` behind every module that FSDP
-manages as a unit, and the names of the parameters of each unit. For FSDP1 and FSDP2 (`fully_shard`) alike: the original finds
-neither in torch 2.13. `torchwhere.layout(model)` says more.
+`_get_sharded_module_tree_with_module_name_to_fqns(model)`: a text tree with `FULLY SHARDED` behind
+every module that FSDP manages as a unit, and the names of the parameters of each unit. For FSDP1
+and FSDP2 (`fully_shard`) alike: the original finds neither in torch 2.13.
+`torchwhere.layout(model)` says more.
 
-`SimpleProfiler`: seconds per phase. Each block is a `torchwhere.phase` too, in the table and in the black box while somebody
-watches. Each thread may profile what another one does, where the original mixes them up; `reset` inside a block does not
-break it.
+`SimpleProfiler`: seconds per phase. Each block is a `torchwhere.phase` too, in the table and in the
+black box while somebody watches. Each thread may profile what another one does, where the original
+mixes them up; `reset` inside a block does not break it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from torchwhere.recorder.identity import rank_and_world
 
 __all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns", "logger"]
 
-logger = logging.getLogger("torch.distributed.fsdp._debug_utils")  # the original's: who listens there goes on doing so
+# the original's: who listens there goes on doing so
+logger = logging.getLogger("torch.distributed.fsdp._debug_utils")
 _lock = threading.RLock()
 
 
@@ -43,7 +45,8 @@ class _Running(threading.local):
 
 
 class SimpleProfiler:
-    """Seconds per phase, added up in `results` until they are reset. Nothing to be made: everything is on the class."""
+    """Seconds per phase, added up in `results` until they are reset. Nothing to be made: everything
+    is on the class."""
 
     class Type(str, Enum):  # noqa: UP042 - a StrEnum prints otherwise
         """The phases of FSDP's `state_dict`; any other name does as well."""
@@ -72,8 +75,8 @@ class SimpleProfiler:
         running = cls.profiling
         if profile_type in running:
             raise AssertionError(
-                f"{profile_type} is already being profiled. SimpleProfiler does not support profiling multiple instances at "
-                "the same time. "
+                f"{profile_type} is already being profiled. SimpleProfiler does not support"
+                " profiling multiple instances at the same time. "
             )
         running.add(profile_type)
         begin = time.monotonic()
@@ -88,7 +91,8 @@ class SimpleProfiler:
 
     @classmethod
     def dump_and_reset(cls, msg: str) -> None:
-        """Log the results on rank 0 at the debug level INFO (TORCH_DISTRIBUTED_DEBUG), and reset them on every rank."""
+        """Log the results on rank 0 at the debug level INFO (TORCH_DISTRIBUTED_DEBUG), and reset
+        them on every rank."""
         if _rank() == 0 and dist.get_debug_level() == dist.DebugLevel.INFO:  # type: ignore[attr-defined]
             with _lock:
                 results = cls.results.copy()  # a handler may write it when it has long been reset
@@ -97,7 +101,9 @@ class SimpleProfiler:
 
 
 def _name(profile_type: str) -> str:
-    return str(profile_type.value if isinstance(profile_type, Enum) else profile_type) or "<unnamed>"
+    return (
+        str(profile_type.value if isinstance(profile_type, Enum) else profile_type) or "<unnamed>"
+    )
 
 
 def _rank() -> int:
@@ -107,16 +113,22 @@ def _rank() -> int:
         return rank_and_world()[0]
 
 
-def _get_sharded_module_tree_with_module_name_to_fqns(model: nn.Module) -> tuple[str, dict[str, list[str]]]:
-    """The tree as text, and `fqn[Class]` of each sharded module to the names of the parameters it manages."""
+def _get_sharded_module_tree_with_module_name_to_fqns(
+    model: nn.Module,
+) -> tuple[str, dict[str, list[str]]]:
+    """The tree as text, and `fqn[Class]` of each sharded module to the names of the parameters it
+    manages."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"_get_sharded_module_tree_with_module_name_to_fqns(model): expected a torch.nn.Module, got {type(model).__name__}"
+            "_get_sharded_module_tree_with_module_name_to_fqns(model): expected a torch.nn.Module,"
+            f" got {type(model).__name__}"
         )
     lines = sharded_tree(model)
     managed: dict[str, list[str]] = {}
     for line in lines:
         if line.is_sharded:
             managed.setdefault(line.name, []).extend(line.params)
-    tree = [f"{' ' * 4 * line.level}{line.name}{' FULLY SHARDED' * line.is_sharded}\n" for line in lines]
+    tree = [
+        f"{' ' * 4 * line.level}{line.name}{' FULLY SHARDED' * line.is_sharded}\n" for line in lines
+    ]
     return "".join(tree), managed

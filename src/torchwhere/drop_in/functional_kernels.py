@@ -1,8 +1,10 @@
-"""Functional collectives by their own names: a Python kernel on the `BackendSelect` key of each of them.
+"""Functional collectives by their own names: a Python kernel on the `BackendSelect` key of each of
+them.
 
-A functional collective (`_c10d_functional::all_reduce`, what DTensor and compiled graphs issue) ends in a `c10d::` op, which
-`collectives.py` records. A listener here learns that it was a functional one, and can count it once. The kernels are there
-while there is a listener. All listeners share them, because two kernels on one key of an op do not work.
+A functional collective (`_c10d_functional::all_reduce`, what DTensor and compiled graphs issue)
+ends in a `c10d::` op, which `collectives.py` records. A listener here learns that it was a
+functional one, and can count it once. The kernels are there while there is a listener. All
+listeners share them, because two kernels on one key of an op do not work.
 """
 
 from __future__ import annotations
@@ -24,8 +26,20 @@ from torchwhere.hooks.kernels import Kernels, are_alive, below_backend_select
 # By namespace: the ops that issue a collective. Messages (isend, irecv) and waiting are none.
 OPS = {
     "_c10d_functional": (
-        *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "broadcast", "broadcast_"),
-        *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced", "all_to_all_single"),
+        *(
+            "all_reduce",
+            "all_reduce_",
+            "all_reduce_coalesced",
+            "all_reduce_coalesced_",
+            "broadcast",
+            "broadcast_",
+        ),
+        *(
+            "all_gather_into_tensor",
+            "all_gather_into_tensor_out",
+            "all_gather_into_tensor_coalesced",
+            "all_to_all_single",
+        ),
         *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
     ),
     "_dtensor": ("shard_dim_alltoall",),
@@ -45,7 +59,8 @@ _minds_forks = False
 
 
 def is_inside() -> bool:
-    """Whether this thread is in a functional collective: the `c10d::` op that it issues now is that one."""
+    """Whether this thread is in a functional collective: the `c10d::` op that it issues now is that
+    one."""
     return _inside.depth > 0
 
 
@@ -55,14 +70,17 @@ def listen(listener: OnFunctional) -> None:
     with _lock:
         _mind_forks()
         _listeners = (*_listeners, listener)
-        if _kernels is None and all(_torch.private(key) is not None for key in ("dispatch_key", "keyset_after")):
+        if _kernels is None and all(
+            _torch.private(key) is not None for key in ("dispatch_key", "keyset_after")
+        ):
             _kernels = FunctionalKernels.take_left() or FunctionalKernels()
         if _kernels is not None:
             _kernels.report_to(_tell)
 
 
 def stop_listening(listener: OnFunctional) -> None:
-    """End `listen`. After the last listener the kernels only send calls on; `remove_unused` removes them."""
+    """End `listen`. After the last listener the kernels only send calls on; `remove_unused` removes
+    them."""
     global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other != listener)
@@ -71,7 +89,8 @@ def stop_listening(listener: OnFunctional) -> None:
 
 
 def remove_unused() -> None:
-    """Remove the kernels if there is no listener; leave them for the next one if another thread calls them."""
+    """Remove the kernels if there is no listener; leave them for the next one if another thread
+    calls them."""
     global _kernels
     with _lock:
         if not _listeners and _kernels is not None:
@@ -90,7 +109,9 @@ class FunctionalKernels(Kernels):
         for namespace, names in OPS.items():
             for name in names:
                 if hasattr(getattr(torch.ops, namespace), name):  # not newer than this torch
-                    self._register(f"{namespace}::{name}", partial(self._make_kernel, f"{namespace}::{name}"))
+                    self._register(
+                        f"{namespace}::{name}", partial(self._make_kernel, f"{namespace}::{name}")
+                    )
 
     def _make_kernel(self, name: str, redispatch: Callable[..., Any]) -> Any:
         below = below_backend_select()
@@ -114,7 +135,8 @@ class FunctionalKernels(Kernels):
 
 @_torch.unseen
 def _tell(name: str) -> None:
-    """While a graph is compiled its ops run too, on tensors without data: those are no collectives."""
+    """While a graph is compiled its ops run too, on tensors without data: those are no
+    collectives."""
     try:
         if being_compiled() is None:
             for listener in _listeners:
@@ -140,7 +162,8 @@ def _mind_forks() -> None:
 
 
 def _forked() -> None:
-    """In a child: another thread of the parent may have held the lock. The listeners are the parent's."""
+    """In a child: another thread of the parent may have held the lock. The listeners are the
+    parent's."""
     global _lock, _listeners, _kernels
     _lock, _listeners = threading.RLock(), ()
     if _kernels is not None:

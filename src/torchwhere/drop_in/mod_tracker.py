@@ -1,8 +1,10 @@
-"""`ModTracker` of `torch.distributed._tools.mod_tracker` and `ModuleTracker` of `torch.utils.module_tracker`.
+"""`ModTracker` of `torch.distributed._tools.mod_tracker` and `ModuleTracker` of
+`torch.utils.module_tracker`.
 
-Same names, arguments, results and texts; the answers come from the engine. `parents` is found when it is asked for, so a module
-call costs what watching costs and no more. Names begin with the class of the model, as in the originals; a wrapper (DDP,
-FSDP1, compile, checkpoint) leaves nothing in them. Each thread has the modules it is in itself.
+Same names, arguments, results and texts; the answers come from the engine. `parents` is found when
+it is asked for, so a module call costs what watching costs and no more. Names begin with the class
+of the model, as in the originals; a wrapper (DDP, FSDP1, compile, checkpoint) leaves nothing in
+them. Each thread has the modules it is in itself.
 """
 
 from __future__ import annotations
@@ -33,22 +35,28 @@ __all__ = ["ModTracker", "ModuleTracker"]
 
 _GLOBAL = "Global"
 _MOST_SHOWN = 1 << 12
-_MOST_BACKWARDS = 16  # under way at once, one inside another; more are left over from backwards that raised
-_NAMED_BY_CLASS = re.compile(r"<([^<>#]*)(?:#\d+)?>")  # how the engine names what is not part of the model
+# under way at once, one inside another; more are left over from backwards that raised
+_MOST_BACKWARDS = 16
+# how the engine names what is not part of the model
+_NAMED_BY_CLASS = re.compile(r"<([^<>#]*)(?:#\d+)?>")
 
 
 class ModuleTracker(TrackerHooks):
-    """Says which modules are running, in forward or in backward: `parents`, by name, always with "Global"; and `is_bw`."""
+    """Says which modules are running, in forward or in backward: `parents`, by name, always with
+    "Global"; and `is_bw`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._depth = 0
         self._session: Session | None = None
         self._names = NameTable()
-        self._asked: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # by `_get_mod_name`
+        # by `_get_mod_name`
+        self._asked: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._root_class = ""
-        self._shown: dict[frozenset[str], frozenset[str]] = {}  # from the engine's names to those shown
-        self._in_hook = threading.local()  # `.names`: of the call that a user's backward hook is about
+        # from the engine's names to those shown
+        self._shown: dict[frozenset[str], frozenset[str]] = {}
+        # `.names`: of the call that a user's backward hook is about
+        self._in_hook = threading.local()
 
     @property
     def parents(self) -> set[str]:
@@ -62,9 +70,12 @@ class ModuleTracker(TrackerHooks):
         return running_backward() != -1
 
     def get_known_fqn(self, mod: nn.Module) -> str | None:
-        """The name of a module that was called, or belongs to a model that was; None for any other."""
+        """The name of a module that was called, or belongs to a model that was; None for any
+        other."""
         if not isinstance(mod, nn.Module):
-            raise TypeError(f"get_known_fqn(mod): expected a torch.nn.Module, got {type(mod).__name__}")
+            raise TypeError(
+                f"get_known_fqn(mod): expected a torch.nn.Module, got {type(mod).__name__}"
+            )
         if self._session is not None:
             name = self._session.modules.name_of(mod)
         else:
@@ -72,7 +83,8 @@ class ModuleTracker(TrackerHooks):
         return self._asked.get(mod) if name is None else self._fqn(name)
 
     def _get_mod_name(self, mod: nn.Module) -> str:
-        """The name of any module. One that is not known yet is the root of a model: its class names it.
+        """The name of any module. One that is not known yet is the root of a model: its class names
+        it.
 
         torch's DebugMode and CommDebugMode call this.
         """
@@ -98,7 +110,8 @@ class ModuleTracker(TrackerHooks):
             return frozenset()
 
     def _fqn(self, name: str) -> str:
-        """From the engine's name, relative to the model, to one that begins with the model's class."""
+        """From the engine's name, relative to the model, to one that begins with the model's
+        class."""
         if self._session is not None:
             self._root_class = self._session.modules.root_class
         at = name.rfind("<")
@@ -124,15 +137,29 @@ class ModuleTracker(TrackerHooks):
 
 
 class _Call:
-    """One call of a module, for the user's hooks in backward, and how far the running backward is with it."""
+    """One call of a module, for the user's hooks in backward, and how far the running backward is
+    with it."""
 
-    __slots__ = ("expected", "gradients", "has_outputs", "is_open", "module", "names", "nodes", "number", "task")
+    __slots__ = (
+        "expected",
+        "gradients",
+        "has_outputs",
+        "is_open",
+        "module",
+        "names",
+        "nodes",
+        "number",
+        "task",
+    )
 
-    def __init__(self, module: nn.Module, names: frozenset[str], number: int, inputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, names: frozenset[str], number: int, inputs: list[torch.Tensor]
+    ) -> None:
         self.module = weakref.ref(module)
         self.names = names
         self.number = number
-        self.nodes = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]  # that need a gradient
+        # that need a gradient
+        self.nodes = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in inputs]
         self.has_outputs = False
         self.task: int | None = None  # the backward that reached it last
         self.is_open = False  # its post_bw_hook is due
@@ -151,9 +178,11 @@ class _Call:
 
 
 class ModTracker(ModuleTracker):
-    """`ModuleTracker`, and with hooks of the user's before and after each module's forward and backward."""
+    """`ModuleTracker`, and with hooks of the user's before and after each module's forward and
+    backward."""
 
-    wants_backward = False  # as a listener of the engine's: hooks in backward are given gradients, which it does not have
+    # as a listener of the engine's: hooks in backward are given gradients, which it does not have
+    wants_backward = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +190,8 @@ class ModTracker(ModuleTracker):
         self._hooks: dict[str, Callable[..., Any]] = {}
         self._calls = threading.local()  # `.open`: the calls this thread is in, for backward
         self._count = 0
-        self._late: dict[int, list[_Call]] = {}  # of each backward: calls whose post_bw_hook comes at its end
+        # of each backward: calls whose post_bw_hook comes at its end
+        self._late: dict[int, list[_Call]] = {}
         self._on_leaves: list[Any] = []  # hooks on tensors that outlive their graph
 
     def register_user_hooks(
@@ -172,7 +202,8 @@ class ModTracker(ModuleTracker):
         post_bw_hook: Callable[..., Any] | None = None,
     ) -> None:
         """Have hooks called: `pre_fw_hook(module, input)`, `post_fw_hook(module, input, output)`,
-        `pre_bw_hook(module, grad_output)`, `post_bw_hook(module, grad_input)`. One of each at a time.
+        `pre_bw_hook(module, grad_output)`, `post_bw_hook(module, grad_input)`. One of each at a
+        time.
 
         In backward the module is None if it is gone. What a hook raises propagates.
         """
@@ -185,11 +216,13 @@ class ModTracker(ModuleTracker):
         hooks = {name: hook for name, hook in given.items() if hook is not None}
         for name, hook in hooks.items():
             if not callable(hook):
-                raise TypeError(f"register_user_hooks({name}=): expected a function, got {type(hook).__name__}")
+                raise TypeError(
+                    f"register_user_hooks({name}=): expected a function, got {type(hook).__name__}"
+                )
             if name in self._hooks:
                 raise AssertionError(
-                    f"Only one {name} can be registered at a time"
-                    " Clear the existing hook by calling ``clear_user_hooks`` before registering a new one"
+                    f"Only one {name} can be registered at a time Clear the existing hook by"
+                    " calling ``clear_user_hooks`` before registering a new one"
                 )
         self._hooks |= hooks
         self._listen()
@@ -211,8 +244,9 @@ class ModTracker(ModuleTracker):
     ) -> Iterator[None]:
         """Hooks at the boundaries of all modules below `model`, which a compiled graph calls too.
 
-        `pre_fw_hook(fqn, inputs)`, `post_fw_hook(fqn, inputs, outputs)`, `pre_bw_hook(fqn, grad_outputs)`,
-        `post_bw_hook(fqn, grad_inputs)`, each with tuples of tensors. Nothing of a tracker's takes part in it.
+        `pre_fw_hook(fqn, inputs)`, `post_fw_hook(fqn, inputs, outputs)`, `pre_bw_hook(fqn,
+        grad_outputs)`, `post_bw_hook(fqn, grad_inputs)`, each with tuples of tensors. Nothing of a
+        tracker's takes part in it.
         """
         with compile_safe_hooks(
             model,
@@ -245,7 +279,7 @@ class ModTracker(ModuleTracker):
             self._calls = threading.local()  # what was entered before is left unheard
             (watch.listen if is_wanted else watch.unlisten)(self)
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def entered(self, entry: ModuleEntry) -> None:
         if entry.call is not None and not _is_compiled():
@@ -267,12 +301,18 @@ class ModTracker(ModuleTracker):
         return opened
 
     def _goes_backward(self, entry: ModuleEntry) -> bool:
-        """Whether backward will run the nodes of this call: not those of a recomputation, unless it is a reentrant one."""
+        """Whether backward will run the nodes of this call: not those of a recomputation, unless it
+        is a reentrant one."""
         has_hook = "pre_bw_hook" in self._hooks or "post_bw_hook" in self._hooks
-        return has_hook and torch.is_grad_enabled() and (not self.is_bw or entry.track.is_reentrant(entry.track.top))
+        return (
+            has_hook
+            and torch.is_grad_enabled()
+            and (not self.is_bw or entry.track.is_reentrant(entry.track.top))
+        )
 
     def _hook_inputs(self, entry: ModuleEntry) -> _Call:
-        """Before the forward: of two modules given the same tensor the outer one hears of its gradient first."""
+        """Before the forward: of two modules given the same tensor the outer one hears of its
+        gradient first."""
         self._count += 1
         tensors = _needing_gradients((entry.args, entry.kwargs))
         call = _Call(entry.own, self._running(), self._count, tensors)
@@ -291,7 +331,7 @@ class ModTracker(ModuleTracker):
         if tensor.is_leaf:
             self._on_leaves.append(handle)
 
-    # -- backward ----------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _reached(self, call: _Call, grad: torch.Tensor) -> None:
         """The gradient of an output is there: of the first one, if there are several."""
@@ -305,7 +345,8 @@ class ModTracker(ModuleTracker):
         """The gradient of an input is there."""
         task = running_backward()
         if call.task != task:
-            if call.has_outputs:  # not reached in this backward: the tensor outlived the graph of the call
+            # not reached in this backward: the tensor outlived the graph of the call
+            if call.has_outputs:
                 return
             self._begin(call, task)
         call.gradients[index] = grad
@@ -314,7 +355,8 @@ class ModTracker(ModuleTracker):
             self._end(call)
 
     def _begin(self, call: _Call, task: int) -> None:
-        """What has not ended by itself ends with the backward: nothing else tells the end of a call without inputs."""
+        """What has not ended by itself ends with the backward: nothing else tells the end of a call
+        without inputs."""
         call.begin(task)
         if task not in self._late:
             queue = _torch.private("queue_callback")
@@ -326,7 +368,8 @@ class ModTracker(ModuleTracker):
         self._late[task].append(call)
 
     def _backward_ended(self, task: int) -> None:
-        for call in sorted(self._late.pop(task, ()), key=lambda late: -late.number):  # the last made first
+        # the last made first
+        for call in sorted(self._late.pop(task, ()), key=lambda late: -late.number):
             if call.is_open:
                 self._end(call)
 
@@ -358,13 +401,15 @@ class ModTracker(ModuleTracker):
 
 
 def _is_compiled() -> bool:
-    """Whether this runs in a module that `torch.compile(module)` made. As in the original, its hooks are not called then."""
+    """Whether this runs in a module that `torch.compile(module)` made. As in the original, its
+    hooks are not called then."""
     in_compiled = _torch.private("in_compiled_module")
     return in_compiled is not None and bool(in_compiled())
 
 
 def _will_run(node: Any) -> bool:
-    """Whether the backward that is running runs a node. torch will not say of a leaf in `autograd.grad`: assume so."""
+    """Whether the backward that is running runs a node. torch will not say of a leaf in
+    `autograd.grad`: assume so."""
     will_run = _torch.private("will_run")
     try:
         return will_run is None or bool(will_run(node))
@@ -373,7 +418,8 @@ def _will_run(node: Any) -> bool:
 
 
 def _needing_gradients(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nested structure that need a gradient, in order; in dataclasses too, which pytrees do not open."""
+    """The tensors in a nested structure that need a gradient, in order; in dataclasses too, which
+    pytrees do not open."""
     found: list[torch.Tensor] = []
     pending, seen = [value], set()
     while pending:
@@ -387,7 +433,9 @@ def _needing_gradients(value: Any) -> list[torch.Tensor]:
         elif dataclasses.is_dataclass(item):
             if id(item) not in seen and not isinstance(item, type):  # one may hold itself
                 seen.add(id(item))
-                pending += [getattr(item, field.name, None) for field in reversed(dataclasses.fields(item))]
+                pending += [
+                    getattr(item, field.name, None) for field in reversed(dataclasses.fields(item))
+                ]
         elif item is not None:
             leaves = tree_leaves(item)
             pending += reversed(leaves) if len(leaves) != 1 or leaves[0] is not item else ()

@@ -1,9 +1,11 @@
-"""Every op that runs, in order, with its place: a dispatch mode, for those who ask for a list of them.
+"""Every op that runs, in order, with its place: a dispatch mode, for those who ask for a list of
+them.
 
-It costs about 6 us an op, of which torch's way into Python and back takes 5, and is nothing a watch uses. It leaves compiling
-alone: what is compiled under it is compiled as ever, and in a compiled graph it sees the ops that the graph still calls.
-`ops` holds three things for each: the op, the word of its place (`blackbox/file_format.py`), and for an op on DTensors what they
-were. One flat list, because a tuple for each op would wake the cycle collector.
+It costs about 6 us an op, of which torch's way into Python and back takes 5, and is nothing a watch
+uses. It leaves compiling alone: what is compiled under it is compiled as ever, and in a compiled
+graph it sees the ops that the graph still calls. `ops` holds three things for each: the op, the
+word of its place (`blackbox/file_format.py`), and for an op on DTensors what they were. One flat
+list, because a tuple for each op would wake the cycle collector.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import BACKWARD_WORD, FIRST_MODULE_WORD, Track
 
 _OP = type(torch.ops.aten.add.Tensor)  # ops that take a process group have a class below it
-COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "_dtensor")  # namespaces of ops
+# namespaces of ops
+COLLECTIVES = (
+    "c10d",
+    "_c10d_functional",
+    "c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+)
 
 
 class Sharded(NamedTuple):
@@ -44,11 +53,14 @@ class OnCollective(Protocol):
 
 
 class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives to `on_collective`."""
+    """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives
+    to `on_collective`."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, locator: Locator, *, lists: bool = True, on_collective: OnCollective | None = None) -> None:
+    def __init__(
+        self, locator: Locator, *, lists: bool = True, on_collective: OnCollective | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
         self._lists = lists
@@ -74,7 +86,8 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would keep dynamo out with a wrapper that imports it; `unseen` below does it for nothing."""
+        """torch would keep dynamo out with a wrapper that imports it; `unseen` below does it for
+        nothing."""
         return False
 
     @_torch.unseen
@@ -95,7 +108,11 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin_collective(self, func: Any) -> bool:
         try:
-            if self._on_collective is None or not isinstance(func, _OP) or func.namespace not in COLLECTIVES:
+            if (
+                self._on_collective is None
+                or not isinstance(func, _OP)
+                or func.namespace not in COLLECTIVES
+            ):
                 return False
             self._on_collective.begin(func)
         except Exception as error:
@@ -118,7 +135,8 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_sharded:
                 self.ops.extend((func, self._word(), _sharded(args)))
             elif not self._has_no_data(args):
-                self.ops.extend((func, self._word(), None))  # one call into C: threads do not mix in between
+                # one call into C: threads do not mix in between
+                self.ops.extend((func, self._word(), None))
         except Exception as error:
             self._trouble(error)
 
@@ -127,7 +145,9 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         first = args[0] if args else None
         if type(first) is list and first:
             first = first[0]
-        return type(first) is self._fake_tensor or (self._modes_left() > 0 and self._fake_mode() is not None)
+        return type(first) is self._fake_tensor or (
+            self._modes_left() > 0 and self._fake_mode() is not None
+        )
 
     def _word(self) -> int:
         try:
@@ -152,4 +172,6 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _sharded(args: Any) -> Sharded:
     tensors = [arg for arg in args if isinstance(arg, DTensor)]
     mesh = tensors[-1].device_mesh if tensors else None
-    return Sharded([tensor.shape for tensor in tensors], [tensor.placements for tensor in tensors], mesh)
+    return Sharded(
+        [tensor.shape for tensor in tensors], [tensor.placements for tensor in tensors], mesh
+    )

@@ -1,8 +1,8 @@
 """Private methods of torch's ModTracker that a subclass calls from module hooks of its own.
 
-torch's CommDebugMode is built on such a subclass: it registers the hooks itself and enters and leaves names with these
-methods. Where `drop_in.mod_tracker` takes the place of torch's module, that class must work as before. The tracker's own
-answers come from the engine and use none of this.
+torch's CommDebugMode is built on such a subclass: it registers the hooks itself and enters and
+leaves names with these methods. Where `drop_in.mod_tracker` takes the place of torch's module, that
+class must work as before. The tracker's own answers come from the engine and use none of this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class TrackerHooks:
     def _user_hook(self, name: str) -> Callable[..., Any] | None:
         raise NotImplementedError
 
-    def _get_append_fn(self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool) -> _Hook:
+    def _get_append_fn(
+        self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool
+    ) -> _Hook:
         """Return a hook that enters `name`."""
 
         def append(*gradients: Any) -> None:
@@ -57,7 +59,8 @@ class TrackerHooks:
         return append
 
     def _get_pop_fn(self, w_mod: Callable[[], nn.Module | None], name: str, is_bw: bool) -> _Hook:
-        """Return a hook that leaves `name`. Leaving a name twice does nothing: in backward, calls need not nest."""
+        """Return a hook that leaves `name`. Leaving a name twice does nothing: in backward, calls
+        need not nest."""
 
         def pop(*gradients: Any) -> None:
             hook = self._user_hook("post_bw_hook") if is_bw else None
@@ -76,7 +79,11 @@ class TrackerHooks:
         if hook is not None:
             hook(mod, args, output)
         self._get_pop_fn(w_mod, name, False)()
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        tensors = [
+            leaf
+            for leaf in tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if tensors and running_backward() == -1:
             register_multi_grad_hook(tensors, self._get_append_fn(w_mod, name, True), mode="any")
 

@@ -1,8 +1,10 @@
-"""Reads one dump of the flight recorder: pickle or JSON, of NCCL or gloo or another backend, whole or half-written.
+"""Reads one dump of the flight recorder: pickle or JSON, of NCCL or gloo or another backend, whole
+or half-written.
 
-Takes a file, gives a `Dump`. Only `RefusedFileError` is raised: for a file that is no dump, or one that is not to be trusted. An
-entry that is not what an entry looks like is left out and counted. Everything that was read has its type and its bounds,
-whatever the file says: a dump may come from anywhere.
+Takes a file, gives a `Dump`. Only `RefusedFileError` is raised: for a file that is no dump, or one
+that is not to be trusted. An entry that is not what an entry looks like is left out and counted.
+Everything that was read has its type and its bounds, whatever the file says: a dump may come from
+anywhere.
 """
 
 from __future__ import annotations
@@ -25,8 +27,15 @@ _STATES = ("scheduled", "started", "completed")
 _ENDS_OF_BATCHES = ("coalesced", "ALLGATHER_coalesced", "REDUCE_SCATTER_coalesced")
 _LARGEST = 1 << 62
 _MOST_TEXT, _MOST_DIMS, _MOST_TENSORS, _MOST_FRAMES = 4096, 64, 65_536, 512
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
-# Files that are not the user's own: installed packages, Python, torch built from source, what compilers wrote, torchwhere.
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PK\x03\x04": "zip",
+}
+# Files that are not the user's own: installed packages, Python, torch built from source, what
+# compilers wrote, torchwhere.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|torchinductor_|/torch/(?:_\w+|autograd|distributed|fx|nn|optim|utils)/"
     r"|/torch/_\w+\.py$|/torchwhere/(?:\w+\.py|(?:sense|commands|drop_in|inspect)/)"
@@ -74,8 +83,10 @@ class Dump:
     rank: int
     path: Path
     version: str = ""
-    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # name: description, members
-    status: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # pg_id: enqueued, started, completed; -1: none
+    # name: description, members
+    groups: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    # pg_id: enqueued, started, completed; -1: none
+    status: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     entries: list[DumpEntry] = field(default_factory=list)
     odd: int = 0  # entries that were left out
     has_frames: bool = False
@@ -90,7 +101,9 @@ class Dump:
     def has_lost(self) -> bool:
         """Whether older entries are gone: the ring has wrapped, or was reset."""
         listed = {entry.pg_id for entry in self.entries}
-        return bool(self.entries and self.entries[0].record_id) or any(pg_id not in listed for pg_id in self.status)
+        return bool(self.entries and self.entries[0].record_id) or any(
+            pg_id not in listed for pg_id in self.status
+        )
 
 
 def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
@@ -114,7 +127,9 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Ca
     if not isinstance(value, dict):
         raise RefusedFileError(f"not a dump: it holds a {type(value).__name__}, and no dict")
     if "version" not in value or not {"entries", "pg_config"} & set(value):
-        raise RefusedFileError("not a dump of the flight recorder: it has no version, or neither entries nor groups")
+        raise RefusedFileError(
+            "not a dump of the flight recorder: it has no version, or neither entries nor groups"
+        )
     found.version = _version(value["version"])
     entries = value.get("entries", [])  # a JSON dump without entries has no such key
     if not isinstance(entries, list):
@@ -128,7 +143,9 @@ def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Ca
 
 def _plain(data: bytes, caps: Caps) -> Any:
     if len(data) > caps.bytes:
-        raise RefusedFileError(f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs")
+        raise RefusedFileError(
+            f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs"
+        )
     if not data:
         raise RefusedFileError("empty: its rank was about to write it")
     if data[:1] == b"\x80":
@@ -142,9 +159,12 @@ def _plain(data: bytes, caps: Caps) -> Any:
 
 
 def _json(data: bytes, caps: Caps) -> Any:
-    # A parser makes what it finds: what it will find is counted first. Brackets within texts count too, which does no harm.
+    # A parser makes what it finds: what it will find is counted first. Brackets within texts count
+    # too, which does no harm.
     if data.count(b"[") + data.count(b"{") > caps.containers or data.count(b",") > caps.items:
-        raise RefusedFileError(f"more than {caps.containers} lists and dicts, or {caps.items} items")
+        raise RefusedFileError(
+            f"more than {caps.containers} lists and dicts, or {caps.items} items"
+        )
     try:
         return json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -152,14 +172,16 @@ def _json(data: bytes, caps: Caps) -> Any:
     except RecursionError:
         raise RefusedFileError("JSON that is nested too deep") from None
     except ValueError as error:
-        raise RefusedFileError(f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}") from None
+        raise RefusedFileError(
+            f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}"
+        ) from None
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
 
 
-# -- what surrounds the entries --------------------------------------------------------------------------------------------
+# -- what surrounds the entries --------------------------------------------------------------------
 
 
 def _version(value: Any) -> str:
@@ -168,7 +190,9 @@ def _version(value: Any) -> str:
         raise RefusedFileError("not a dump of the flight recorder: its version is no version")
     number = int(match[1]), int(match[2])
     if number < _OLDEST or number[0] != _NEWEST[0]:
-        raise RefusedFileError(f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read")
+        raise RefusedFileError(
+            f"a dump of version {value}; versions 2.4 (torch 2.6) and later are read"
+        )
     return str(value)
 
 
@@ -178,16 +202,22 @@ def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
         members = _ranks(group.get("ranks")) if isinstance(group, dict) else ()
         if members and len(name) <= _MOST_TEXT:
             desc = group.get("desc")
-            found[name] = (desc if isinstance(desc, str) and len(desc) <= _MOST_TEXT else "", members)
+            found[name] = (
+                desc if isinstance(desc, str) and len(desc) <= _MOST_TEXT else "",
+                members,
+            )
     return found
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """The members of a group, in its order: dumps write the list as a text. Empty where it is not one."""
+    """The members of a group, in its order: dumps write the list as a text. Empty where it is not
+    one."""
     if isinstance(value, str):
         match = _RANKS.fullmatch(value)
         value = [int(rank) for rank in match[1].split(",")] if match and match[1] else []
-    if not isinstance(value, list) or not all(type(rank) is int and 0 <= rank < COUNTER_RANKS for rank in value):
+    if not isinstance(value, list) or not all(
+        type(rank) is int and 0 <= rank < COUNTER_RANKS for rank in value
+    ):
         return ()
     return tuple(value) if len(set(value)) == len(value) else ()
 
@@ -196,7 +226,10 @@ def _status(value: Any) -> dict[int, tuple[int, int, int]]:
     found = {}
     for pg_id, status in value.items() if isinstance(value, dict) else ():
         if isinstance(status, dict) and pg_id.isascii() and pg_id.isdigit() and len(pg_id) < 10:
-            numbers = [_lenient(status.get(f"last_{word}_collective")) for word in ("enqueued", "started", "completed")]
+            numbers = [
+                _lenient(status.get(f"last_{word}_collective"))
+                for word in ("enqueued", "started", "completed")
+            ]
             found[int(pg_id)] = (numbers[0], numbers[1], numbers[2])
     return found
 
@@ -208,7 +241,7 @@ def _lenient(value: Any) -> int:
     return value if type(value) is int and 0 <= value < _LARGEST else -1
 
 
-# -- entries ---------------------------------------------------------------------------------------------------------------
+# -- entries ---------------------------------------------------------------------------------------
 
 
 def _read_entries(found: Dump, values: list[Any]) -> None:
@@ -303,6 +336,11 @@ def user_line(frame: Any) -> str | None:
     if type(frame) is not dict:
         return None
     file, line = frame.get("filename"), frame.get("line")
-    if type(file) is not str or len(file) > _MOST_TEXT or type(line) is not int or not 0 <= line < _LARGEST:
+    if (
+        type(file) is not str
+        or len(file) > _MOST_TEXT
+        or type(line) is not int
+        or not 0 <= line < _LARGEST
+    ):
         return None
     return f"{file}:{line}" if file.endswith(".py") and not _NOT_THE_USERS.search(file) else None

@@ -1,11 +1,14 @@
-"""What the flight recorder adds to a verdict on a run, by itself: its dumps are found, and asked for.
+"""What the flight recorder adds to a verdict on a run, by itself: its dumps are found, and asked
+for.
 
-Takes the boxes of a run, which say where their processes write dumps, and a verdict. Dumps that were written since the job
-began count. On a stall, the ranks of this host that listen on NCCL's pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE) and have written
-none since their last record are asked for one, once: a dump from after it cannot become better.
+Takes the boxes of a run, which say where their processes write dumps, and a verdict. Dumps that
+were written since the job began count. On a stall, the ranks of this host that listen on NCCL's
+pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE) and have written none since their last record are asked for
+one, once: a dump from after it cannot become better.
 
-Limits: only plain files are read, with the unpickler that knows plain data alone; beyond `_MOST` dumps it is left to the user
-(`torchwhere doctor run/ --flight-recorder DUMPS`). What cannot be read is said among what is not known, and never raises.
+Limits: only plain files are read, with the unpickler that knows plain data alone; beyond `_MOST`
+dumps it is left to the user (`torchwhere doctor run/ --flight-recorder DUMPS`). What cannot be read
+is said among what is not known, and never raises.
 """
 
 from __future__ import annotations
@@ -31,15 +34,19 @@ from torchwhere.flight_recorder.verdict import completion
 
 _STALLED = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 _ASKED_FOR = (*_STALLED, VerdictKind.MISMATCH)
-_BESIDE = re.compile(r"(?!torchwhere_).*rank_?(\d{1,7})")  # names of dumps in the run's own folder; not what torchwhere wrote
+# names of dumps in the run's own folder; not what torchwhere wrote
+_BESIDE = re.compile(r"(?!torchwhere_).*rank_?(\d{1,7})")
 _MOST = 256
 _PATIENCE_S = 5.0  # NCCL looks at its pipe once a second, and stacks take a second or two
 _SETTLED_S = 0.2  # a file that has not grown for so long is whole
 _SAME_MOMENT_NS = 5_000_000_000  # between the box's clock and the file system's
 
 
-def with_evidence(verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: Path, *, may_ask: bool) -> Verdict:
-    """The verdict with what dumps add to it. `may_ask`: whether the job is there and may be asked for them."""
+def with_evidence(
+    verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: Path, *, may_ask: bool
+) -> Verdict:
+    """The verdict with what dumps add to it. `may_ask`: whether the job is there and may be asked
+    for them."""
     if verdict.kind not in (*_ASKED_FOR, VerdictKind.DEAD):
         return verdict
     if may_ask and verdict.kind in _ASKED_FOR:
@@ -49,7 +56,10 @@ def with_evidence(verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: P
         return verdict
     if len(files) > _MOST:
         where = files[min(files)].parent
-        said = f"{len(files)} dumps of the flight recorder in {where} were not read: give them with --flight-recorder"
+        said = (
+            f"{len(files)} dumps of the flight recorder in {where} were not read: give them with"
+            " --flight-recorder"
+        )
         return replace(verdict, missing_data=(*verdict.missing_data, said))
     try:
         dumps = read_files(folder, [("", rank, path) for rank, path in sorted(files.items())])
@@ -58,12 +68,16 @@ def with_evidence(verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: P
     return _added(verdict, dumps)
 
 
-# -- finding ---------------------------------------------------------------------------------------------------------------
+# -- finding ---------------------------------------------------------------------------------------
 
 
 def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Path]:
-    """The dumps of this job, by rank: where its processes write them, or beside the boxes; none that is older than the job."""
-    began_ns = min((ns for box in boxes.values() if isinstance(ns := box.meta.get("started_ns"), int)), default=0)
+    """The dumps of this job, by rank: where its processes write them, or beside the boxes; none
+    that is older than the job."""
+    began_ns = min(
+        (ns for box in boxes.values() if isinstance(ns := box.meta.get("started_ns"), int)),
+        default=0,
+    )
     found: dict[int, Path] = {}
     for name in _names(folder):
         if (match := _BESIDE.fullmatch(name)) is not None and (folder / name).is_file():
@@ -72,7 +86,11 @@ def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Pat
         prefix = _setting(box, "dump")
         if prefix is not None:
             found[rank] = Path(f"{prefix}{rank}")
-    return {rank: path for rank, path in found.items() if rank in boxes and _written_ns(path) >= began_ns - _SAME_MOMENT_NS}
+    return {
+        rank: path
+        for rank, path in found.items()
+        if rank in boxes and _written_ns(path) >= began_ns - _SAME_MOMENT_NS
+    }
 
 
 def _names(folder: Path) -> list[str]:
@@ -97,11 +115,12 @@ def _written_ns(path: Path) -> int:
     return -1
 
 
-# -- asking ----------------------------------------------------------------------------------------------------------------
+# -- asking ----------------------------------------------------------------------------------------
 
 
 def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
-    """Have the ranks of this host write a dump, those that have written none since they stand still; and wait for it."""
+    """Have the ranks of this host write a dump, those that have written none since they stand
+    still; and wait for it."""
     host = socket.gethostname()
     asked: dict[Path, int] = {}  # when each was written before
     for rank, box in boxes.items():
@@ -113,7 +132,9 @@ def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
         if before < box.last_ns and len(asked) < _MOST and _write(Path(f"{pipe}{rank}.pipe")):
             asked[dump] = before
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline and not all(_is_new(dump, before) for dump, before in asked.items()):
+    while time.monotonic() < deadline and not all(
+        _is_new(dump, before) for dump, before in asked.items()
+    ):
         time.sleep(0.05)
 
 
@@ -134,7 +155,7 @@ def _write(pipe: Path) -> bool:
         return False
 
 
-# -- saying ----------------------------------------------------------------------------------------------------------------
+# -- saying ----------------------------------------------------------------------------------------
 
 
 def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
@@ -146,13 +167,17 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
         verdict,
         explanation=(*verdict.explanation, *sentences),
         # Not its notes on what dumps lack: the boxes have that.
-        missing_data=(*verdict.missing_data, *(f"flight recorder: {said}" for said in BoxRun.caveats(dumps)[:4])),
+        missing_data=(
+            *verdict.missing_data,
+            *(f"flight recorder: {said}" for said in BoxRun.caveats(dumps)[:4]),
+        ),
         facts=verdict.facts | {"flight_recorder": known[:64]},
     )
 
 
 def _sentences(group: dict[str, Any], number: int) -> tuple[str, ...]:
-    """How far each rank is with a collective, by its device: what a stack on the host cannot say."""
+    """How far each rank is with a collective, by its device: what a stack on the host cannot
+    say."""
     by_state: dict[str, list[int]] = {}
     for each in group["ranks"]:
         by_state.setdefault(_state(each, number), []).extend(each["ranks"])
@@ -160,7 +185,10 @@ def _sentences(group: dict[str, Any], number: int) -> tuple[str, ...]:
     said = f'By the flight recorder, #{number} of group "{group["group"]}" is {"; ".join(parts)}.'
     if {"started", "scheduled"} <= by_state.keys():
         late = ranks_text(sorted(by_state["scheduled"]))
-        return (said, f"The device of {late} has not come to it: look at what was queued there before.")
+        return (
+            said,
+            f"The device of {late} has not come to it: look at what was queued there before.",
+        )
     if by_state.keys() == {"started"}:
         return (said, "All devices are in it: look at the network between them.")
     return (said,)
@@ -171,4 +199,10 @@ def _state(reached: dict[str, Any], number: int) -> str:
         return "not issued"
     if reached["started"] is None:
         return "issued"
-    return "completed" if reached["completed"] >= number else "started" if reached["started"] >= number else "scheduled"
+    return (
+        "completed"
+        if reached["completed"] >= number
+        else "started"
+        if reached["started"] >= number
+        else "scheduled"
+    )

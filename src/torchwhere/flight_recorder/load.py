@@ -1,8 +1,9 @@
 """Reads many dumps at once: on each core one process that makes boxes of its share of the files.
 
-Takes ranks and paths, gives for each a box, or why it was refused. Few files are read right here, and so is the share of a
-process that did not come to its end. The processes are plain interpreters that know nothing of this one but its import path.
-What they send back is their own; the dumps themselves are only ever read by `unpickle.py`.
+Takes ranks and paths, gives for each a box, or why it was refused. Few files are read right here,
+and so is the share of a process that did not come to its end. The processes are plain interpreters
+that know nothing of this one but its import path. What they send back is their own; the dumps
+themselves are only ever read by `unpickle.py`.
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ _PROGRAM = (
 )
 
 
-def read_all(files: Sequence[File], caps: Caps, *, on_progress: Progress | None = None) -> list[DumpBox | str]:
+def read_all(
+    files: Sequence[File], caps: Caps, *, on_progress: Progress | None = None
+) -> list[DumpBox | str]:
     """Of each file its box, or why it was refused.
 
     `on_progress` is told how far this process is, as if the others were: their shares are as large.
     """
-    processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if len(files) > _FEW and sys.executable else 1
+    processes = (
+        min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+        if len(files) > _FEW and sys.executable
+        else 1
+    )
     shares = [files[start::processes] for start in range(processes)]
     found: list[DumpBox | str] = [""] * len(files)
     with nothing_collected(), contextlib.ExitStack() as stack:
@@ -48,7 +55,9 @@ def read_all(files: Sequence[File], caps: Caps, *, on_progress: Progress | None 
         for start, helper in enumerate(helpers, 1):
             told = _told(helper) if helper is not None else None
             share = shares[start]
-            found[start::processes] = told if told is not None else [_read(file, caps) for file in share]
+            found[start::processes] = (
+                told if told is not None else [_read(file, caps) for file in share]
+            )
     return found
 
 
@@ -60,9 +69,13 @@ def _read(file: File, caps: Caps) -> DumpBox | str:
         return str(error)
 
 
-def _started(share: Sequence[File], caps: Caps, stack: contextlib.ExitStack) -> subprocess.Popen[bytes] | None:
+def _started(
+    share: Sequence[File], caps: Caps, stack: contextlib.ExitStack
+) -> subprocess.Popen[bytes] | None:
     try:
-        process = subprocess.Popen([sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
     except OSError:
         return None
     stack.enter_context(process)

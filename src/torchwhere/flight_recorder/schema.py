@@ -1,4 +1,5 @@
-"""Names of collectives and dtypes: as the flight recorder writes them, and as everybody calls them."""
+"""Names of collectives and dtypes: as the flight recorder writes them, and as everybody calls
+them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Makes of one dump a box, as the doctor reads them: records, names, groups, how far each stream has come.
+"""Makes of one dump a box, as the doctor reads them: records, names, groups, how far each stream
+has come.
 
-What a dump cannot say stays open: module, pass and step are unknown, and where a rank is after its last collective too. Where
-torchwhere wrote the dump itself, the place rides along in it and is read back. Numbers are still the dump's own here;
-`dumps.py`, which sees all ranks, makes them comparable.
+What a dump cannot say stays open: module, pass and step are unknown, and where a rank is after its
+last collective too. Where torchwhere wrote the dump itself, the place rides along in it and is read
+back. Numbers are still the dump's own here; `dumps.py`, which sees all ranks, makes them
+comparable.
 """
 
 from __future__ import annotations
@@ -17,14 +19,22 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.box import Box, Cursor
-from torchwhere.blackbox.file_format import COUNTER_RANKS, FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
+from torchwhere.blackbox.file_format import (
+    COUNTER_RANKS,
+    FLAG_ASYNC,
+    FLAG_UNKNOWN,
+    NO_CALL,
+    NO_STEP,
+    EntryType,
+)
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass, Place
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.schema import DTYPE_BYTES
 
-# Done on one rank means that all have issued it. The root of a broadcast may be done before anybody has come.
+# Done on one rank means that all have issued it. The root of a broadcast may be done before anybody
+# has come.
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
 _PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
 _LARGEST = 1 << 62
@@ -72,7 +82,9 @@ class DumpBox(Box):
     def add_group(self, name: str, ranks: tuple[int, ...], **texts: str | None) -> int:
         """A process group; one that is known already is taken as it is."""
         if name not in self.group_ids:
-            self.group_ids[name] = self.intern(EntryType.GROUP, json.dumps({"name": name, "ranks": ranks, **texts}))
+            self.group_ids[name] = self.intern(
+                EntryType.GROUP, json.dumps({"name": name, "ranks": ranks, **texts})
+            )
             self._groups = None
         return self.group_ids[name]
 
@@ -111,14 +123,15 @@ class _Making:
             self.box.counts.overwritten, self.box.has_lost = lost, True
         self._ids: dict[tuple[EntryType, str], int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
-        self._same: dict[int, dict[str, Any] | None] = {}  # what own entries share, by id; None if it is not sound
+        # what own entries share, by id; None if it is not sound
+        self._same: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
         self._first_message: set[str] = set()
         self._note_groups(own)
         self._note_calls()
         self._note_cursor(own.get("place"))
 
-    # -- names -----------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _id(self, sort: EntryType, text: str) -> int:
         known = self._ids.get((sort, text))
@@ -134,7 +147,7 @@ class _Making:
         for name, (desc, ranks) in self.dump.groups.items() if not self.box.is_own else ():
             self.box.add_group(name, ranks, desc=desc)
 
-    # -- calls -----------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def _note_calls(self) -> None:
         calls = _calls(self.dump.entries)
@@ -161,15 +174,27 @@ class _Making:
             self._account(entry, group)
 
     def _own_place(self, value: Any) -> dict[str, Any] | None:
-        """What rode along with an entry. What repeats from step to step is in the dump once, as `same`, and looked at once."""
+        """What rode along with an entry. What repeats from step to step is in the dump once, as
+        `same`, and looked at once."""
         same = value.get("same") if type(value) is dict else None
         if type(same) is not dict:  # format 1: all of it each time
             return _own_place(value)
         if id(same) not in self._same:
             self._same[id(same)] = _own_place(same | {"step": None, "call": None, "number": 0})
-        sound, step, at, number = self._same[id(same)], value.get("step"), value.get("call"), value.get("number")
-        is_sound = _is_number(number) and all(each is None or _is_number(each, NO_STEP) for each in (step, at))
-        return sound | {"step": step, "call": at, "number": number, "id": id(same)} if sound is not None and is_sound else None
+        sound, step, at, number = (
+            self._same[id(same)],
+            value.get("step"),
+            value.get("call"),
+            value.get("number"),
+        )
+        is_sound = _is_number(number) and all(
+            each is None or _is_number(each, NO_STEP) for each in (step, at)
+        )
+        return (
+            sound | {"step": step, "call": at, "number": number, "id": id(same)}
+            if sound is not None and is_sound
+            else None
+        )
 
     def _note_place(self, record: Any, own: dict[str, Any]) -> None:
         module, line, beneficiary = own["module"], own["line"], own["for"]
@@ -178,17 +203,35 @@ class _Making:
         record["pass"] = int(_PASSES[own["pass"]])
         record["module"] = self._id(EntryType.MODULE, module) if module is not None else 0
         record["line"] = self._id(EntryType.LINE, line) if line else 0
-        record["beneficiary"] = self._id(EntryType.BENEFICIARY, json.dumps(beneficiary)) if beneficiary is not None else 0
+        record["beneficiary"] = (
+            self._id(EntryType.BENEFICIARY, json.dumps(beneficiary))
+            if beneficiary is not None
+            else 0
+        )
         record["flags"] = FLAG_ASYNC if own["async"] else 0
 
     def _what(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[int, str, int]:
-        """The id of what repeats of a call, its group, and its number in its stream. What was there before is not remade."""
+        """The id of what repeats of a call, its group, and its number in its stream. What was there
+        before is not remade."""
         entry = call[-1]
         if own is not None and ("own", own.get("id")) in self._known:
-            return self._known["own", own["id"]], own["group"], own["number"] if entry.is_p2p else entry.seq
+            return (
+                self._known["own", own["id"]],
+                own["group"],
+                own["number"] if entry.is_p2p else entry.seq,
+            )
         is_plain = own is None and len(call) == 1 and not entry.is_p2p
         key: tuple[Any, ...] | None = (
-            (entry.backend, entry.recorded_op, entry.group, entry.dtype, entry.inputs, entry.outputs) if is_plain else None
+            (
+                entry.backend,
+                entry.recorded_op,
+                entry.group,
+                entry.dtype,
+                entry.inputs,
+                entry.outputs,
+            )
+            if is_plain
+            else None
         )
         if key is not None and key in self._known:
             return self._known[key], entry.group, entry.seq
@@ -200,11 +243,15 @@ class _Making:
             self._known[key] = what
         return what, str(signature["group"]), number
 
-    def _signature(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[dict[str, Any], int]:
+    def _signature(
+        self, call: list[DumpEntry], own: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], int]:
         """What repeats of a call, as boxes have it, and its number in its stream."""
         entry = call[-1]
         if own is not None:
-            signature = {name: own[name] for name in (*_OWN_TEXTS, "shapes", "out_shapes", "bytes", "peer")}
+            signature = {
+                name: own[name] for name in (*_OWN_TEXTS, "shapes", "out_shapes", "bytes", "peer")
+            }
             return signature, own["number"] if entry.is_p2p else entry.seq
         inner = [each for each in call if not each.is_end_of_batch] or call
         inputs = tuple(shape for each in inner for shape in each.inputs)
@@ -252,18 +299,24 @@ class _Making:
             if _OF_ALL.match(entry.op):
                 account.joined = max(account.joined, entry.seq)
 
-    # -- place -----------------------------------------------------------------------------------------------------------
+    # -- place -------------------------------------------------------------------------------------
 
     def _note_cursor(self, value: Any) -> None:
         own = _own_place(value, is_cursor=True) if self.box.is_own else None
         if own is not None:
             names = ("step", "module", "call", "line")
-            place = Place(rank=self.dump.rank, pass_=own["pass"], **{name: own[name] for name in names}, thread="MainThread")
+            place = Place(
+                rank=self.dump.rank,
+                pass_=own["pass"],
+                **{name: own[name] for name in names},
+                thread="MainThread",
+            )
             self.box.dump_cursors.append(Cursor(place, int(own["t_ns"]), None, 0))
 
 
 def _calls(entries: list[DumpEntry]) -> list[list[DumpEntry]]:
-    """Entries that are one call: the collectives of a batch have one number; what only ends a batch of messages is left out."""
+    """Entries that are one call: the collectives of a batch have one number; what only ends a batch
+    of messages is left out."""
     found: list[list[DumpEntry]] = []
     last: dict[str, list[DumpEntry]] = {}
     for entry in entries:
@@ -291,7 +344,7 @@ def _bytes(dtype: str | None, inputs: Shapes, outputs: Shapes) -> int:
     return min(items * DTYPE_BYTES.get(dtype or "", 0), _LARGEST)
 
 
-# -- what torchwhere wrote -------------------------------------------------------------------------------------------------
+# -- what torchwhere wrote -------------------------------------------------------------------------
 
 _OWN_TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
 
@@ -305,7 +358,8 @@ def _is_number(value: Any, below: int = _LARGEST) -> bool:
 
 
 def _own_place(value: Any, *, is_cursor: bool = False) -> dict[str, Any] | None:
-    """What rode along with an entry, if all of it has its form; else None, and the entry counts for what it is."""
+    """What rode along with an entry, if all of it has its form; else None, and the entry counts for
+    what it is."""
     if type(value) is not dict:
         return None
     of = value.get
@@ -327,17 +381,34 @@ def _own_place(value: Any, *, is_cursor: bool = False) -> dict[str, Any] | None:
         and type(of("async")) is bool
     )
     beneficiary = of("for")
-    is_aim = beneficiary is None or _is_text(beneficiary) or (type(beneficiary) is list and all(map(_is_text, beneficiary)))
+    is_aim = (
+        beneficiary is None
+        or _is_text(beneficiary)
+        or (type(beneficiary) is list and all(map(_is_text, beneficiary)))
+    )
     return value if is_place and is_call and is_aim else None
 
 
 def _is_shapes(value: Any) -> bool:
-    return type(value) is list and all(type(shape) is list and all(map(_is_number, shape)) for shape in value)
+    return type(value) is list and all(
+        type(shape) is list and all(map(_is_number, shape)) for shape in value
+    )
 
 
 def _own_group(value: Any) -> dict[str, Any] | None:
-    if type(value) is not dict or not _is_text(value.get("name")) or type(value.get("ranks")) is not list:
+    if (
+        type(value) is not dict
+        or not _is_text(value.get("name"))
+        or type(value.get("ranks")) is not list
+    ):
         return None
-    texts = {name: value.get(name) if _is_text(value.get(name)) else None for name in ("desc", "backend", "mesh_dim")}
+    texts = {
+        name: value.get(name) if _is_text(value.get(name)) else None
+        for name in ("desc", "backend", "mesh_dim")
+    }
     ranks = tuple(value["ranks"])
-    return {"name": value["name"], "ranks": ranks, **texts} if all(_is_number(rank, COUNTER_RANKS) for rank in ranks) else None
+    return (
+        {"name": value["name"], "ranks": ranks, **texts}
+        if all(_is_number(rank, COUNTER_RANKS) for rank in ranks)
+        else None
+    )

@@ -1,11 +1,12 @@
 """Reads a pickle that holds nothing but plain data, from anybody, safely.
 
-Takes bytes, gives dicts, lists, tuples, texts, numbers, booleans and None. A pickle is a program; this interpreter knows only
-the instructions that build plain data. It imports nothing and calls nothing, whatever the file says. Nothing is made because a
-file announces it: a text is cut out of the bytes that are there. Work, memory and depth have caps (`Caps`).
+Takes bytes, gives dicts, lists, tuples, texts, numbers, booleans and None. A pickle is a program;
+this interpreter knows only the instructions that build plain data. It imports nothing and calls
+nothing, whatever the file says. Nothing is made because a file announces it: a text is cut out of
+the bytes that are there. Work, memory and depth have caps (`Caps`).
 
-Limits: keys are texts, tuples hold no containers, and a container that was referred to never changes again, so that nothing
-contains itself. No dump of the flight recorder needs more.
+Limits: keys are texts, tuples hold no containers, and a container that was referred to never
+changes again, so that nothing contains itself. No dump of the flight recorder needs more.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torchwhere.core.errors import TorchwhereError
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """How much one file may ask for. A dump of 2,000 entries with stacks has 0.3 MB, 150,000 items, 18,000 containers."""
+    """How much one file may ask for. A dump of 2,000 entries with stacks has 0.3 MB, 150,000 items,
+    18,000 containers."""
 
     bytes: int = 64 << 20
-    items: int = 8_000_000  # instructions; and, counted apart, what is referred to again, as if it were written out
+    # instructions; and, counted apart, what is referred to again, as if it were written out
+    items: int = 8_000_000
     containers: int = 1_000_000
     memo: int = 1_000_000
     depth: int = 32
@@ -40,7 +43,8 @@ class RefusedFileError(TorchwhereError):
 
 
 class CutShortError(RefusedFileError):
-    """A file that ends too early. `partial` is what was whole of it: a dict, without what was still being built."""
+    """A file that ends too early. `partial` is what was whole of it: a dict, without what was still
+    being built."""
 
     def __init__(self, text: str, partial: dict[str, Any]) -> None:
         super().__init__(text)
@@ -52,14 +56,17 @@ class _EndError(Exception):
 
 
 def loads(data: bytes, *, caps: Caps = CAPS) -> Any:
-    """The value of a pickle. Raises `RefusedFileError`, or `CutShortError` where the file ends before its value does."""
+    """The value of a pickle. Raises `RefusedFileError`, or `CutShortError` where the file ends
+    before its value does."""
     if len(data) > caps.bytes:
         raise RefusedFileError(f"{len(data)} bytes; at most {caps.bytes} are read")
     machine = _PickleMachine(data, caps)
     try:
         return machine.run()
     except _EndError:
-        raise CutShortError(f"cut short: it ends at byte {len(data)}, in the middle of its data", machine.salvaged()) from None
+        raise CutShortError(
+            f"cut short: it ends at byte {len(data)}, in the middle of its data", machine.salvaged()
+        ) from None
 
 
 _TEXTS = frozenset({str})
@@ -84,23 +91,43 @@ _I32, _F64 = struct.Struct("<i"), struct.Struct(">d")
 
 
 class _PickleMachine:
-    __slots__ = ("at", "caps", "containers", "data", "marks", "memo", "ready", "shared", "stack", "weights")
+    __slots__ = (
+        "at",
+        "caps",
+        "containers",
+        "data",
+        "marks",
+        "memo",
+        "ready",
+        "shared",
+        "stack",
+        "weights",
+    )
 
     def __init__(self, data: bytes, caps: Caps) -> None:
         self.data, self.caps, self.at = data, caps, 0
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []  # the stacks below the open marks
         self.memo: dict[int, Any] = {}
-        self.ready: dict[int, tuple[Any, int]] = {}  # of what was remembered, what may be recalled as it is, and its weight
-        # Of containers that were referred to, by id: items when written out, and depth. They never change again.
+        # of what was remembered, what may be recalled as it is, and its weight
+        self.ready: dict[int, tuple[Any, int]] = {}
+        # Of containers that were referred to, by id: items when written out, and depth. They never
+        # change again.
         self.weights: dict[int, tuple[int, int]] = {}
         self.containers = 0
         self.shared = 0
 
     def run(self) -> Any:
-        """The hot path. What dumps mostly consist of is handled right here: recalling what was there before, remembering, small
-        numbers. All else, and every odd case of these, goes through the table."""
-        data, memo, ready, end, most = self.data, self.memo, self.ready, len(self.data), self.caps.memo
+        """The hot path. What dumps mostly consist of is handled right here: recalling what was
+        there before, remembering, small numbers. All else, and every odd case of these, goes
+        through the table."""
+        data, memo, ready, end, most = (
+            self.data,
+            self.memo,
+            self.ready,
+            len(self.data),
+            self.caps.memo,
+        )
         if data[:1] != b"\x80":
             raise RefusedFileError("not a pickle: it does not begin with a protocol")
         at, stack = 0, self.stack
@@ -146,7 +173,8 @@ class _PickleMachine:
         return value
 
     def salvaged(self) -> dict[str, Any]:
-        """What is whole of a dict that was being built: its finished values, and the finished items of the list it was at."""
+        """What is whole of a dict that was being built: its finished values, and the finished items
+        of the list it was at."""
         levels = [*self.marks, self.stack]
         if not levels[0] or type(levels[0][0]) is not dict:
             return {}
@@ -155,10 +183,14 @@ class _PickleMachine:
         for index, (key, value) in enumerate(pairs):
             is_open = len(levels) > 2 and index == len(pairs) - 1 and len(pending) % 2 == 0
             if type(key) is str and not (is_open and type(value) is not list):
-                found[key] = [*value, *(levels[2] if len(levels) == 3 else levels[2][:-1])] if is_open else value
+                found[key] = (
+                    [*value, *(levels[2] if len(levels) == 3 else levels[2][:-1])]
+                    if is_open
+                    else value
+                )
         return found
 
-    # -- bytes -----------------------------------------------------------------------------------------------------------
+    # -- bytes -------------------------------------------------------------------------------------
 
     def take(self, count: int) -> bytes:
         end = self.at + count
@@ -171,7 +203,7 @@ class _PickleMachine:
     def number(self, form: struct.Struct) -> Any:
         return form.unpack(self.take(form.size))[0]
 
-    # -- values ----------------------------------------------------------------------------------------------------------
+    # -- values ------------------------------------------------------------------------------------
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -206,7 +238,7 @@ class _PickleMachine:
         if self.at != 2 or not 2 <= version <= 5:
             raise self.refuse(f"pickle protocol {version}" if self.at == 2 else "a second protocol")
 
-    # -- containers ------------------------------------------------------------------------------------------------------
+    # -- containers --------------------------------------------------------------------------------
 
     def container(self, made: Any) -> None:
         self.containers += 1
@@ -243,7 +275,9 @@ class _PickleMachine:
         if type(target) is not kind:
             raise self.refuse(f"it fills a {word} where there is none")
         if id(target) in self.weights:
-            raise self.refuse(f"it changes a {word} that it has used already, or that contains itself")
+            raise self.refuse(
+                f"it changes a {word} that it has used already, or that contains itself"
+            )
         return target
 
     def extend(self, items: list[Any]) -> None:
@@ -265,7 +299,7 @@ class _PickleMachine:
         value, key = self.pop(), self.pop()
         self.update([key, value])
 
-    # -- memo ------------------------------------------------------------------------------------------------------------
+    # -- memo --------------------------------------------------------------------------------------
 
     def put(self, index: int) -> None:
         if not self.stack:
@@ -307,10 +341,13 @@ class _PickleMachine:
     def add(self, weight: int) -> None:
         self.shared += weight
         if self.shared > self.caps.items:
-            raise self.refuse(f"what it refers to again is, written out, more than {self.caps.items} items")
+            raise self.refuse(
+                f"what it refers to again is, written out, more than {self.caps.items} items"
+            )
 
     def weigh(self, container: Any) -> tuple[int, int]:
-        """How many items a container is when written out, and how deep. From here on it may not change."""
+        """How many items a container is when written out, and how deep. From here on it may not
+        change."""
         known = self.weights.get(id(container))
         if known is not None:
             return known
@@ -338,7 +375,9 @@ class _PickleMachine:
 def _refuser(code: int) -> Callable[[_PickleMachine], None]:
     def refuse(machine: _PickleMachine) -> None:
         if code in _EXECUTES:
-            raise machine.refuse(f"it {_EXECUTES[code]}, which no dump does and torchwhere never obeys")
+            raise machine.refuse(
+                f"it {_EXECUTES[code]}, which no dump does and torchwhere never obeys"
+            )
         raise machine.refuse(f"instruction 0x{code:02x}, which no dump has")
 
     return refuse

@@ -1,12 +1,15 @@
-"""Writes a run as dumps of the flight recorder, one a rank, that PyTorch's own `torchfrtrace` reads.
+"""Writes a run as dumps of the flight recorder, one a rank, that PyTorch's own `torchfrtrace`
+reads.
 
-Takes a run and a folder. Every entry carries torchwhere's place: in its frame, which `torchfrtrace` prints, and whole in a key
-of its own, which it ignores and `read_dumps` reads back. What is written is what all ranks of a group still have:
-`torchfrtrace` takes rings that begin at different places for a fault.
+Takes a run and a folder. Every entry carries torchwhere's place: in its frame, which `torchfrtrace`
+prints, and whole in a key of its own, which it ignores and `read_dumps` reads back. What is written
+is what all ranks of a group still have: `torchfrtrace` takes rings that begin at different places
+for a fault.
 
-A box knows what was issued and not what was completed, so every state is "scheduled". `torchfrtrace` matches a message against
-the whole group; each direction between two ranks is therefore a group of its own. It knows no place, so that the silent kind of
-mismatch (same op and shape, another meaning) stays invisible to it.
+A box knows what was issued and not what was completed, so every state is "scheduled".
+`torchfrtrace` matches a message against the whole group; each direction between two ranks is
+therefore a group of its own. It knows no place, so that the silent kind of mismatch (same op and
+shape, another meaning) stays invisible to it.
 """
 
 from __future__ import annotations
@@ -28,9 +31,23 @@ from torchwhere.flight_recorder.schema import RECORDED_DTYPES, RECORDED_OPS
 PREFIX = "torchwhere_rank_"
 VERSION = "2.10"
 _BACKENDS = ("nccl", "gloo", "xccl", "hccl", "rccl")  # those that `torchfrtrace` knows
-_OWN = ("op", "raw_op", "group", "dtype", "shapes", "out_shapes", "bytes", "peer", "reduce_op", "api", "for", "async")
+_OWN = (
+    "op",
+    "raw_op",
+    "group",
+    "dtype",
+    "shapes",
+    "out_shapes",
+    "bytes",
+    "peer",
+    "reduce_op",
+    "api",
+    "for",
+    "async",
+)
 _DIFFERS = ("step", "call", "rank")  # from step to step, or said elsewhere
-_FLATTENED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})  # of these it looks at the first tensor alone
+# of these it looks at the first tensor alone
+_FLATTENED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 T = TypeVar("T")
 Stream = tuple[str, int, int]  # a group; and of a message, from and to, else -1
 
@@ -45,9 +62,16 @@ class WrittenDumps:
     left_out: dict[str, int] = field(default_factory=dict)  # why: how many collectives
 
     def __str__(self) -> str:
-        dumps, them = ("1 dump", "it") if len(self.ranks) == 1 else (f"{len(self.ranks)} dumps", "them")
-        said = f"{dumps} with {self.entries} entries in {self.folder}. Read {them} with: torchfrtrace {self.folder}"
-        return said + "".join(f"\n  left out: {count} {why}" for why, count in self.left_out.items())
+        dumps, them = (
+            ("1 dump", "it") if len(self.ranks) == 1 else (f"{len(self.ranks)} dumps", "them")
+        )
+        said = (
+            f"{dumps} with {self.entries} entries in {self.folder}. Read {them} with: torchfrtrace"
+            f" {self.folder}"
+        )
+        return said + "".join(
+            f"\n  left out: {count} {why}" for why, count in self.left_out.items()
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -66,7 +90,8 @@ def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
     first, entries, left_out = _common_beginnings(run), 0, Counter[str]()
     for rank, box in run.boxes.items():
         dump = _Dump(run, box, first)
-        # Protocol 2, as PyTorch writes: no frame, nothing that an old reader would not know. Plain data has no globals.
+        # Protocol 2, as PyTorch writes: no frame, nothing that an old reader would not know. Plain
+        # data has no globals.
         (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(dump.to_dict(), protocol=2))
         entries += len(dump.entries)
         left_out += dump.left_out
@@ -76,7 +101,10 @@ def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
 def check_empty(folder: Path) -> None:
     """`torchfrtrace` reads all that is in a folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise TorchwhereError(f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give another one")
+        raise TorchwhereError(
+            f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give"
+            " another one"
+        )
 
 
 def _common_beginnings(run: BoxRun) -> dict[tuple[Stream, tuple[int, ...]], int]:
@@ -85,7 +113,9 @@ def _common_beginnings(run: BoxRun) -> dict[tuple[Stream, tuple[int, ...]], int]
     for box in run.boxes.values():
         mine: dict[tuple[Stream, tuple[int, ...]], int] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
-            mine.setdefault((stream(event, box.rank), _members(box, event)), int(event.fields["number"]))
+            mine.setdefault(
+                (stream(event, box.rank), _members(box, event)), int(event.fields["number"])
+            )
         for key, number in mine.items():
             found[key] = max(found.get(key, 0), number)
     return found
@@ -109,7 +139,9 @@ def _members(box: Box, event: Event) -> tuple[int, ...]:
 class _Dump:
     """One rank's dump in the making."""
 
-    def __init__(self, run: BoxRun, box: Box, first: dict[tuple[Stream, tuple[int, ...]], int]) -> None:
+    def __init__(
+        self, run: BoxRun, box: Box, first: dict[tuple[Stream, tuple[int, ...]], int]
+    ) -> None:
         self.run, self.box = run, box
         self.entries: list[dict[str, Any]] = []
         self.left_out: Counter[str] = Counter()
@@ -153,7 +185,12 @@ class _Dump:
             for group in self.box.groups().values()
         ]
         place = cursor.place.to_dict() | {"t_ns": cursor.t_ns} if cursor is not None else None
-        return {"format": 2, "groups": groups, "overwritten": self.box.counts.overwritten, "place": place}
+        return {
+            "format": 2,
+            "groups": groups,
+            "overwritten": self.box.counts.overwritten,
+            "place": place,
+        }
 
     def _add(self, event: Event, key: Stream) -> None:
         fields, (name, source, destination) = event.fields, key
@@ -178,11 +215,15 @@ class _Dump:
         pg_id = self._ids.setdefault(name, len(self._ids))
         self.entries.append(self._entry(event, recorded, (name, desc), pg_id, is_p2p))
 
-    def _entry(self, event: Event, recorded: str, group: tuple[str, str], pg_id: int, is_p2p: bool) -> dict[str, Any]:
+    def _entry(
+        self, event: Event, recorded: str, group: tuple[str, str], pg_id: int, is_p2p: bool
+    ) -> dict[str, Any]:
         fields, number = event.fields, int(event.fields["number"]) + 1
         inputs, outputs = map(self._once, _sizes(recorded, fields))
         dtype = RECORDED_DTYPES.get(str(fields.get("dtype")), str(fields.get("dtype")))
-        backend = next((known for known in _BACKENDS if known in str(fields.get("backend"))), _BACKENDS[0])
+        backend = next(
+            (known for known in _BACKENDS if known in str(fields.get("backend"))), _BACKENDS[0]
+        )
         return {
             "frames": self._frames(event),
             "record_id": len(self.entries),
@@ -205,13 +246,18 @@ class _Dump:
             "retired": False,
             "timeout_ms": 0,
             "is_p2p": is_p2p,
-            "torchwhere": {"same": self._same(event), **{name: getattr(event.place, name) for name in ("step", "call")}}
+            "torchwhere": {
+                "same": self._same(event),
+                **{name: getattr(event.place, name) for name in ("step", "call")},
+            }
             | {"number": fields.get("number")},
         }
 
     def _same(self, event: Event) -> dict[str, Any]:
         """Of a call, all that it has in common with those of other steps."""
-        same = {name: value for name, value in event.place.to_dict().items() if name not in _DIFFERS}
+        same = {
+            name: value for name, value in event.place.to_dict().items() if name not in _DIFFERS
+        }
         same |= {name: event.fields.get(name) for name in _OWN}
         return self._once(same)
 
@@ -229,17 +275,25 @@ class _Dump:
 
 
 def _sizes(recorded: str, fields: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Sizes as the flight recorder has them: of lists of tensors, which its tool does not understand, one tensor of all."""
+    """Sizes as the flight recorder has them: of lists of tensors, which its tool does not
+    understand, one tensor of all."""
     inputs = fields.get("shapes") or []
     outputs = fields.get("out_shapes") or inputs
     if recorded in _FLATTENED:
-        inputs, outputs = ([_whole(shapes)] if len(shapes) > 1 else shapes for shapes in (inputs, outputs))
+        inputs, outputs = (
+            [_whole(shapes)] if len(shapes) > 1 else shapes for shapes in (inputs, outputs)
+        )
     return inputs, outputs
 
 
 def _whole(shapes: list[list[int]]) -> list[int]:
-    """`[2, 4]` for two tensors of `[4]`; for tensors of several shapes, how many numbers they have."""
-    return [len(shapes), *shapes[0]] if all(shape == shapes[0] for shape in shapes) else [sum(map(math.prod, shapes))]
+    """`[2, 4]` for two tensors of `[4]`; for tensors of several shapes, how many numbers they
+    have."""
+    return (
+        [len(shapes), *shapes[0]]
+        if all(shape == shapes[0] for shape in shapes)
+        else [sum(map(math.prod, shapes))]
+    )
 
 
 def _frame(line: str | None, name: str) -> dict[str, Any]:

@@ -1,1 +1,2 @@
-"""Notices things inside a training process. A sense installs one thing, removes it, and lets no error of its own out."""
+"""Notices things inside a training process. A sense installs one thing, removes it, and lets no
+error of its own out."""

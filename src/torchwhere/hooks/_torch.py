@@ -1,7 +1,9 @@
-"""Every private or version-bound torch name that torchwhere touches, each with its reason. Nowhere else.
+"""Every private or version-bound torch name that torchwhere touches, each with its reason. Nowhere
+else.
 
-`private(key)` gives the object, or None on a torch that lacks it; `missing(sense)` says what that costs. Names of modules
-that are expensive to import (dynamo) are only resolved when the job itself has imported them.
+`private(key)` gives the object, or None on a torch that lacks it; `missing(sense)` says what that
+costs. Names of modules that are expensive to import (dynamo) are only resolved when the job itself
+has imported them.
 """
 
 from __future__ import annotations
@@ -23,21 +25,25 @@ class Private:
     why: str
     without: str
     lazy: bool = False  # never import its module for this; use it if the job has
-    comes_with: str = "torch._dynamo.callback"  # lazy: it should be there once the job has imported this
+    # lazy: it should be there once the job has imported this
+    comes_with: str = "torch._dynamo.callback"
 
 
-# Versions: all of these were found in torch 2.11, 2.13 (checked by the suite), unless a line says otherwise.
+# Versions: all of these were found in torch 2.11, 2.13 (checked by the suite), unless a line says
+# otherwise.
 NAMES = {
     "sequence_nr": Private(
         "torch._C._autograd._get_sequence_nr",
         "modules",
-        "the number the next autograd node of this thread will get: brackets the nodes a module call makes",
+        "the number the next autograd node of this thread will get: brackets the nodes a module"
+        " call makes",
         "places in backward have no module",
     ),
     "wrapped_call": Private(
         "torch.nn.Module._wrapped_call_impl",
         "modules",
-        "what `nn.Module.__call__` is unless somebody else has wrapped it: then we do its work in our own frame",
+        "what `nn.Module.__call__` is unless somebody else has wrapped it: then we do its work in"
+        " our own frame",
         "each module call costs one frame more",
     ),
     "call": Private(
@@ -55,7 +61,8 @@ NAMES = {
     "group_sequence_nr": Private(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "collectives",
-        "how many collectives a group has done: where our own count begins, so that late watchers agree",
+        "how many collectives a group has done: where our own count begins, so that late watchers"
+        " agree",
         "collectives are counted from the start of the watch",
     ),
     "unbox_group": Private(
@@ -73,13 +80,15 @@ NAMES = {
     "graph_task_id": Private(
         "torch._C._current_graph_task_id",
         "modules",
-        "not -1 while the engine runs on this thread, also in its final callbacks, where there is no node",
+        "not -1 while the engine runs on this thread, also in its final callbacks, where there is"
+        " no node",
         "backward on device threads looks like `outside`",
     ),
     "run_backward": Private(
         "torch.autograd.graph._engine_run_backward",
         "backward",
-        "every backward() and grad() goes through it: the one place to see a backward begin and end",
+        "every backward() and grad() goes through it: the one place to see a backward begin"
+        " and end",
         "the cursor does not show backward, exceptions in backward carry no note",
     ),
     "dispatch_key": Private(
@@ -109,7 +118,8 @@ NAMES = {
     "new_group": Private(
         "torch.distributed.distributed_c10d._new_group_with_tag",
         "gathering",
-        "what every new_group, also of a device mesh, comes down to: all ranks wait for each other in it",
+        "what every new_group, also of a device mesh, comes down to: all ranks wait for each other"
+        " in it",
         "a job that hangs while it makes a process group is not told from one that computes",
     ),
     "replicated": Private(
@@ -149,7 +159,8 @@ NAMES = {
     "eval_frame": Private(
         "torch._C._dynamo.eval_frame",
         "modules",
-        "to tell dynamo to step over our wrapper's frame instead of trying to compile it, a counted graph break",
+        "to tell dynamo to step over our wrapper's frame instead of trying to compile it, a counted"
+        " graph break",
         "dynamo may count graph breaks at module calls",
     ),
     "fake_mode": Private(
@@ -174,7 +185,8 @@ NAMES = {
         "torch.autograd.Variable._execution_engine.queue_callback",
         "backward",
         "has something called at the end of the backward that is running",
-        "ModTracker's post_bw_hook is not called for a module none of whose inputs needs a gradient",
+        "ModTracker's post_bw_hook is not called for a module none of whose inputs needs a"
+        " gradient",
     ),
     "will_run": Private(
         "torch._C._will_engine_execute_node",
@@ -192,7 +204,8 @@ NAMES = {
     "in_compiled_module": Private(
         "torch._dynamo.eval_frame._is_in_optimized_module",
         "backward",
-        "true inside a module that torch.compile(module) returned: ModTracker calls no user hook there",
+        "true inside a module that torch.compile(module) returned: ModTracker calls no user hook"
+        " there",
         "ModTracker calls the user's hooks for compiled modules too",
         lazy=True,
     ),
@@ -259,14 +272,17 @@ NAMES = {
 }
 
 
-AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"  # only compared: the module of what runs AOTAutograd's graphs
+# only compared: the module of what runs AOTAutograd's graphs
+AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 
-# Only compared: a thread with a frame of one of these modules on its stack may be about to call a collective.
+# Only compared: a thread with a frame of one of these modules on its stack may be about to call a
+# collective.
 COLLECTIVE_CALLERS = ("torch.distributed.", "torch._ops", "torch.autograd.graph")
 
 
 def resolve(path: str, *, lazy: bool = False) -> Any:
-    """The object at a dotted path, or None. Lazy: only from the module before the last dot, and only if it is loaded.
+    """The object at a dotted path, or None. Lazy: only from the module before the last dot, and
+    only if it is loaded.
 
     `getattr(torch, "_dynamo")` would import it: torch's own `__getattr__` does that.
     """
@@ -297,12 +313,14 @@ def _eager(key: str) -> Any:
 
 
 def private(key: str) -> Any:
-    """The private name behind `key`, or None where this torch does not have it (or, if lazy, not yet)."""
+    """The private name behind `key`, or None where this torch does not have it (or, if lazy, not
+    yet)."""
     return resolve(NAMES[key].path, lazy=True) if NAMES[key].lazy else _eager(key)
 
 
 def imported(key: str) -> Any:
-    """The module behind `key`, imported for somebody who asked for it by name; None where this torch does not have it."""
+    """The module behind `key`, imported for somebody who asked for it by name; None where this
+    torch does not have it."""
     return _module(NAMES[key].path, lazy=False)
 
 
@@ -311,7 +329,9 @@ def missing(sense: str) -> list[str]:
     return [
         f"this torch has no {name.path}: {name.without}"
         for key, name in NAMES.items()
-        if name.sense == sense and (not name.lazy or name.comes_with in sys.modules) and private(key) is None
+        if name.sense == sense
+        and (not name.lazy or name.comes_with in sys.modules)
+        and private(key) is None
     ]
 
 
@@ -319,14 +339,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def stepped_over(function: Function) -> Function:
-    """Have dynamo step over frames of a wrapper of ours, while what it calls is compiled as ever."""
+    """Have dynamo step over frames of a wrapper of ours, while what it calls is compiled as
+    ever."""
     return _tell_dynamo(function, what_it_calls="DEFAULT")
 
 
 def unseen(function: Function) -> Function:
     """Have dynamo leave a function of ours alone, and everything it calls.
 
-    Where a graph breaks, dynamo tries to compile every Python frame that runs next: without this, our own.
+    Where a graph breaks, dynamo tries to compile every Python frame that runs next: without this,
+    our own.
     """
     return _tell_dynamo(function, what_it_calls="SKIP")
 

@@ -1,9 +1,10 @@
-"""When a backward begins and ends: wraps the one function through which every backward() and grad() calls the engine.
+"""When a backward begins and ends: wraps the one function through which every backward() and grad()
+calls the engine.
 
-Nothing is registered on tensors or nodes, with two exceptions: a backward that itself builds a graph (`create_graph=True`)
-makes nodes whose numbers say nothing about modules, so for its duration each node of the graph it runs announces itself with
-a hook; and so does each node while somebody wants to be told of modules in backward (`spans.py`). They are removed when the
-backward returns.
+Nothing is registered on tensors or nodes, with two exceptions: a backward that itself builds a
+graph (`create_graph=True`) makes nodes whose numbers say nothing about modules, so for its duration
+each node of the graph it runs announces itself with a hook; and so does each node while somebody
+wants to be told of modules in backward (`spans.py`). They are removed when the backward returns.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.file_format import CALL_MASK, CURSOR_LINE, CURSOR_TIME, MODULE_SHIFT, NO_CALL
+from torchwhere.blackbox.file_format import (
+    CALL_MASK,
+    CURSOR_LINE,
+    CURSOR_TIME,
+    MODULE_SHIFT,
+    NO_CALL,
+)
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.backward_spans import BackwardSpans, spans_of
@@ -31,7 +38,8 @@ OnBackwardError = Callable[[BaseException, Track, Any], None]
 
 
 class _Begun(NamedTuple):
-    """A backward under way: on which track, where that was before, what is to be removed and to be closed in the end."""
+    """A backward under way: on which track, where that was before, what is to be removed and to be
+    closed in the end."""
 
     track: Track
     below: int
@@ -58,15 +66,18 @@ class BackwardHook:
         self._listeners = listeners
         self._passes = fast_path
         self._on_error = on_error
-        self._on_begin = on_begin  # says whether it knows all there is to know, and need not be asked before the next
+        # says whether it knows all there is to know, and need not be asked before the next
+        self._on_begin = on_begin
         self._on_end = on_end
         self.errors = ErrorLimiter("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
-        self._wrapped: list[tuple[Any, Any, Any]] = []  # the module, what it had, and what it has instead
+        # the module, what it had, and what it has instead
+        self._wrapped: list[tuple[Any, Any, Any]] = []
         self._is_on = False
 
     def install(self) -> list[str]:
-        """In both modules that have it; another library may have wrapped it in one of them, or in both."""
+        """In both modules that have it; another library may have wrapped it in one of them, or in
+        both."""
         if _torch.private("run_backward") is not None:
             self._is_on = True
             for module in (torch.autograd, torch.autograd.graph):
@@ -78,7 +89,8 @@ class BackwardHook:
         return _torch.missing("backward")
 
     def remove(self) -> None:
-        """A wrapper that somebody else has wrapped stays where it is and does nothing; the next watch takes it off."""
+        """A wrapper that somebody else has wrapped stays where it is and does nothing; the next
+        watch takes it off."""
         self._is_on = False
         for module, original, wrapper in self._wrapped:
             if module._engine_run_backward is wrapper:
@@ -137,12 +149,15 @@ class BackwardHook:
         looked = python_stack.read(frame)
         line = self._locator.line_id(looked.file, looked.line)
         if below != BACKWARD_WORD:
-            self._passes.is_paused = False  # before: another thread may meet something new meanwhile
+            # before: another thread may meet something new meanwhile
+            self._passes.is_paused = False
             self._passes.is_paused = not self._on_begin() or self._passes.is_paused
         self._move(track, BACKWARD_WORD, line=line)
         if self._box.native is not None:
             self._passes.learn_line(frame, line)
-        return _Begun(track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs))
+        return _Begun(
+            track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs)
+        )
 
     @_torch.unseen
     def _leave(self, begun: _Begun) -> None:
@@ -163,14 +178,19 @@ class BackwardHook:
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
 
     def _announce(self, outputs: Any, track: Track) -> list[Any]:
-        """Have every node of this graph log its module when it runs, for the nodes that it makes."""
+        """Have every node of this graph log its module when it runs, for the nodes that it
+        makes."""
         handles = []
         for node in graph_of(outputs):
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
                 spot = self._locator.spot_of_node(node, track)
                 call = spot.call if spot.call != NO_CALL else 0
                 # Not a forward's word: nothing was called here, and the log must not look as if.
-                word = spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK if spot.module else BACKWARD_WORD
+                word = (
+                    spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK
+                    if spot.module
+                    else BACKWARD_WORD
+                )
                 handles.append(node.register_prehook(partial(self._announced, word)))
         return handles
 

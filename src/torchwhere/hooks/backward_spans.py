@@ -1,10 +1,13 @@
-"""Where a backward goes through a module: the span from the first to the last autograd node that a call of it made.
+"""Where a backward goes through a module: the span from the first to the last autograd node that a
+call of it made.
 
-Before the engine starts, every node that it is going to run is counted for the call that made it and for all calls around that
-one. A hook on each node then knows the first node of a call, and the last. So nothing depends on what a module takes or gives,
-on which thread a node runs, or in which order. A gradient is accumulated inside the call that used the parameter.
+Before the engine starts, every node that it is going to run is counted for the call that made it
+and for all calls around that one. A hook on each node then knows the first node of a call, and the
+last. So nothing depends on what a module takes or gives, on which thread a node runs, or in which
+order. A gradient is accumulated inside the call that used the parameter.
 
-The hooks are there for one backward, and only while somebody listens. They are given gradients, look at none and change none.
+The hooks are there for one backward, and only while somebody listens. They are given gradients,
+look at none and change none.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class Span:
         self.owner = owner
         self.call = call
         self.above = above
-        self.left = 0  # of its nodes, and of the spans right inside it: those that have not begun, or ended
+        # of its nodes, and of the spans right inside it: those that have not begun, or ended
+        self.left = 0
         self.is_open = False
         self.told: list[Listener] = []
         if above is not None:
@@ -43,17 +47,22 @@ class Span:
 def spans_of(
     listeners: Listeners, track: Track, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BackwardSpans | None:
-    """What listeners are to be told of a backward, from the arguments of the engine; None if that is nothing.
+    """What listeners are to be told of a backward, from the arguments of the engine; None if that
+    is nothing.
 
-    A backward that is compiled (compiled autograd) would take hooks of its nodes into its graph, and one that a compiler runs
-    on fake tensors is not the job's: both are left alone.
+    A backward that is compiled (compiled autograd) would take hooks of its nodes into its graph,
+    and one that a compiler runs on fake tensors is not the job's: both are left alone.
     """
     if not listeners.of_backward or _torch.private("compiled_autograd") or _is_fake():
         return None
     spans = BackwardSpans(listeners, track)
     inputs = tuple(args[3]) if len(args) > 3 and args[3] is not None else ()
     try:
-        return spans if spans.prepare(outputs, inputs, accumulates=bool(kwargs.get("accumulate_grad"))) else None
+        return (
+            spans
+            if spans.prepare(outputs, inputs, accumulates=bool(kwargs.get("accumulate_grad")))
+            else None
+        )
     except Exception as error:
         spans.close()
         listeners.errors(error)
@@ -75,13 +84,14 @@ class BackwardSpans:
         self._task: int | None = None  # the engine's number of this run
         self._task_id = _torch.private("graph_task_id") or (lambda: 0)
 
-    # -- before ------------------------------------------------------------------------------------------------------
+    # -- before ------------------------------------------------------------------------------------
 
     def prepare(self, outputs: Iterable[Any], inputs: Iterable[Any], *, accumulates: bool) -> bool:
         """Count the nodes and put the hooks; whether there is any call to tell of."""
         nodes, edges = _graph_of(outputs)
         will_run = _needed(nodes, edges, inputs, accumulates=accumulates) if inputs else set(nodes)
-        last_users: dict[Any, tuple[int, Span | None]] = {}  # of each node that accumulates: who runs last before it
+        # of each node that accumulates: who runs last before it
+        last_users: dict[Any, tuple[int, Span | None]] = {}
         for node in nodes:
             seq = node._sequence_nr()
             if node in will_run and seq != ACCUMULATE_GRAD_SEQ:
@@ -89,7 +99,9 @@ class BackwardSpans:
                 self._count(node, span)
                 for following in edges[node]:
                     if following._sequence_nr() == ACCUMULATE_GRAD_SEQ and following in will_run:
-                        last_users[following] = min(last_users.get(following, (seq, span)), (seq, span), key=_number)
+                        last_users[following] = min(
+                            last_users.get(following, (seq, span)), (seq, span), key=_number
+                        )
         for node, (_, span) in last_users.items():
             self._count(node, span)
         return bool(self._nodes)
@@ -114,17 +126,21 @@ class BackwardSpans:
     def _count(self, node: Any, span: Span | None) -> None:
         if span is not None:
             span.left += 1
-            self._handles.append(node.register_prehook(partial(self._node_begins, len(self._nodes), span)))
+            self._handles.append(
+                node.register_prehook(partial(self._node_begins, len(self._nodes), span))
+            )
             self._nodes.append(node)
 
-    # -- during ------------------------------------------------------------------------------------------------------
+    # -- during ------------------------------------------------------------------------------------
 
     @_torch.unseen
     def _node_begins(self, index: int, span: Span, _gradients: Any) -> None:
         try:
             begun, ended = self._pass(span) if self._is_ours() else ([], [])
             if ended:  # its end is that of these calls; a hook added now is still called
-                self._handles.append(self._nodes[index].register_hook(partial(self._node_ended, ended)))
+                self._handles.append(
+                    self._nodes[index].register_hook(partial(self._node_ended, ended))
+                )
         except Exception as error:
             self._listeners.errors(error)
             return
@@ -139,7 +155,8 @@ class BackwardSpans:
         return task == self._task
 
     def _pass(self, span: Span) -> tuple[list[Span], list[Span]]:
-        """Note that a node begins to run: the calls that begin with it, outermost first, and those that end with it."""
+        """Note that a node begins to run: the calls that begin with it, outermost first, and those
+        that end with it."""
         begun: list[Span] = []
         ended: list[Span] = []
         with self._lock:
@@ -184,11 +201,12 @@ class BackwardSpans:
                 self._tell_left(span)
                 raise
 
-    # -- after -------------------------------------------------------------------------------------------------------
+    # -- after -------------------------------------------------------------------------------------
 
     @_torch.unseen
     def close(self) -> None:
-        """Take the hooks away, and end what an exception cut short, the innermost first, whatever a callback raises."""
+        """Take the hooks away, and end what an exception cut short, the innermost first, whatever a
+        callback raises."""
         while self._handles:
             self._handles.pop().remove()
         self._nodes.clear()
@@ -215,7 +233,10 @@ def _graph_of(outputs: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
     nodes, starts, targets = walk(_node_of(output) for output in outputs)
     following = [nodes[target] for target in targets.tolist()]
     bounds = starts.tolist()
-    return nodes, {node: following[begin:end] for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)}
+    return nodes, {
+        node: following[begin:end]
+        for node, begin, end in zip(nodes, bounds, bounds[1:], strict=False)
+    }
 
 
 def _node_of(output: Any) -> Any:
@@ -224,13 +245,20 @@ def _node_of(output: Any) -> Any:
     return getattr(output, "node", None)
 
 
-def _needed(nodes: list[Any], edges: dict[Any, list[Any]], inputs: Iterable[Any], *, accumulates: bool) -> set[Any]:
+def _needed(
+    nodes: list[Any], edges: dict[Any, list[Any]], inputs: Iterable[Any], *, accumulates: bool
+) -> set[Any]:
     """The nodes that the engine runs if only these inputs are asked for: those that lead to one.
 
-    The node of an input itself is run by `backward(inputs=)`; `grad()` takes the gradient just before it.
+    The node of an input itself is run by `backward(inputs=)`; `grad()` takes the gradient just
+    before it.
     """
     edge = torch.autograd.graph.get_gradient_edge
-    wanted = {edge(i).node if isinstance(i, torch.Tensor) else i.node for i in inputs if getattr(i, "requires_grad", True)}
+    wanted = {
+        edge(i).node if isinstance(i, torch.Tensor) else i.node
+        for i in inputs
+        if getattr(i, "requires_grad", True)
+    }
     users: dict[Any, list[Any]] = {}
     for node in nodes:
         for following in edges[node]:

@@ -1,10 +1,11 @@
 """Which calls a call was made in: the whole chain, from the outermost module to the innermost.
 
-A track's log says at which number which call began to run, not inside which one: the hot path has no time for that. It follows
-from the order of the log, and is read off when somebody asks, each transition once: about 0.3 us for each since the last time.
+A track's log says at which number which call began to run, not inside which one: the hot path has
+no time for that. It follows from the order of the log, and is read off when somebody asks, each
+transition once: about 0.3 us for each since the last time.
 
-Limit: the log keeps 65,536 transitions. Of a forward with more, of which nobody asked in the meantime, the calls around the
-innermost one are not known; they are left out, never guessed.
+Limit: the log keeps 65,536 transitions. Of a forward with more, of which nobody asked in the
+meantime, the calls around the innermost one are not known; they are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -54,12 +55,17 @@ class CallChain:
     def __init__(self, track: Track) -> None:
         self._track = track
         self._lock = threading.Lock()
-        self._calls = array("q", [_NONE]) * LOG_LENGTH  # of each transition: where the call began that runs after it
-        self._above = array("q", [_NONE]) * LOG_LENGTH  # of each beginning: that of the call around it
+        # of each transition: where the call began that runs after it
+        self._calls = array("q", [_NONE]) * LOG_LENGTH
+        # of each beginning: that of the call around it
+        self._above = array("q", [_NONE]) * LOG_LENGTH
         self._read = 0  # transitions understood so far
-        self._open: list[tuple[int, int]] = []  # the calls that run after them, outermost first: beginning and word
-        self._latest: dict[int, int] = {}  # a call's word, and a module's without its call, to where it began last
-        self._is_lost = False  # nothing is known of the calls around until the log is back outside all modules
+        # the calls that run after them, outermost first: beginning and word
+        self._open: list[tuple[int, int]] = []
+        # a call's word, and a module's without its call, to where it began last
+        self._latest: dict[int, int] = {}
+        # nothing is known of the calls around until the log is back outside all modules
+        self._is_lost = False
 
     def _oldest(self) -> int:
         return max(0, self._track.count - LOG_LENGTH)
@@ -74,16 +80,20 @@ class CallChain:
                 self._calls[at & LOG_MASK] = self._call_after(at, self._track.marks[at & LOG_MASK])
             self._read = end
             if len(self._latest) > 2 * LOG_LENGTH:
-                self._latest = {word: begin for word, begin in self._latest.items() if begin >= oldest}
+                self._latest = {
+                    word: begin for word, begin in self._latest.items() if begin >= oldest
+                }
 
     def _call_after(self, at: int, word: int) -> int:
-        """Where the call began that runs after transition `at`. A transition begins a call, or ends one."""
+        """Where the call began that runs after transition `at`. A transition begins a call, or ends
+        one."""
         stack = self._open
         if self._is_lost:
             stack.clear()
             self._is_lost = word >= FIRST_MODULE_WORD or word == BACKWARD_WORD
             return self._begin(at, word) if self._is_lost else _NONE
-        if pass_of(word) == Pass.BACKWARD and word != BACKWARD_WORD:  # made by a backward: as in the call it differentiates
+        # made by a backward: as in the call it differentiates
+        if pass_of(word) == Pass.BACKWARD and word != BACKWARD_WORD:
             return self._latest.get(word ^ _TO_FORWARD, _NONE)
         if stack and word == stack[-1][1]:  # a wrapper and what it wraps are one call
             return stack[-1][0]
@@ -111,10 +121,15 @@ class CallChain:
     def above(self, begin: int) -> int:
         """Where the call around a call began; -1 if there is none, or only a backward."""
         above = self._above[begin & LOG_MASK]
-        return above if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_WORD else _NONE
+        return (
+            above
+            if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_WORD
+            else _NONE
+        )
 
     def last_before(self, position: int, module: int) -> int:
-        """Where the latest call of a module began, at or before a transition. `module` is its word without the call."""
+        """Where the latest call of a module began, at or before a transition. `module` is its word
+        without the call."""
         marks = self._track.marks
         for at in range(position, self._oldest() - 1, -1):
             if marks[at & LOG_MASK] >> PASS_SHIFT == module:
@@ -151,7 +166,8 @@ class CallChains:
         return made if made is not None and made.word >= FIRST_MODULE_WORD else None
 
     def made_by(self, seq: int, own: Track) -> Made | None:
-        """The innermost call that made the autograd node with this number; `own` is the track that asks."""
+        """The innermost call that made the autograd node with this number; `own` is the track that
+        asks."""
         maker, _ = self._locator.threads.maker(seq, own)
         position = maker.position(seq) if maker is not None else None
         return None if maker is None or position is None else self.made_at(maker, position)
@@ -162,14 +178,23 @@ class CallChains:
         return Made(made.track, above) if above != _NONE else None
 
     def above(self, made: Made) -> Made | None:
-        """The call around a call. Around a recomputed one: that around the call which it repeats."""
+        """The call around a call. Around a recomputed one: that around the call which it
+        repeats."""
         found = self.around(made)
-        return self._above_recomputed(made) if found is None and pass_of(made.word) == Pass.RECOMPUTE else found
+        return (
+            self._above_recomputed(made)
+            if found is None and pass_of(made.word) == Pass.RECOMPUTE
+            else found
+        )
 
     def _above_recomputed(self, made: Made) -> Made | None:
         track, word = made.track, made.word
         number = word & CALL_MASK & (REGIONS - 1)
-        seq, is_reentrant, maker = track.regions[number] >> 1, track.regions[number] & 1, track.makers[number]
+        seq, is_reentrant, maker = (
+            track.regions[number] >> 1,
+            track.regions[number] & 1,
+            track.makers[number],
+        )
         position = maker.position(seq) if maker is not None else None
         if maker is None or position is None:
             return None
@@ -184,7 +209,8 @@ class CallChains:
         return _NO_NAMES if made is None else self._names_of(made)
 
     def _names_of(self, made: Made) -> frozenset[str]:
-        """The names of a call and all those around it. Kept: what is asked once is asked again, by each operation."""
+        """The names of a call and all those around it. Kept: what is asked once is asked again, by
+        each operation."""
         names = self._names.get(made)
         if names is None:
             above, name = self.above(made), self._locator.text_of(made.word >> MODULE_SHIFT)
@@ -203,10 +229,15 @@ class CallChains:
         if node is None:
             return None
         seq = node._sequence_nr()
-        return self.made_by(seq, track) if seq != ACCUMULATE_GRAD_SEQ else self._holder(node.variable, track)
+        return (
+            self.made_by(seq, track)
+            if seq != ACCUMULATE_GRAD_SEQ
+            else self._holder(node.variable, track)
+        )
 
     def _holder(self, param: torch.Tensor, track: Track) -> Made | None:
-        """Where a gradient is accumulated: the latest call of the module that holds the parameter."""
+        """Where a gradient is accumulated: the latest call of the module that holds the
+        parameter."""
         spot = self._locator.spot_of_param(param)
         if spot.module:
             word = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD

@@ -1,8 +1,9 @@
 """Every collective: a Python kernel on the `BackendSelect` key of each `c10d::` op.
 
-Whatever starts a collective (torch.distributed, functional collectives, DDP's C++ reducer, FSDP, DTensor, inductor's code,
-DeepSpeed) ends in such an op and passes this key, on every thread. No other op pays anything. The kernel records and sends
-the op on its way; an error of ours is caught before that.
+Whatever starts a collective (torch.distributed, functional collectives, DDP's C++ reducer, FSDP,
+DTensor, inductor's code, DeepSpeed) ends in such an op and passes this key, on every thread. No
+other op pays anything. The kernel records and sends the op on its way; an error of ours is caught
+before that.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from torchwhere.hooks.native_all_reduce import REDUCED, NativeAllReduce
 from torchwhere.hooks.schemas import Op, all_ops
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-ENGINE_CALL = "_engine_run_backward"  # the frame, torch's or ours, out of which the autograd engine is called
-_OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")  # of an op, of the mode, of what keeps dynamo out of it
+# the frame, torch's or ours, out of which the autograd engine is called
+ENGINE_CALL = "_engine_run_backward"
+# of an op, of the mode, of what keeps dynamo out of it
+_OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")
 _MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
 _MOST_SPLITS = 1024  # and the sizes of the parts that an all_to_all is split into repeat even less
 
 
 class IssuedCall(NamedTuple):
-    """One collective as it is issued, ready to be recorded. Its number is the next one of its stream."""
+    """One collective as it is issued, ready to be recorded. Its number is the next one of its
+    stream."""
 
     op: Op
     group: WatchedGroup
@@ -70,15 +74,21 @@ class CollectiveHook:
 
     def install(self) -> list[str]:
         lacking = _torch.missing("collectives")
-        if any(_torch.private(key) is None for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")):
+        if any(
+            _torch.private(key) is None
+            for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")
+        ):
             return lacking
         self._reductions = self._begin_natively()
-        self._kernels = _kernels(native=self._reductions.native if self._reductions is not None else None)
+        self._kernels = _kernels(
+            native=self._reductions.native if self._reductions is not None else None
+        )
         self._kernels.report_to(self)
         return lacking
 
     def _begin_natively(self) -> NativeAllReduce | None:
-        """Leave all-reduces to the native part's kernel, which calls back for all but DDP's known buckets."""
+        """Leave all-reduces to the native part's kernel, which calls back for all but DDP's known
+        buckets."""
         if self._box.native is None:
             return None
         op = next(op for op in all_ops() if op.raw == REDUCED)
@@ -86,7 +96,11 @@ class CollectiveHook:
             reductions = NativeAllReduce(self._box, turns=self._turns)
             reductions.install(partial(self.issue, op), self.errors)
         except Exception as error:
-            log.warning("torchwhere: reductions are recorded by Python's own code, the native part could not: %s", error)
+            log.warning(
+                "torchwhere: reductions are recorded by Python's own code, the native part could"
+                " not: %s",
+                error,
+            )
             return None
         return reductions
 
@@ -98,8 +112,8 @@ class CollectiveHook:
             self._reductions.switch_off()
 
     def abandon(self) -> None:
-        """In a forked child: the kernels stay until it watches by itself. Removing them takes locks that a thread of the
-        parent may have held at the fork."""
+        """In a forked child: the kernels stay until it watches by itself. Removing them takes locks
+        that a thread of the parent may have held at the fork."""
         if self._reductions is not None:
             self._reductions.abandon()
             self._reductions = None
@@ -108,8 +122,8 @@ class CollectiveHook:
             self._kernels = None
 
     def remove(self, *, are_others: bool = False) -> None:
-        """Take the kernels back. If there are other threads and they go on issuing collectives, they stay, and only send calls
-        on."""
+        """Take the kernels back. If there are other threads and they go on issuing collectives,
+        they stay, and only send calls on."""
         self.switch_off()
         self._reductions = None
         if self._kernels is not None:
@@ -120,8 +134,9 @@ class CollectiveHook:
     def issue(self, op: Op, args: tuple[Any, ...]) -> None:
         """What a collective is, before it is launched.
 
-        DDP's reducer launches from C++, out of a backward that we saw begin or on a thread of the engine that has no Python
-        stack. From its second time on a bucket is known and nothing is read anew: the step of a small model waits for this.
+        DDP's reducer launches from C++, out of a backward that we saw begin or on a thread of the
+        engine that has no Python stack. From its second time on a bucket is known and nothing is
+        read anew: the step of a small model waits for this.
         """
         frame = stack.caller(2)
         is_direct = op.raw == REDUCED and _is_from_engine(frame)
@@ -131,7 +146,9 @@ class CollectiveHook:
         else:
             self._issue_slowly(op, args, frame, bucket)
 
-    def _issue_slowly(self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None) -> None:
+    def _issue_slowly(
+        self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None
+    ) -> None:
         looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
@@ -139,12 +156,17 @@ class CollectiveHook:
         if op.of_one is not None and len(inputs) == 1:
             op = op.of_one
         peer = None if op.root_at is None else group.global_rank(args[op.root_at])
-        stream = self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
+        stream = (
+            self._groups.stream(group, _pair(op, peer)) if op.is_p2p else group.streams[WHOLE_GROUP]
+        )
         signature = self._signature(op, group, args, inputs, outputs, peer, looked.api)
-        flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (FLAG_SHADOW if looked.is_shadow else 0)
+        flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (
+            FLAG_SHADOW if looked.is_shadow else 0
+        )
         call = IssuedCall(op, group, stream, signature, flags, looked, bucket)
         if bucket is not None:
-            bucket.call = call._replace(stack=stack.Stack(), bucket=None)  # nothing of this moment is kept alive
+            # nothing of this moment is kept alive
+            bucket.call = call._replace(stack=stack.Stack(), bucket=None)
         self._on_call(call)
 
     def _signature(
@@ -159,11 +181,17 @@ class CollectiveHook:
     ) -> int:
         """The id of what repeats: everything about a call but its number, place and time."""
         # `.op()` does the same and takes 0.9 us more.
-        reduce_op = args[op.reduce_op_at]._get_method("op")() if op.reduce_op_at is not None else None
+        reduce_op = (
+            args[op.reduce_op_at]._get_method("op")() if op.reduce_op_at is not None else None
+        )
         tensors = inputs or outputs
         dtype = tensors[0].dtype if tensors else None
         shapes, out_shapes = tuple([t.shape for t in inputs]), tuple([t.shape for t in outputs])
-        splits = _splits(op, args) if op.splits_at is not None and len(group.signatures) < _MOST_SPLITS else None
+        splits = (
+            _splits(op, args)
+            if op.splits_at is not None and len(group.signatures) < _MOST_SPLITS
+            else None
+        )
         key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits)
         known = group.signatures.get(key)
         if known is None:
@@ -172,7 +200,7 @@ class CollectiveHook:
                 "raw_op": f"c10d::{op.raw}",
                 "group": group.name,
                 "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-                "shapes": [list(map(int, shape)) for shape in (shapes or out_shapes)],
+                "shapes": [list(map(int, shape)) for shape in shapes or out_shapes],
                 "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
                 "bytes": max(_bytes(inputs), _bytes(outputs)),
                 "peer": peer,
@@ -236,7 +264,8 @@ def _kernels(*, native: Any) -> CollectiveKernels:
 
 
 def _is_from_engine(frame: FrameType | None) -> bool:
-    """Whether C++ called, out of a backward: no frame in between, but those of a dispatch mode that is on."""
+    """Whether C++ called, out of a backward: no frame in between, but those of a dispatch mode that
+    is on."""
     while frame is not None and frame.f_code.co_name in _OF_A_MODE:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == ENGINE_CALL
@@ -264,8 +293,13 @@ def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Te
 
 
 def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Into what sizes the input and the output of an all_to_all are split; empty where they are even."""
-    return tuple(tuple(map(int, args[at])) for at in op.splits_at) if op.splits_at is not None else None
+    """Into what sizes the input and the output of an all_to_all are split; empty where they are
+    even."""
+    return (
+        tuple(tuple(map(int, args[at])) for at in op.splits_at)
+        if op.splits_at is not None
+        else None
+    )
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -273,7 +307,8 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _is_async(op: Op, args: tuple[Any, ...], api: str | None) -> bool:
-    """Whether the caller waits at once. Point-to-point ops carry no such argument; the function's name tells."""
+    """Whether the caller waits at once. Point-to-point ops carry no such argument; the function's
+    name tells."""
     if op.is_p2p:
         return api in ("isend", "irecv", "batch_isend_irecv")
     if op.async_at is None:

@@ -1,7 +1,8 @@
 """When a graph is being compiled, and which one is running.
 
-Compilations are told by dynamo's own callbacks, registered once the job has loaded dynamo. A running graph is known from the
-code object of its frame (`stack.py`); a compiled backward has no such frame, but its autograd node carries the id.
+Compilations are told by dynamo's own callbacks, registered once the job has loaded dynamo. A
+running graph is known from the code object of its frame (`stack.py`); a compiled backward has no
+such frame, but its autograd node carries the id.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from torchwhere.hooks.error_limiter import ErrorLimiter, log
 
 
 class CompilationHook:
-    """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is known about it by then."""
+    """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is
+    known about it by then."""
 
-    def __init__(self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]) -> None:
+    def __init__(
+        self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]
+    ) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
         self._handler: Any = None
@@ -32,7 +36,8 @@ class CompilationHook:
         self.refresh()
 
     def refresh(self) -> None:
-        """Register, if we are not: `torch.compiler.reset()` drops everybody's callbacks. Called between steps."""
+        """Register, if we are not: `torch.compiler.reset()` drops everybody's callbacks. Called
+        between steps."""
         handler = self._handler
         if handler is not None and self._begin not in handler.start_callbacks:
             handler.register_start_callback(self._begin)
@@ -45,9 +50,14 @@ class CompilationHook:
     def remove(self) -> None:
         handler, self._handler = self._handler, None
         if handler is not None:
-            # Removing while dynamo walks the list would skip a callback: leave the lists it walks alone.
-            handler.start_callbacks = [callback for callback in handler.start_callbacks if callback != self._begin]
-            handler.end_callbacks = [callback for callback in handler.end_callbacks if callback != self._end]
+            # Removing while dynamo walks the list would skip a callback: leave the lists it walks
+            # alone.
+            handler.start_callbacks = [
+                callback for callback in handler.start_callbacks if callback != self._begin
+            ]
+            handler.end_callbacks = [
+                callback for callback in handler.end_callbacks if callback != self._end
+            ]
 
     @_torch.unseen
     def _begin(self, args: Any) -> None:
@@ -70,7 +80,9 @@ def _known_at_begin(args: Any) -> dict[str, str]:
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
     found = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
     context = _torch.private("metrics_context")
-    reason = getattr(context(), "_metrics", {}).get("recompile_reason") if context is not None else None
+    reason = (
+        getattr(context(), "_metrics", {}).get("recompile_reason") if context is not None else None
+    )
     return found | ({"because": str(reason).strip()} if reason else {})
 
 

@@ -1,7 +1,9 @@
-"""What dynamo has compiled in this process, as it can be read from it at any time; nothing is changed, nothing is imported.
+"""What dynamo has compiled in this process, as it can be read from it at any time; nothing is
+changed, nothing is imported.
 
-Live graphs come from dynamo's caches, one entry for each variant of a function. What they were like when they were compiled
-(how many ops, why again) stands in its metrics, of which it keeps the last 64; a watch collects them before they go.
+Live graphs come from dynamo's caches, one entry for each variant of a function. What they were like
+when they were compiled (how many ops, why again) stands in its metrics, of which it keeps the last
+64; a watch collects them before they go.
 """
 
 from __future__ import annotations
@@ -35,8 +37,14 @@ def live_graphs() -> list[LiveGraph]:
     originals, entries = _torch.private("original_code"), _torch.private("cache_entries")
     if originals is None or entries is None:
         return []
-    codes = {id(code): code for code in list(getattr(originals, "values", {}).values())}  # its own dictionary, not a method
-    found = [_live(code, entry) for code in codes.values() for entry in entries(code) if graph_name(entry.code)]
+    # its own dictionary, not a method
+    codes = {id(code): code for code in list(getattr(originals, "values", {}).values())}
+    found = [
+        _live(code, entry)
+        for code in codes.values()
+        for entry in entries(code)
+        if graph_name(entry.code)
+    ]
     return sorted(found, key=lambda graph: order_of(graph.id))
 
 
@@ -62,7 +70,8 @@ def _backend(backend: Any) -> str:
 
 
 def _around(function: Any) -> Iterator[Any]:
-    """A function, and what it and they hold on to: how a graph's runtime wrappers are put together."""
+    """A function, and what it and they hold on to: how a graph's runtime wrappers are put
+    together."""
     pending, seen = [function], set[int]()
     while pending and len(seen) < _MOST_LOOKED_AT:
         thing = pending.pop()
@@ -70,8 +79,15 @@ def _around(function: Any) -> Iterator[Any]:
             continue
         seen.add(id(thing))
         yield thing
-        held = [cell.cell_contents for cell in getattr(thing, "__closure__", None) or () if _is_filled(cell)]
-        held += [getattr(thing, name, None) for name in ("__wrapped__", "__self__", "compiled_fn", "_boxed_call")]
+        held = [
+            cell.cell_contents
+            for cell in getattr(thing, "__closure__", None) or ()
+            if _is_filled(cell)
+        ]
+        held += [
+            getattr(thing, name, None)
+            for name in ("__wrapped__", "__self__", "compiled_fn", "_boxed_call")
+        ]
         pending += [one for one in held if callable(one)]
 
 
@@ -84,7 +100,9 @@ def _is_filled(cell: Any) -> bool:
 
 def order_of(compile_id: str) -> tuple[int, ...]:
     """`2/10` comes after `2/9`; compiled autograd's `!1/2/3` after all others of its kind."""
-    numbers = [int(part) if part.isdigit() else 1 << 30 for part in compile_id.replace("!", "").split("/")]
+    numbers = [
+        int(part) if part.isdigit() else 1 << 30 for part in compile_id.replace("!", "").split("/")
+    ]
     return (compile_id.startswith("!"), *numbers)
 
 
@@ -94,7 +112,9 @@ def backward_graph(node: Any) -> str | None:
     if compiled is None or not hasattr(compiled, "_aot_id"):
         return None
     context = getattr(getattr(compiled, "_lazy_backward_info", None), "saved_compile_context", None)
-    compile_id = getattr(getattr(compiled, "metadata", None), "compile_id_str", None) or getattr(context, "compile_id", None)
+    compile_id = getattr(getattr(compiled, "metadata", None), "compile_id_str", None) or getattr(
+        context, "compile_id", None
+    )
     return str(compile_id) if compile_id is not None else f"aot {compiled._aot_id}"
 
 
@@ -112,7 +132,7 @@ def model_name() -> str:
     return str(getattr(_torch.private("aot_naming"), "model_name", "model"))
 
 
-# -- how it was compiled ---------------------------------------------------------------------------------------------------
+# -- how it was compiled ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +162,21 @@ class Ledger:
         metrics: Callable[[], list[Any]] | None = _torch.private("compile_metrics")
         for one in metrics() if metrics is not None else ():
             compile_id = getattr(one, "compile_id", None)
-            key = getattr(one, "start_time_us", None) or 0, str(compile_id), getattr(one, "is_forward", None) is False
+            key = (
+                getattr(one, "start_time_us", None) or 0,
+                str(compile_id),
+                getattr(one, "is_forward", None) is False,
+            )
             if key not in self._found and compile_id is not None:
                 self._found[key] = _compilation(one)
 
     def latest(self) -> dict[tuple[str, bool], Compilation]:
-        """By id and whether it was the backward; ids begin again at `0/0` after `torch.compiler.reset()`."""
-        return {(one.id, one.is_backward): one for _, one in sorted(self._found.items(), key=lambda item: item[0])}
+        """By id and whether it was the backward; ids begin again at `0/0` after
+        `torch.compiler.reset()`."""
+        return {
+            (one.id, one.is_backward): one
+            for _, one in sorted(self._found.items(), key=lambda item: item[0])
+        }
 
 
 def _compilation(metrics: Any) -> Compilation:

@@ -1,8 +1,9 @@
 """Whose gradients a DDP all-reduce carries: the parameters of its bucket.
 
-DDP's C++ reducer launches buckets in order, 0 first, once per backward, from the hook of the parameter that completed one. It
-does not say which. Its logger knows the buckets once they were rebuilt, from the third step on; before that they follow from
-DDP's own bucketing function. A plan is believed only if the bucket's size is that of the tensor that is reduced.
+DDP's C++ reducer launches buckets in order, 0 first, once per backward, from the hook of the
+parameter that completed one. It does not say which. Its logger knows the buckets once they were
+rebuilt, from the third step on; before that they follow from DDP's own bucketing function. A plan
+is believed only if the bucket's size is that of the tensor that is reduced.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Bucket:
     entry: int = 0  # id of the names in the table, once they are there
     call: Any = None  # its first all-reduce; all later ones are the same but for their number
     completed_by: int = 0  # the id of the parameter whose gradient launched it last
-    param: torch.Tensor | None = None  # that parameter, until its place was asked for: a model may go while we watch
+    # that parameter, until its place was asked for: a model may go while we watch
+    param: torch.Tensor | None = None
     spot: Any = None  # the place of that parameter, once it was asked for
     index: int = 0  # where it stood among the buckets of its instance when it was reduced last
     progress: Any = None  # of that instance
@@ -44,7 +46,8 @@ class Bucket:
 
 @dataclass(slots=True)
 class BucketProgress:
-    """How far a backward is in the buckets of one DDP instance. The native part has its own, and moves it on by itself."""
+    """How far a backward is in the buckets of one DDP instance. The native part has its own, and
+    moves it on by itself."""
 
     task: int = -1
     next: int = 0
@@ -55,7 +58,8 @@ class BucketProgress:
 
 
 class Reducer:
-    """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a backward is."""
+    """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a
+    backward is."""
 
     def __init__(self, ddp: Any, names: NameTable, progress: Any) -> None:
         self.progress = progress
@@ -68,7 +72,8 @@ class Reducer:
     def look(self) -> None:
         """Ask DDP's logger how things stand, until it knows for good.
 
-        Before a backward, never inside: the logger waits for a lock that the reducer holds while it launches a bucket.
+        Before a backward, never inside: the logger waits for a lock that the reducer holds while it
+        launches a bucket.
         """
         ddp = self._ddp()
         if ddp is None or not self.looks_left:
@@ -78,34 +83,57 @@ class Reducer:
         said = ddp.logger._get_ddp_logging_data()
         rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
         if rebuilt:
-            self._plans = [[self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]]
+            self._plans = [
+                [self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]
+            ]
             self.looks_left = 0
             return
         cap = int(said.ints_map["bucket_cap_bytes"])
-        order = [int(i) for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "").replace(",", " ").split()]
+        order = [
+            int(i)
+            for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "")
+            .replace(",", " ")
+            .split()
+        ]
         rebuilds = ddp.static_graph or not ddp.find_unused_parameters
         self._plans = [self._assigned(order, cap, rebuilding=True)] if order and rebuilds else []
-        self._plans.append(self._assigned(list(range(len(self._params))), sys.maxsize if rebuilds else cap, rebuilding=False))
+        self._plans.append(
+            self._assigned(
+                list(range(len(self._params))), sys.maxsize if rebuilds else cap, rebuilding=False
+            )
+        )
 
     def _bucket(self, indices: list[int]) -> Bucket:
         params = self._tensors(indices)
-        return Bucket([(self._names.param_names(p) or ["?"])[0] for p in params], sum(p.numel() for p in params))
+        return Bucket(
+            [(self._names.param_names(p) or ["?"])[0] for p in params],
+            sum(p.numel() for p in params),
+        )
 
     def params(self) -> list[torch.Tensor]:
         return self._tensors(range(len(self._params)))
 
     def _tensors(self, indices: Iterable[int]) -> list[torch.Tensor]:
-        found = ((module, key) for ref, key in map(self._params.__getitem__, indices) if (module := ref()) is not None)
-        return [param for module, key in found if (param := module._parameters.get(key)) is not None]
+        found = (
+            (module, key)
+            for ref, key in map(self._params.__getitem__, indices)
+            if (module := ref()) is not None
+        )
+        return [
+            param for module, key in found if (param := module._parameters.get(key)) is not None
+        ]
 
     def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[Bucket]:
-        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of their definition."""
+        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of
+        their definition."""
         assign = _torch.private("bucket_assignment")
         tensors = self._tensors(order)
         if assign is None or len(tensors) != len(order):
             return []
         first = _FIRST_BUCKET_BYTES if cap == _DEFAULT_CAP_BYTES else cap
-        indices, _ = assign(tensors, [first, cap], [False] * len(tensors), order if rebuilding else [])
+        indices, _ = assign(
+            tensors, [first, cap], [False] * len(tensors), order if rebuilding else []
+        )
         buckets = [self._bucket(list(bucket)) for bucket in indices]
         return buckets if rebuilding else buckets[::-1]
 
@@ -132,8 +160,8 @@ class Reducer:
 
 
 def _reduced(ddp: Any) -> Iterator[Slot]:
-    """The parameters that DDP reduces, in its order, each by a module that has it: `swap_tensors` refuses a tensor that has a
-    weak reference."""
+    """The parameters that DDP reduces, in its order, each by a module that has it: `swap_tensors`
+    refuses a tensor that has a weak reference."""
     names = getattr(ddp, "parameters_to_ignore", ())
     seen = {id(param) for name, param in ddp.module.named_parameters() if name in names}
     for module in ddp.modules():
@@ -149,12 +177,16 @@ class Reducers:
 
     def __init__(self, names: NameTable, native: Any = None) -> None:
         self._names = names
-        self._make_progress: Callable[[], Any] = BucketProgress if native is None else native.Buckets
-        self.turns: Any = itertools.count(1) if native is None else native.Count(1)  # one for each reduction, of all instances
+        self._make_progress: Callable[[], Any] = (
+            BucketProgress if native is None else native.Buckets
+        )
+        # one for each reduction, of all instances
+        self.turns: Any = itertools.count(1) if native is None else native.Count(1)
         self._of_param: dict[int, Reducer] = {}
         self._seen: dict[int, Reducer] = {}  # by the id of the DDP instance, while that is there
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
-        self._replicated: list[weakref.ref[nn.Module]] = []  # by `replicate()`, which makes a DDP instance in the first forward
+        # by `replicate()`, which makes a DDP instance in the first forward
+        self._replicated: list[weakref.ref[nn.Module]] = []
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
@@ -178,12 +210,15 @@ class Reducers:
         """The ids of its parameters were good as long as it lived: its reducer holds them."""
         self._alive.pop(key, None)
         reducer = self._seen.pop(key, None)
-        self._of_param = {param: other for param, other in self._of_param.items() if other is not reducer}
+        self._of_param = {
+            param: other for param, other in self._of_param.items() if other is not reducer
+        }
         if reducer is not None:
             reducer.progress.forget()
 
     def look(self) -> bool:
-        """A backward is about to begin. Whether all is known by now: no need to look again before something new is met."""
+        """A backward is about to begin. Whether all is known by now: no need to look again before
+        something new is met."""
         if self._replicated:
             self._add_replicated()
         is_known = not self._replicated
@@ -204,10 +239,11 @@ class Reducers:
         self._replicated = waiting
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
-        """The bucket whose gradients `tensor` carries, if DDP's reducer is launching it right now on this thread.
+        """The bucket whose gradients `tensor` carries, if DDP's reducer is launching it right now
+        on this thread.
 
-        It is launched by the hook of the parameter that completed it, or by a callback at the end of the backward. Cheap: in
-        a small step the GPU waits for it.
+        It is launched by the hook of the parameter that completed it, or by a callback at the end
+        of the backward. Cheap: in a small step the GPU waits for it.
         """
         if not self._of_param:
             return None
@@ -226,9 +262,12 @@ class Reducers:
         return bucket
 
     def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:
-        """Whose bucket is reduced once all gradients are there: a static graph's first backward reduces none before."""
+        """Whose bucket is reduced once all gradients are there: a static graph's first backward
+        reduces none before."""
         seen = list(self._seen.values())
         last = max(seen, key=lambda reducer: int(reducer.progress.turn), default=None)
         last = last if last is not None and last.progress.turn else None
         likeliest = [last] if last is not None else []
-        return next((reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), last)
+        return next(
+            (reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), last
+        )

@@ -1,7 +1,8 @@
-"""A context manager as the decorator of any kind of function: plain, coroutine, generator, asynchronous generator.
+"""A context manager as the decorator of any kind of function: plain, coroutine, generator,
+asynchronous generator.
 
-A coroutine is inside the context from its beginning to its end. A generator is inside it whenever it runs, once for every item,
-and not while its caller has the item.
+A coroutine is inside the context from its beginning to its end. A generator is inside it whenever
+it runs, once for every item, and not while its caller has the item.
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ _MOST_FRAMES = 32
 _MOST_VALUES = 400  # variables and attributes that are looked at for one call
 _MOST_INSIDE = 64  # of them in one container or object
 _MOST_MODULES = 400  # that are visited for one call
-_HOLDS_NO_MODULE = frozenset({str, bytes, int, float, bool, type(None), type, CodeType, FrameType, FunctionType, ModuleType})
+_HOLDS_NO_MODULE = frozenset(
+    {str, bytes, int, float, bool, type(None), type, CodeType, FrameType, FunctionType, ModuleType}
+)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _READS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _LONG_CODE = 1 << 13  # bytes: code that is not searched for a call of `locals()`
@@ -35,7 +37,8 @@ _OWN_REFERENCES = 3  # to such a dictionary: of the frame, of a variable, and of
 
 
 def enclosing(module: nn.Module, frame: FrameType | None) -> nn.Module:
-    """The outermost module in sight of a frame, or of those that called it, that contains `module`; else `module`."""
+    """The outermost module in sight of a frame, or of those that called it, that contains `module`;
+    else `module`."""
     in_sight = {id(one): one for one in _modules(_values(frame))}
     return _Search(in_sight.values()).around(module)
 
@@ -55,15 +58,16 @@ class _Search:
         return module
 
     def _next_around(self, module: nn.Module, passed: set[int]) -> nn.Module | None:
-        """A module that contains this one, and is not itself inside this one: modules may refer to each other."""
+        """A module that contains this one, and is not itself inside this one: modules may refer to
+        each other."""
         others = [one for one in self._in_sight if id(one) not in passed]
         outer = self._holder(module, others)
         is_outside = outer is not None and self._holder(outer, [module]) is None
         return outer if is_outside else None
 
     def _holder(self, inner: nn.Module, outers: list[nn.Module]) -> nn.Module | None:
-        """Which of some modules has another one in it. All of them at once, level by level: a part that is called by itself is
-        rarely deep."""
+        """Which of some modules has another one in it. All of them at once, level by level: a part
+        that is called by itself is rarely deep."""
         pending = deque((outer, outer) for outer in outers)
         visited: set[int] = set()
         while pending and self._left > 0:
@@ -81,11 +85,12 @@ class _Search:
         return None
 
 
-# -- what frames can see -----------------------------------------------------------------------------------------------------
+# -- what frames can see ---------------------------------------------------------------------------
 
 
 def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
-    """The modules among some values, and one level inside them: in containers and in the attributes of objects."""
+    """The modules among some values, and one level inside them: in containers and in the attributes
+    of objects."""
     left = _MOST_VALUES
     for value in values:
         left -= 1
@@ -115,7 +120,8 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _values(frame: FrameType | None) -> Iterator[Any]:
-    """The variables of a frame and of those that called it, the innermost first, and the globals of the user's files."""
+    """The variables of a frame and of those that called it, the innermost first, and the globals of
+    the user's files."""
     seen: set[int] = set()
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -130,12 +136,17 @@ def _values(frame: FrameType | None) -> Iterator[Any]:
 def _variables(frame: FrameType) -> list[Any]:
     """The variables of a function that runs.
 
-    Before Python 3.13 a frame keeps the dictionary that it gives, with all values in it, until it ends: they are taken out, so
-    that nothing lives longer. `locals()` gives the same dictionary: the frame of a function that calls it is left alone, and
-    so is one that is traced, as a debugger writes what is in the dictionary back to the variables.
+    Before Python 3.13 a frame keeps the dictionary that it gives, with all values in it, until it
+    ends: they are taken out, so that nothing lives longer. `locals()` gives the same dictionary:
+    the frame of a function that calls it is left alone, and so is one that is traced, as a debugger
+    writes what is in the dictionary back to the variables.
     """
     code = frame.f_code
-    if not code.co_flags & inspect.CO_OPTIMIZED or frame.f_trace is not None or (_KEEPS_SNAPSHOT and _reads_locals(code)):
+    if (
+        not code.co_flags & inspect.CO_OPTIMIZED
+        or frame.f_trace is not None
+        or (_KEEPS_SNAPSHOT and _reads_locals(code))
+    ):
         return []
     variables = frame.f_locals
     values = list(variables.values())
@@ -146,10 +157,15 @@ def _variables(frame: FrameType) -> list[Any]:
 
 
 def _reads_locals(code: CodeType) -> bool:
-    """Whether a function may have the dictionary of its variables. A method of that name is something else."""
+    """Whether a function may have the dictionary of its variables. A method of that name is
+    something else."""
     if _READS_LOCALS.isdisjoint(code.co_names):
         return False
     if len(code.co_code) > _LONG_CODE:
         return True
-    loaded = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    loaded = (
+        each.argval
+        for each in dis.get_instructions(code)
+        if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    )
     return not _READS_LOCALS.isdisjoint(loaded)

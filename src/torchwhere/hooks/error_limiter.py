@@ -1,7 +1,8 @@
-"""What happens to an error of torchwhere's own: it is counted, said once, and after a few its sense switches itself off.
+"""What happens to an error of torchwhere's own: it is counted, said once, and after a few its sense
+switches itself off.
 
-Only `Exception` is ever caught: a KeyboardInterrupt belongs to the user. Said through `logging`, never `warnings`, which a
-job may have turned into exceptions.
+Only `Exception` is ever caught: a KeyboardInterrupt belongs to the user. Said through `logging`,
+never `warnings`, which a job may have turned into exceptions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class ErrorLimiter:
     def __init__(self, sense: str, switch_off: Callable[[], None]) -> None:
         self.sense = sense
         self.count = 0
-        self.is_over = False  # the watch has ended; a thread that was inside a call finds nothing to write to
+        # the watch has ended; a thread that was inside a call finds nothing to write to
+        self.is_over = False
         self._switch_off = switch_off
 
     @_torch.unseen
@@ -34,8 +36,8 @@ class ErrorLimiter:
         with contextlib.suppress(Exception):  # the job's own logging handlers may raise
             if self.count == 1:
                 log.warning(
-                    "torchwhere: the sense for %s failed (%s: %s). The training is not affected; after %d failures this "
-                    "sense switches itself off.",
+                    "torchwhere: the sense for %s failed (%s: %s). The training is not affected;"
+                    " after %d failures this sense switches itself off.",
                     self.sense,
                     type(error).__name__,
                     error,

@@ -1,8 +1,10 @@
-"""What an exception of the user's carries away: a note with the place and the last collectives, and an event in the box.
+"""What an exception of the user's carries away: a note with the place and the last collectives, and
+an event in the box.
 
-The exception itself propagates unchanged. The innermost module call, or the backward, that it passes through adds the note;
-those further out see it and add nothing. One that ends a thread of the user's passes through none of them, as a rule: the main
-thread goes on, and may wait for ever for what the thread should have done.
+The exception itself propagates unchanged. The innermost module call, or the backward, that it
+passes through adds the note; those further out see it and add nothing. One that ends a thread of
+the user's passes through none of them, as a rule: the main thread goes on, and may wait for ever
+for what the thread should have done.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ NOTE_START = "torchwhere: "
 _CONTROL_FLOW = (GeneratorExit, StopIteration)
 _CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
 
-# Called with the exception, the thread's track, where it was raised and the user's line; adds note and event.
+# Called with the exception, the thread's track, where it was raised and the user's line; adds note
+# and event.
 Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
 
 
@@ -79,17 +82,25 @@ class ExceptionHook:
 
     def _tell(self, error: BaseException, track: Track, spot: PlaceIds) -> None:
         found = python_stack.deepest_user_line(error.__traceback__)
-        if found is None:  # raised by torch itself: the user's line is further out, where it has not come yet
+        # raised by torch itself: the user's line is further out, where it has not come yet
+        if found is None:
             looked = python_stack.read(python_stack.caller(1))
             found = (looked.file, looked.line) if looked.file is not None else None
-        line = python_stack.shortened(*found, folder=self._locator.folder) if found is not None else None
+        line = (
+            python_stack.shortened(*found, folder=self._locator.folder)
+            if found is not None
+            else None
+        )
         self._report(error, track, spot, line)
 
     def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
-        return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(outputs, track)
+        return self._spot_of_frames(error.__traceback__, track) or self._spot_of_frontier(
+            outputs, track
+        )
 
     def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> PlaceIds | None:
-        """From what the Python code that raised was given: a node (`ctx`), a module's hook, a parameter."""
+        """From what the Python code that raised was given: a node (`ctx`), a module's hook, a
+        parameter."""
         found = None
         while traceback is not None:
             for value in list(traceback.tb_frame.f_locals.values()):

@@ -1,7 +1,9 @@
-"""How backwards, optimizer steps and training steps begin and end, as far as the native part does that: nothing without it.
+"""How backwards, optimizer steps and training steps begin and end, as far as the native part does
+that: nothing without it.
 
-It does only what Python has done before. What it must know for that it learns here: the way from a hook of ours to the user's
-line, and the names of optimizers. Whoever asks it goes on as ever where it says that it has not done it.
+It does only what Python has done before. What it must know for that it learns here: the way from a
+hook of ours to the user's line, and the names of optimizers. Whoever asks it goes on as ever where
+it says that it has not done it.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ _NONE: tuple[str, ...] = ()
 
 
 class FastPath:
-    """What the native part does instead of Python, which is nothing: its own class has these names too, and comes first."""
+    """What the native part does instead of Python, which is nothing: its own class has these names
+    too, and comes first."""
 
     __slots__ = _NONE
     is_paused: bool  # the next backward is Python's: something may be new
     ends_after_backward: bool  # `end_backward` is to say that there is more to do
 
     def begin_backward(self, _args: tuple[Any, ...]) -> int | None:
-        """Where the thread was before; None: this one is for Python. Given are the engine's arguments, without the first."""
+        """Where the thread was before; None: this one is for Python. Given are the engine's
+        arguments, without the first."""
         return None
 
     def end_backward(self, _below: int) -> bool:
@@ -47,7 +51,8 @@ class FastPath:
         return False
 
     def rest(self, _until_ns: int, _counts_steps: bool, _looked_at: tuple[Any, ...]) -> None:
-        """Python has seen to what there is to do between steps: until then, or until one of these has another size."""
+        """Python has seen to what there is to do between steps: until then, or until one of these
+        has another size."""
 
     def wake(self) -> None:
         """Python is to be asked the next time."""
@@ -91,16 +96,30 @@ class _Learning(FastPath):
 
 @cache
 def _type_of(native: Any) -> Any:
-    return type("NativePasses", (native.FastPath, _Learning), {"__slots__": ("_codes", "_lines", "_names")})
+    return type(
+        "NativePasses", (native.FastPath, _Learning), {"__slots__": ("_codes", "_lines", "_names")}
+    )
 
 
 def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> FastPath:
-    """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have stepped in this one."""
+    """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have
+    stepped in this one."""
     if box.native is None or steps.under_way is None:
         return PythonFastPath()
     lines, names = box.native.Words(), dict[str, int]()
     fast_path: Any = _type_of(box.native)(
-        *(box.native_box, calls, lines, names, steppers, steps, steps.ended, steps.under_way, BACKWARD_WORD, OPTIMIZER_WORD),
+        *(
+            box.native_box,
+            calls,
+            lines,
+            names,
+            steppers,
+            steps,
+            steps.ended,
+            steps.under_way,
+            BACKWARD_WORD,
+            OPTIMIZER_WORD,
+        ),
         *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
     )
     fast_path._codes, fast_path._lines, fast_path._names = {}, lines, names

@@ -1,9 +1,10 @@
-"""Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks for it.
+"""Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks
+for it.
 
-Python's own fault handler writes it, from C, without the GIL: it works while the process holds the GIL, waits or loops.
-A signal that nobody uses is made to mean "write your stack"; its number is in the box. A fault handler that the program
-enables, before or while we watch, is left as it is. All of it is taken back at the end, and an empty
-file is deleted.
+Python's own fault handler writes it, from C, without the GIL: it works while the process holds the
+GIL, waits or loops. A signal that nobody uses is made to mean "write your stack"; its number is in
+the box. A fault handler that the program enables, before or while we watch, is left as it is. All
+of it is taken back at the end, and an empty file is deleted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-_FIRST_TRIED = 8  # above the first real-time signal; glibc keeps the lowest for itself, and some libraries the next
+# above the first real-time signal; glibc keeps the lowest for itself, and some libraries the next
+_FIRST_TRIED = 8
 
 
 class Faults:
@@ -48,7 +50,8 @@ class Faults:
                     self._path.unlink()
 
     def abandon(self) -> None:
-        """Let go of handlers and file, and delete nothing: a forked child inherits them, but the file is its parent's."""
+        """Let go of handlers and file, and delete nothing: a forked child inherits them, but the
+        file is its parent's."""
         if self.signal is not None:
             faulthandler.unregister(self.signal)
             self.signal = None
@@ -60,8 +63,8 @@ class Faults:
             self._file = None
 
     def _is_in_use(self) -> bool:
-        """Whether the fault handler still writes to our file. It tells nobody, but it holds a reference; a program that has
-        enabled it anew for a file of its own made it let go."""
+        """Whether the fault handler still writes to our file. It tells nobody, but it holds a
+        reference; a program that has enabled it anew for a file of its own made it let go."""
         return sys.getrefcount(self._file) > self._references
 
     def rename(self, path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Names for modules that belong to no known model: a second model, a loss, an activation made on the fly.
+"""Names for modules that belong to no known model: a second model, a loss, an activation made on
+the fly.
 
 Such a module is looked for below all known roots, which takes a walk over them. One that is called
 outside any other is looked for in the modules that the calling frames can see. Where modules of one
@@ -23,7 +24,8 @@ _OFTEN = 2
 
 
 class _Numbers:
-    """Numbers from 1 on for things that are alive. A number is free again when its thing is gone."""
+    """Numbers from 1 on for things that are alive. A number is free again when its thing is
+    gone."""
 
     def __init__(self) -> None:
         self._free: list[int] = []  # a heap
@@ -53,7 +55,8 @@ class ForeignModules:
         self._from_nowhere: dict[tuple[type, int], int] = {}
 
     def is_one(self, module: nn.Module, within: int) -> bool:
-        """Whether a module, called in another one (its id) or `OUTSIDE`, need not be looked for in the known models."""
+        """Whether a module, called in another one (its id) or `OUTSIDE`, need not be looked for in
+        the known models."""
         times = self._from_nowhere.get((type(module), within), 0)
         return times >= _OFTEN and (_is_bare(module) or times.bit_count() > 1)
 
@@ -66,7 +69,8 @@ class ForeignModules:
         return name
 
     def root_of(self, module: nn.Module, frame: FrameType | None) -> nn.Module:
-        """The model that one called outside any other belongs to, as far as the calling frames can see it: often itself."""
+        """The model that one called outside any other belongs to, as far as the calling frames can
+        see it: often itself."""
         if _is_bare(module) and self.is_one(module, OUTSIDE):
             return module
         root = enclosing(module, frame)
@@ -75,7 +79,8 @@ class ForeignModules:
         return root
 
     def prefix(self, root: nn.Module) -> str:
-        """`<CrossEntropyLoss>`, `<Discriminator>.layers.0`. One of the same class is `#2`, unless the first is gone by now."""
+        """`<CrossEntropyLoss>`, `<Discriminator>.layers.0`. One of the same class is `#2`, unless
+        the first is gone by now."""
         name = type(innermost(root)).__name__
         number = self._numbered.setdefault(name, _Numbers()).give(root)
         return f"<{name}>" if number == 1 else f"<{name}#{number}>"

@@ -1,8 +1,10 @@
-"""Process groups in the making: `init_process_group` and `new_group`, in which all ranks wait for each other.
+"""Process groups in the making: `init_process_group` and `new_group`, in which all ranks wait for
+each other.
 
-No collective happens there, so without this a job that never gets out of its start would look as if nothing were the matter.
-Recorded when it begins and when it ends, with how many groups were made before: ranks are compared by that number. A group
-that its members alone wait for (`use_local_synchronization`) says nothing about the others, and is left out.
+No collective happens there, so without this a job that never gets out of its start would look as if
+nothing were the matter. Recorded when it begins and when it ends, with how many groups were made
+before: ranks are compared by that number. A group that its members alone wait for
+(`use_local_synchronization`) says nothing about the others, and is left out.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torchwhere.hooks.error_limiter import ErrorLimiter
 
 _MOST_RANKS = 64  # of a group, that are written down
 
-OnBegin = Callable[[str, int, list[int] | None], None]  # what is called, how many were made before, for which ranks
+# what is called, how many were made before, for which ranks
+OnBegin = Callable[[str, int, list[int] | None], None]
 
 
 class GroupCreationHook:
@@ -38,19 +41,26 @@ class GroupCreationHook:
             return []
         self._active = True
         world = _torch.private("process_groups")
-        self._made = int(getattr(world, "group_count", 0)) if world is not None and dist.is_initialized() else 0
+        self._made = (
+            int(getattr(world, "group_count", 0))
+            if world is not None and dist.is_initialized()
+            else 0
+        )
         init = self._wrapped("init_process_group", dist.init_process_group)
         for module in (dist, dist.distributed_c10d):
             self._patch(module, "init_process_group", init)
         if (make := _torch.private("new_group")) is not None:
-            self._patch(dist.distributed_c10d, "_new_group_with_tag", self._wrapped("new_group", make))
+            self._patch(
+                dist.distributed_c10d, "_new_group_with_tag", self._wrapped("new_group", make)
+            )
         return _torch.missing("gathering")
 
     def switch_off(self) -> None:
         self._active = False
 
     def remove(self) -> None:
-        """Take the patches back. Who imported a function by name while we watched keeps ours: it passes everything on."""
+        """Take the patches back. Who imported a function by name while we watched keeps ours: it
+        passes everything on."""
         self._active = False
         while self._patched:
             module, name, original, ours = self._patched.pop()

@@ -1,9 +1,11 @@
-"""Python kernels on the `BackendSelect` key of collectives: how they are registered and removed while other threads run.
+"""Python kernels on the `BackendSelect` key of collectives: how they are registered and removed
+while other threads run.
 
-torch frees a kernel as soon as it is removed, even if a thread is inside it. A thread that has selected the key but not yet
-looked up the kernel then finds none, and torch raises an internal assert ("fallthrough_kernel was executed"). So `Kernels`
-removes its kernels only when no other thread calls them, and keeps them alive for a while after that. Otherwise the kernels
-stay registered and only redispatch every call, and the next user takes them over.
+torch frees a kernel as soon as it is removed, even if a thread is inside it. A thread that has
+selected the key but not yet looked up the kernel then finds none, and torch raises an internal
+assert ("fallthrough_kernel was executed"). So `Kernels` removes its kernels only when no other
+thread calls them, and keeps them alive for a while after that. Otherwise the kernels stay
+registered and only redispatch every call, and the next user takes them over.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ _QUIET_S = 0.1
 
 
 class Kernels:
-    """Kernels on some ops. A subclass registers them, and sends each call to `told`, or counts it as untold.
+    """Kernels on some ops. A subclass registers them, and sends each call to `told`, or counts it
+    as untold.
 
-    There is at most one set of each subclass in a process: two kernels on one key of an op do not work.
+    There is at most one set of each subclass in a process: two kernels on one key of an op do not
+    work.
     """
 
     def __init__(self) -> None:
         self.told: Any = None
         self._untold = 0  # calls while `told` was None: only a change of it matters
-        self._silent: tuple[float, object] | None = None  # the time of `silence`, and the calls until then
+        # the time of `silence`, and the calls until then
+        self._silent: tuple[float, object] | None = None
         self._were_left = False
         self._names: list[str] = []
         self._codes: set[CodeType] = set()
@@ -40,7 +45,8 @@ class Kernels:
 
     @classmethod
     def take_left(cls) -> Self | None:
-        """The kernels that could not be removed earlier; None if there are none. The caller owns them from now on."""
+        """The kernels that could not be removed earlier; None if there are none. The caller owns
+        them from now on."""
         left: Self | None = _left.pop(cls, None)
         return left
 
@@ -50,7 +56,8 @@ class Kernels:
         self.told = told
 
     def silence(self) -> None:
-        """Stop reporting calls, and begin to look for those of other threads. `remove` comes next."""
+        """Stop reporting calls, and begin to look for those of other threads. `remove` comes
+        next."""
         self.told = None
         if self._silent is None:
             self._silent = time.monotonic(), self._calls()
@@ -58,8 +65,8 @@ class Kernels:
     def remove(self, *, are_others: bool = False) -> None:
         """Remove the kernels, unless another thread calls them: then leave them.
 
-        `are_others` says that another thread has issued collectives and is still alive. It then takes 0.1 s from `silence` on
-        to find out whether that thread goes on.
+        `are_others` says that another thread has issued collectives and is still alive. It then
+        takes 0.1 s from `silence` on to find out whether that thread goes on.
         """
         self.silence()
         if (are_others or self._may_be_called()) and self._are_called():
@@ -76,7 +83,8 @@ class Kernels:
         _left[type(self)] = self
 
     def _register(self, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
-        """Put on an op the kernel that `make` returns. `make` gets the function that sends a call on."""
+        """Put on an op the kernel that `make` returns. `make` gets the function that sends a call
+        on."""
         namespace, _, op = name.partition("::")
         library = self._libraries.get(namespace)
         if library is None:
@@ -96,17 +104,24 @@ class Kernels:
         return self._untold
 
     def _may_be_called(self) -> bool:
-        """Whether another thread called the kernels when they were left, or may be on the way to one now."""
+        """Whether another thread called the kernels when they were left, or may be on the way to
+        one now."""
         stacks = _other_stacks()
-        names = (str(frame.f_globals.get("__name__")) for stack in stacks for frame in _outwards(stack))
-        return (self._were_left and len(stacks) > 0) or any(name.startswith(_torch.COLLECTIVE_CALLERS) for name in names)
+        names = (
+            str(frame.f_globals.get("__name__")) for stack in stacks for frame in _outwards(stack)
+        )
+        return (self._were_left and len(stacks) > 0) or any(
+            name.startswith(_torch.COLLECTIVE_CALLERS) for name in names
+        )
 
     def _are_called(self) -> bool:
         """Whether another thread has called a kernel in the last 0.1 s, or is inside one now."""
         assert self._silent is not None
         since, calls = self._silent
         time.sleep(max(0.0, since + _QUIET_S - time.monotonic()))
-        is_inside = any(frame.f_code in self._codes for stack in _other_stacks() for frame in _outwards(stack))
+        is_inside = any(
+            frame.f_code in self._codes for stack in _other_stacks() for frame in _outwards(stack)
+        )
         return is_inside or self._calls() != calls
 
 
@@ -117,8 +132,9 @@ def below_backend_select() -> Any:
 
 # The kernels that were removed last: a thread may still be inside one.
 _held: defaultdict[type[Kernels], deque[list[Any]]] = defaultdict(lambda: deque(maxlen=2))
-# The kernels that could not be removed: other threads called them, or this is a forked child. Removal takes locks that another
-# thread of the parent may have held at the fork. torch 2.11 lets no others stand beside them.
+# The kernels that could not be removed: other threads called them, or this is a forked child.
+# Removal takes locks that another thread of the parent may have held at the fork. torch 2.11 lets
+# no others stand beside them.
 _left: dict[type[Kernels], Any] = {}
 
 

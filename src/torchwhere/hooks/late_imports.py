@@ -1,4 +1,5 @@
-"""Waits for a module that the job may import later, without importing it for the job (dynamo alone takes seconds)."""
+"""Waits for a module that the job may import later, without importing it for the job (dynamo alone
+takes seconds)."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ class LateImports:
             sys.meta_path.remove(self)  # type: ignore[arg-type]
 
     @_torch.unseen
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Part of the import protocol. Finds nothing by itself: asks the others, and listens in on the loading."""
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Part of the import protocol. Finds nothing by itself: asks the others, and listens in on
+        the loading."""
         callback = self._waiting.pop(name, None)
         if callback is None:
             return None

@@ -1,6 +1,6 @@
-"""Keeps the layout of the watched models in the box: once after the first step, when wrapping is done, and at the end if it has
-changed since. Costs one walk through the models each time (about 15 us a module), nothing in any other step, and nothing at all
-without a file.
+"""Keeps the layout of the watched models in the box: once after the first step, when wrapping is
+done, and at the end if it has changed since. Costs one walk through the models each time (about 15
+us a module), nothing in any other step, and nothing at all without a file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class LayoutHook:
             self._take()
 
     def finish(self) -> None:
-        """The watch ends. A world that was destroyed before says less than what was written while it was there."""
+        """The watch ends. A world that was destroyed before says less than what was written while
+        it was there."""
         if not self._is_off and (not self._count or dist.is_initialized()):
             self._take()
         self.remove()
@@ -61,11 +62,13 @@ class LayoutHook:
                     self._box.intern_many(EntryType.LAYOUT, pack(self._count, layout))
                     self._last, self._count = layout, self._count + 1
         except Exception as error:
-            self._is_off = True  # what failed once fails again: it is said, and not tried in every step
+            # what failed once fails again: it is said, and not tried in every step
+            self._is_off = True
             self.errors(error)
 
     def _models(self) -> list[tuple[str, nn.Module, object]]:
-        """The models with parameters, each in the outermost wrapper that was called, with the pipeline stage around it."""
+        """The models with parameters, each in the outermost wrapper that was called, with the
+        pipeline stage around it."""
         around = {id(wrapped(wrapper)): wrapper for wrapper in self._modules.wrappers()}
         found = []
         for prefix, root in self._names.roots():

@@ -1,7 +1,8 @@
-"""Wrappers of ours that could not be taken off at the end of a watch: somebody else had wrapped them by then.
+"""Wrappers of ours that could not be taken off at the end of a watch: somebody else had wrapped
+them by then.
 
-They do nothing from then on. When that somebody puts back what they found, it is such a wrapper; the next watch looks through
-it, and what it takes back at its own end is what was there before us.
+They do nothing from then on. When that somebody puts back what they found, it is such a wrapper;
+the next watch looks through it, and what it takes back at its own end is what was there before us.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Which line of the user's forward made which autograd nodes, on request: `forward_lines()`.
 
-While it is on, Python tells of every new line of the user's own code (`sys.settrace`; code of torch and of installed packages
-is not traced). The autograd sequence number says which nodes were made since the line before: so a node is known by its number,
-and nothing is done for any op. Compiled code is compiled as ever. One thread: the one that asked. A debugger or a coverage
-tool that traces the thread already is left alone.
+While it is on, Python tells of every new line of the user's own code (`sys.settrace`; code of torch
+and of installed packages is not traced). The autograd sequence number says which nodes were made
+since the line before: so a node is known by its number, and nothing is done for any op. Compiled
+code is compiled as ever. One thread: the one that asked. A debugger or a coverage tool that traces
+the thread already is left alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class UserLine(NamedTuple):
 
 
 class LineLog:
-    """The lines of one thread: from `seqs[i]` on, nodes were made by line `lines[i]` of the table; 0 is none that is known."""
+    """The lines of one thread: from `seqs[i]` on, nodes were made by line `lines[i]` of the table;
+    0 is none that is known."""
 
     def __init__(self) -> None:
         self.table: list[UserLine | None] = [None]
@@ -63,7 +65,8 @@ class LineLog:
 
 
 class LineTracer:
-    """Fills the log of the thread it is started on. An error of its own ends the tracing, never the program."""
+    """Fills the log of the thread it is started on. An error of its own ends the tracing, never the
+    program."""
 
     def __init__(self, log: LineLog) -> None:
         self.log = log
@@ -96,8 +99,13 @@ class LineTracer:
 
     @_torch.unseen
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Python calls this when a function is entered; what it returns is called for each of its lines."""
-        return self._inside(frame, event, arg) if python_stack.is_users(frame.f_code.co_filename) else None
+        """Python calls this when a function is entered; what it returns is called for each of its
+        lines."""
+        return (
+            self._inside(frame, event, arg)
+            if python_stack.is_users(frame.f_code.co_filename)
+            else None
+        )
 
     @_torch.unseen
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -124,7 +132,8 @@ class LineTracer:
         self._code, self._line = (frame.f_code, frame.f_lineno) if frame is not None else (None, 0)
 
 
-_logs: dict[int, LineLog] = {}  # by thread; the numbers of a thread are never given again, so a log stays right
+# by thread; the numbers of a thread are never given again, so a log stays right
+_logs: dict[int, LineLog] = {}
 _local = threading.local()
 
 
@@ -136,7 +145,8 @@ def begin(frame: FrameType | None) -> bool:
             return False
         log = _logs.get(threading.get_ident())
         sequence_nr = _torch.private("sequence_nr")
-        if log is None or (sequence_nr is not None and sequence_nr() < log.end):  # a new thread with an old one's number
+        # a new thread with an old one's number
+        if log is None or (sequence_nr is not None and sequence_nr() < log.end):
             log = _logs[threading.get_ident()] = LineLog()
         _local.tracer = LineTracer(log)
         _local.tracer.start(frame)
@@ -152,7 +162,8 @@ def end() -> None:
 
 
 def find(seq: int) -> tuple[UserLine | None, bool]:
-    """The line that made the node with this number, and whether only one thread could have: the calling thread is likelier."""
+    """The line that made the node with this number, and whether only one thread could have: the
+    calling thread is likelier."""
     own = _logs.get(threading.get_ident())
     found = [line for log in _logs.values() if (line := log.find(seq)) is not None]
     mine = own.find(seq) if own is not None else None
@@ -172,4 +183,6 @@ def forget() -> None:
 
 def shortened(written: UserLine, folder: str | None = None) -> str:
     """`file:line`, relative to a folder: the watch's, or the one the process is in."""
-    return python_stack.shortened(written.file, written.line, folder=folder or python_stack.current_folder())
+    return python_stack.shortened(
+        written.file, written.line, folder=folder or python_stack.current_folder()
+    )

@@ -1,8 +1,8 @@
 """Who wants to be told when a module is entered and left, in forward and in backward.
 
-While there is nobody the hot path of `modules.py` is what it always is: listening changes what the wrapper calls in its middle,
-not the wrapper. What a listener's own callbacks raise is the user's and goes where an exception of a hook goes; an error of
-ours goes nowhere.
+While there is nobody the hot path of `modules.py` is what it always is: listening changes what the
+wrapper calls in its middle, not the wrapper. What a listener's own callbacks raise is the user's
+and goes where an exception of a hook goes; an error of ours goes nowhere.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ Owner = weakref.ref[nn.Module]
 
 
 class ModuleCall(NamedTuple):
-    """One call of a module, as a callback is told: its name, which call of it in this step, the pass and the step.
+    """One call of a module, as a callback is told: its name, which call of it in this step, the
+    pass and the step.
 
-    `call` is None where it is no longer known. Equal for the enter and the exit of one call, so it can be a key.
+    `call` is None where it is no longer known. Equal for the enter and the exit of one call, so it
+    can be a key.
     """
 
     name: str
@@ -58,7 +60,8 @@ class ModuleEntry(NamedTuple):
 
 
 class Listener(Protocol):
-    """One who listens. `wants_backward`: to be told of the calls that a backward goes through, too."""
+    """One who listens. `wants_backward`: to be told of the calls that a backward goes through,
+    too."""
 
     is_active: bool
     wants_backward: bool
@@ -80,7 +83,12 @@ class Listeners:
     """All who listen to one session."""
 
     def __init__(
-        self, locator: Locator, call_chains: CallChains, modules: ModuleHook, *, current_step: Callable[[], int]
+        self,
+        locator: Locator,
+        call_chains: CallChains,
+        modules: ModuleHook,
+        *,
+        current_step: Callable[[], int],
     ) -> None:
         self._locator = locator
         self.call_chains = call_chains
@@ -89,7 +97,9 @@ class Listeners:
         self._lock = threading.Lock()
         self._all: tuple[Listener, ...] = ()
         self.of_backward: tuple[Listener, ...] = ()
-        self._owners: weakref.WeakKeyDictionary[Track, list[tuple[int, Owner] | None]] = weakref.WeakKeyDictionary()
+        self._owners: weakref.WeakKeyDictionary[Track, list[tuple[int, Owner] | None]] = (
+            weakref.WeakKeyDictionary()
+        )
         self.backwards: dict[int | None, object] = {}  # the engine's runs that are told of
         self.errors = ErrorLimiter("module callbacks", self.clear)
 
@@ -102,7 +112,8 @@ class Listeners:
             self._set(tuple(other for other in self._all if other is not listener))
 
     def clear(self) -> None:
-        """Tell nobody any more. Takes no lock: in a forked child, a thread of the parent may have held it."""
+        """Tell nobody any more. Takes no lock: in a forked child, a thread of the parent may have
+        held it."""
         self._set(())
 
     def _set(self, listeners: tuple[Listener, ...]) -> None:
@@ -112,7 +123,7 @@ class Listeners:
             self._owners.clear()
         self._modules.call_through(self._make_tell if listeners else None)
 
-    # -- forward -----------------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     def _make_tell(self, original: Any, directly: bool) -> Any:
         tell_entered, tell_left = self._tell_entered, self._tell_left
@@ -135,7 +146,9 @@ class Listeners:
         return tell
 
     @_torch.unseen
-    def _tell_entered(self, module: nn.Module, args: Any, kwargs: Any, told: list[tuple[Listener, ModuleEntry]]) -> None:
+    def _tell_entered(
+        self, module: nn.Module, args: Any, kwargs: Any, told: list[tuple[Listener, ModuleEntry]]
+    ) -> None:
         try:
             entry = self._entry(module, args, kwargs)
         except Exception as error:
@@ -148,7 +161,8 @@ class Listeners:
 
     @_torch.unseen
     def _tell_left(self, told: list[tuple[Listener, ModuleEntry]], output: Any) -> None:
-        """The last to hear of a call is the first to hear of its end; all of them hear of it, whatever one raises."""
+        """The last to hear of a call is the first to hear of its end; all of them hear of it,
+        whatever one raises."""
         while told:
             listener, entry = told.pop()
             try:
@@ -158,10 +172,13 @@ class Listeners:
                 self._tell_left(told, output)
                 raise
 
-    # -- what they are told ------------------------------------------------------------------------------------------
+    # -- what they are told ------------------------------------------------------------------------
 
-    def _entry(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleEntry | None:
-        """The call that began just now; None for a graph of a compiler's, which is nobody's module."""
+    def _entry(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ModuleEntry | None:
+        """The call that began just now; None for a graph of a compiler's, which is nobody's
+        module."""
         track = self._locator.threads.here()
         word = track.top
         if word < FIRST_MODULE_WORD or self._modules.is_transparent(module):
@@ -171,24 +188,35 @@ class Listeners:
         if self.of_backward:
             self._remember(own, track, begin)
         is_one_call = track.marks[(begin - 1) & LOG_MASK] == word
-        return ModuleEntry(module, own, None if is_one_call else self._call(word, track, pass_of(word)), args, kwargs, track)
+        return ModuleEntry(
+            module,
+            own,
+            None if is_one_call else self._call(word, track, pass_of(word)),
+            args,
+            kwargs,
+            track,
+        )
 
     def _call(self, word: int, track: Track, pass_: int) -> ModuleCall:
         call = track.recomputed_call(word) if pass_of(word) == Pass.RECOMPUTE else word & CALL_MASK
         name = self._locator.text_of(word >> MODULE_SHIFT) or ""
-        return ModuleCall(name, None if call == NO_CALL else call, Pass(pass_).label, self._current_step())
+        return ModuleCall(
+            name, None if call == NO_CALL else call, Pass(pass_).label, self._current_step()
+        )
 
-    # -- backward ----------------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _remember(self, own: nn.Module, track: Track, begin: int) -> None:
-        """Whose call it is that began just now: the log holds numbers, a callback in backward is given the module."""
+        """Whose call it is that began just now: the log holds numbers, a callback in backward is
+        given the module."""
         owners = self._owners.get(track)
         if owners is None:
             owners = self._owners[track] = [None] * LOG_LENGTH
         owners[begin & LOG_MASK] = begin, weakref.ref(own)
 
     def owner(self, made: Made) -> tuple[Owner, ModuleCall] | None:
-        """The module of a call, and the call as backward tells it; None if nobody listened when it was made."""
+        """The module of a call, and the call as backward tells it; None if nobody listened when it
+        was made."""
         owners = self._owners.get(made.track)
         found = owners[made.begin & LOG_MASK] if owners is not None else None
         if found is None or found[0] != made.begin:

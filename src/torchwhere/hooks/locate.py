@@ -1,6 +1,8 @@
-"""Puts a place together: what this thread's track says, what the autograd engine is running, and the line.
+"""Puts a place together: what this thread's track says, what the autograd engine is running, and
+the line.
 
-`spot()` gives the numbers a record holds (about 1 us in forward, 3 us in backward); `place()` the same as a `Place`.
+`spot()` gives the numbers a record holds (about 1 us in forward, 3 us in backward); `place()` the
+same as a `Place`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchwhere.blackbox.file_format import CALL_MASK, FLAG_INFERRED, FLAG_UNKNOWN, MODULE_SHIFT, NO_CALL, EntryType
+from torchwhere.blackbox.file_format import (
+    CALL_MASK,
+    FLAG_INFERRED,
+    FLAG_UNKNOWN,
+    MODULE_SHIFT,
+    NO_CALL,
+    EntryType,
+)
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
@@ -51,7 +60,7 @@ class Locator:
         self._lines: dict[tuple[str, int], int] = {}
         self._params: dict[tuple[str, int], PlaceIds] = {}
 
-    # -- numbers -----------------------------------------------------------------------------------------------------
+    # -- numbers -----------------------------------------------------------------------------------
 
     def spot(self, track: Track) -> PlaceIds:
         top = track.top
@@ -72,7 +81,11 @@ class Locator:
 
     def spot_in_optimizer(self, track: Track) -> PlaceIds:
         """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
-        return self.spot(track) if track.top != OPTIMIZER_WORD or self._task_id() != -1 else _PLAIN[Pass.OPTIMIZER]
+        return (
+            self.spot(track)
+            if track.top != OPTIMIZER_WORD or self._task_id() != -1
+            else _PLAIN[Pass.OPTIMIZER]
+        )
 
     def spot_of_word(self, word: int, track: Track, pass_: int) -> PlaceIds:
         """What a word of a track's log says."""
@@ -87,7 +100,8 @@ class Locator:
         return PlaceIds(pass_, word >> MODULE_SHIFT, call, 0, flags)
 
     def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
-        """The place an autograd node belongs to: the call it was made in, or the parameter it accumulates into."""
+        """The place an autograd node belongs to: the call it was made in, or the parameter it
+        accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
             return self.spot_of_param(node.variable, pass_)
@@ -101,15 +115,21 @@ class Locator:
     def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """Where a gradient is accumulated: the parameter, in the module that holds it."""
         names = self.names.param_names(param)
-        return self.spot_of_param_name(names[0], pass_) if names else PlaceIds(pass_, flags=FLAG_UNKNOWN)
+        return (
+            self.spot_of_param_name(names[0], pass_)
+            if names
+            else PlaceIds(pass_, flags=FLAG_UNKNOWN)
+        )
 
     def spot_of_param_name(self, name: str, pass_: int) -> PlaceIds:
         known = self._params.get((name, pass_))
         if known is None:
-            known = self._params[name, pass_] = PlaceIds(pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name))
+            known = self._params[name, pass_] = PlaceIds(
+                pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name)
+            )
         return known
 
-    # -- names and lines ---------------------------------------------------------------------------------------------
+    # -- names and lines ---------------------------------------------------------------------------
 
     def module_id(self, name: str) -> int:
         return self._keep(self._box.intern(EntryType.MODULE, name), name)
@@ -130,18 +150,31 @@ class Locator:
         known = self._lines.get((file, line))
         if known is None:
             text = python_stack.shortened(file, line, folder=self.folder)
-            known = self._lines[file, line] = self._keep(self._box.intern(EntryType.LINE, text), text)
+            known = self._lines[file, line] = self._keep(
+                self._box.intern(EntryType.LINE, text), text
+            )
         return known
 
-    # -- a whole place -----------------------------------------------------------------------------------------------
+    # -- a whole place -----------------------------------------------------------------------------
 
     def place(self, track: Track, frame: FrameType | None, *, rank: int, step: int) -> Place:
         spot, looked = self.spot(track), python_stack.read(frame)
-        line = python_stack.shortened(looked.file, looked.line, folder=self.folder) if looked.file else None
+        line = (
+            python_stack.shortened(looked.file, looked.line, folder=self.folder)
+            if looked.file
+            else None
+        )
         return self.place_of_spot(spot, track, rank=rank, step=step, line=line, graph=looked.graph)
 
     def place_of_spot(
-        self, spot: PlaceIds, track: Track, *, rank: int, step: int, line: str | None, graph: str | None = None
+        self,
+        spot: PlaceIds,
+        track: Track,
+        *,
+        rank: int,
+        step: int,
+        line: str | None,
+        graph: str | None = None,
     ) -> Place:
         module = self.text_of(spot.module) if spot.module else None
         return Place(

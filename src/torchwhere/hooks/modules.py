@@ -1,11 +1,13 @@
 """Which module runs: wraps `nn.Module.__call__` while watching.
 
-This file is the hot path: `__call__` below runs for every module call and costs about 1 us. It allocates nothing the garbage
-collector tracks. The wrapper keeps a module's no-hook fast path, unwinds on exceptions, and ends after the module's own
-forward hooks: the all-reduce of a row-parallel linear, issued in such a hook, lands on that linear.
+This file is the hot path: `__call__` below runs for every module call and costs about 1 us. It
+allocates nothing the garbage collector tracks. The wrapper keeps a module's no-hook fast path,
+unwinds on exceptions, and ends after the module's own forward hooks: the all-reduce of a
+row-parallel linear, issued in such a hook, lands on that linear.
 
-Dynamo traces through it as if it were not there: under `is_dynamo_compiling()`, which it folds to a constant, the original is
-called and nothing else is touched, so no guard depends on us. Its own frame is marked for dynamo to step over.
+Dynamo traces through it as if it were not there: under `is_dynamo_compiling()`, which it folds to a
+constant, the original is called and nothing else is touched, so no guard depends on us. Its own
+frame is marked for dynamo to step over.
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.blackbox.file_format import CALL_MASK, CURSOR_TIME, MODULE_SHIFT, NO_CALL, PASS_SHIFT
+from torchwhere.blackbox.file_format import (
+    CALL_MASK,
+    CURSOR_TIME,
+    MODULE_SHIFT,
+    NO_CALL,
+    PASS_SHIFT,
+)
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
@@ -29,7 +37,15 @@ from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
-from torchwhere.hooks.threads import FIRST_MODULE_WORD, INHERITED, LOG_MASK, RECOMPUTE_BIT, SHAPE_INFERENCE_BITS, Track, pass_of
+from torchwhere.hooks.threads import (
+    FIRST_MODULE_WORD,
+    INHERITED,
+    LOG_MASK,
+    RECOMPUTE_BIT,
+    SHAPE_INFERENCE_BITS,
+    Track,
+    pass_of,
+)
 from torchwhere.model.module_names import NameTable, innermost, wrapped
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
@@ -66,7 +82,8 @@ class ModuleHook:
         self._naming = threading.RLock()
         self._root_is_given = False
         self._strangers = ForeignModules(locator.names)
-        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()  # of each module in this step
+        # of each module in this step
+        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -85,9 +102,11 @@ class ModuleHook:
         return _torch.missing("modules")
 
     def remove(self) -> None:
-        """Somebody else may have wrapped our wrapper by now: then it stays, does nothing, and the next watch takes it off.
+        """Somebody else may have wrapped our wrapper by now: then it stays, does nothing, and the
+        next watch takes it off.
 
-        A model that was compiled meanwhile keeps it for good: `torch.compile` takes the `__call__` that it finds.
+        A model that was compiled meanwhile keeps it for good: `torch.compile` takes the `__call__`
+        that it finds.
         """
         self._is_aside = False
         self._retire()
@@ -101,7 +120,8 @@ class ModuleHook:
         return is_on
 
     def pause(self) -> None:
-        """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when the watch is over."""
+        """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when
+        the watch is over."""
         self._is_aside = self._take_off() or self._is_aside
 
     def resume(self) -> None:
@@ -110,9 +130,12 @@ class ModuleHook:
         self._is_aside = False
 
     def add_model(self, model: nn.Module) -> None:
-        """Name a model given by the user. The first one is the root; another one given later has its class as prefix."""
+        """Name a model given by the user. The first one is the root; another one given later has
+        its class as prefix."""
         if not self._locator.names.modules.get(id(model)):
-            self._locator.names.add_root(model, prefix=self._strangers.prefix(model) if self._root is not None else "")
+            self._locator.names.add_root(
+                model, prefix=self._strangers.prefix(model) if self._root is not None else ""
+            )
         if self._root is None:
             self._set_root(model)
             self._root_is_given = True
@@ -146,30 +169,43 @@ class ModuleHook:
         return self._bases.get(id(module)) == _TRANSPARENT
 
     def call_through(self, make_inner: Callable[[Any, bool], Any] | None) -> None:
-        """From now on, call every module, once its call is noted, through what `make_inner` makes; None: as ever.
+        """From now on, call every module, once its call is noted, through what `make_inner` makes;
+        None: as ever.
 
         It is given what this sense wraps, and whether that is torch's own `__call__`.
         """
-        self._call_through(None if make_inner is None else make_inner(self._original, self._runs_directly()))
+        self._call_through(
+            None if make_inner is None else make_inner(self._original, self._runs_directly())
+        )
 
     def _runs_directly(self) -> bool:
-        return self._original is _torch.private("wrapped_call") and _torch.private("call") is not None
+        return (
+            self._original is _torch.private("wrapped_call") and _torch.private("call") is not None
+        )
 
     def forget_calls(self) -> None:
         """A step has begun: calls are counted from 0 again."""
         self.calls.clear()
 
-    # -- the hot path ------------------------------------------------------------------------------------------------
+    # -- the hot path ------------------------------------------------------------------------------
 
     def _make_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-        original, slowly, on_error, errors = self._original, self._enter_slowly, self._on_error, self.errors
+        original, slowly, on_error, errors = (
+            self._original,
+            self._enter_slowly,
+            self._on_error,
+            self.errors,
+        )
         local, here = self._locator.threads.local, self._locator.threads.here
         base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
         sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
         words, now = self._box.words, time.monotonic_ns
         compiling = torch.compiler.is_dynamo_compiling
-        emit = _torch.unseen(self._box.make_place_record(self._current_step)) if self._events else None
-        # None: what torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody else has wrapped it too.
+        emit = (
+            _torch.unseen(self._box.make_place_record(self._current_step)) if self._events else None
+        )
+        # None: what torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody
+        # else has wrapped it too.
         plain = inner = None if self._runs_directly() else original
 
         def call_through(telling: Any) -> None:
@@ -225,8 +261,11 @@ class ModuleHook:
             finally:
                 try:
                     t_ns = now()
-                    if emit is not None and word != below:  # a wrapper and what it wraps are one call
-                        number = word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
+                    # a wrapper and what it wraps are one call
+                    if emit is not None and word != below:
+                        number = (
+                            word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
+                        )
                         emit(EXIT, t_ns, word, number, track.number)
                     track.top = below
                     at = track.count & LOG_MASK
@@ -243,7 +282,16 @@ class ModuleHook:
     def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
         kinds = (ENTER, EXIT) if self._events else (0, 0)
         calls = self._box.native.Calls(
-            *(self._box.native_box, self._bases, self.calls, RECOMPUTE_BIT, INHERITED, int(Pass.BACKWARD), PIPELINING, *kinds)
+            *(
+                self._box.native_box,
+                self._bases,
+                self.calls,
+                RECOMPUTE_BIT,
+                INHERITED,
+                int(Pass.BACKWARD),
+                PIPELINING,
+                *kinds,
+            )
         )
         here, entered = self._locator.threads.here, calls.entered
 
@@ -262,7 +310,7 @@ class ModuleHook:
             runs_directly=self._runs_directly(),
         )
 
-    # -- the first time, and the outermost call ----------------------------------------------------------------------
+    # -- the first time, and the outermost call ----------------------------------------------------
 
     @_torch.unseen
     def _enter_slowly(self, module: nn.Module, track: Track, below: int) -> int:
@@ -308,7 +356,7 @@ class ModuleHook:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
 
-    # -- names -------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module, below: int) -> int:
         within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
@@ -325,11 +373,16 @@ class ModuleHook:
     def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
         """The name of a module of a known model, or of what it wraps.
 
-        With `looks_again`, also of one that came to a known model since: that takes a walk over all known models.
+        With `looks_again`, also of one that came to a known model since: that takes a walk over all
+        known models.
         """
         inner: nn.Module | None = module
         while inner is not None:
-            names = self._locator.names.module_names(inner) if looks_again else self._locator.names.modules.get(id(inner))
+            names = (
+                self._locator.names.module_names(inner)
+                if looks_again
+                else self._locator.names.modules.get(id(inner))
+            )
             if names:
                 return names[0]
             inner = wrapped(inner)
@@ -338,8 +391,9 @@ class ModuleHook:
     def _may_be_root(self, root: nn.Module) -> bool:
         """Whether a model that was found takes the names without a prefix.
 
-        The first one does; one that comes when the first is gone; and in the first step one that contains it, as a part may be
-        tried before the model is put together. Later that is a wrapper for evaluation, say, maybe on one rank alone.
+        The first one does; one that comes when the first is gone; and in the first step one that
+        contains it, as a part may be tried before the model is put together. Later that is a
+        wrapper for evaluation, say, maybe on one rank alone.
         """
         if self._root is None or self._root_is_given:
             return self._root is None
@@ -354,7 +408,8 @@ class ModuleHook:
         return True
 
     def _take_in_parts(self, root: nn.Module) -> None:
-        """In the first step: a part that was called before its model was seen is named after that model from now on."""
+        """In the first step: a part that was called before its model was seen is named after that
+        model from now on."""
         parts = {id(known): known for prefix, known in self._locator.names.roots() if prefix}
         if not parts or self._current_step():
             return
@@ -370,7 +425,8 @@ class ModuleHook:
             return self._strangers.inside(module, within, self._locator.text_of(within))
         with self._naming:  # of two models that two threads call first, one is the root
             root = self._strangers.root_of(module, python_stack.caller(3))
-            if id(root) in self._locator.names.modules:  # the module came to a known model since that was looked at
+            # the module came to a known model since that was looked at
+            if id(root) in self._locator.names.modules:
                 self._locator.names.refresh()
             name = self._known_name(module)
             if name is not None:
@@ -379,11 +435,14 @@ class ModuleHook:
             is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
             if is_model:
                 self._set_root(root)
-            self._locator.names.add_root(root, prefix="" if is_model else self._strangers.prefix(root))
+            self._locator.names.add_root(
+                root, prefix="" if is_model else self._strangers.prefix(root)
+            )
             name = self._known_name(module)
         return f"<{type(module).__name__}>" if name is None else name
 
 
 def _is_graph(module: nn.Module) -> bool:
-    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model that was traced."""
+    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model
+    that was traced."""
     return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None

@@ -1,8 +1,10 @@
-"""The native kernel on `all_reduce`, where the native part is used: it records DDP's buckets by itself.
+"""The native kernel on `all_reduce`, where the native part is used: it records DDP's buckets by
+itself.
 
-What it does not know it sends to an op of our own, `torchwhere::allreduce_`, which has the schema of torch's and the ordinary
-Python kernel on it. That op and its kernel stay once they are there: a thread may be on its way to them when a watch ends. It
-then only sends the call on. Nothing of torch's is touched by that.
+What it does not know it sends to an op of our own, `torchwhere::allreduce_`, which has the schema
+of torch's and the ordinary Python kernel on it. That op and its kernel stay once they are there: a
+thread may be on its way to them when a watch ends. It then only sends the call on. Nothing of
+torch's is touched by that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class NativeAllReduce:
         self._turns = turns
 
     def install(self, issue: Issue, errors: ErrorLimiter) -> None:
-        """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets, or a new one."""
+        """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets,
+        or a new one."""
         global _told
         _told = issue, errors
         _define()

@@ -1,7 +1,9 @@
-"""What stands in for `nn.Module.__call__` where the native part is used: the wrapper of `modules.py`, its hot path in C++.
+"""What stands in for `nn.Module.__call__` where the native part is used: the wrapper of
+`modules.py`, its hot path in C++.
 
-Still a Python function and not one in C: dynamo steps over it, and whoever looks at `nn.Module.__call__` finds a method.
-It costs less than the frame of torch's own that it takes the place of.
+Still a Python function and not one in C: dynamo steps over it, and whoever looks at
+`nn.Module.__call__` finds a method. It costs less than the frame of torch's own that it takes the
+place of.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from torchwhere.hooks.threads import Track
 
 
 class _SlowPath(NamedTuple):
-    """What the wrapper needs now and then. In one object: at every call Python touches all that a function has around it."""
+    """What the wrapper needs now and then. In one object: at every call Python touches all that a
+    function has around it."""
 
     original: Any
     slowly: Callable[[nn.Module], int]
@@ -38,7 +41,11 @@ def make_wrapper(
     runs_directly: bool,
 ) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
     """The wrapper, `call_through` and `retire`, as `ModuleSense._make_wrapper` gives them."""
-    enter, leave, rarely = calls.enter, calls.leave, _SlowPath(original, slowly, on_error, here, errors)
+    enter, leave, rarely = (
+        calls.enter,
+        calls.leave,
+        _SlowPath(original, slowly, on_error, here, errors),
+    )
     compiling = torch.compiler.is_dynamo_compiling
     plain = inner = None if runs_directly else original
 

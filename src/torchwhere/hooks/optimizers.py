@@ -1,8 +1,9 @@
 """Optimizer steps, and from them the step of the training.
 
-A training step ends when an optimizer steps that has stepped before since the last end. So one optimizer counts each of its
-steps, several in a row count once, two that alternate (a GAN) count once per round, and one per parameter stepping inside
-backward counts once per backward. DeepSpeed drives an inner optimizer, once per sub-group: there its engine's step counts.
+A training step ends when an optimizer steps that has stepped before since the last end. So one
+optimizer counts each of its steps, several in a row count once, two that alternate (a GAN) count
+once per round, and one per parameter stepping inside backward counts once per backward. DeepSpeed
+drives an inner optimizer, once per sub-group: there its engine's step counts.
 """
 
 from __future__ import annotations
@@ -99,10 +100,15 @@ class OptimizerHook:
         seen = self._on_optimizer(type(optimizer).__name__)
         self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
         if not self._driving:
-            self._count(id(optimizer), seen, in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs())
+            self._count(
+                id(optimizer),
+                seen,
+                in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs(),
+            )
 
     def watch_deepspeed(self) -> None:
-        """DeepSpeed is there: its engine's `step` is the optimizer pass, and ends a training step when it really stepped."""
+        """DeepSpeed is there: its engine's `step` is the optimizer pass, and ends a training step
+        when it really stepped."""
         engine = _deepspeed_engine()
         original = self._engine_step = engine.step
         begin, end = self._engine_begins, self._engine_ends

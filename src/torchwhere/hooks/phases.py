@@ -1,10 +1,12 @@
 """Named phases: which one runs, how often each ran, how long it took.
 
-Takes `begin` and `end` from `torchwhere.phase`, on any thread; gives two records a phase, and sums by path that are kept live:
-exact whatever the size of the ring. What runs around a phase is found through a context variable: nested on each thread by
-itself, and right for coroutines too, which take turns on one thread.
+Takes `begin` and `end` from `torchwhere.phase`, on any thread; gives two records a phase, and sums
+by path that are kept live: exact whatever the size of the ring. What runs around a phase is found
+through a context variable: nested on each thread by itself, and right for coroutines too, which
+take turns on one thread.
 
-Hot: a phase takes about 4 us in all. Its place is looked up once, when it begins; it ends in the same function.
+Hot: a phase takes about 4 us in all. Its place is looked up once, when it begins; it ends in the
+same function.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 from torchwhere.blackbox.file_format import CURSOR_PHASE, CURSOR_RECORD, EntryType
-from torchwhere.blackbox.phase_sums import ENDED, ENDED_ELSEWHERE, MOST_PATHS, OTHERS, PhaseKey, PhaseSum
+from torchwhere.blackbox.phase_sums import (
+    ENDED,
+    ENDED_ELSEWHERE,
+    MOST_PATHS,
+    OTHERS,
+    PhaseKey,
+    PhaseSum,
+)
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import _torch, python_stack
@@ -31,13 +40,15 @@ _MOST_LINES = 1 << 12
 
 
 _NONE: tuple[str, ...] = ()
-_OTHERS = ("ended", "entry", "inner", "lock", "name", "path", "under_way")  # what a node has besides its sums
+# what a node has besides its sums
+_OTHERS = ("ended", "entry", "inner", "lock", "name", "path", "under_way")
 
 
 class PhaseNode:
     """A phase by its path, on the main thread or on the others: its sums, and the phases inside it.
 
-    A class without slots of its own: the sums are in Python's slots (`PythonPhaseNode`), those of the steps in the native part's.
+    A class without slots of its own: the sums are in Python's slots (`PythonPhaseNode`), those of
+    the steps in the native part's.
     """
 
     __slots__ = _NONE
@@ -47,7 +58,9 @@ class PhaseNode:
     running: int
     total_ns: int
 
-    def __init__(self, path: tuple[str, ...], entry: int, lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self, path: tuple[str, ...], entry: int, lock: threading.RLock | None = None
+    ) -> None:
         self.path = path
         self.name = path[-1] if path else ""
         self.entry = entry  # id of the name
@@ -70,7 +83,11 @@ class PythonPhaseNode(PhaseNode):
 @cache
 def _type_of_steps(native: Any) -> type[PhaseNode]:
     """The class of the node that the native part counts steps in; None: Python's own."""
-    return PythonPhaseNode if native is None else type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
+    return (
+        PythonPhaseNode
+        if native is None
+        else type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
+    )
 
 
 class Open:
@@ -110,8 +127,10 @@ class PhaseRecorder:
     def __init__(self, box: BoxWriter, locator: Locator, *, rank: int) -> None:
         self._box: BoxWriter | None = box
         self._locator: Locator | None = locator
-        self._lock = threading.RLock()  # reentrant: a finalizer or a signal handler may have phases of its own
-        self.steps = self._node((), ENDED, _type_of_steps(box.native))  # the root on the main thread
+        # reentrant: a finalizer or a signal handler may have phases of its own
+        self._lock = threading.RLock()
+        # the root on the main thread
+        self.steps = self._node((), ENDED, _type_of_steps(box.native))
         self._elsewhere = PythonPhaseNode((), 0)
         self._nodes = {PhaseKey((), True): self.steps}
         self._lines: dict[tuple[int, int], tuple[int, int]] = {}
@@ -122,7 +141,7 @@ class PhaseRecorder:
         self._counter = box.counter
         _latest[:] = [self]
 
-    # -- steps -------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """A step begins; the one before it, if there was one, has ended."""
@@ -131,7 +150,7 @@ class PhaseRecorder:
             self._add(node, now - node.begun_ns, node.begun_ns)
         self._open(node, now)
 
-    # -- phases ------------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------
 
     @_torch.unseen
     def begin(self, name: str, frame: FrameType | None) -> None:
@@ -142,9 +161,12 @@ class PhaseRecorder:
             track, outer = locator.threads.here(), _innermost.get()
             if outer is not None and outer.track is track:
                 around = outer.node
-            else:  # nothing, or that of another thread (whose context this one has) or of an earlier watch
+            # nothing, or that of another thread (whose context this one has) or of an earlier watch
+            else:
                 outer, around = None, self.steps if track.name == "MainThread" else self._elsewhere
-            node = around.inner.get(name) or self._meet(around, name, is_main=track.name == "MainThread")
+            node = around.inner.get(name) or self._meet(
+                around, name, is_main=track.name == "MainThread"
+            )
             spot, (line, graph) = locator.spot(track), self._line(locator, frame)
             entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
@@ -222,13 +244,18 @@ class PhaseRecorder:
             words[at + 3] = node.max_ns
 
     def _line(self, locator: Locator, frame: FrameType | None) -> tuple[int, int]:
-        """Line and graph. Where the caller is the user's own code, both are always the same at one instruction of it."""
+        """Line and graph. Where the caller is the user's own code, both are always the same at one
+        instruction of it."""
         code = frame.f_code if frame is not None else None
         key = (id(code), frame.f_lasti if frame is not None else 0)
         known = self._lines.get(key)
         if known is None:
             looked = python_stack.read(frame)
-            graph = self._box.intern(EntryType.GRAPH, looked.graph) if looked.graph and self._box is not None else 0
+            graph = (
+                self._box.intern(EntryType.GRAPH, looked.graph)
+                if looked.graph and self._box is not None
+                else 0
+            )
             known = locator.line_id(looked.file, looked.line), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
@@ -238,10 +265,11 @@ class PhaseRecorder:
                 self._codes.append(code)
         return known
 
-    # -- nodes -------------------------------------------------------------------------------------------------------
+    # -- nodes -------------------------------------------------------------------------------------
 
     def _meet(self, around: PhaseNode, name: str, *, is_main: bool) -> PhaseNode:
-        """A phase that was not there before. A program that makes up names without end gets one node for the rest."""
+        """A phase that was not there before. A program that makes up names without end gets one
+        node for the rest."""
         with self._lock:
             node = around.inner.get(name)
             if node is None:
@@ -254,7 +282,9 @@ class PhaseRecorder:
                     around.inner[name] = node
             return node
 
-    def _node(self, path: tuple[str, ...], which: int, node_type: type[PhaseNode] = PythonPhaseNode) -> PhaseNode:
+    def _node(
+        self, path: tuple[str, ...], which: int, node_type: type[PhaseNode] = PythonPhaseNode
+    ) -> PhaseNode:
         box = self._box
         if box is None:
             return PythonPhaseNode(path, 0)
@@ -266,15 +296,18 @@ class PhaseRecorder:
             node.ended, node.under_way = ended, under_way
         return node
 
-    # -- what was found ----------------------------------------------------------------------------------------------
+    # -- what was found ----------------------------------------------------------------------------
 
     def sums(self) -> tuple[dict[PhaseKey, PhaseSum], int]:
         """The sums, and the time up to which they are true."""
         with self._lock:
-            return {key: node.sum() for key, node in self._nodes.items()}, self._ended_ns or monotonic_ns()
+            return {
+                key: node.sum() for key, node in self._nodes.items()
+            }, self._ended_ns or monotonic_ns()
 
     def abandon(self) -> None:
-        """In a forked child: as `close`, but a thread of the parent may have held the lock at the fork."""
+        """In a forked child: as `close`, but a thread of the parent may have held the lock at the
+        fork."""
         self._lock = threading.RLock()
         self.close()
 
@@ -301,7 +334,8 @@ def _entry(phase: Open | None, track: Track) -> int:
 
 
 def _taken_out(phase: Open | None, name: str, track: Track) -> Open | None:
-    """The innermost phase of that name, out of the middle: a generator's may end while one of its caller's runs."""
+    """The innermost phase of that name, out of the middle: a generator's may end while one of its
+    caller's runs."""
     above = None
     while phase is not None:
         if phase.track is track and phase.name == name:

@@ -1,7 +1,9 @@
-"""Reads the Python stack at the moment of a collective: the user's line, the compiled graph, and what the collective is for.
+"""Reads the Python stack at the moment of a collective: the user's line, the compiled graph, and
+what the collective is for.
 
-FSDP launches a collective from deep inside itself, and the frames in between hold the very object whose parameters move:
-no hook and no patch is needed to know it. One pass over the frames, innermost first, up to the user's own code.
+FSDP launches a collective from deep inside itself, and the frames in between hold the very object
+whose parameters move: no hook and no patch is needed to know it. One pass over the frames,
+innermost first, up to the user's own code.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ _TORCH_HOME = os.path.dirname(os.path.dirname(os.path.abspath(nn.__file__))) + o
 _LIBRARIES = tuple(
     {
         os.path.abspath(folder) + os.sep
-        for folder in (*site.getsitepackages(), site.getusersitepackages(), *map(sysconfig.get_path, ("stdlib", "purelib")))
+        for folder in (
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+            *map(sysconfig.get_path, ("stdlib", "purelib")),
+        )
     }
 )
 _kinds: dict[str, int] = {}
@@ -43,7 +49,10 @@ def current_folder() -> str:
 def _kind(filename: str) -> int:
     """Whose code a file is. Asked once per file."""
     kind = _LIBRARY
-    if filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen")) or "torchinductor_" in filename:
+    if (
+        filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen"))
+        or "torchinductor_" in filename
+    ):
         kind = _TORCH
     elif not filename.startswith(_LIBRARIES) and f"{os.sep}site-packages{os.sep}" not in filename:
         kind = _USER
@@ -56,7 +65,8 @@ def is_users(filename: str) -> bool:
     return (_kinds.get(filename) or _kind(filename)) == _USER
 
 
-# What a frame of torch can tell about the beneficiary: the name of its function, and where in its locals it is held.
+# What a frame of torch can tell about the beneficiary: the name of its function, and where in its
+# locals it is held.
 _Finder = Callable[[dict[str, Any]], nn.Module | None]
 
 
@@ -93,7 +103,11 @@ class _Facts(NamedTuple):
 
     @property
     def is_dull(self) -> bool:
-        return self.kind == _TORCH and self.finder is None and not (self.api or self.takes_params or self.is_join)
+        return (
+            self.kind == _TORCH
+            and self.finder is None
+            and not (self.api or self.takes_params or self.is_join)
+        )
 
 
 _facts: dict[int, _Facts | None] = {}  # by id of the code; None for a frame that tells nothing
@@ -107,10 +121,16 @@ def _look_at(code: CodeType) -> _Facts | None:
     facts = _Facts(code, kind, takes_params="bucket" in arguments)
     if kind == _TORCH:
         is_api = code.co_filename.endswith("distributed_c10d.py") and "." not in qualname
-        finder = next((finder for start, finder in _UNIT_FRAMES if qualname.startswith(start)), None)
-        facts = facts._replace(finder=finder, api=qualname if is_api else None, is_join=_is_join(code))
+        finder = next(
+            (finder for start, finder in _UNIT_FRAMES if qualname.startswith(start)), None
+        )
+        facts = facts._replace(
+            finder=finder, api=qualname if is_api else None, is_join=_is_join(code)
+        )
     else:
-        facts = facts._replace(takes_params="bucket" in arguments or "params" in arguments, graph=_compiled_as(code))
+        facts = facts._replace(
+            takes_params="bucket" in arguments or "params" in arguments, graph=_compiled_as(code)
+        )
     if len(_facts) >= _MOST_FACTS:
         forget()
     _facts[id(code)] = None if facts.is_dull else facts
@@ -137,11 +157,13 @@ class Stack:
     unit: nn.Module | None = None
     api: str | None = None  # the function of torch.distributed that the user, or torch, called
     is_shadow: bool = False  # `Join` issues what the other ranks do: this one is out of input
-    variables: dict[str, Any] | None = None  # of the innermost frame that takes a DDP `bucket` or ZeRO `params`
+    # of the innermost frame that takes a DDP `bucket` or ZeRO `params`
+    variables: dict[str, Any] | None = None
 
 
 def read(frame: FrameType | None) -> Stack:
-    """Walk from `frame` outwards to the first frame of the user's own code. About 0.2 us a frame."""
+    """Walk from `frame` outwards to the first frame of the user's own code. About 0.2 us a
+    frame."""
     found = Stack()
     library: FrameType | None = None
     while frame is not None:
@@ -164,7 +186,8 @@ def read(frame: FrameType | None) -> Stack:
 
 
 def way_out(frame: FrameType | None) -> list[FrameType] | None:
-    """The frames that `read` passes on its way, up to the one of the user's own code; None if it finds more than that line."""
+    """The frames that `read` passes on its way, up to the one of the user's own code; None if it
+    finds more than that line."""
     way = []
     while frame is not None:
         key = id(frame.f_code)
@@ -183,7 +206,8 @@ def _is_join(code: CodeType) -> bool:
 
 
 def _is_in_join(frame: FrameType) -> bool:
-    """Whether this is a hook that `Join` called, or what such a hook called. No further out: each frame costs 0.2 us."""
+    """Whether this is a hook that `Join` called, or what such a hook called. No further out: each
+    frame costs 0.2 us."""
     if frame.f_code.co_name not in _JOIN_HOOKS:
         caller = frame.f_back
         if caller is None or caller.f_code.co_name not in _JOIN_HOOKS:
@@ -206,14 +230,20 @@ def _take(found: Stack, facts: _Facts, frame: FrameType) -> None:
 
 
 def graph_around(frame: FrameType | None) -> str | None:
-    """The compiled graph that called this frame, although code of the user's runs in between: an op of theirs, say.
+    """The compiled graph that called this frame, although code of the user's runs in between: an op
+    of theirs, say.
 
-    Not one that has merely called a function it could not compile: the code of the graph itself must be on the way.
+    Not one that has merely called a function it could not compile: the code of the graph itself
+    must be on the way.
     """
     is_in_graph = False
     while frame is not None:
         code = frame.f_code
-        is_in_graph = is_in_graph or code.co_filename.startswith("<eval_with_key>") or "torchinductor_" in code.co_filename
+        is_in_graph = (
+            is_in_graph
+            or code.co_filename.startswith("<eval_with_key>")
+            or "torchinductor_" in code.co_filename
+        )
         facts = _facts[id(code)] if id(code) in _facts else _look_at(code)
         if is_in_graph and facts is not None and facts.graph is not None:
             return facts.graph
@@ -232,7 +262,7 @@ def _compiled_as(code: CodeType) -> str | None:
     return "?"
 
 
-# -- lines -----------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def shortened(file: str, line: int, *, folder: str) -> str:
@@ -243,7 +273,8 @@ def shortened(file: str, line: int, *, folder: str) -> str:
 
 
 def deepest_user_line(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """Where an exception came from in the user's own code: the innermost such line of its traceback."""
+    """Where an exception came from in the user's own code: the innermost such line of its
+    traceback."""
     found = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
@@ -257,7 +288,8 @@ _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
 def user_line_of(texts: Iterable[str]) -> tuple[str, int] | None:
-    """The innermost line of the user's own code in a traceback that was formatted to texts, one or more for a frame."""
+    """The innermost line of the user's own code in a traceback that was formatted to texts, one or
+    more for a frame."""
     found = None
     for match in (match for text in texts for match in _FRAME.finditer(text)):
         if is_users(match[1]):
@@ -266,7 +298,8 @@ def user_line_of(texts: Iterable[str]) -> tuple[str, int] | None:
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """The frame `depth` above the caller's, or None where there is no Python below (a thread made in C)."""
+    """The frame `depth` above the caller's, or None where there is no Python below (a thread made
+    in C)."""
     try:
         return sys._getframe(depth + 1)
     except ValueError:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torchwhere.hooks import _torch
 
-# The public name of an op. One that is not listed is called what it is called, less the underscores.
+# The public name of an op. One that is not listed is called what it is called, less the
+# underscores.
 PUBLIC_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -40,16 +41,20 @@ class Op:
     is_p2p: bool
     is_barrier: bool
     splits_at: tuple[int, int] | None = None  # input_split_sizes, output_split_sizes
-    of_one: Op | None = None  # what a coalesced op is called when it carries a single tensor, as functional ones do
+    # what a coalesced op is called when it carries a single tensor, as functional ones do
+    of_one: Op | None = None
 
 
 def read_schema(schema: Any) -> Op | None:
-    """How to read the calls of an op; None for one that is no collective (it takes no process group)."""
+    """How to read the calls of an op; None for one that is no collective (it takes no process
+    group)."""
     at = {argument.name: index for index, argument in enumerate(schema.arguments)}
     if "process_group" not in at:
         return None
     tensors = [
-        (index, a.name) for index, a in enumerate(schema.arguments) if "Tensor" in str(a.type) and "Optional" not in str(a.type)
+        (index, a.name)
+        for index, a in enumerate(schema.arguments)
+        if "Tensor" in str(a.type) and "Optional" not in str(a.type)
     ]
     outputs = tuple(index for index, name in tensors if name.startswith("output"))
     raw = schema.name.removeprefix("c10d::")
@@ -65,7 +70,9 @@ def read_schema(schema: Any) -> Op | None:
         reduce_op_at=at.get("reduce_op"),
         root_at=next((at[name] for name in ("root_rank", "src", "dst") if name in at), None),
         async_at=at.get("async_op"),
-        splits_at=(at["input_split_sizes"], at["output_split_sizes"]) if "input_split_sizes" in at else None,
+        splits_at=(at["input_split_sizes"], at["output_split_sizes"])
+        if "input_split_sizes" in at
+        else None,
     )
     if name.endswith("_coalesced"):
         op = replace(op, of_one=replace(op, name=name.removesuffix("_coalesced")))
@@ -74,6 +81,13 @@ def read_schema(schema: Any) -> Op | None:
 
 @cache
 def all_ops() -> list[Op]:
-    """The collectives of this torch. Read once: going through all the schemas there are takes 10 ms."""
-    schemas = [schema for schema in _torch.private("all_schemas")() if schema.name.startswith("c10d::")]
-    return [op for schema in schemas if not schema.overload_name and (op := read_schema(schema)) is not None]
+    """The collectives of this torch. Read once: going through all the schemas there are takes 10
+    ms."""
+    schemas = [
+        schema for schema in _torch.private("all_schemas")() if schema.name.startswith("c10d::")
+    ]
+    return [
+        op
+        for schema in schemas
+        if not schema.overload_name and (op := read_schema(schema)) is not None
+    ]

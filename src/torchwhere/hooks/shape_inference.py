@@ -1,4 +1,5 @@
-"""Tells whether a module is called only to find out shapes: under fake tensors, or in a pipeline's metadata inference."""
+"""Tells whether a module is called only to find out shapes: under fake tensors, or in a pipeline's
+metadata inference."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import sys
 from torchwhere.hooks import _torch, python_stack
 
 PIPELINING = "torch.distributed.pipelining.stage"
-_SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")  # of a pipeline stage, since and before torch 2.13
+# of a pipeline stage, since and before torch 2.13
+_SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")
 
 
 def infers_shapes() -> bool:

@@ -1,9 +1,11 @@
-"""Where each thread is: its stack of module calls, and which autograd nodes were made in which of them.
+"""Where each thread is: its stack of module calls, and which autograd nodes were made in which of
+them.
 
-A *word* says module, pass and call in one integer (`blackbox/file_format.py`). A thread's track holds the word of what runs now
-(`top`), those below it (`stack`), and a log of transitions: at this autograd sequence number, this word began. A node made
-in forward carries its number into backward; the last transition at or before that number is the innermost call it was made
-in. Fixed arrays, no tuples: a list of tuples woke the cycle collector and made a GPT-2 step 21 to 27 % slower.
+A *word* says module, pass and call in one integer (`blackbox/file_format.py`). A thread's track
+holds the word of what runs now (`top`), those below it (`stack`), and a log of transitions: at this
+autograd sequence number, this word began. A node made in forward carries its number into backward;
+the last transition at or before that number is the innermost call it was made in. Fixed arrays, no
+tuples: a list of tuples woke the cycle collector and made a GPT-2 step 21 to 27 % slower.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from torchwhere.hooks import _torch
 
 LOG_LENGTH = 1 << 16  # transitions kept per thread, a power of two: 1 MiB
 LOG_MASK = LOG_LENGTH - 1
-NATIVE = "native-"  # begins the name of a thread that Python did not make: one of the autograd engine's, as a rule
+# begins the name of a thread that Python did not make: one of the autograd engine's, as a rule
+NATIVE = "native-"
 REGIONS = 1 << 12  # recomputed regions remembered, a power of two
 _NOTHING = array("Q")
 _NONE: tuple[str, ...] = ()
@@ -32,7 +35,8 @@ BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
 OPTIMIZER_WORD = Pass.OPTIMIZER << PASS_SHIFT
 RECOMPUTE_BIT = (Pass.RECOMPUTE ^ Pass.FORWARD) << PASS_SHIFT  # set in a rehearsal too
 SHAPE_INFERENCE_BITS = (Pass.SHAPE_INFERENCE ^ Pass.FORWARD) << PASS_SHIFT
-INHERITED = SHAPE_INFERENCE_BITS | CALL_MASK  # what a module called inside a recomputation or rehearsal has from its caller
+# what a module called inside a recomputation or rehearsal has from its caller
+INHERITED = SHAPE_INFERENCE_BITS | CALL_MASK
 
 
 def pass_of(word: int) -> int:
@@ -42,7 +46,8 @@ def pass_of(word: int) -> int:
 class Track:
     """One thread's place and log. Written by its own thread only.
 
-    A class without slots of its own: what the hot paths touch is in Python's slots (`PythonTrack`) or in the native part's.
+    A class without slots of its own: what the hot paths touch is in Python's slots (`PythonTrack`)
+    or in the native part's.
     """
 
     __slots__ = _NONE
@@ -67,14 +72,17 @@ class Track:
         self.slot = 0  # which cursor slot is this thread's
         self.cursor = 0  # index of that slot's first word
         self.top = 0
-        self.may_issue = False  # whether it has issued a collective, or run a backward, in which one may be issued
-        self.seqs = self.marks = self.regions = _NOTHING  # a thread that runs no module needs no log
+        # whether it has issued a collective, or run a backward, in which one may be issued
+        self.may_issue = False
+        # a thread that runs no module needs no log
+        self.seqs = self.marks = self.regions = _NOTHING
         self.makers = []  # of each recomputed region: the track of its forward
         self.count = 0  # transitions ever logged
         self.below_optimizer = []
 
     def ready(self) -> None:
-        """Allocate the log, before the first transition. It begins outside: a node may be made before any module is called."""
+        """Allocate the log, before the first transition. It begins outside: a node may be made
+        before any module is called."""
         if self.seqs is _NOTHING:
             self.seqs = array("Q", bytes(8 * LOG_LENGTH))
             self.marks = array("Q", bytes(8 * LOG_LENGTH))
@@ -95,7 +103,8 @@ class Track:
         """Told of the arrays of the log: the native part writes to them, too."""
 
     def move(self, _pen: Any, _word: int, _line: int = 0) -> bool:
-        """Go to a word outside any module; given a line, by way of the log. Whether it was done: only the native part can."""
+        """Go to a word outside any module; given a line, by way of the log. Whether it was done:
+        only the native part can."""
         return False
 
     def is_here(self, native_box: Any) -> None:
@@ -134,8 +143,11 @@ class Track:
         self.makers[number & (REGIONS - 1)] = maker
 
     def is_reentrant(self, word: int) -> bool:
-        """Whether a recomputed call makes nodes that backward runs: reentrant checkpointing; the other kind runs the old."""
-        return pass_of(word) == Pass.RECOMPUTE and bool(self.regions[word & CALL_MASK & (REGIONS - 1)] & 1)
+        """Whether a recomputed call makes nodes that backward runs: reentrant checkpointing; the
+        other kind runs the old."""
+        return pass_of(word) == Pass.RECOMPUTE and bool(
+            self.regions[word & CALL_MASK & (REGIONS - 1)] & 1
+        )
 
     def call_of(self, word: int) -> int:
         """The number of a call: of a recomputed one, what it was in the forward."""
@@ -143,11 +155,13 @@ class Track:
         return self.recomputed_call(word) if word & RECOMPUTE_BIT and call != NO_CALL else call
 
     def recomputed_call(self, word: int) -> int:
-        """The call number that a recomputed module had in its forward, NO_CALL where that is no longer known.
+        """The call number that a recomputed module had in its forward, NO_CALL where that is no
+        longer known.
 
-        A region remembers the node whose backward asked for it. Non-reentrant checkpointing asks from a node made inside
-        the original call: the latest call of the module at that node. The reentrant kind asks from its own node, made just
-        before the original call: the next call of the module after it.
+        A region remembers the node whose backward asked for it. Non-reentrant checkpointing asks
+        from a node made inside the original call: the latest call of the module at that node. The
+        reentrant kind asks from its own node, made just before the original call: the next call of
+        the module after it.
         """
         number = word & CALL_MASK & (REGIONS - 1)
         seq, reentrant = self.regions[number] >> 1, self.regions[number] & 1
@@ -162,7 +176,8 @@ class Track:
             if (mark & ~RECOMPUTE_BIT) >> PASS_SHIFT == base:
                 if not mark & RECOMPUTE_BIT:
                     return mark & CALL_MASK
-                if (mark ^ word) & CALL_MASK & (REGIONS - 1):  # a checkpoint inside a checkpoint: what that one repeats
+                # a checkpoint inside a checkpoint: what that one repeats
+                if (mark ^ word) & CALL_MASK & (REGIONS - 1):
                     return forward.recomputed_call(mark)
         return NO_CALL
 
@@ -185,7 +200,8 @@ def track_type(native: Any) -> type[Track]:
 
 
 class Tracks(threading.local):
-    """The calling thread's track as `.track`; there once `Threads.here` was called on that thread."""
+    """The calling thread's track as `.track`; there once `Threads.here` was called on that
+    thread."""
 
     track: Track
 
@@ -200,7 +216,8 @@ class Threads:
         self._joined = 0
         self.main: Track | None = None  # the main thread's
         self._register = register  # told of every new track
-        self._lock = threading.RLock()  # a signal handler may ask where it is while its thread joins
+        # a signal handler may ask where it is while its thread joins
+        self._lock = threading.RLock()
         self._main = threading.main_thread().ident
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
 
@@ -214,7 +231,9 @@ class Threads:
 
     def _join(self) -> Track:
         with self._lock:
-            track = self._track_type(number=min(self._joined, 255), name=self._name(), began=self._sequence_nr())
+            track = self._track_type(
+                number=min(self._joined, 255), name=self._name(), began=self._sequence_nr()
+            )
             self._joined += 1
             taken = {other.slot for other in self._all}
             track.slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
@@ -226,7 +245,8 @@ class Threads:
         return track
 
     def _name(self) -> str:
-        """The thread's name. Not `current_thread()`: it leaves a dummy object behind for threads made in C."""
+        """The thread's name. Not `current_thread()`: it leaves a dummy object behind for threads
+        made in C."""
         ident = get_ident()
         if ident == self._main:
             return "MainThread"
@@ -236,12 +256,17 @@ class Threads:
         return f"{NATIVE}{threading.get_native_id()}"
 
     def others_may_issue(self) -> bool:
-        """Whether another thread lives that has issued collectives. One of the autograd engine does so for whoever runs it."""
+        """Whether another thread lives that has issued collectives. One of the autograd engine does
+        so for whoever runs it."""
         own = self.here()
-        return any(track.may_issue and track is not own and not track.name.startswith(NATIVE) for track in list(self._all))
+        return any(
+            track.may_issue and track is not own and not track.name.startswith(NATIVE)
+            for track in list(self._all)
+        )
 
     def close(self) -> None:
-        """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the cycle collector."""
+        """Give the logs back now: tracks are in cycles, and a megabyte each is much to leave to the
+        cycle collector."""
         for track in list(self._all):
             track.retire()
 
@@ -252,15 +277,23 @@ class Threads:
     def maker(self, seq: int, own: Track) -> tuple[Track | None, bool]:
         """The track whose thread made node `seq`, and whether that is certain.
 
-        Numbers are counted per thread. A thread that called backward itself most likely made its nodes itself, if it has made
-        that many. A device thread of the engine runs nodes made elsewhere; where several threads could have made this one, the
-        main thread is the likely one.
+        Numbers are counted per thread. A thread that called backward itself most likely made its
+        nodes itself, if it has made that many. A device thread of the engine runs nodes made
+        elsewhere; where several threads could have made this one, the main thread is the likely
+        one.
         """
         if own.count and len(self._all) == 1:
             return (own, True) if own.position(seq) is not None else (None, False)
-        able = [(track, at) for track in self._all if track.count and (at := track.position(seq)) is not None]
-        within = [lock_new_file for lock_new_file in able if seq < lock_new_file[0].newest()] or able
-        # At 0 a log says no more than that its thread had called no module yet: any other log knows better.
+        able = [
+            (track, at)
+            for track in self._all
+            if track.count and (at := track.position(seq)) is not None
+        ]
+        within = [
+            lock_new_file for lock_new_file in able if seq < lock_new_file[0].newest()
+        ] or able
+        # At 0 a log says no more than that its thread had called no module yet: any other log knows
+        # better.
         within = [lock_new_file for lock_new_file in within if lock_new_file[1]] or within
         return self._likeliest([track for track, _ in within], own)
 

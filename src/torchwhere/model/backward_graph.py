@@ -1,7 +1,9 @@
-"""The autograd graph behind tensors, as data: `BackwardGraph`, with a row in flat arrays for each node.
+"""The autograd graph behind tensors, as data: `BackwardGraph`, with a row in flat arrays for each
+node.
 
-Takes a `Trail` and what is known about its nodes, gives a graph that holds nothing of torch's: numbers, and each text once. A
-node takes about 40 bytes. Shapes are those of what the operation gave in forward. As text, DOT and JSON: `render/graph.py`.
+Takes a `Trail` and what is known about its nodes, gives a graph that holds nothing of torch's:
+numbers, and each text once. A node takes about 40 bytes. Shapes are those of what the operation
+gave in forward. As text, DOT and JSON: `render/graph.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ Shape = tuple[int | str, ...]  # a symbolic size is given as text
 
 
 class Places(NamedTuple):
-    """Where nodes were made: for each a number in `modules` (0: in none that is known), its call, and how sure that is."""
+    """Where nodes were made: for each a number in `modules` (0: in none that is known), its call,
+    and how sure that is."""
 
     modules: list[str | None]
     module: Numbers
@@ -61,7 +64,8 @@ class NodeSources:
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """One node. `following` are the numbers of the nodes that its gradients go to; `names` those of the leaf's parameter."""
+    """One node. `following` are the numbers of the nodes that its gradients go to; `names` those of
+    the leaf's parameter."""
 
     number: int
     op: str
@@ -113,9 +117,11 @@ class Nodes(Sequence[GraphNode]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackwardGraph(Tabular):
-    """Every autograd node behind some tensors, once: node 0 made the first of them, and a node comes before those it feeds.
+    """Every autograd node behind some tensors, once: node 0 made the first of them, and a node
+    comes before those it feeds.
 
-    Columns have a number for each node; `ops`, `outputs` and `lines` are the tables those numbers point into.
+    Columns have a number for each node; `ops`, `outputs` and `lines` are the tables those numbers
+    point into.
     """
 
     roots: tuple[int, ...]
@@ -129,7 +135,8 @@ class BackwardGraph(Tabular):
     places: Places
     lines: list[str | None]
     line: Numbers
-    leaves_named: dict[int, tuple[str, ...]]  # of the leaves: the names of their parameters, () where none is known
+    # of the leaves: the names of their parameters, () where none is known
+    leaves_named: dict[int, tuple[str, ...]]
     freed: int  # nodes that saved tensors for backward and no longer have them: backward has run
 
     def __len__(self) -> int:
@@ -161,7 +168,11 @@ class BackwardGraph(Tabular):
         return np.stack([sources(self.starts), self.targets], axis=1)
 
     def _node(self, number: int) -> GraphNode:
-        places, call, sequence = self.places, int(self.places.call[number]), int(self.sequence[number])
+        places, call, sequence = (
+            self.places,
+            int(self.places.call[number]),
+            int(self.sequence[number]),
+        )
         shapes, dtype = self.outputs[self.output[number]]
         return GraphNode(
             number=number,
@@ -185,7 +196,8 @@ class BackwardGraph(Tabular):
         return self.text()
 
     def text(self, *, lines: int | None = 500) -> str:
-        """A line for each node, from the tensors to the leaves, with repeats folded; at most so many lines."""
+        """A line for each node, from the tensors to the leaves, with repeats folded; at most so
+        many lines."""
         return views.text(self, lines=lines)
 
     def dot(self) -> str:
@@ -210,7 +222,7 @@ class BackwardGraph(Tabular):
         return views.html(self)
 
 
-# -- from the live nodes ---------------------------------------------------------------------------------------------------
+# -- from the live nodes ---------------------------------------------------------------------------
 
 
 class _Table:
@@ -232,7 +244,11 @@ def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGrap
     nodes, count = trail.nodes, len(trail.nodes)
     ops, outputs = _Table(""), _Table(((), None))
     sequence = np.fromiter((node._sequence_nr() for node in nodes), np.uint64, count)
-    leaves = {number: tuple(known.names(node.variable)) for number, node in enumerate(nodes) if is_leaf(node)}
+    leaves = {
+        number: tuple(known.names(node.variable))
+        for number, node in enumerate(nodes)
+        if is_leaf(node)
+    }
     wanted, lines = set(roots), known.lines(nodes, sequence)
     return BackwardGraph(
         roots=tuple(number for number, node in enumerate(nodes) if node in wanted),
@@ -265,7 +281,8 @@ def _op(node: Any) -> str:
 
 
 def _output(node: Any) -> Any:
-    """Shapes and dtype of what a node gave in forward: what goes into it in backward is alike. Most give one tensor."""
+    """Shapes and dtype of what a node gave in forward: what goes into it in backward is alike. Most
+    give one tensor."""
     try:
         given = node._input_metadata
         if len(given) == 1:
@@ -277,7 +294,8 @@ def _output(node: Any) -> Any:
 
 
 def _shape(sizes: Any) -> Shape:
-    """A size that is not a plain number is symbolic, and cannot be kept: it would keep its whole shape environment."""
+    """A size that is not a plain number is symbolic, and cannot be kept: it would keep its whole
+    shape environment."""
     for size in sizes:
         if type(size) is not int:
             return tuple(size if type(size) is int else str(size) for size in sizes)
@@ -289,17 +307,24 @@ def _dtype(dtype: Any) -> str | None:
 
 
 def _with_owners(places: Places, trail: Trail, leaves: dict[int, tuple[str, ...]]) -> Places:
-    """Name the module of the leaves by their parameters, and of a node that no watch saw by the parameters it works on."""
+    """Name the module of the leaves by their parameters, and of a node that no watch saw by the
+    parameters it works on."""
     modules = dict.fromkeys(places.modules)
     numbers = {module: number for number, module in enumerate(modules)}
-    owned = {leaf: numbers.setdefault(owner(names[0]), len(numbers)) for leaf, names in leaves.items() if names}
+    owned = {
+        leaf: numbers.setdefault(owner(names[0]), len(numbers))
+        for leaf, names in leaves.items()
+        if names
+    }
     exact, inferred = CERTAINTIES.index(Certainty.EXACT), CERTAINTIES.index(Certainty.INFERRED)
     for leaf, module in owned.items():
         places.module[leaf], places.certainty[leaf] = module, exact
     if not owned:
         return places
     users = sources(trail.starts)
-    for edge in np.flatnonzero(np.isin(trail.targets, list(owned)) & (places.certainty[users] == 0)):
+    for edge in np.flatnonzero(
+        np.isin(trail.targets, list(owned)) & (places.certainty[users] == 0)
+    ):
         source = users[edge]
         places.module[source], places.certainty[source] = owned[int(trail.targets[edge])], inferred
     return places._replace(modules=list(numbers))

@@ -1,8 +1,10 @@
-"""What dynamo's code passes to the compiled graph: the inputs of a graph, in order, as expressions of the function's variables.
+"""What dynamo's code passes to the compiled graph: the inputs of a graph, in order, as expressions
+of the function's variables.
 
-Dynamo turns a function into code that gathers parameters and tensors (`self._modules['up']._parameters['weight']`, `x`), calls
-the graph with them and puts the results where they belong. The gathering is straight code: run here on names instead of
-values, up to the call. Nothing is executed. Code of a kind that is not known gives None, never a guess.
+Dynamo turns a function into code that gathers parameters and tensors
+(`self._modules['up']._parameters['weight']`, `x`), calls the graph with them and puts the results
+where they belong. The gathering is straight code: run here on names instead of values, up to the
+call. Nothing is executed. Code of a kind that is not known gives None, never a guess.
 """
 
 from __future__ import annotations
@@ -15,9 +17,27 @@ from typing import Any
 
 GRAPH_NAME = "__compiled_fn_"
 _HOLDERS = {"_modules": "", "_parameters": "parameter", "_buffers": "buffer"}
-_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_FAST_AND_CLEAR", "LOAD_DEREF", "LOAD_NAME")
-_NOTHING = ("RESUME", "NOP", "PRECALL", "CACHE", "COPY_FREE_VARS", "MAKE_CELL", "DELETE_FAST", "EXTENDED_ARG", "NOT_TAKEN")
-_NULL_LAST = sys.version_info >= (3, 13)  # a callable comes before the NULL that stands for its missing `self`
+_LOADS = (
+    "LOAD_FAST",
+    "LOAD_FAST_CHECK",
+    "LOAD_FAST_BORROW",
+    "LOAD_FAST_AND_CLEAR",
+    "LOAD_DEREF",
+    "LOAD_NAME",
+)
+_NOTHING = (
+    "RESUME",
+    "NOP",
+    "PRECALL",
+    "CACHE",
+    "COPY_FREE_VARS",
+    "MAKE_CELL",
+    "DELETE_FAST",
+    "EXTENDED_ARG",
+    "NOT_TAKEN",
+)
+# a callable comes before the NULL that stands for its missing `self`
+_NULL_LAST = sys.version_info >= (3, 13)
 _METHOD_BIT = sys.version_info >= (3, 12)  # LOAD_ATTR took over LOAD_METHOD
 
 
@@ -32,11 +52,14 @@ class Expression:
         return Expression(self.base, (*self.steps, (how, what)))
 
     def __str__(self) -> str:
-        return self.base + "".join(f".{what}" if how == "." else f"[{what!r}]" for how, what in self.steps)
+        return self.base + "".join(
+            f".{what}" if how == "." else f"[{what!r}]" for how, what in self.steps
+        )
 
     @property
     def held(self) -> tuple[str, str] | None:
-        """`parameter` or `buffer`, and its name within the module that the variable is; None for anything else."""
+        """`parameter` or `buffer`, and its name within the module that the variable is; None for
+        anything else."""
         kinds = [_HOLDERS[what] for how, what in self.steps if how == "." and what in _HOLDERS]
         if len(kinds) * 2 != len(self.steps) or not kinds or not kinds[-1]:
             return None
@@ -84,7 +107,9 @@ class _BytecodeMachine:
         if name in _LOADS:
             stack.append(self._variable(str(instruction.argval)))
         elif name == "LOAD_GLOBAL":
-            loaded: list[Any] = [_Null] * ((instruction.arg or 0) & 1) + [Expression(str(instruction.argval))]
+            loaded: list[Any] = [_Null] * ((instruction.arg or 0) & 1) + [
+                Expression(str(instruction.argval))
+            ]
             stack += loaded[::-1] if _NULL_LAST else loaded
         elif name in ("LOAD_CONST", "LOAD_SMALL_INT"):
             stack.append(instruction.argval)
@@ -131,7 +156,9 @@ class _BytecodeMachine:
         called = [entry for entry in (self.stack.pop(), self.stack.pop()) if entry is not _Null]
         function = called[-1] if called else None
         if isinstance(function, Expression) and function.base.startswith(GRAPH_NAME):
-            return [one if isinstance(one, Expression) else Expression(repr(one)) for one in arguments]
+            return [
+                one if isinstance(one, Expression) else Expression(repr(one)) for one in arguments
+            ]
         size = _size(function, arguments)
         self.stack.append(size or Expression(f"{function}({', '.join(map(str, arguments))})"))
         return None
@@ -139,7 +166,11 @@ class _BytecodeMachine:
 
 def _size(function: Any, arguments: list[Any]) -> Expression | None:
     """A dynamic size is passed as a number: dynamo's own way to say `x.size(0)`."""
-    if isinstance(function, Expression) and function.steps[-1:] == ((".", "call_size"),) and len(arguments) == 2:
+    if (
+        isinstance(function, Expression)
+        and function.steps[-1:] == ((".", "call_size"),)
+        and len(arguments) == 2
+    ):
         return Expression(f"{arguments[0]}.size({arguments[1]})")
     return None
 

@@ -1,4 +1,5 @@
-"""The compiled graphs of a process, as data: what each was made from, its inputs by parameter name, why it was compiled again.
+"""The compiled graphs of a process, as data: what each was made from, its inputs by parameter name,
+why it was compiled again.
 
 Holds texts and numbers only; nothing of dynamo's is kept alive. As a table: `render/graphs.py`.
 """
@@ -18,7 +19,8 @@ PARAMETER, BUFFER, INPUT = "parameter", "buffer", "input"
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """One input: a parameter or buffer by its name in the module that was compiled, anything else as it is reached."""
+    """One input: a parameter or buffer by its name in the module that was compiled, anything else
+    as it is reached."""
 
     number: int
     kind: str  # parameter, buffer, input
@@ -38,7 +40,8 @@ def inputs_of(expressions: Sequence[Expression] | None) -> tuple[GraphInput, ...
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CompiledGraph:
-    """One compiled graph. A function that is trained has two for each variant: its forward and its backward."""
+    """One compiled graph. A function that is trained has two for each variant: its forward and its
+    backward."""
 
     id: str  # dynamo's: frame and variant, `0/0`
     kind: str  # forward, backward, inference
@@ -56,9 +59,14 @@ class CompiledGraph:
     def describe(self, number: int) -> str:
         """Input `number` in words: `parameter layers.0.up.weight`, `input x`."""
         if self.inputs is None:
-            raise ValueError(f"describe({number}): the inputs of {self.kind} graph {self.id} are not known")
+            raise ValueError(
+                f"describe({number}): the inputs of {self.kind} graph {self.id} are not known"
+            )
         if not 0 <= number < len(self.inputs):
-            raise ValueError(f"describe({number}): graph {self.id} has {len(self.inputs)} inputs, 0 to {len(self.inputs) - 1}")
+            raise ValueError(
+                f"describe({number}): graph {self.id} has {len(self.inputs)} inputs, 0 to"
+                f" {len(self.inputs) - 1}"
+            )
         return str(self.inputs[number])
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,7 +83,8 @@ class CompiledGraph:
 
 
 class CompiledGraphs(Sequence[CompiledGraph], Tabular):
-    """All compiled graphs, in the order of their ids. `graphs["0/0"]` is the forward (or inference) graph with that id."""
+    """All compiled graphs, in the order of their ids. `graphs["0/0"]` is the forward (or inference)
+    graph with that id."""
 
     def __init__(self, graphs: Sequence[CompiledGraph]) -> None:
         self._graphs = tuple(graphs)
@@ -106,7 +115,10 @@ class CompiledGraphs(Sequence[CompiledGraph], Tabular):
 
     def as_rows(self) -> list[dict[str, Any]]:
         """The graphs, one a row; of the inputs how many."""
-        return [graph.to_dict() | {"inputs": None if graph.inputs is None else len(graph.inputs)} for graph in self._graphs]
+        return [
+            graph.to_dict() | {"inputs": None if graph.inputs is None else len(graph.inputs)}
+            for graph in self._graphs
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {"graphs": [graph.to_dict() for graph in self._graphs]}

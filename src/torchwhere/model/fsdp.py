@@ -1,7 +1,8 @@
-"""What FSDP knows of a module: the groups of parameters it gathers together, FSDP1 and FSDP2 (`fully_shard`) alike.
+"""What FSDP knows of a module: the groups of parameters it gathers together, FSDP1 and FSDP2
+(`fully_shard`) alike.
 
-Facts come from FSDP's own states, not from what the module holds at the moment: between forward and backward that may be the
-gathered parameters. Whatever is read here is there in torch 2.11 and 2.13.
+Facts come from FSDP's own states, not from what the module holds at the moment: between forward and
+backward that may be the gathered parameters. Whatever is read here is there in torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.module_names import wrapped
 
-UNSETTLED = "after forward, the root after backward"  # until the first forward FSDP2 does not know which is the root
+# until the first forward FSDP2 does not know which is the root
+UNSETTLED = "after forward, the root after backward"
 Slot = tuple[int, str]  # where a parameter is held: id of the module, name in it
 
 
@@ -38,10 +40,14 @@ class Held:
 
 def dtypes_text(found: dict[str, Any]) -> Facts:
     """Dtypes by their use, those that are set."""
-    return tuple((use, str(dtype).removeprefix("torch.")) for use, dtype in found.items() if dtype is not None)
+    return tuple(
+        (use, str(dtype).removeprefix("torch."))
+        for use, dtype in found.items()
+        if dtype is not None
+    )
 
 
-# -- FSDP2 -----------------------------------------------------------------------------------------------------------------
+# -- FSDP2 -----------------------------------------------------------------------------------------
 
 
 def is_replicating(state: Any) -> bool:
@@ -64,7 +70,8 @@ def held2(group: Any, meshes: Meshes) -> dict[Slot, Held]:
 
 
 def held_dtensor(param: Any, meshes: Meshes, *, key: object) -> Held:
-    with torch.no_grad():  # nothing of this is to be differentiated, and outside of autograd it copies nothing
+    # nothing of this is to be differentiated, and outside of autograd it copies nothing
+    with torch.no_grad():
         local = param.to_local()
     return Held(
         shape=tuple(param.shape),
@@ -83,8 +90,13 @@ def facts2(state: Any, group: Any, meshes: Meshes) -> dict[str, Any]:
     info, policy = group.mesh_info, group.mp_policy
     return {
         "mesh": meshes.of_mesh(info.mesh),
-        "placements": tuple("Shard(0)" if dim == info.shard_mesh_dim else "Replicate()" for dim in range(info.mesh.ndim)),
-        "dtypes": dtypes_text({use: getattr(policy, f"{use}_dtype", None) for use in ("param", "reduce", "output")}),
+        "placements": tuple(
+            "Shard(0)" if dim == info.shard_mesh_dim else "Replicate()"
+            for dim in range(info.mesh.ndim)
+        ),
+        "dtypes": dtypes_text(
+            {use: getattr(policy, f"{use}_dtype", None) for use in ("param", "reduce", "output")}
+        ),
         "reshard": None if is_replicating(state) else _reshard2(state, group),
         "offload": _offload2(group.offload_policy),
         "padding_bytes": sum(_padding2(managed) for managed in group.fsdp_params),
@@ -98,7 +110,11 @@ def _reshard2(state: Any, group: Any) -> str:
     if getattr(state, "_auto_reshard_after_forward", False) and state._is_root is None:
         return UNSETTLED
     size = after.shard_mesh_size
-    return "after forward" if size == group.mesh_info.shard_mesh_size else f"after forward, to {size} ranks"
+    return (
+        "after forward"
+        if size == group.mesh_info.shard_mesh_size
+        else f"after forward, to {size} ranks"
+    )
 
 
 def _offload2(policy: Any) -> str | None:
@@ -112,16 +128,19 @@ def _padding2(managed: Any) -> int:
     return int(extra * managed.sharded_param.dtype.itemsize)
 
 
-# -- FSDP1 -----------------------------------------------------------------------------------------------------------------
+# -- FSDP1 -----------------------------------------------------------------------------------------
 
 
 def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slot, Held]:
-    """What the flat parameter of an FSDP1 wrapper is made of, by every slot that holds, or would hold, a part of it."""
+    """What the flat parameter of an FSDP1 wrapper is made of, by every slot that holds, or would
+    hold, a part of it."""
     handle = state._handle
     if handle is None:
         return {}
     flat, found = handle.flat_param, {}
-    for at, (info, shard) in enumerate(zip(flat._param_infos, flat._shard_param_infos, strict=True)):
+    for at, (info, shard) in enumerate(
+        zip(flat._param_infos, flat._shard_param_infos, strict=True)
+    ):
         shape = tuple(flat._shapes[at])
         extension = flat._param_extensions[at]
         originals = getattr(flat, "_params", None)
@@ -134,7 +153,9 @@ def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slo
             key=(id(info.module), info.param_name),
             mesh=mesh,
             placements=placements,
-            note="" if extension is None else f"of a DTensor, {getattr(extension, 'placements', '')}".strip(", "),
+            note=""
+            if extension is None
+            else f"of a DTensor, {getattr(extension, 'placements', '')}".strip(", "),
         )
     for shared in flat._shared_param_infos:
         primary = found.get((id(shared.prim_module), shared.prim_param_name))
@@ -146,18 +167,30 @@ def held1(state: Any, mesh: int | None, placements: tuple[str, ...]) -> dict[Slo
 def facts1(state: Any, meshes: Meshes) -> dict[str, Any]:
     """The fields of the Unit of an FSDP1 wrapper."""
     handle, precision = state._handle, state.mixed_precision
-    strategy = (handle._sharding_strategy if handle is not None else state.sharding_strategy).name.removeprefix("_")
+    strategy = (
+        handle._sharding_strategy if handle is not None else state.sharding_strategy
+    ).name.removeprefix("_")
     outer = getattr(state, "_inter_node_pg", None) if strategy.startswith("HYBRID") else None
     inner = "Replicate()" if strategy == "NO_SHARD" else FLAT
     device_mesh = getattr(state, "_device_mesh", None)
-    groups = [("replicate", outer), ("shard", state.process_group)] if outer is not None else [("", state.process_group)]
+    groups = (
+        [("replicate", outer), ("shard", state.process_group)]
+        if outer is not None
+        else [("", state.process_group)]
+    )
     uses = {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
     is_early = strategy in ("FULL_SHARD", "HYBRID_SHARD") and not state._is_root
     return {
-        "mesh": meshes.of_groups(groups, device=_device(state)) if device_mesh is None else meshes.of_mesh(device_mesh),
+        "mesh": meshes.of_groups(groups, device=_device(state))
+        if device_mesh is None
+        else meshes.of_mesh(device_mesh),
         "placements": (inner,) if outer is None else ("Replicate()", inner),
         "dtypes": dtypes_text(uses),
-        "reshard": None if strategy == "NO_SHARD" else "after forward" if is_early else "after backward",
+        "reshard": None
+        if strategy == "NO_SHARD"
+        else "after forward"
+        if is_early
+        else "after backward",
         "offload": "cpu" if state.cpu_offload.offload_params else None,
         "settings": (("strategy", strategy), ("use_orig_params", bool(state._use_orig_params))),
         "padding_bytes": _padding1(handle),
@@ -179,15 +212,18 @@ def _padding1(handle: Any) -> int:
     return int((flat._sharded_size.numel() - used) * flat.dtype.itemsize)
 
 
-# -- the tree of the original -----------------------------------------------------------------------------------------------
+# -- the tree of the original ----------------------------------------------------------------------
 
-_MIXED_IN = ("FSDPModule", "ReplicateModule", "DDP")  # what `fully_shard` and `replicate` put before a module's own class
-_TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")  # not part of a parameter's name
+# what `fully_shard` and `replicate` put before a module's own class
+_MIXED_IN = ("FSDPModule", "ReplicateModule", "DDP")
+# not part of a parameter's name
+_TRANSPARENT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 @dataclass(slots=True)
 class TreeLine:
-    """A module in the tree: `fqn[Class]`, and the names of the parameters it manages if it is sharded."""
+    """A module in the tree: `fqn[Class]`, and the names of the parameters it manages if it is
+    sharded."""
 
     level: int
     name: str
@@ -196,7 +232,8 @@ class TreeLine:
 
 
 def sharded_tree(model: nn.Module) -> list[TreeLine]:
-    """Every module in the order of the model, each below the one that holds it, wrappers included."""
+    """Every module in the order of the model, each below the one that holds it, wrappers
+    included."""
     lines: list[TreeLine] = []
     handles: dict[int, Any] = {}  # FSDP1: the wrapper has it, the module inside is the sharded one
     units: list[tuple[TreeLine, dict[int, list[str]]]] = []  # those we are inside of
@@ -209,13 +246,18 @@ def sharded_tree(model: nn.Module) -> list[TreeLine]:
         if handle is not None:
             handles[id(handle._fully_sharded_module)] = handle
         managed = _managed(module, handles)
-        line = TreeLine(level, f"{prefix.removesuffix('.')}[{class_name(module)}]", bool(managed), [])
+        line = TreeLine(
+            level, f"{prefix.removesuffix('.')}[{class_name(module)}]", bool(managed), []
+        )
         lines.append(line)
         if managed:
             units.append((line, managed))
         for unit, names in units:
             unit.params += [prefix + name for name in names.pop(id(module), ())]
-        children = [(child, prefix + _part(module, key), level + 1) for key, child in module.named_children()]
+        children = [
+            (child, prefix + _part(module, key), level + 1)
+            for key, child in module.named_children()
+        ]
         pending += reversed(children)
     return lines
 
@@ -225,7 +267,8 @@ def _part(module: nn.Module, key: str) -> str:
 
 
 def _managed(module: nn.Module, handles: dict[int, Any]) -> dict[int, list[str]]:
-    """The parameters that FSDP manages as a unit that begins at this module, by the id of the module that holds them."""
+    """The parameters that FSDP manages as a unit that begins at this module, by the id of the
+    module that holds them."""
     handle, state = handles.get(id(module)), state2(module)
     infos: list[Any] = []
     if handle is not None:

@@ -1,4 +1,5 @@
-"""Reads the states that FSDP1 and FSDP2 keep: which module is a unit, and which tensors stand for each of its parameters.
+"""Reads the states that FSDP1 and FSDP2 keep: which module is a unit, and which tensors stand for
+each of its parameters.
 
 FSDP replaces the tensor that a module holds: FSDP2 has a sharded and a whole one for each
 parameter, FSDP1 puts views of its flat parameter in the place of the original ones. FSDP's own
@@ -73,12 +74,17 @@ class Managed:
 
 
 def managed(unit: nn.Module) -> Iterator[tuple[Managed, Owners]]:
-    """The parameters of a unit, each with the modules that hold it. FSDP1: the original ones that it keeps."""
+    """The parameters of a unit, each with the modules that hold it. FSDP1: the original ones that
+    it keeps."""
     if is_fsdp1(unit):
         yield from _managed1(unit)
         return
     state = state2(unit)
-    for param in (param for group in groups2(state) for param in group.fsdp_params) if state is not None else ():
+    for param in (
+        (param for group in groups2(state) for param in group.fsdp_params)
+        if state is not None
+        else ()
+    ):
         info = param._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         yield Managed(weakref.ref(param)), [(info.module, info.param_name), *shared]
@@ -92,6 +98,8 @@ def _managed1(unit: Any) -> Iterator[tuple[Managed, Owners]]:
     for index, info in enumerate(flat._param_infos):
         owner = info.module, info.param_name
         shared = [
-            (one.module, one.param_name) for one in flat._shared_param_infos if (one.prim_module, one.prim_param_name) == owner
+            (one.module, one.param_name)
+            for one in flat._shared_param_infos
+            if (one.prim_module, one.prim_param_name) == owner
         ]
         yield Managed(weakref.ref(handle), index), [owner, *shared]

@@ -1,11 +1,13 @@
-"""Walks the autograd graph: every node once, without recursion, and so that torch can free the graph afterwards.
+"""Walks the autograd graph: every node once, without recursion, and so that torch can free the
+graph afterwards.
 
-`walk` takes nodes and gives a `Trail`: all nodes reachable from them, those that feed others first, and the edges as numbers.
-A million nodes take about two seconds. Nodes are torch's own objects: whoever keeps a trail keeps the graph.
+`walk` takes nodes and gives a `Trail`: all nodes reachable from them, those that feed others first,
+and the edges as numbers. A million nodes take about two seconds. Nodes are torch's own objects:
+whoever keeps a trail keeps the graph.
 
-Since 2.13 torch keeps the Python object of every node that Python has once seen, and a chain of such nodes is freed
-recursively: from some 30,000 nodes on, `del loss` after a walk overflows the stack and kills the process. `_Hold` is there
-to prevent that.
+Since 2.13 torch keeps the Python object of every node that Python has once seen, and a chain of
+such nodes is freed recursively: from some 30,000 nodes on, `del loss` after a walk overflows the
+stack and kills the process. `_Hold` is there to prevent that.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ class _Waiting(threading.local):
 
 
 class _Hold:
-    """Keeps a node alive until the one that leads to it is gone, then lets go of it from a flat loop.
+    """Keeps a node alive until the one that leads to it is gone, then lets go of it from a flat
+    loop.
 
-    Torch drops a node's edges before its metadata, where this stands: the node below survives its last edge, the recursion
-    ends there, and goes on when the frames above are gone.
+    Torch drops a node's edges before its metadata, where this stands: the node below survives its
+    last edge, the recursion ends there, and goes on when the frames above are gone.
     """
 
     __slots__ = ("node",)
@@ -59,7 +62,8 @@ class _Hold:
 
 
 class Trail(NamedTuple):
-    """A walk: `nodes` from the roots to the leaves, node `i` leading to `targets[starts[i]:starts[i + 1]]`."""
+    """A walk: `nodes` from the roots to the leaves, node `i` leading to `targets[starts[i]:starts[i
+    + 1]]`."""
 
     nodes: list[Any]
     starts: Numbers
@@ -68,13 +72,15 @@ class Trail(NamedTuple):
 
 def walk(roots: Iterable[Any]) -> Trail:
     """Every node reachable from `roots`, once; each comes before all nodes it leads to."""
-    pending: list[Any] = [root for root in roots if root is not None]  # the last is numbered first, so the first comes first
+    # the last is numbered first, so the first comes first
+    pending: list[Any] = [root for root in roots if root is not None]
     numbers: dict[Any, int] = {}  # counted from the leaves; -1 while on the way
     nodes: list[Any] = []
     depths, starts, targets = array("H"), array("I", [0]), array("I")
     while pending:
         entry = pending.pop()
-        if type(entry) is int:  # how many nodes follow the one below it: they are numbered by now, so it is its turn
+        # how many nodes follow the one below it: they are numbered by now, so it is its turn
+        if type(entry) is int:
             node, depth = pending.pop(), 0
             for following in pending[len(pending) - entry :]:
                 number = numbers[following]
@@ -105,10 +111,13 @@ def _hold(node: Any, following: Any) -> None:
 
 
 def _from_the_roots(nodes: list[Any], starts: array[int], targets: array[int]) -> Trail:
-    """The same trail, numbered from the other end. Edges were noted in reverse: now they are in torch's order."""
+    """The same trail, numbered from the other end. Edges were noted in reverse: now they are in
+    torch's order."""
     nodes.reverse()
     turned = (len(nodes) - 1 - np.asarray(targets, dtype=np.int64)[::-1]).astype(np.uint32)
-    return Trail(nodes, (len(targets) - np.asarray(starts, dtype=np.int64)[::-1]).astype(np.uint32), turned)
+    return Trail(
+        nodes, (len(targets) - np.asarray(starts, dtype=np.int64)[::-1]).astype(np.uint32), turned
+    )
 
 
 def sources(starts: Numbers) -> Numbers:
@@ -124,11 +133,16 @@ def nodes_of(roots: Iterable[Any]) -> Iterator[Any]:
 
 def roots_of(tensors: Any) -> list[Any]:
     """The nodes that made some tensors (or gradient edges); those that have none are left out."""
-    listed = [tensors] if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge)) else list(tensors)
+    listed = (
+        [tensors]
+        if isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
+        else list(tensors)
+    )
     found = [getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in listed]
     return [node for node in found if node is not None]
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether a node stands for a leaf tensor, found as `node.variable`: it accumulates that tensor's gradient."""
+    """Whether a node stands for a leaf tensor, found as `node.variable`: it accumulates that
+    tensor's gradient."""
     return type(node).__name__ == ACCUMULATE_GRAD

@@ -18,7 +18,8 @@ class Meshes:
 
     def __init__(self) -> None:
         self._numbers: dict[Mesh, int] = {}
-        self._seen: dict[int, tuple[Any, int]] = {}  # by id; the object is kept so that its id stays its own
+        # by id; the object is kept so that its id stays its own
+        self._seen: dict[int, tuple[Any, int]] = {}
 
     def table(self) -> tuple[Mesh, ...]:
         return tuple(self._numbers)
@@ -31,14 +32,17 @@ class Meshes:
         return seen[1]
 
     def of_groups(self, groups: Sequence[tuple[str, Any]], *, device: str = "") -> int | None:
-        """The number of a grid of which only this rank's process group along each dimension is known."""
+        """The number of a grid of which only this rank's process group along each dimension is
+        known."""
         known = [(name, group) for name, group in groups if group is not None]
         if not known:
             return None
         ranks = [_ranks(group) for _, group in known]
         return self._number(
             Mesh(
-                shape=tuple(_size(group, members) for (_, group), members in zip(known, ranks, strict=True)),
+                shape=tuple(
+                    _size(group, members) for (_, group), members in zip(known, ranks, strict=True)
+                ),
                 dims=tuple(name or _mesh_dim(group) for name, group in known),
                 device=device,
                 ranks=ranks_to_text(ranks[0] or ()) if len(ranks) == 1 else "",
@@ -56,7 +60,11 @@ def _read_mesh(mesh: Any) -> Mesh:
     try:
         grid, coordinate = mesh.mesh, mesh.get_coordinate()
         ranks = ranks_to_text(grid.flatten().tolist())
-        groups = () if coordinate is None else tuple(_along(grid, coordinate, dim) for dim in range(len(shape)))
+        groups = (
+            ()
+            if coordinate is None
+            else tuple(_along(grid, coordinate, dim) for dim in range(len(shape)))
+        )
     except Exception:  # a mesh whose world is gone may not know its own ranks any more
         ranks, groups = "", ()
     return Mesh(
@@ -81,7 +89,8 @@ def _is_gone(mesh: Any) -> bool:
     try:
         mesh.get_all_groups()
     except Exception as error:
-        return "resolve" in str(error)  # anything else: a mesh without groups (fake, or not this rank's)
+        # anything else: a mesh without groups (fake, or not this rank's)
+        return "resolve" in str(error)
     return False
 
 
@@ -119,5 +128,7 @@ def _placement_text(placement: Any) -> str:
     kind = type(placement).__name__.lstrip("_")
     if hasattr(placement, "dim"):
         factor = getattr(placement, "split_factor", 1)
-        return f"{kind}({placement.dim})" if factor == 1 else f"{kind}({placement.dim}, sf={factor})"
+        return (
+            f"{kind}({placement.dim})" if factor == 1 else f"{kind}({placement.dim}, sf={factor})"
+        )
     return f"{kind}({getattr(placement, 'reduce_op', '')})"

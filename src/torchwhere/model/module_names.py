@@ -1,8 +1,10 @@
-"""Names of modules, parameters and buffers: as in the user's own `state_dict`, whatever wraps the model.
+"""Names of modules, parameters and buffers: as in the user's own `state_dict`, whatever wraps the
+model.
 
-A wrapper (DDP, FSDP1, `torch.compile`, activation checkpointing, DeepSpeed's engine ...) is transparent: it has the name of
-what it wraps, and leaves nothing in the names below it. A tied module or parameter has all its names; the first is the one
-shown. Everything is held weakly. `NameTable` is what the engine asks; `Names` in `naming.py` is what people hold.
+A wrapper (DDP, FSDP1, `torch.compile`, activation checkpointing, DeepSpeed's engine ...) is
+transparent: it has the name of what it wraps, and leaves nothing in the names below it. A tied
+module or parameter has all its names; the first is the one shown. Everything is held weakly.
+`NameTable` is what the engine asks; `Names` in `naming.py` is what people hold.
 """
 
 from __future__ import annotations
@@ -19,19 +21,25 @@ from torchwhere.core.gc_pause import nothing_collected
 from torchwhere.model.fsdp_states import managed, unit_classes
 from torchwhere.model.tensors import Slot, TensorNames
 
-# The class (by name, so that nothing is imported for this) and the attribute that holds the wrapped module.
+# The class (by name, so that nothing is imported for this) and the attribute that holds the wrapped
+# module.
 _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "module",
     "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": "_checkpoint_wrapped_module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
     "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
     "deepspeed.runtime.engine.DeepSpeedEngine": "module",
     "lightning.fabric.wrappers._FabricModule": "_forward_module",
     "pytorch_lightning.overrides.base._LightningModuleWrapperBase": "module",
 }
 WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # what wrappers leave in the names torch itself gives
-_MOST_ALIASES = 8  # a module shared more often than this is not walked into again: names stay linear in modules
+# a module shared more often than this is not walked into again: names stay linear in modules
+_MOST_ALIASES = 8
 _FEW_ROOTS = 64
 _MOST_UNKNOWN = 4096  # tensors of no known model that are remembered
 
@@ -61,7 +69,8 @@ def innermost(module: nn.Module) -> nn.Module:
 
 
 def walk(root: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module below and with `root`, every alias, with wrappers' prefixes removed. Iterative: any depth."""
+    """Every module below and with `root`, every alias, with wrappers' prefixes removed. Iterative:
+    any depth."""
     seen: dict[int, int] = {}
     wrapped_as: dict[type, str | None] = {}
     pending: list[tuple[str, nn.Module]] = [(prefix, root)]
@@ -78,11 +87,14 @@ def walk(root: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         through = wrapped_as[cls]
         for key, child in reversed(children.items()):
             if child is not None:
-                pending.append((name if key == through else f"{name}.{key}" if name else key, child))
+                pending.append(
+                    (name if key == through else f"{name}.{key}" if name else key, child)
+                )
 
 
 class _Ref(weakref.ref[object]):
-    """A weak reference to a module, with the ids of the tensors that the module had at the last walk.
+    """A weak reference to a module, with the ids of the tensors that the module had at the last
+    walk.
 
     A subclass, and no closure for each module: that took twice the time.
     """
@@ -96,7 +108,8 @@ class _Ref(weakref.ref[object]):
 class NameTable:
     """The names of everything below the roots it was given. Buffers only where `buffers` is given.
 
-    Modules are found by id, and a weak reference tells when one is gone. Tensors get no reference (see `tensors.py`).
+    Modules are found by id, and a weak reference tells when one is gone. Tensors get no reference
+    (see `tensors.py`).
     """
 
     modules: dict[int, list[str]] = field(default_factory=dict)
@@ -106,11 +119,13 @@ class NameTable:
     _roots: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
     _most_roots: int = _FEW_ROOTS  # as soon as there are so many, those that are gone are taken out
     _strangers: set[int] = field(default_factory=set)
-    _unknown: dict[int, int] = field(default_factory=dict)  # by the id of a tensor: how often it was asked for in vain
+    # by the id of a tensor: how often it was asked for in vain
+    _unknown: dict[int, int] = field(default_factory=dict)
     _on_death: Callable[[weakref.ref[object]], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._on_death = self._forget  # one for all: a bound method for each of 300,000 modules takes time and memory
+        # one for all: a bound method for each of 300,000 modules takes time and memory
+        self._on_death = self._forget
 
     def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
         if len(self._roots) >= self._most_roots:
@@ -120,7 +135,8 @@ class NameTable:
         self._scan(root, prefix)
 
     def drop_root(self, root: nn.Module) -> None:
-        """Take the names of a root and all below it back: it has turned out to be part of a bigger one."""
+        """Take the names of a root and all below it back: it has turned out to be part of a bigger
+        one."""
         self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not root]
         for _, module in walk(root):
             self.modules.pop(id(module), None)
@@ -133,7 +149,7 @@ class NameTable:
         """The roots that are alive, each with the prefix of its names."""
         return [(prefix, root) for prefix, ref in self._roots if (root := ref()) is not None]
 
-    # -- walking -----------------------------------------------------------------------------------------------------
+    # -- walking -----------------------------------------------------------------------------------
 
     def _scan(self, root: nn.Module, prefix: str) -> None:
         remember, note, classes, units = self._remember, self._note, unit_classes(), []
@@ -183,11 +199,18 @@ class NameTable:
         ref.tensors = now
 
     def _note_managed(self, unit: nn.Module) -> None:
-        """FSDP has tensors that are in a module at some times only: take in those that are in none now."""
+        """FSDP has tensors that are in a module at some times only: take in those that are in none
+        now."""
         for param, owners in managed(unit):
-            known = [(self._alive.get(id(module)), key, self.modules.get(id(module), ())) for module, key in owners]
+            known = [
+                (self._alive.get(id(module)), key, self.modules.get(id(module), ()))
+                for module, key in owners
+            ]
             named: list[tuple[str, Slot]] = [
-                (f"{name}.{key}" if name else key, (ref, key)) for ref, key, names in known if ref is not None for name in names
+                (f"{name}.{key}" if name else key, (ref, key))
+                for ref, key, names in known
+                if ref is not None
+                for name in names
             ]
             ids = self.params.add_managed(param, named) if named else []
             for ref, _, _ in known:
@@ -208,10 +231,11 @@ class NameTable:
             self._strangers.discard(key)
             self._leave(ref, ref.tensors)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- asking ------------------------------------------------------------------------------------
 
     def module_names(self, module: nn.Module) -> list[str]:
-        """All names of a module. One that is not known may have been added since: look again, once."""
+        """All names of a module. One that is not known may have been added since: look again,
+        once."""
         names = self.modules.get(id(module))
         if names is None and id(module) not in self._strangers:
             self.refresh()
@@ -222,14 +246,15 @@ class NameTable:
         return names or []
 
     def param_names(self, param: torch.Tensor) -> list[str]:
-        """All names of a parameter. One that is not known may have been added since: look again, now and then."""
+        """All names of a parameter. One that is not known may have been added since: look again,
+        now and then."""
         return self.params.of(param) or self._look_again(param)
 
     def _look_again(self, tensor: torch.Tensor) -> list[str]:
         """Walk the models for a tensor when it is asked for the 1st, 8th, 64th ... time.
 
-        Nothing may refer to the tensor, so nothing tells that it is gone and that another one has its id. That one is found
-        by the next walk, whatever causes it.
+        Nothing may refer to the tensor, so nothing tells that it is gone and that another one has
+        its id. That one is found by the next walk, whatever causes it.
         """
         asked = self._unknown[id(tensor)] = self._unknown.get(id(tensor), 0) + 1
         if asked.bit_count() > 1 or asked.bit_length() % 3 != 1:
@@ -254,7 +279,15 @@ class NameTable:
 
     def clear(self) -> None:
         """Forget everything."""
-        for table in (self.modules, self.params, self._alive, self._roots, self._strangers, self._unknown, self.buffers):
+        for table in (
+            self.modules,
+            self.params,
+            self._alive,
+            self._roots,
+            self._strangers,
+            self._unknown,
+            self.buffers,
+        ):
             if table is not None:
                 table.clear()
 
@@ -267,8 +300,9 @@ def owner(param: str) -> str:
 def topmost(module: nn.Module, *, most: int = 32) -> nn.Module:
     """The outermost module that contains `module`: its root, although it was called on its own.
 
-    Follows who holds it (a parent's `_modules` dict, held by the parent's `__dict__`). Looks at every object the garbage
-    collector knows: done once for a module called outside any other, never again for it.
+    Follows who holds it (a parent's `_modules` dict, held by the parent's `__dict__`). Looks at
+    every object the garbage collector knows: done once for a module called outside any other, never
+    again for it.
     """
     for _ in range(most):
         parent = _parent(module)
@@ -284,9 +318,15 @@ def _parent(module: nn.Module) -> nn.Module | None:
             continue
         for owner_dict in gc.get_referrers(holder):
             if type(owner_dict) is dict and owner_dict.get("_modules") is holder:
-                parent = next((o for o in gc.get_referrers(owner_dict) if isinstance(o, nn.Module)), None)
+                parent = next(
+                    (o for o in gc.get_referrers(owner_dict) if isinstance(o, nn.Module)), None
+                )
                 if parent is not None and parent is not module:
                     return parent
-            elif isinstance(owner_dict, nn.Module) and owner_dict is not module and owner_dict._modules is holder:
+            elif (
+                isinstance(owner_dict, nn.Module)
+                and owner_dict is not module
+                and owner_dict._modules is holder
+            ):
                 return owner_dict
     return None

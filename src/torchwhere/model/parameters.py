@@ -1,8 +1,10 @@
-"""What there is to know about one parameter or buffer, however it is sharded: plain, DTensor, FSDP1, FSDP2, ZeRO.
+"""What there is to know about one parameter or buffer, however it is sharded: plain, DTensor,
+FSDP1, FSDP2, ZeRO.
 
-Takes a tensor and where it sits in its model, gives `ParameterFacts`. Shapes are those of the whole parameter and of this
-rank's own part, whether or not it is gathered at the moment. Reads attributes that torch and DeepSpeed keep on their objects;
-one that is not there is a fact that is not known, never an error.
+Takes a tensor and where it sits in its model, gives `ParameterFacts`. Shapes are those of the whole
+parameter and of this rank's own part, whether or not it is gathered at the moment. Reads attributes
+that torch and DeepSpeed keep on their objects; one that is not there is a fact that is not known,
+never an error.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ from torchwhere.model.module_names import WRAPPER_PARTS
 Shape = tuple[int, ...]
 
 PARAMETER, BUFFER, FLAT_PARAMETER = "parameter", "buffer", "flat parameter"
-FLAT_KEY = "_flat_param"  # under which FSDP1 registers the flat parameter of a unit, unless it keeps the original ones
+# under which FSDP1 registers the flat parameter of a unit, unless it keeps the original ones
+FLAT_KEY = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """One parameter or buffer. `local_shape` and `local_numel` are of the part that this rank keeps."""
+    """One parameter or buffer. `local_shape` and `local_numel` are of the part that this rank
+    keeps."""
 
     name: str
     aliases: tuple[str, ...]  # its other names, where it is tied
@@ -44,7 +48,8 @@ class ParameterFacts:
     requires_grad: bool
     id: int | None = None  # ZeRO's number for it (`ds_id`), the same on all ranks
     zero_status: str | None = None  # ZeRO-3: AVAILABLE, NOT_AVAILABLE, INFLIGHT
-    placements: tuple[str, ...] | None = None  # of a DTensor or in an FSDP unit, one for each mesh dimension
+    # of a DTensor or in an FSDP unit, one for each mesh dimension
+    placements: tuple[str, ...] | None = None
     mesh: str | None = None  # its dimensions: `dp=2 x tp=4`
     unit: str | None = None  # the FSDP unit it is gathered with; "" is the root
     flat: str | None = None  # FSDP1: the flat parameter it is a part of
@@ -52,13 +57,17 @@ class ParameterFacts:
 
     @property
     def is_sharded(self) -> bool:
-        return self.local_numel != self.numel or self.placements is not None or self.zero_status is not None
+        return (
+            self.local_numel != self.numel
+            or self.placements is not None
+            or self.zero_status is not None
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-# -- what a tensor says about itself ---------------------------------------------------------------------------------------
+# -- what a tensor says about itself ---------------------------------------------------------------
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -81,7 +90,9 @@ def shapes(tensor: Any) -> tuple[Shape, Shape]:
             return tuple(tensor.shape), tuple(tensor.to_local().shape)
     if is_flat(tensor):
         now = tuple(tensor.shape)
-        return tuple(getattr(tensor, "_unpadded_unsharded_size", now)), tuple(getattr(tensor, "_sharded_size", now))
+        return tuple(getattr(tensor, "_unpadded_unsharded_size", now)), tuple(
+            getattr(tensor, "_sharded_size", now)
+        )
     return tuple(tensor.shape), tuple(tensor.shape)
 
 
@@ -110,7 +121,7 @@ def short_dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# -- what its model says about it ------------------------------------------------------------------------------------------
+# -- what its model says about it ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +154,28 @@ def _flat_parts(unit: str, wrapper: Any, meshes: Meshes) -> Iterator[tuple[Slot,
     if handle is None:
         return
     flat, label = handle.flat_param, _label(meshes, managed["mesh"])
-    yield (id(handle._fully_sharded_module), FLAT_KEY), Part(unit, None, label, managed["placements"], flat)
+    yield (
+        (id(handle._fully_sharded_module), FLAT_KEY),
+        Part(unit, None, label, managed["placements"], flat),
+    )
     for slot, held in held1(wrapper, managed["mesh"], managed["placements"]).items():
         yield slot, Part(unit, held, label, held.placements, flat)
 
 
-def _grouped_parts(unit: str, state: Any, names: dict[int, str], meshes: Meshes) -> Iterator[tuple[Slot, Part]]:
+def _grouped_parts(
+    unit: str, state: Any, names: dict[int, str], meshes: Meshes
+) -> Iterator[tuple[Slot, Part]]:
     for group in groups2(state):
-        begins_at = [names[id(module)] for module in getattr(group, "modules", ()) if id(module) in names]
+        begins_at = [
+            names[id(module)] for module in getattr(group, "modules", ()) if id(module) in names
+        ]
         for slot, held in held2(group, meshes).items():
-            yield slot, Part(", ".join(begins_at) or unit, held, _label(meshes, held.mesh), held.placements)
+            yield (
+                slot,
+                Part(
+                    ", ".join(begins_at) or unit, held, _label(meshes, held.mesh), held.placements
+                ),
+            )
 
 
 def _label(meshes: Meshes, number: int | None) -> str | None:
@@ -160,11 +183,18 @@ def _label(meshes: Meshes, number: int | None) -> str | None:
 
 
 def facts(
-    tensor: Any, names: list[str], *, kind: str, part: Part | None = None, flat_name: str | None = None
+    tensor: Any,
+    names: list[str],
+    *,
+    kind: str,
+    part: Part | None = None,
+    flat_name: str | None = None,
 ) -> ParameterFacts:
     """Everything about a tensor, put together. `names[0]` is the name shown."""
     held_by_unit = part.held if part is not None else None
-    shape, local_shape = shapes(tensor) if held_by_unit is None else (held_by_unit.shape, held_by_unit.local_shape)
+    shape, local_shape = (
+        shapes(tensor) if held_by_unit is None else (held_by_unit.shape, held_by_unit.local_shape)
+    )
     is_itself_flat = is_flat(tensor) and flat_name is None
     return ParameterFacts(
         name=names[0],
@@ -180,7 +210,9 @@ def facts(
         id=zero_id(tensor),
         zero_status=zero_status(tensor),
         placements=placements(tensor) if part is None else part.placements,
-        mesh=(mesh_of(tensor.device_mesh).label if is_dtensor(tensor) else None) if part is None else part.mesh,
+        mesh=(mesh_of(tensor.device_mesh).label if is_dtensor(tensor) else None)
+        if part is None
+        else part.mesh,
         unit=part.unit if part is not None else None,
         flat=flat_name,
         holds=originals(tensor, unit=names[0].rpartition(".")[0]) if is_itself_flat else (),
@@ -188,6 +220,10 @@ def facts(
 
 
 def originals(flat: Any, *, unit: str = "") -> tuple[str, ...]:
-    """The original parameters in a flat one, by their names below `unit`, without the wrappers' parts in them."""
-    below = (".".join(part for part in fqn.split(".") if part not in WRAPPER_PARTS - {"module"}) for fqn in flat._fqns)
+    """The original parameters in a flat one, by their names below `unit`, without the wrappers'
+    parts in them."""
+    below = (
+        ".".join(part for part in fqn.split(".") if part not in WRAPPER_PARTS - {"module"})
+        for fqn in flat._fqns
+    )
     return tuple(f"{unit}.{fqn}" if unit else fqn for fqn in below)

@@ -1,8 +1,9 @@
 """How a live model lies over the ranks: builds a `Layout` from what is there, and changes nothing.
 
-Takes a module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of them. No collective is called:
-each rank sees its own part, `torchwhere layout run/` puts the ranks side by side. Wrappers are transparent, as in all names.
-One walk, each module once: about 15 us a module.
+Takes a module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of
+them. No collective is called: each rank sees its own part, `torchwhere layout run/` puts the ranks
+side by side. Wrappers are transparent, as in all names. One walk, each module once: about 15 us a
+module.
 """
 
 from __future__ import annotations
@@ -23,27 +24,41 @@ from torchwhere.model.meshes import Meshes
 from torchwhere.model.module_names import innermost, walk, wrapped
 from torchwhere.model.units import Manager
 
-_DEEPEST = 100  # levels of modules: what holds a layout is nested as they are, and Python ends at about 1000 calls
+# levels of modules: what holds a layout is nested as they are, and Python ends at about 1000 calls
+_DEEPEST = 100
 
 
 def layout(model: Any) -> Layout:
-    """How `model` lies over the ranks, as this rank sees it: units, meshes, placements, policies, shapes and bytes.
+    """How `model` lies over the ranks, as this rank sees it: units, meshes, placements, policies,
+    shapes and bytes.
 
-    A module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of them. In a list, names in the
-    second and later ones begin with `<Class>`, or `<stage 2>`.
+    A module (wrapped or not), a DeepSpeed engine, a pipeline stage or schedule, or a list of them.
+    In a list, names in the second and later ones begin with `<Class>`, or `<stage 2>`.
     """
     found = _models(model)
     names = [
         "",
-        *(f"<stage {stage.stage_index}>" if stage else f"<{class_name(innermost(thing))}>" for thing, stage in found[1:]),
+        *(
+            f"<stage {stage.stage_index}>" if stage else f"<{class_name(innermost(thing))}>"
+            for thing, stage in found[1:]
+        ),
     ]
     times = [names[:at].count(name) for at, name in enumerate(names)]
-    names = [f"{name[:-1]}#{before + 1}>" if before else name for name, before in zip(names, times, strict=True)]
-    return layout_of([(name, thing, stage) for name, (thing, stage) in zip(names, found, strict=True)])
+    names = [
+        f"{name[:-1]}#{before + 1}>" if before else name
+        for name, before in zip(names, times, strict=True)
+    ]
+    return layout_of(
+        [(name, thing, stage) for name, (thing, stage) in zip(names, found, strict=True)]
+    )
 
 
 def _models(model: Any) -> list[tuple[nn.Module, Any]]:
-    things = list(model) if isinstance(model, (list, tuple)) and not isinstance(model, nn.Module) else [model]
+    things = (
+        list(model)
+        if isinstance(model, (list, tuple)) and not isinstance(model, nn.Module)
+        else [model]
+    )
     if not things:
         raise ValueError("layout([]): there is no model in the list")
     found: list[tuple[nn.Module, Any]] = []
@@ -55,16 +70,19 @@ def _models(model: Any) -> list[tuple[nn.Module, Any]]:
             found.append((thing, units.stage_around(thing)))
         else:
             raise TypeError(
-                f"layout(model): expected a torch.nn.Module, a pipeline stage or schedule, or a list of them, got "
-                f"{type(thing).__name__}. Pass the model itself, wrapped or not."
+                "layout(model): expected a torch.nn.Module, a pipeline stage or schedule, or a"
+                f" list of them, got {type(thing).__name__}. Pass the model itself, wrapped or not."
             )
     return found
 
 
 def layout_of(models: Iterable[tuple[str, nn.Module, Any]]) -> Layout:
-    """The layout of several models: a name for each ("" for the main one), the model, and the pipeline stage around it."""
+    """The layout of several models: a name for each ("" for the main one), the model, and the
+    pipeline stage around it."""
     meshes = Meshes()
-    roots = tuple(Branch(name, _Walk(meshes, prefix=name).node(model, stage)) for name, model, stage in models)
+    roots = tuple(
+        Branch(name, _Walk(meshes, prefix=name).node(model, stage)) for name, model, stage in models
+    )
     is_gone = any(mesh.is_gone for mesh in meshes.table())
     has_world = dist.is_available() and dist.is_initialized()
     return Layout(
@@ -72,7 +90,11 @@ def layout_of(models: Iterable[tuple[str, nn.Module, Any]]) -> Layout:
         world_size=dist.get_world_size() if has_world else 1,
         roots=roots,
         meshes=meshes.table(),
-        notes=("the process groups are destroyed: ranks are as far as the meshes still know them",) if is_gone else (),
+        notes=(
+            ("the process groups are destroyed: ranks are as far as the meshes still know them",)
+            if is_gone
+            else ()
+        ),
     )
 
 
@@ -119,12 +141,20 @@ class _Walk:
             key, module = child
             name = f"{frame.name}.{key}" if frame.name else key
             if (known := self._modules.get(id(module))) is not None:
-                frame.done.append((key, self._folder.node(class_name(innermost(module)), children=(), same_as=known)))
+                frame.done.append(
+                    (
+                        key,
+                        self._folder.node(
+                            class_name(innermost(module)), children=(), same_as=known
+                        ),
+                    )
+                )
             else:
                 frames.append(self._enter(key, name, module, depth=len(frames)))
 
     def _above(self, root: nn.Module, stage: Any) -> list[Manager]:
-        """Units around the root that are no modules: a pipeline stage, ZeRO whose engine was not given."""
+        """Units around the root that are no modules: a pipeline stage, ZeRO whose engine was not
+        given."""
         found = [units.stage_manager(stage, self._meshes)] if stage is not None else []
         is_engine = any(manager.kind.startswith("ZeRO") for manager in self._managers(root))
         zero = None if is_engine else units.zero_of(root, self._meshes)
@@ -139,7 +169,9 @@ class _Walk:
             inner = wrapped(inner)
         return found
 
-    def _enter(self, key: str, name: str, module: nn.Module, *, depth: int, above: Iterable[Manager] = ()) -> _Frame:
+    def _enter(
+        self, key: str, name: str, module: nn.Module, *, depth: int, above: Iterable[Manager] = ()
+    ) -> _Frame:
         managers = [*above, *self._managers(module)]
         for manager in managers:
             self._settle(manager)
@@ -149,11 +181,16 @@ class _Walk:
         self._modules[id(inner)] = name
         children = [(key, child) for key, child in inner._modules.items() if child is not None]
         is_cut = depth >= _DEEPEST and bool(children)
-        params = [param for held_as in self._slots(inner) if (param := self._param(inner, name, held_as)) is not None]
+        params = [
+            param
+            for held_as in self._slots(inner)
+            if (param := self._param(inner, name, held_as)) is not None
+        ]
         return _Frame(key, name, inner, managers, params, iter(() if is_cut else children), is_cut)
 
     def _settle(self, manager: Manager) -> None:
-        """Before the first forward FSDP2 does not know which unit is the root; in a whole model it is the outermost."""
+        """Before the first forward FSDP2 does not know which unit is the root; in a whole model it
+        is the outermost."""
         if manager.facts.get("reshard") == UNSETTLED:
             is_inside = any(outer.kind == manager.kind for outer in self._around)
             manager.facts["reshard"] = "after forward" if is_inside else "after backward"
@@ -164,10 +201,14 @@ class _Walk:
         return self._folder.node(
             class_name(frame.module),
             children=frame.done,
-            units=tuple(manager.unit(self._also(manager, frame.module)) for manager in frame.managers),
+            units=tuple(
+                manager.unit(self._also(manager, frame.module)) for manager in frame.managers
+            ),
             plan=units.plan_of(frame.module),
             params=tuple(frame.params),
-            note=f"deeper than {_DEEPEST} modules: what is below is left out" if frame.is_cut else "",
+            note=(
+                f"deeper than {_DEEPEST} modules: what is below is left out" if frame.is_cut else ""
+            ),
         )
 
     def _also(self, manager: Manager, module: nn.Module) -> list[str]:
@@ -178,8 +219,10 @@ class _Walk:
         return [(self._names or {}).get(id(other), "?") for other in others]
 
     def _slots(self, module: nn.Module) -> list[str]:
-        """The parameters of a module as the user knows them, also where FSDP1 has taken them out of it."""
-        names = [key for key, param in module._parameters.items() if not hasattr(param, "_fqns")]  # not a FlatParameter
+        """The parameters of a module as the user knows them, also where FSDP1 has taken them out of
+        it."""
+        # not a FlatParameter
+        names = [key for key, param in module._parameters.items() if not hasattr(param, "_fqns")]
         taken = [name for manager in self._around for name in manager.taken.get(id(module), ())]
         return names + [name for name in taken if name not in module._parameters]
 
@@ -198,7 +241,9 @@ class _Walk:
             manager.local_bytes += param.local_bytes
         return param
 
-    def _held(self, module: nn.Module, key: str, tensor: torch.Tensor | None) -> tuple[int | None, Held | None]:
+    def _held(
+        self, module: nn.Module, key: str, tensor: torch.Tensor | None
+    ) -> tuple[int | None, Held | None]:
         for up, manager in enumerate(reversed(self._around)):
             found = manager.holds(module, key, tensor)
             if found is not None:

@@ -1,7 +1,9 @@
-"""What an autograd node has saved for its backward, and whether it still has it. Unpacks nothing: that could run a forward.
+"""What an autograd node has saved for its backward, and whether it still has it. Unpacks nothing:
+that could run a forward.
 
-A backward without `retain_graph` frees what each node saved once the node has run. Nodes and edges stay. A node that saves no
-tensor (an addition) looks the same before and after: of a graph made of such nodes alone it cannot be told.
+A backward without `retain_graph` frees what each node saved once the node has run. Nodes and edges
+stay. A node that saves no tensor (an addition) looks the same before and after: of a graph made of
+such nodes alone it cannot be told.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()  # a custom function has its own class
+# a custom function has its own class
+_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
 def _saved_names(node: Any) -> tuple[str, ...]:
@@ -34,7 +37,8 @@ def is_freed(node: Any) -> bool:
     if not names or holds_saved(node):
         return False
     try:
-        for name in names:  # nothing is there: never saved, or freed, and only then it is an error to ask
+        # nothing is there: never saved, or freed, and only then it is an error to ask
+        for name in names:
             getattr(node, name)
             getattr(node, name.replace("_raw", "", 1), None)
     except RuntimeError:

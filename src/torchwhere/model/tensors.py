@@ -52,7 +52,8 @@ class TensorNames:
         return bool(self.of(tensor))
 
     def of(self, tensor: object) -> list[str]:
-        """All names of a tensor; empty for a tensor that is unknown, or is not in its place any more."""
+        """All names of a tensor; empty for a tensor that is unknown, or is not in its place any
+        more."""
         entry = self._of.get(id(tensor))
         if entry is None:
             return _NONE
@@ -60,7 +61,8 @@ class TensorNames:
             for ref, key in entry.slots:
                 if getattr(ref(), self._held_in).get(key) is not tensor:
                     return self._checked(entry, tensor)
-        except AttributeError:  # the module is gone, or is a ScriptModule, where this is no dictionary
+        # the module is gone, or is a ScriptModule, where this is no dictionary
+        except AttributeError:
             return self._checked(entry, tensor)
         return entry.names
 
@@ -93,12 +95,15 @@ class TensorNames:
             entry.slots.append(slot)
 
     def add_managed(self, managed: Managed, named: list[tuple[str, Slot]]) -> list[int]:
-        """Note all tensors that stand for one parameter, also those that are in no module now. Gives their ids."""
+        """Note all tensors that stand for one parameter, also those that are in no module now.
+        Gives their ids."""
         ids = []
         for tensor in managed.tensors():
             if tensor is not None:
                 if not self.of(tensor):
-                    self._of[id(tensor)] = _Entry(*map(list, zip(*dict(named).items(), strict=True)))
+                    self._of[id(tensor)] = _Entry(
+                        *map(list, zip(*dict(named).items(), strict=True))
+                    )
                 self._of[id(tensor)].managed = managed
                 ids.append(id(tensor))
         return ids
@@ -116,7 +121,9 @@ class TensorNames:
 
     def is_managed(self, key: int) -> bool:
         entry = self._of.get(key)
-        return entry is not None and entry.managed is not None and entry.managed.holder() is not None
+        return (
+            entry is not None and entry.managed is not None and entry.managed.holder() is not None
+        )
 
     def clear(self) -> None:
         self._of.clear()

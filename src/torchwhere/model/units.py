@@ -1,7 +1,8 @@
-"""What wraps a module, or was applied to it: DDP, FSDP1, FSDP2, ZeRO, a pipeline stage. Each becomes a `Manager`.
+"""What wraps a module, or was applied to it: DDP, FSDP1, FSDP2, ZeRO, a pipeline stage. Each
+becomes a `Manager`.
 
-A manager knows the facts of its unit and, for any parameter below it, whether it manages it and how it is cut. Wrappers are
-recognised without importing their libraries.
+A manager knows the facts of its unit and, for any parameter below it, whether it manages it and how
+it is cut. Wrappers are recognised without importing their libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torchwhere.model.fsdp import is_replicating as replicates
 from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.model.meshes import Meshes, placement_texts
 
-Holds = Callable[[nn.Module, str, Any], Held | None]  # a module, the name of a parameter in it, and what stands there
+# a module, the name of a parameter in it, and what stands there
+Holds = Callable[[nn.Module, str, Any], Held | None]
 
 
 @dataclass(slots=True)
@@ -33,8 +35,10 @@ class Manager:
     kind: str
     holds: Holds
     facts: dict[str, Any] = field(default_factory=dict)
-    modules: tuple[nn.Module, ...] = ()  # all modules that the unit begins at, where there are several
-    taken: dict[int, list[str]] = field(default_factory=dict)  # by the id of a module: names that may not be in it any more
+    # all modules that the unit begins at, where there are several
+    modules: tuple[nn.Module, ...] = ()
+    # by the id of a module: names that may not be in it any more
+    taken: dict[int, list[str]] = field(default_factory=dict)
     params: int = 0
     bytes: int = 0
     local_bytes: int = 0
@@ -64,18 +68,27 @@ def _slots(known: dict[tuple[int, str], Held]) -> Holds:
     return lambda module, name, _param: known.get((id(module), name))
 
 
-# -- parameters by themselves ----------------------------------------------------------------------------------------------
+# -- parameters by themselves ----------------------------------------------------------------------
 
 
 def held(param: Any, meshes: Meshes) -> Held:
-    """A parameter that says itself how it is cut: a DTensor, one of ZeRO-3, or a plain one, whole on this rank."""
+    """A parameter that says itself how it is cut: a DTensor, one of ZeRO-3, or a plain one, whole
+    on this rank."""
     if hasattr(param, "ds_shape"):
         return _held_zero3(param, meshes)
     if hasattr(param, "device_mesh") and hasattr(param, "placements"):
         return held_dtensor(param, meshes, key=id(param))
     is_lazy = nn.parameter.is_lazy(param)
     shape = (0,) if is_lazy else tuple(param.shape)
-    return Held(shape, shape, param.dtype, param.requires_grad, param.device.type, id(param), note="no shape yet" * is_lazy)
+    return Held(
+        shape,
+        shape,
+        param.dtype,
+        param.requires_grad,
+        param.device.type,
+        id(param),
+        note="no shape yet" * is_lazy,
+    )
 
 
 def _held_zero3(param: Any, meshes: Meshes) -> Held:
@@ -95,13 +108,15 @@ def _held_zero3(param: Any, meshes: Meshes) -> Held:
     )
 
 
-# -- data parallel ---------------------------------------------------------------------------------------------------------
+# -- data parallel ---------------------------------------------------------------------------------
 
 
 def _fsdp2(state: Any, meshes: Meshes) -> Iterator[Manager]:
     kind, groups = "replicate" if replicates(state) else "FSDP2", groups2(state)
     for group in groups:
-        yield Manager(kind, _slots(held2(group, meshes)), facts2(state, group, meshes), tuple(group.modules))
+        yield Manager(
+            kind, _slots(held2(group, meshes)), facts2(state, group, meshes), tuple(group.modules)
+        )
     if not groups:  # everything below it is managed by units further in
         yield Manager(kind, lambda _module, _name, _param: None)
 
@@ -116,10 +131,15 @@ def _fsdp1(wrapper: Any, meshes: Meshes) -> Manager:
 
 
 def _ddp(module: nn.Module, meshes: Meshes) -> Manager | None:
-    """DDP as a wrapper, or as the composable `replicate` that makes one for itself in the first forward."""
+    """DDP as a wrapper, or as the composable `replicate` that makes one for itself in the first
+    forward."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         named: Any = module.module.named_parameters()
-        return _ddp_manager(module, {id(param) for name, param in named if name in module.parameters_to_ignore}, meshes)
+        return _ddp_manager(
+            module,
+            {id(param) for name, param in named if name in module.parameters_to_ignore},
+            meshes,
+        )
     home = sys.modules.get("torch.distributed._composable.replicate")
     if home is None or not isinstance(module, home.DDP):
         return None
@@ -137,10 +157,16 @@ def _ddp_manager(ddp: Any, ignored: set[int], meshes: Meshes) -> Manager:
     facts = {
         "mesh": mesh,
         "placements": ("Replicate()",),
-        "dtypes": dtypes_text({use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}),
+        "dtypes": dtypes_text(
+            {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
+        ),
         "settings": (
             ("bucket_cap_mb", round(ddp.bucket_bytes_cap / 2**20, 3)),
-            *((name, True) for name in ("find_unused_parameters", "static_graph") if getattr(ddp, name, False)),
+            *(
+                (name, True)
+                for name in ("find_unused_parameters", "static_graph")
+                if getattr(ddp, name, False)
+            ),
             *((("ignored_parameters", len(ignored)),) if ignored else ()),
         ),
     }
@@ -159,9 +185,14 @@ def _replicated(mesh: int | None, ignored: set[int], meshes: Meshes) -> Holds:
     return holds
 
 
-# -- DeepSpeed -------------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------
 
-_SHARDED = ("nothing", "optimizer states", "optimizer states, gradients", "optimizer states, gradients, parameters")
+_SHARDED = (
+    "nothing",
+    "optimizer states",
+    "optimizer states, gradients",
+    "optimizer states, gradients, parameters",
+)
 
 
 def _is_engine(module: nn.Module) -> bool:
@@ -173,7 +204,13 @@ def _engine(engine: Any, meshes: Meshes) -> Iterator[Manager]:
     if hasattr(engine, "stage_id") and hasattr(engine, "num_stages"):  # DeepSpeed's own pipelines
         yield _stage_manager(engine.stage_id, engine.num_stages, None, meshes)
     facts = {"reduce": engine.communication_data_type}
-    yield zero(int(engine.zero_optimization_stage()), engine.optimizer, next(engine.module.parameters(), None), meshes, facts)
+    yield zero(
+        int(engine.zero_optimization_stage()),
+        engine.optimizer,
+        next(engine.module.parameters(), None),
+        meshes,
+        facts,
+    )
 
 
 def zero_of(root: nn.Module, meshes: Meshes) -> Manager | None:
@@ -191,18 +228,37 @@ def zero_of(root: nn.Module, meshes: Meshes) -> Manager | None:
 
 
 def _zero_around(param: Any) -> Any:
-    """The ZeRO-1 or 2 optimizer that has a parameter. A parameter knows it in some versions only: those alive are asked."""
+    """The ZeRO-1 or 2 optimizer that has a parameter. A parameter knows it in some versions only:
+    those alive are asked."""
     home = sys.modules.get("deepspeed.runtime.zero.stage_1_and_2")
     kind = getattr(home, "DeepSpeedZeroOptimizer", None)
-    alive = (thing for thing in gc.get_referrers(kind) if isinstance(thing, kind)) if kind is not None else ()
-    return next((one for one in alive if any(held is param for group in one.bit16_groups for held in group)), None)
+    alive = (
+        (thing for thing in gc.get_referrers(kind) if isinstance(thing, kind))
+        if kind is not None
+        else ()
+    )
+    return next(
+        (
+            one
+            for one in alive
+            if any(held is param for group in one.bit16_groups for held in group)
+        ),
+        None,
+    )
 
 
 def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[str, Any]) -> Manager:
-    groups = getattr(optimizer, "real_dp_process_group", None) or [getattr(param, "ds_process_group", None)]
-    mesh = meshes.of_groups([("", groups[0] or (dist.group.WORLD if dist.is_initialized() else None))])
+    groups = getattr(optimizer, "real_dp_process_group", None) or [
+        getattr(param, "ds_process_group", None)
+    ]
+    mesh = meshes.of_groups(
+        [("", groups[0] or (dist.group.WORLD if dist.is_initialized() else None))]
+    )
     masters = _masters(optimizer)
-    dtypes = {"param": getattr(param, "dtype", None), "master": masters[0].dtype if masters else None} | dtypes
+    dtypes = {
+        "param": getattr(param, "dtype", None),
+        "master": masters[0].dtype if masters else None,
+    } | dtypes
     facts = {
         "mesh": mesh,
         "placements": (FLAT if stage == 3 else "Replicate()",),
@@ -214,13 +270,17 @@ def zero(stage: int, optimizer: Any, param: Any, meshes: Meshes, dtypes: dict[st
         ),
         "state_bytes": _state_bytes(optimizer, masters),
     }
-    return Manager(f"ZeRO-{stage}" if stage else "DeepSpeed", _replicated(mesh, set(), meshes), facts)
+    return Manager(
+        f"ZeRO-{stage}" if stage else "DeepSpeed", _replicated(mesh, set(), meshes), facts
+    )
 
 
 def _masters(optimizer: Any) -> list[Any]:
     """The copies that the inner optimizer steps: this rank's part of them."""
     for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-        found = [tensor for tensor in getattr(optimizer, name, ()) if isinstance(tensor, torch.Tensor)]
+        found = [
+            tensor for tensor in getattr(optimizer, name, ()) if isinstance(tensor, torch.Tensor)
+        ]
         if found:
             return found
     return []
@@ -230,17 +290,28 @@ def _state_bytes(optimizer: Any, masters: list[Any]) -> int | None:
     states = getattr(getattr(optimizer, "optimizer", optimizer), "state", None)
     if not isinstance(states, dict):
         return None
-    tensors = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [
+        value
+        for state in states.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return int(sum(tensor.numel() * tensor.dtype.itemsize for tensor in [*masters, *tensors]))
 
 
 def _offload(optimizer: Any) -> str | None:
-    names = {"cpu_offload": "optimizer", "offload_optimizer": "optimizer", "offload_param": "parameters"}
-    moved = dict.fromkeys(text for name, text in names.items() if getattr(optimizer, name, False) is True)
+    names = {
+        "cpu_offload": "optimizer",
+        "offload_optimizer": "optimizer",
+        "offload_param": "parameters",
+    }
+    moved = dict.fromkeys(
+        text for name, text in names.items() if getattr(optimizer, name, False) is True
+    )
     return f"{', '.join(moved)} to cpu" if moved else None
 
 
-# -- pipelines -------------------------------------------------------------------------------------------------------------
+# -- pipelines -------------------------------------------------------------------------------------
 
 
 def stages_of(thing: Any) -> list[Any] | None:
@@ -255,14 +326,20 @@ def stages_of(thing: Any) -> list[Any] | None:
 
 
 def stage_around(module: nn.Module) -> Any:
-    """The pipeline stage whose submodule this is. Nothing lists the stages: those that are alive are asked."""
+    """The pipeline stage whose submodule this is. Nothing lists the stages: those that are alive
+    are asked."""
     home = sys.modules.get("torch.distributed.pipelining.stage")
     if home is None:
         return None
     kinds = [home._PipelineStageBase]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    alive = (thing for kind in kinds for thing in gc.get_referrers(kind) if isinstance(thing, home._PipelineStageBase))
+    alive = (
+        thing
+        for kind in kinds
+        for thing in gc.get_referrers(kind)
+        if isinstance(thing, home._PipelineStageBase)
+    )
     return next((stage for stage in alive if getattr(stage, "submod", None) is module), None)
 
 
@@ -272,25 +349,36 @@ def stage_manager(stage: Any, meshes: Meshes) -> Manager:
 
 
 def _stage_manager(index: int, count: int, group: Any, meshes: Meshes) -> Manager:
-    facts = {"mesh": meshes.of_groups([("", group)]), "settings": (("stage", int(index)), ("stages", int(count)))}
+    facts = {
+        "mesh": meshes.of_groups([("", group)]),
+        "settings": (("stage", int(index)), ("stages", int(count))),
+    }
     return Manager("pipeline stage", lambda _module, _name, _param: None, facts)
 
 
-# -- tensor parallel -------------------------------------------------------------------------------------------------------
+# -- tensor parallel -------------------------------------------------------------------------------
 
 
 def plan_of(module: nn.Module) -> str:
-    """The style that `parallelize_module` applied, read off the hooks it left: `ColwiseParallel: Replicate() to Shard(-1)`."""
+    """The style that `parallelize_module` applied, read off the hooks it left: `ColwiseParallel:
+    Replicate() to Shard(-1)`."""
     if not module._forward_pre_hooks and not module._forward_hooks:
         return ""
     found: dict[str, list[str]] = {}
     for hook in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
         for value in _enclosed(hook):
-            if isinstance(value, functools.partial) and value.func.__name__ in ("_prepare_input_fn", "_prepare_output_fn"):
-                found.setdefault(value.func.__qualname__.split(".")[0], []).append(_layouts(value.args[0]))
+            if isinstance(value, functools.partial) and value.func.__name__ in (
+                "_prepare_input_fn",
+                "_prepare_output_fn",
+            ):
+                found.setdefault(value.func.__qualname__.split(".")[0], []).append(
+                    _layouts(value.args[0])
+                )
             elif type(value).__module__.startswith("torch.distributed.tensor.parallel"):
                 found.setdefault(type(value).__name__, [])
-    return "; ".join(f"{style}: {' to '.join(filter(None, ends))}".rstrip(": ") for style, ends in found.items())
+    return "; ".join(
+        f"{style}: {' to '.join(filter(None, ends))}".rstrip(": ") for style, ends in found.items()
+    )
 
 
 def _enclosed(hook: Any) -> Iterator[Any]:

@@ -1,6 +1,7 @@
 """What the running watch knows about live objects, for those who describe them.
 
-The session puts it here when it begins and takes it back when it ends; nothing in `inspect/` imports anything above it.
+The session puts it here when it begins and takes it back when it ends; nothing in `inspect/`
+imports anything above it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torchwhere.model.module_names import NameTable
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The names the watch has given, and the place it knows for an autograd node: the module call that made it."""
+    """The names the watch has given, and the place it knows for an autograd node: the module call
+    that made it."""
 
     names: NameTable
     place_of_node: Callable[[Any], Place]

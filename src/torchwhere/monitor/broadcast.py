@@ -1,4 +1,5 @@
-"""What the monitor of host 0 says to those of other hosts: through a store, or as a file in a folder that all share."""
+"""What the monitor of host 0 says to those of other hosts: through a store, or as a file in a
+folder that all share."""
 
 from __future__ import annotations
 
@@ -39,20 +40,31 @@ class LeadState:
         if not isinstance(value, dict):
             return None
         known = {each.name: value.get(each.name, each.default) for each in fields(cls)}
-        known = {name: tuple(each) if isinstance(each, list) else each for name, each in known.items()}
+        known = {
+            name: tuple(each) if isinstance(each, list) else each for name, each in known.items()
+        }
         state = cls(**known)
         return state if state._is_sound() else None
 
     def _is_sound(self) -> bool:
         numbers = (self.number, self.t_ns, self.asked, self.age_ns, self.gone_ns)
         lists = (self.spared, self.stacks, self.said)
-        if not (type(self.token) is type(self.run) is str and all(type(number) is int for number in numbers)):
+        if not (
+            type(self.token) is type(self.run) is str
+            and all(type(number) is int for number in numbers)
+        ):
             return False
-        if not (all(isinstance(each, tuple) for each in lists) and type(self.ends) is type(self.is_over) is bool):
+        if not (
+            all(isinstance(each, tuple) for each in lists)
+            and type(self.ends) is type(self.is_over) is bool
+        ):
             return False
-        return all(type(rank) is int for rank in (*self.spared, *self.stacks)) and all(type(each) is str for each in self.said)
+        return all(type(rank) is int for rank in (*self.spared, *self.stacks)) and all(
+            type(each) is str for each in self.said
+        )
 
 
 def run_key() -> str:
-    """The run that a launcher's environment speaks of, the same on all hosts. Restarts it does not count: see `_last_life`."""
+    """The run that a launcher's environment speaks of, the same on all hosts. Restarts it does not
+    count: see `_last_life`."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")

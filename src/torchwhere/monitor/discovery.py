@@ -1,4 +1,5 @@
-"""How monitors of several hosts find each other: by what that of host 0 leaves in the job's own store, or by a likely port."""
+"""How monitors of several hosts find each other: by what that of host 0 leaves in the job's own
+store, or by a likely port."""
 
 from __future__ import annotations
 
@@ -30,12 +31,19 @@ class Rendezvous(NamedTuple):
     def at(cls, store: object) -> Rendezvous | None:
         """By `address:port`, as a box has it of a script that says so itself."""
         address, _, port = store.rpartition(":") if isinstance(store, str) else ("", "", "")
-        return cls(address, int(port), f"torchwhere/monitor/{run_key()}") if address and port.isdecimal() else None
+        return (
+            cls(address, int(port), f"torchwhere/monitor/{run_key()}")
+            if address and port.isdecimal()
+            else None
+        )
 
     @property
     def likely_ports(self) -> list[int]:
-        """Where the office is, if these are free: for those who cannot ask any more. Below those that systems give away."""
-        first = zlib.crc32(f"{self.key} {self.port}".encode()) % (_PORTS[1] - _PORTS[0] - _MOST_PORTS)
+        """Where the office is, if these are free: for those who cannot ask any more. Below those
+        that systems give away."""
+        first = zlib.crc32(f"{self.key} {self.port}".encode()) % (
+            _PORTS[1] - _PORTS[0] - _MOST_PORTS
+        )
         return [_PORTS[0] + first + index for index in range(_MOST_PORTS)]
 
 
@@ -49,4 +57,8 @@ class ServerAddress(NamedTuple):
     @classmethod
     def from_json(cls, data: bytes) -> ServerAddress:
         value = json.loads(data[:_MOST_BYTES])
-        return cls(tuple(str(address) for address in value["addresses"][:8]), (int(value["port"]),), str(value["token"]))
+        return cls(
+            tuple(str(address) for address in value["addresses"][:8]),
+            (int(value["port"]),),
+            str(value["token"]),
+        )

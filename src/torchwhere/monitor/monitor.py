@@ -1,9 +1,12 @@
-"""The monitor: a process of its own on each host that reads the boxes and says what is wrong, while it is wrong.
+"""The monitor: a process of its own on each host that reads the boxes and says what is wrong, while
+it is wrong.
 
-It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are stopped, or are dead. Often it
-takes a pulse (cursors and counts, a few KB a rank); it reads whole boxes when the pulse stops, when a process is gone, and now
-and then. A verdict is printed once, and kept in the run's folder with what was seen of the processes and what their ranks did
-last (`snapshots/write.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the others can tell it.
+It never touches the job: it reads files and /proc, so it works while ranks hold the GIL, are
+stopped, or are dead. Often it takes a pulse (cursors and counts, a few KB a rank); it reads whole
+boxes when the pulse stops, when a process is gone, and now and then. A verdict is printed once, and
+kept in the run's folder with what was seen of the processes and what their ranks did last
+(`snapshots/write.py`). Of monitors of several hosts one speaks; `role.py` knows which, and what the
+others can tell it.
 """
 
 from __future__ import annotations
@@ -58,12 +61,15 @@ class Monitor:
     end_with: signal.Signals | None = None  # sent to the ranks of this host after a verdict
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: T201 - its one job
     say_verdict: Callable[[Verdict], None] | None = None  # for programs, instead of saying its text
-    launcher: int | None = None  # the process that started it: while it is there, ranks may still come
+    # the process that started it: while it is there, ranks may still come
+    launcher: int | None = None
     others: SingleHost = field(default_factory=SingleHost)  # the monitors of other hosts
     _run: BoxRun | None = None
-    _labels: dict[int, BoxOrSummary] = field(default_factory=dict)  # of the run; also of boxes that are gone since
+    # of the run; also of boxes that are gone since
+    _labels: dict[int, BoxOrSummary] = field(default_factory=dict)
     _statuses: dict[int, ProcessStatus] = field(default_factory=dict)
-    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)  # the last one, and since when it is the same
+    # the last one, and since when it is the same
+    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)
     _snapshot_writer: SnapshotWriter = field(init=False)
     _said: set[str] = field(default_factory=set)
     _waits: Verdict | None = None  # what was told last, if it is a wait that may pass
@@ -88,12 +94,16 @@ class Monitor:
                 self._note(vigil.exit_codes())
                 stalled = self._feel()
                 took = time.monotonic() - began
-                if self._progress and self._snapshot_writer.is_due(max(moved_at for _, moved_at in self._progress.values())):
+                if self._progress and self._snapshot_writer.is_due(
+                    max(moved_at for _, moved_at in self._progress.values())
+                ):
                     self._try(lambda: self._write_down(*self._read_anew()))
                 called = self.others.tend(self._run)
                 self._has_news = self._has_news or died
                 due = time.monotonic() - self._examined_at > self._examine_every
-                if self._run is not None and (died or stalled or called or (due and self.others.speaks)):
+                if self._run is not None and (
+                    died or stalled or called or (due and self.others.speaks)
+                ):
                     self._act()
                 if self.others.ends and self.end_with is not None:
                     self._end(self.end_with)
@@ -105,25 +115,35 @@ class Monitor:
         self._try(self._examine if self.others.speaks else self._report)
 
     def _try(self, do: Callable[[], None]) -> None:
-        """A box may be in any state; a monitor that falls over it would be one more problem for somebody who has one."""
+        """A box may be in any state; a monitor that falls over it would be one more problem for
+        somebody who has one."""
         try:
             do()
         except Exception as error:
             self._examined_at = time.monotonic()
             if not self._has_failed:
                 self._has_failed = True
-                self.say(f"torchwhere: the monitor could not examine {self.folder}: {type(error).__name__}: {error}")
+                self.say(
+                    f"torchwhere: the monitor could not examine {self.folder}:"
+                    f" {type(error).__name__}: {error}"
+                )
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- looking -----------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """See the processes; whether one has gone since."""
-        if self._run is None or set(self._paths()) != {box.path for box in self._run.labels.values()}:
+        if self._run is None or set(self._paths()) != {
+            box.path for box in self._run.labels.values()
+        }:
             self._take(self._read())
         if self._run is None:
             return False
         before, now = self._statuses, look(self._labels)
-        died = [rank for rank, seen in now.items() if seen.alive is False and before.get(rank, seen).alive]
+        died = [
+            rank
+            for rank, seen in now.items()
+            if seen.alive is False and before.get(rank, seen).alive
+        ]
         if died:  # of those who are killed together somebody is the first, for a moment
             time.sleep(_AT_ONCE_S)
             again = look(self._labels)
@@ -135,7 +155,8 @@ class Monitor:
         return bool(died)
 
     def _note(self, exit_codes: dict[int, int]) -> None:
-        """Add how processes ended that are gone: which signal ended a rank says whether the launcher did."""
+        """Add how processes ended that are gone: which signal ended a rank says whether the
+        launcher did."""
         for rank, seen in self._statuses.items():
             pid = self._labels[rank].meta.get("pid")
             if pid in exit_codes:
@@ -166,10 +187,18 @@ class Monitor:
     def _own_paths(self) -> list[Path]:
         """Boxes of this host: in a shared folder, those of others are looked at by others."""
         boxes = self._run.labels if self._run is not None else {}
-        return [boxes[rank].path for rank, seen in self._statuses.items() if seen.alive is not None and rank in boxes]
+        return [
+            boxes[rank].path
+            for rank, seen in self._statuses.items()
+            if seen.alive is not None and rank in boxes
+        ]
 
     def _pids(self) -> set[int]:
-        alive = [self._labels[rank].meta.get("pid") for rank, seen in self._statuses.items() if seen.alive]
+        alive = [
+            self._labels[rank].meta.get("pid")
+            for rank, seen in self._statuses.items()
+            if seen.alive
+        ]
         return {pid for pid in alive if isinstance(pid, int)}
 
     def _read(self) -> BoxRun | None:
@@ -184,32 +213,43 @@ class Monitor:
         return run if self._run is not None or self._is_ours(run) else None
 
     def _is_ours(self, run: BoxRun) -> bool:
-        """Whether the process that started this monitor is one of the run: it is not in one that came before or after it. If it
-        has no box, as on a full disk, ranks that began with it are watched."""
+        """Whether the process that started this monitor is one of the run: it is not in one that
+        came before or after it. If it has no box, as on a full disk, ranks that began with it are
+        watched."""
         here = (socket.gethostname(), self.launcher)
         if any((box.meta.get("host"), box.meta.get("pid")) == here for box in run.labels.values()):
             return True
         newest = max(int(box.meta.get("started_ns", 0)) for box in run.labels.values())
-        is_old = time.time_ns() - self._started_ns > _BOX_NS and self.launcher is not None and is_running(self.launcher)
+        is_old = (
+            time.time_ns() - self._started_ns > _BOX_NS
+            and self.launcher is not None
+            and is_running(self.launcher)
+        )
         return is_old and newest > self._started_ns - 6 * _BOX_NS
 
     def _is_over(self) -> bool:
-        # One that has ended and whose parent reads our stderr to its end first must not keep us: a zombie counts as gone.
+        # One that has ended and whose parent reads our stderr to its end first must not keep us: a
+        # zombie counts as gone.
         launched = self.launcher is not None and is_running(self.launcher)
         return not launched and not any(status.alive for status in self._statuses.values())
 
     def _has_ended_well(self) -> bool:
         """Whether all ranks that were seen here say so."""
-        run = (self._read() or self._run) if self._statuses else None  # a restart may have taken the folder over
+        # a restart may have taken the folder over
+        run = (self._read() or self._run) if self._statuses else None
         boxes = (
-            [run.boxes[rank] for rank, seen in self._statuses.items() if seen.alive is False and rank in run.boxes]
+            [
+                run.boxes[rank]
+                for rank, seen in self._statuses.items()
+                if seen.alive is False and rank in run.boxes
+            ]
             if run
             else []
         )
         ends = [list(box.events(kinds={"end"}, last=1)) for box in boxes]
         return all(end and ended_well(end[0]) for end in ends)
 
-    # -- saying ------------------------------------------------------------------------------------------------------
+    # -- saying ------------------------------------------------------------------------------------
 
     def _examine(self) -> None:
         start = time.monotonic()
@@ -220,7 +260,9 @@ class Monitor:
             return
         found = self.others.gather(self._run)
         kept = saved_statuses(self.folder) | found.kept | self._seen()
-        verdict = diagnose_run(found.run, kept, stall_s=self.stall_s, job_calls=found.job_calls, ask=self.others.ask)
+        verdict = diagnose_run(
+            found.run, kept, stall_s=self.stall_s, job_calls=found.job_calls, ask=self.others.ask
+        )
         verdict = with_hosts(verdict, found.run)
         self._write_down(read_ns, read_at)
         self._keep_stacks(verdict)
@@ -228,26 +270,39 @@ class Monitor:
         self._examine_every = max(EXAMINE_S, (self._examined_at - start) / _MOST_SHARE)
         number = verdict.collective.get("number") if verdict.collective else None
         news = f"{verdict.kind} {verdict.culprits} {number}"
-        is_told = news in self._said or self.others.has_said(news) or self._has_ended  # or comes of that
+        # or comes of that
+        is_told = news in self._said or self.others.has_said(news) or self._has_ended
         if _is_news(verdict) and not is_told and self.others.may_tell(verdict.culprits):
             self._said.add(news)
             self._tell(verdict)
             self.others.told(news, ends=self.end_with is not None)
             if self.end_with is not None:
                 self._end(self.end_with)
-        elif self._waits is not None and verdict.kind in _CALM and verdict.certainty is not Certainty.UNKNOWN:
+        elif (
+            self._waits is not None
+            and verdict.kind in _CALM
+            and verdict.certainty is not Certainty.UNKNOWN
+        ):
             self._take_back(self._waits, verdict)
 
     def _report(self, *, is_last: bool = False) -> None:
-        """To the monitor that speaks: how the processes of this host are, and what their boxes say."""
+        """To the monitor that speaks: how the processes of this host are, and what their boxes
+        say."""
         self._examined_at = time.monotonic()
         if self._run is None:
             return
-        own = {rank: box for rank, box in self._run.labels.items() if self._statuses.get(rank, _UNSEEN).alive is not None}
+        own = {
+            rank: box
+            for rank, box in self._run.labels.items()
+            if self._statuses.get(rank, _UNSEEN).alive is not None
+        }
         seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
-        self._statuses |= {rank: _remembered(self._statuses.get(rank), each) for rank, each in seen.items()}
+        self._statuses |= {
+            rank: _remembered(self._statuses.get(rank), each) for rank, each in seen.items()
+        }
         self._keep()
-        self._write_down(*self._read_anew())  # after the look: of a process that is gone, with its last words
+        # after the look: of a process that is gone, with its last words
+        self._write_down(*self._read_anew())
         boxes = {rank: self._run.boxes[rank] for rank in own if rank in self._run.boxes}
         self.others.report(boxes, self._statuses, is_last=is_last)
 
@@ -264,21 +319,31 @@ class Monitor:
         if self.say_verdict is not None:
             self.say_verdict(verdict)
         else:
-            self.say(f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt, verdict.json ---")
+            self.say(
+                f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt,"
+                " verdict.json ---"
+            )
         write_whole(self.folder / "verdict.txt", text + "\n")
         write_whole(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
         self._waits = verdict if verdict.kind in _MAY_PASS else None
 
     def _take_back(self, told: Verdict, now: Verdict) -> None:
-        """A wait that was told is over: nobody who reads of it later shall take it for how the job ended."""
+        """A wait that was told is over: nobody who reads of it later shall take it for how the job
+        ended."""
         self._waits = None
         self._said.clear()  # the same may happen again
         if self.say_verdict is not None:
             self.say_verdict(now)
         else:
             self.say(f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}")
-        write_whole(self.folder / "verdict.txt", f"{verdict_text(told)}\nIt passed: the job went on. {now.explanation[0]}\n")
-        write_whole(self.folder / "verdict.json", json.dumps(verdict_json(told) | {"passed": True}, indent=1))
+        write_whole(
+            self.folder / "verdict.txt",
+            f"{verdict_text(told)}\nIt passed: the job went on. {now.explanation[0]}\n",
+        )
+        write_whole(
+            self.folder / "verdict.json",
+            json.dumps(verdict_json(told) | {"passed": True}, indent=1),
+        )
 
     def _read_anew(self) -> tuple[int, float]:
         """Read the boxes; when that was begun, by both clocks."""
@@ -287,16 +352,29 @@ class Monitor:
         return now_ns, now
 
     def _write_down(self, read_ns: int, read_at: float) -> None:
-        """What the ranks of this host did last, for a doctor who has no box of one. If one is gone, what was written stays."""
+        """What the ranks of this host did last, for a doctor who has no box of one. If one is gone,
+        what was written stays."""
         own = [rank for rank, seen in self._statuses.items() if seen.alive is not None]
-        if self._run is not None and len(own) <= MOST_RANKS and all(rank in self._run.boxes for rank in own):
-            self._snapshot_writer.write({rank: self._run.boxes[rank] for rank in own}, read_ns=read_ns, read_at=read_at)
+        if (
+            self._run is not None
+            and len(own) <= MOST_RANKS
+            and all(rank in self._run.boxes for rank in own)
+        ):
+            self._snapshot_writer.write(
+                {rank: self._run.boxes[rank] for rank in own}, read_ns=read_ns, read_at=read_at
+            )
 
     def _keep_stacks(self, verdict: Verdict) -> None:
         """What suspects answered: after they are gone, nobody can ask."""
-        stacks = {rank: report.stack for rank, report in verdict.ranks.items() if report.stack and rank in self._statuses}
+        stacks = {
+            rank: report.stack
+            for rank, report in verdict.ranks.items()
+            if report.stack and rank in self._statuses
+        }
         for rank, stack in stacks.items():
-            self._statuses[rank] = replace(self._statuses[rank], stack=stack, stack_ns=time.time_ns())
+            self._statuses[rank] = replace(
+                self._statuses[rank], stack=stack, stack_ns=time.time_ns()
+            )
         if stacks:
             self._keep()
 
@@ -313,10 +391,13 @@ class Monitor:
                     os.kill(pid, number)
 
     def _keep(self) -> None:
-        """What was seen, for a doctor who comes when all is over. Who came too late to see anything leaves what others saw."""
+        """What was seen, for a doctor who comes when all is over. Who came too late to see anything
+        leaves what others saw."""
         self._kept_at = time.monotonic()
         path = self.folder / f"{MONITOR}-{socket.gethostname()}.json"
-        came_late = self.launcher is None and not any(seen.alive_ns is not None for seen in self._statuses.values())
+        came_late = self.launcher is None and not any(
+            seen.alive_ns is not None for seen in self._statuses.values()
+        )
         if not (came_late and path.exists()):
             write_whole(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
 
@@ -327,7 +408,8 @@ class Monitor:
 
 
 def _is_one_life(run: BoxRun, other: BoxRun) -> bool:
-    """Whether two readings are of one run, with no restart in between: no rank of both is another process."""
+    """Whether two readings are of one run, with no restart in between: no rank of both is another
+    process."""
     common = [(box, other.labels[rank]) for rank, box in run.labels.items() if rank in other.labels]
     return all(_who(one) == _who(another) for one, another in common)
 
@@ -337,7 +419,8 @@ def _who(box: BoxOrSummary) -> tuple[Any, ...]:
 
 
 def _is_news(verdict: Verdict) -> bool:
-    """Whether anybody needs to be told: not that a rank failed for whom nobody waits, if it has said that itself."""
+    """Whether anybody needs to be told: not that a rank failed for whom nobody waits, if it has
+    said that itself."""
     if verdict.kind in _CALM or verdict.certainty is Certainty.UNKNOWN:
         return False
     if verdict.kind is not VerdictKind.DEAD or verdict.collective is not None:

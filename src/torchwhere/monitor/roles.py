@@ -20,23 +20,27 @@ from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.processes.status import ProcessStatus
 
 WORD_FILE = ".monitor-lead.json"
-GRACE_S = 1.0  # before other hosts are looked for: those that share the folder are mostly there by then
+# before other hosts are looked for: those that share the folder are mostly there by then
+GRACE_S = 1.0
 _MOST_NAMED = 16
-LINGER_S = 8.0  # after its own ranks, and since others could hear it, while there is something to say or to hear
+# after its own ranks, and since others could hear it, while there is something to say or to hear
+LINGER_S = 8.0
 MOST_LINGER_S = 20.0
 Kept = dict[int, dict[str, Any]]
 
 
 @dataclass(slots=True)
 class MultiHostRun(RunSummary[Any]):
-    """A job of several hosts: boxes of this one, labels that came in snapshots, and what is not known."""
+    """A job of several hosts: boxes of this one, labels that came in snapshots, and what is not
+    known."""
 
     noun: ClassVar[str] = "box or snapshot"
 
     lacks: tuple[str, ...] = ()
 
     def caveats(self) -> list[str]:
-        # Not super(): a dataclass with slots is made anew, and the name of the class no longer means it.
+        # Not super(): a dataclass with slots is made anew, and the name of the class no longer
+        # means it.
         return [*RunSummary.caveats(self), *self.lacks]
 
 
@@ -51,15 +55,21 @@ class Inputs:
 
 @dataclass(slots=True)
 class Lifetime:
-    """For how long ranks of this host have been there, and been gone: durations, which hosts can compare without a clock."""
+    """For how long ranks of this host have been there, and been gone: durations, which hosts can
+    compare without a clock."""
 
-    _began: float = field(default_factory=time.monotonic)  # not later than this monitor, which a rank has started
+    # not later than this monitor, which a rank has started
+    _began: float = field(default_factory=time.monotonic)
     _left: float | None = None
     has_met: bool = False  # a run
 
     def meet(self, run: BoxRun) -> None:
         host, now = socket.gethostname(), time.monotonic()
-        own = [box.meta.get("started_ns") for box in run.labels.values() if box.meta.get("host") == host]
+        own = [
+            box.meta.get("started_ns")
+            for box in run.labels.values()
+            if box.meta.get("host") == host
+        ]
         ages = [(time.time_ns() - started) / 1e9 for started in own if isinstance(started, int)]
         self._began, self.has_met = min(self._began, now - max(ages, default=0.0)), True
 
@@ -113,11 +123,18 @@ class SingleHost:
     def told(self, verdict: str, *, ends: bool) -> None:
         """A verdict was given."""
 
-    def report(self, boxes: Mapping[int, Box], statuses: Mapping[int, ProcessStatus], *, is_last: bool = False) -> None:
+    def report(
+        self,
+        boxes: Mapping[int, Box],
+        statuses: Mapping[int, ProcessStatus],
+        *,
+        is_last: bool = False,
+    ) -> None:
         """To whom speaks."""
 
     def may_leave(self, *, is_well: bool) -> bool:
-        """Asked when all processes of this host are gone; `is_well` says whether they have finished."""
+        """Asked when all processes of this host are gone; `is_well` says whether they have
+        finished."""
         return True
 
     def describe(self) -> dict[str, Any]:
@@ -130,10 +147,15 @@ class SingleHost:
 
 
 def with_hosts(verdict: Verdict, run: RunSummary[Any]) -> Verdict:
-    """The verdict with where its culprits are, if the job has several hosts: somebody has to go there."""
-    hosts = {rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()}
+    """The verdict with where its culprits are, if the job has several hosts: somebody has to go
+    there."""
+    hosts = {
+        rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()
+    }
     if len(set(hosts.values())) < 2:
         return verdict
     found = {rank: str(hosts[rank]) for rank in verdict.culprits[:_MOST_NAMED] if rank in hosts}
     said = tuple(f"  rank {rank} is on host {host}" for rank, host in found.items())
-    return replace(verdict, explanation=(*verdict.explanation, *said), facts=verdict.facts | {"hosts": found})
+    return replace(
+        verdict, explanation=(*verdict.explanation, *said), facts=verdict.facts | {"hosts": found}
+    )

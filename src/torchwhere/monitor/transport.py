@@ -1,10 +1,12 @@
-"""How monitors of several hosts write to each other where they share no folder: through a c10d TCPStore of their own.
+"""How monitors of several hosts write to each other where they share no folder: through a c10d
+TCPStore of their own.
 
-The monitor of host 0 has an `LeadServer`: it serves the store, says a `LeadState` every second, and takes snapshots. The others have a
-`FollowerClient`. They find the office in the job's own store, at MASTER_ADDR and MASTER_PORT, under one key; nothing else there is
-touched. A job that dies in its first seconds takes that store with it: then they look where the office is likely to be. All of
-it happens in threads: a network that fails or hangs holds up nobody, and what was received last is there to be looked at. This
-is the one part of a monitor that imports torch.
+The monitor of host 0 has an `LeadServer`: it serves the store, says a `LeadState` every second, and
+takes snapshots. The others have a `FollowerClient`. They find the office in the job's own store, at
+MASTER_ADDR and MASTER_PORT, under one key; nothing else there is touched. A job that dies in its
+first seconds takes that store with it: then they look where the office is likely to be. All of it
+happens in threads: a network that fails or hangs holds up nobody, and what was received last is
+there to be looked at. This is the one part of a monitor that imports torch.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ _WAIT_S = 0.5  # for something to come, before looking whether one is to stop
 _CLOSE_S = 2.0
 _WORDS_KEPT = 8
 _MOST_HOSTS = 1 << 14
-_FAILURES = (RuntimeError, OSError, ValueError, TypeError, LookupError, ImportError)  # c10d's errors are RuntimeErrors
+# c10d's errors are RuntimeErrors
+_FAILURES = (RuntimeError, OSError, ValueError, TypeError, LookupError, ImportError)
 
 
 @dataclass(slots=True)
@@ -46,8 +49,8 @@ class Received:
 
 
 def ready_for(correspondent: LeadServer | FollowerClient | None) -> float:
-    """For how many seconds it could have been heard; without end if there is none. To import torch takes a second, or ten
-    where many do so at once."""
+    """For how many seconds it could have been heard; without end if there is none. To import torch
+    takes a second, or ten where many do so at once."""
     if correspondent is None:
         return math.inf
     return time.monotonic() - correspondent.ready_at if correspondent.ready_at is not None else 0.0
@@ -56,11 +59,14 @@ def ready_for(correspondent: LeadServer | FollowerClient | None) -> float:
 def _store(address: str, port: int, *, serves: bool = False) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(address, port, None, serves, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
+    return TCPStore(
+        address, port, None, serves, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False
+    )
 
 
 class _StoreThread:
-    """A thread that does one thing for as long as it says that there is more to do; what fails is tried again."""
+    """A thread that does one thing for as long as it says that there is more to do; what fails is
+    tried again."""
 
     def __init__(self, name: str, do: Callable[[], bool]) -> None:
         self._do, self._over = do, threading.Event()
@@ -102,7 +108,7 @@ def _stop(workers: list[_StoreThread]) -> bool:
     return not any(worker.is_running for worker in workers)
 
 
-# -- host 0 ----------------------------------------------------------------------------------------------------------------
+# -- host 0 ----------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -157,7 +163,9 @@ class LeadServer:
         return True
 
     def _serve(self) -> Any:
-        likely = self.rendezvous.likely_ports if self.rendezvous is not None and not self.port else []
+        likely = (
+            self.rendezvous.likely_ports if self.rendezvous is not None and not self.port else []
+        )
         for port in likely:
             with contextlib.suppress(RuntimeError):  # somebody else's
                 return _store("127.0.0.1", port, serves=True)
@@ -191,7 +199,8 @@ class LeadServer:
         return False
 
     def _addresses(self) -> list[str]:
-        """Where others may reach this host: by the job's own address, as rank 0 is here, or by that of this end of it."""
+        """Where others may reach this host: by the job's own address, as rank 0 is here, or by that
+        of this end of it."""
         assert self.rendezvous is not None
         found = [self.rendezvous.address]
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
@@ -200,7 +209,7 @@ class LeadServer:
         return list(dict.fromkeys([*found, socket.gethostname()]))
 
 
-# -- the others ------------------------------------------------------------------------------------------------------------
+# -- the others ------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -212,7 +221,8 @@ class FollowerClient:
     state: LeadState | None = None  # the last one
     heard_at: float | None = None  # monotonic
     ahead_ns: int | None = None  # of the office's clock; None: not known yet
-    accepts: Callable[[LeadState], bool] = lambda state: True  # whether this is a monitor of the same life of the job
+    # whether this is a monitor of the same life of the job
+    accepts: Callable[[LeadState], bool] = lambda state: True
     host: int = 0  # the number it was given
     ready_at: float | None = None  # monotonic
     _delays: deque[int] = field(default_factory=lambda: deque(maxlen=64))
@@ -235,7 +245,11 @@ class FollowerClient:
 
     def flush(self, *, patience_s: float) -> None:
         deadline = time.monotonic() + patience_s
-        while self._delivered < self._written and self._line is not None and time.monotonic() < deadline:
+        while (
+            self._delivered < self._written
+            and self._line is not None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
 
     def stop(self) -> None:
@@ -286,7 +300,8 @@ class FollowerClient:
         raise ValueError(f"the monitor of host 0 is not to be reached at {addresses}, port {ports}")
 
     def _is_meant(self, found: ServerAddress, state: LeadState) -> bool:
-        """Whether the one that was reached is the one that was looked for, in this life of the job."""
+        """Whether the one that was reached is the one that was looked for, in this life of the
+        job."""
         is_it = state.token == found.token if found.token is not None else state.run == run_key()
         return is_it and not state.is_over and self.accepts(state)
 
@@ -294,13 +309,15 @@ class FollowerClient:
         state = LeadState.from_json(data)
         if state is None:
             return
-        if came_ns is not None:  # it was waited for: the least delay is the difference of the clocks, and the way
+        # it was waited for: the least delay is the difference of the clocks, and the way
+        if came_ns is not None:
             self._delays.append(came_ns - state.t_ns)
             self.ahead_ns = min(self._delays)
         self.state, self.heard_at = state, time.monotonic()
 
     def _look_up(self) -> ServerAddress:
-        """As the job's own store says; if there is none any more, or not yet, where it is likely to be."""
+        """As the job's own store says; if there is none any more, or not yet, where it is likely to
+        be."""
         if self.rendezvous is None:
             raise ValueError("no launcher says where the job's store is")
         address, port, key = self.rendezvous

@@ -1,8 +1,10 @@
-"""Builds the native part before a job begins, the first time on a machine: what `torchwhere run` does by itself.
+"""Builds the native part before a job begins, the first time on a machine: what `torchwhere run`
+does by itself.
 
-Before a job and never beside one: a compiler takes a core and 0.9 GB of memory, for which a running job has other uses. One
-process builds, on a host and on all hosts that share a cache; the others wait for it. What failed is written down and not tried
-again by itself. Nothing that goes wrong here reaches the job: it then runs without the native part.
+Before a job and never beside one: a compiler takes a core and 0.9 GB of memory, for which a running
+job has other uses. One process builds, on a host and on all hosts that share a cache; the others
+wait for it. What failed is written down and not tried again by itself. Nothing that goes wrong here
+reaches the job: it then runs without the native part.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ _LEFT_S = 3600  # a folder to build in that is older was left by a process that 
 
 
 def prepare(*, is_first_of_host: bool = True) -> None:
-    """Have the native part built, if it can be, and say so; where it cannot be for want of a compiler, say nothing. Other ranks
-    of a host leave it to the first one, if that is there."""
+    """Have the native part built, if it can be, and say so; where it cannot be for want of a
+    compiler, say nothing. Other ranks of a host leave it to the first one, if that is there."""
     if os.environ.get(SWITCH) == "0":
         return
     try:
@@ -40,8 +42,8 @@ def prepare(*, is_first_of_host: bool = True) -> None:
 
 
 def _is_settled(path: Path) -> bool:
-    """It is there, or was tried in vain. The folder is listed: over NFS, of a file that was not there it may be believed for a
-    minute that it is not."""
+    """It is there, or was tried in vain. The folder is listed: over NFS, of a file that was not
+    there it may be believed for a minute that it is not."""
     try:
         names = os.listdir(path.parent)
     except FileNotFoundError:
@@ -57,8 +59,8 @@ def _build_alone(path: Path, *, is_first_of_host: bool) -> None:
             return
         _tidy(path.parent)
         log.warning(
-            "torchwhere: builds its native part for torch %s, once on this machine. Your script begins in about 20 s; "
-            "with TORCHWHERE_NATIVE=0 at once.",
+            "torchwhere: builds its native part for torch %s, once on this machine. Your script"
+            " begins in about 20 s; with TORCHWHERE_NATIVE=0 at once.",
             torch.__version__,
         )
         try:
@@ -66,13 +68,18 @@ def _build_alone(path: Path, *, is_first_of_host: bool) -> None:
         except TorchwhereError as error:
             failure_file(path).write_text(f"{error}\n")
             log.warning(
-                "torchwhere: goes on without. `torchwhere native` tries again, a run does not try again by itself: %s", error
+                "torchwhere: goes on without. `torchwhere native` tries again, a run does not try"
+                " again by itself: %s",
+                error,
             )
 
 
 def _wait(path: Path, lock: int, *, is_first_of_host: bool) -> None:
     """Until it is built, or this process is to build it."""
-    until, pause_s = time.monotonic() + _PATIENCE_S, _ASK_EVERY_S if is_first_of_host else _OTHERS_ASK_EVERY_S
+    until, pause_s = (
+        time.monotonic() + _PATIENCE_S,
+        _ASK_EVERY_S if is_first_of_host else _OTHERS_ASK_EVERY_S,
+    )
     if not is_first_of_host:
         time.sleep(pause_s)
     while not _is_settled(path) and not _is_locked(lock):

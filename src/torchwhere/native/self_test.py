@@ -1,7 +1,9 @@
-"""Tries the native part out: a small DDP job is trained unwatched, watched by Python's code and watched natively.
+"""Tries the native part out: a small DDP job is trained unwatched, watched by Python's code and
+watched natively.
 
-The parameters must come out the same in all three, and the same events be recorded in both watches. Runs in a process of its
-own (`torchwhere native --check`): a library that crashes takes this process with it, and no job.
+The parameters must come out the same in all three, and the same events be recorded in both watches.
+Runs in a process of its own (`torchwhere native --check`): a library that crashes takes this
+process with it, and no job.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ _TIMES = ("t_ns", "duration_ns")
 
 
 def try_out() -> None:
-    """Raises `TorchwhereError` where the native part is not there, or does not do what Python's code does."""
+    """Raises `TorchwhereError` where the native part is not there, or does not do what Python's
+    code does."""
     torch.set_num_threads(1)
     os.environ[SWITCH] = "1"
     part = native()
     if part is None:
-        raise TorchwhereError(f"there is no native part to check at {library()}: `torchwhere native` builds it")
+        raise TorchwhereError(
+            f"there is no native part to check at {library()}: `torchwhere native` builds it"
+        )
     with tempfile.TemporaryDirectory() as folder:
         expected = _train(nullcontext())
         plainly, by_python = _watched(Path(folder) / "python", is_native=False)
@@ -43,7 +48,10 @@ def try_out() -> None:
     if _has_gloo() and not part.recorded():
         raise TorchwhereError("the native part does not see DDP's reductions")
     if by_python != by_native:
-        raise TorchwhereError(f"the native part records something else than Python: {_first_difference(by_python, by_native)}")
+        raise TorchwhereError(
+            "the native part records something else than Python:"
+            f" {_first_difference(by_python, by_native)}"
+        )
 
 
 def _first_difference(by_python: list[dict[str, Any]], by_native: list[dict[str, Any]]) -> str:
@@ -51,7 +59,9 @@ def _first_difference(by_python: list[dict[str, Any]], by_native: list[dict[str,
     for expected, found in zip(by_python, by_native, strict=False):
         if expected != found:
             differs = {
-                key: (expected.get(key), found.get(key)) for key in expected | found if expected.get(key) != found.get(key)
+                key: (expected.get(key), found.get(key))
+                for key in expected | found
+                if expected.get(key) != found.get(key)
             }
             return f"({differs}, {expected['kind']})"
     return "more, or less"
@@ -62,12 +72,16 @@ def _watched(folder: Path, *, is_native: bool) -> tuple[list[torch.Tensor], list
     os.environ[SWITCH] = str(int(is_native))
     trained = _train(torchwhere.watch(out=folder, module_events=True))
     events = [event.to_dict() for event in torchwhere.read_run(folder).events()]
-    return trained, [{key: value for key, value in event.items() if key not in _TIMES} for event in events]
+    return trained, [
+        {key: value for key, value in event.items() if key not in _TIMES} for event in events
+    ]
 
 
 def _train(watch: AbstractContextManager[Any]) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(_LAYERS)))
+    model: nn.Module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(_LAYERS))
+    )
     with _process_group():
         if _has_gloo():
             model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.0001)

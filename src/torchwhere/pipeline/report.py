@@ -1,7 +1,8 @@
-"""Makes the report on a run: reads its boxes once, hears its ranks, has the doctor judge, and computes all that the page shows.
+"""Makes the report on a run: reads its boxes once, hears its ranks, has the doctor judge, and
+computes all that the page shows.
 
-Everything here reads. 10,000 ranks of a thousand events take 15 s of CPU time; of that the boxes, which are most, are read by
-as many processes as there are cores.
+Everything here reads. 10,000 ranks of a thousand events take 15 s of CPU time; of that the boxes,
+which are most, are read by as many processes as there are cores.
 """
 
 from __future__ import annotations
@@ -19,14 +20,20 @@ from torchwhere.pipeline.verdict import diagnose_run, saved_statuses
 from torchwhere.render.verdict import verdict_json
 
 
-def report_on(folder: str | Path, *, on_progress: Progress | None = None, stall_s: float = STALL_S) -> Report:
-    """The report on the newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
+def report_on(
+    folder: str | Path, *, on_progress: Progress | None = None, stall_s: float = STALL_S
+) -> Report:
+    """The report on the newest run in a folder. Raises `TorchwhereError` when there is nothing
+    there to read.
 
-    `on_progress` is told how many boxes have been read, of how many; `stall_s` is how long a wait is a hang.
+    `on_progress` is told how many boxes have been read, of how many; `stall_s` is how long a wait
+    is a hang.
     """
     with nothing_collected():
         run, job_calls = load_calls(folder, on_progress=on_progress, extra=Digest)
-        verdict = diagnose_run(run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls)
+        verdict = diagnose_run(
+            run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls
+        )
         return make_report(run, job_calls=job_calls, verdict=verdict)
 
 

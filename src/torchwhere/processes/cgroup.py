@@ -1,10 +1,13 @@
-"""The memory cgroup of a process: how many of it the kernel has killed for want of memory, and what its limit is.
+"""The memory cgroup of a process: how many of it the kernel has killed for want of memory, and what
+its limit is.
 
-Linux kills without a word; all it leaves is a counter. A rank writes down where its cgroup is and how far the counter was, and
-whoever finds the rank gone looks again. Reads version 2 (`memory.events`) and version 1 (`memory.oom_control`); for a process
-that is in no cgroup of its own, the whole machine's count (`/proc/vmstat`). Nothing here raises: what cannot be read is None.
+Linux kills without a word; all it leaves is a counter. A rank writes down where its cgroup is and
+how far the counter was, and whoever finds the rank gone looks again. Reads version 2
+(`memory.events`) and version 1 (`memory.oom_control`); for a process that is in no cgroup of its
+own, the whole machine's count (`/proc/vmstat`). Nothing here raises: what cannot be read is None.
 
-Limits: a counter says that a process of the cgroup was killed, not which. Ranks of one container share one.
+Limits: a counter says that a process of the cgroup was killed, not which. Ranks of one container
+share one.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ def oom_counter(pid: int | str = "self", *, proc: Path = Path("/proc")) -> str |
 
 
 def oom_kills(counter: str) -> int | None:
-    """How many processes were killed so far. The name of the file may come from a box, and is not trusted."""
+    """How many processes were killed so far. The name of the file may come from a box, and is not
+    trusted."""
     if counter != _MACHINE and Path(counter).name not in _COUNTERS:
         return None
     found = _KILLS.search(_read(Path(counter)))
@@ -39,7 +43,8 @@ def oom_kills(counter: str) -> int | None:
 
 
 def limit_bytes(counter: str) -> int | None:
-    """What the processes of a cgroup may use together: the least that it or one above it allows; None where nobody says."""
+    """What the processes of a cgroup may use together: the least that it or one above it allows;
+    None where nobody says."""
     found = []
     folder = Path(counter).parent
     while folder != folder.parent and (folder / "cgroup.procs").exists():
@@ -60,9 +65,14 @@ def _folders(cgroup: str, mounts: str) -> list[Path]:
         controllers, _, path = rest.partition(":")
         is_unified = number == "0" and not controllers
         for mount in mounted:
-            is_its_own = mount["type"] == "cgroup2" if is_unified else "memory" in mount["options"].split(",")
+            is_its_own = (
+                mount["type"] == "cgroup2"
+                if is_unified
+                else "memory" in mount["options"].split(",")
+            )
             if is_its_own and (is_unified or "memory" in controllers.split(",")):
-                # A container may see itself as the root and name its place on the host, or the other way round.
+                # A container may see itself as the root and name its place on the host, or the
+                # other way round.
                 found += [Path(mount["at"] + path), Path(mount["at"])]
     return found
 

@@ -1,5 +1,5 @@
-"""How long this process's main thread was ready to run without a CPU to run on, by the kernel's scheduler: another one had it,
-or the share that its container may use was used up."""
+"""How long this process's main thread was ready to run without a CPU to run on, by the kernel's
+scheduler: another one had it, or the share that its container may use was used up."""
 
 from __future__ import annotations
 

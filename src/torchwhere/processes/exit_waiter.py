@@ -1,7 +1,8 @@
-"""Waits until a process ends, or some time has passed: who watches must know at once, and in which order they went.
+"""Waits until a process ends, or some time has passed: who watches must know at once, and in which
+order they went.
 
-Takes process numbers. A launcher that finds one of its ranks dead ends the others within a tenth of a second; whoever looks
-less often sees all of them dead, and cannot say who was first.
+Takes process numbers. A launcher that finds one of its ranks dead ends the others within a tenth of
+a second; whoever looks less often sees all of them dead, and cannot say who was first.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ import time
 from collections.abc import Set
 from types import TracebackType
 
-# From linux/pidfd.h: the size of the first version of the structure, and where it has the mask and the exit status.
+# From linux/pidfd.h: the size of the first version of the structure, and where it has the mask and
+# the exit status.
 _INFO_BYTES, _MASK_AT, _STATUS_AT = 64, 0, 60
 _GET_INFO = 3 << 30 | _INFO_BYTES << 16 | 0xFF << 8 | 11
 _INFO_EXIT = 1 << 3
 
 
 class ExitWaiter:
-    """Some processes, each by a file descriptor that can be read when it ends; before Linux 5.3 there is none, and it waits."""
+    """Some processes, each by a file descriptor that can be read when it ends; before Linux 5.3
+    there is none, and it waits."""
 
     def __init__(self) -> None:
         self._watched: dict[int, int] = {}  # descriptor of each process
@@ -30,7 +33,12 @@ class ExitWaiter:
     def __enter__(self) -> ExitWaiter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.keep(set())
         for descriptor in self._ended.values():
             if descriptor >= 0:
@@ -65,8 +73,9 @@ class ExitWaiter:
         return bool(ended)
 
     def exit_codes(self) -> dict[int, int]:
-        """The exit codes, as Python says them, of processes that have ended since this was last asked. The kernel tells them
-        once a parent has collected its child, from Linux 6.15 on; before that, processes stay unknown here."""
+        """The exit codes, as Python says them, of processes that have ended since this was last
+        asked. The kernel tells them once a parent has collected its child, from Linux 6.15 on;
+        before that, processes stay unknown here."""
         found = {}
         for pid, descriptor in self._ended.items():
             if descriptor >= 0 and (code := _exit_code(descriptor)) is not None:
@@ -84,5 +93,8 @@ def _exit_code(descriptor: int) -> int | None:
         fcntl.ioctl(descriptor, _GET_INFO, info)
     except OSError:  # an older kernel
         return None
-    (mask,), (status,) = struct.unpack_from("=Q", info, _MASK_AT), struct.unpack_from("=i", info, _STATUS_AT)
+    (mask,), (status,) = (
+        struct.unpack_from("=Q", info, _MASK_AT),
+        struct.unpack_from("=i", info, _STATUS_AT),
+    )
     return os.waitstatus_to_exitcode(status) if mask & _INFO_EXIT else None

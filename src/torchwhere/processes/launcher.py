@@ -1,8 +1,10 @@
-"""What the launcher of this process says of it: its rank, how many there are, and its place among those of its host.
+"""What the launcher of this process says of it: its rank, how many there are, and its place among
+those of its host.
 
-Reads the variables of torchrun, Open MPI, MPICH and Intel MPI, and SLURM, in this order: a job that mpirun starts inside a
-SLURM allocation has SLURM's too, of something else. What one of them leaves out another one may say, unless it speaks of
-another rank or world; so with `RANK=$SLURM_PROCID` in a script of srun.
+Reads the variables of torchrun, Open MPI, MPICH and Intel MPI, and SLURM, in this order: a job that
+mpirun starts inside a SLURM allocation has SLURM's too, of something else. What one of them leaves
+out another one may say, unless it speaks of another rank or world; so with `RANK=$SLURM_PROCID` in
+a script of srun.
 """
 
 from __future__ import annotations
@@ -80,8 +82,13 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch:
     known = Launch()
     for names in _LAUNCHERS:
         said = _read(names, environment)
-        if all(getattr(known, name) in (None, getattr(said, name)) or getattr(said, name) is None for name in _WHO):
-            told = {name: value for name, value in asdict(said).items() if getattr(known, name) is None}
+        if all(
+            getattr(known, name) in (None, getattr(said, name)) or getattr(said, name) is None
+            for name in _WHO
+        ):
+            told = {
+                name: value for name, value in asdict(said).items() if getattr(known, name) is None
+            }
             known = replace(known, **told)
     return known
 
@@ -93,9 +100,15 @@ def _read(names: Mapping[str, _Names], environment: Mapping[str, str]) -> Launch
 
 
 def _number(names: _Names, environment: Mapping[str, str]) -> int | None:
-    return next((int(value) for name in names if (value := environment.get(name, "")).isdecimal()), None)
+    return next(
+        (int(value) for name in names if (value := environment.get(name, "")).isdecimal()), None
+    )
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """Whether this is what sbatch itself runs: one process, with the variables of tasks that it has yet to start."""
-    return environment.get("ENVIRONMENT") == "BATCH" and not environment.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"}
+    """Whether this is what sbatch itself runs: one process, with the variables of tasks that it has
+    yet to start."""
+    return environment.get("ENVIRONMENT") == "BATCH" and not environment.keys() & {
+        "SLURM_STEP_ID",
+        "SLURM_STEPID",
+    }

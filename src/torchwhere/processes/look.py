@@ -1,9 +1,12 @@
-"""Looks at the processes of a run from outside: are they there, do they run, where are their Python stacks.
+"""Looks at the processes of a run from outside: are they there, do they run, where are their Python
+stacks.
 
-Reads /proc and asks a rank for its stack by a signal that its watch has made harmless (see `hooks/fault_stack.py`). A process is
-only ever signalled if its box names it, it has not been replaced by another one of the same number, and it catches that signal.
-Of one that cannot answer `py-spy` reads the stack, where it is installed. That a process was killed for want of memory is told
-by its cgroup: the kernel's count of such kills went up since the process began, or since it was last seen.
+Reads /proc and asks a rank for its stack by a signal that its watch has made harmless (see
+`hooks/fault_stack.py`). A process is only ever signalled if its box names it, it has not been
+replaced by another one of the same number, and it catches that signal. Of one that cannot answer
+`py-spy` reads the stack, where it is installed. That a process was killed for want of memory is
+told by its cgroup: the kernel's count of such kills went up since the process began, or since it
+was last seen.
 """
 
 from __future__ import annotations
@@ -33,10 +36,17 @@ _UNSEEN = ProcessStatus()
 _LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # what runs a script, outside it
 
 
-def look(boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patience_s: float = 1.0) -> dict[int, ProcessStatus]:
-    """See every process of this host, and ask those of the ranks in `stacks` for their Python stack."""
+def look(
+    boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patience_s: float = 1.0
+) -> dict[int, ProcessStatus]:
+    """See every process of this host, and ask those of the ranks in `stacks` for their Python
+    stack."""
     wanted = set(stacks)
-    asked = {rank: size for rank, box in boxes.items() if rank in wanted and (size := _ask(box)) is not None}
+    asked = {
+        rank: size
+        for rank, box in boxes.items()
+        if rank in wanted and (size := _ask(box)) is not None
+    }
     deadline = time.monotonic() + patience_s
     found: dict[int, tuple[str, ...]] = {}
     while len(found) < len(asked) and time.monotonic() < deadline:
@@ -44,23 +54,34 @@ def look(boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patie
         for rank, size in asked.items():
             if rank not in found and (stack := _answer(boxes[rank], size)):
                 found[rank] = stack
-    now_ns = time.time_ns()  # of the whole look: who is found gone was gone while the others were there
+    # of the whole look: who is found gone was gone while the others were there
+    now_ns = time.time_ns()
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
-    here = {rank for rank, box in boxes.items() if host is not None and box.meta.get("host") == host and _is_near(box)}
+    here = {
+        rank
+        for rank, box in boxes.items()
+        if host is not None and box.meta.get("host") == host and _is_near(box)
+    }
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
     found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
     counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
     notes = _Notes()
     seen = {
-        rank: _status(box, found.get(rank, ()), counts, notes, now_ns) if rank in here else _unseen(box, notes)
+        rank: (
+            _status(box, found.get(rank, ()), counts, notes, now_ns)
+            if rank in here
+            else _unseen(box, notes)
+        )
         for rank, box in boxes.items()
     }
-    return seen | {rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()}
+    return seen | {
+        rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()
+    }
 
 
 class _Notes:
-    """What ranks have written beside their boxes. Most have written nothing: their folder is listed once, instead of asking for
-    two files of each."""
+    """What ranks have written beside their boxes. Most have written nothing: their folder is listed
+    once, instead of asking for two files of each."""
 
     def __init__(self) -> None:
         self._names: dict[str, frozenset[str]] = {}  # by folder
@@ -69,13 +90,19 @@ class _Notes:
         folder, _ = os.path.split(box.path)
         if folder not in self._names:
             with contextlib.suppress(OSError):
-                self._names[folder] = frozenset(name for name in os.listdir(folder or ".") if not name.endswith(".box"))
+                self._names[folder] = frozenset(
+                    name for name in os.listdir(folder or ".") if not name.endswith(".box")
+                )
         path = name_of(box.path) if self._names.get(folder) else None
         return _read(path) if path is not None and path.name in self._names[folder] else ""
 
 
 def _status(
-    box: BoxOrSummary, stack: tuple[str, ...], counts: dict[str, int | None], notes: _Notes, now_ns: int
+    box: BoxOrSummary,
+    stack: tuple[str, ...],
+    counts: dict[str, int | None],
+    notes: _Notes,
+    now_ns: int,
 ) -> ProcessStatus:
     state, exit_code = _stat(box)
     alive = state not in (None, "Z", "X")
@@ -84,7 +111,9 @@ def _status(
         counts[counter] = oom_kills(counter)
     kills = counts.get(counter) if isinstance(counter, str) else None
     ended, crashed_at = _last_words(box, notes) if state in (None, "Z") else (None, ())
-    rested_at, rested_ns = _rest(box, notes) if state in (None, "Z") and ended is None else ((), None)
+    rested_at, rested_ns = (
+        _rest(box, notes) if state in (None, "Z") and ended is None else ((), None)
+    )
     return ProcessStatus(
         alive=alive,
         state=state,
@@ -94,31 +123,48 @@ def _status(
         gone_ns=None if alive else now_ns,
         stack_ns=now_ns if stack else rested_ns,
         oom_kills=kills,
-        out_of_memory=None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills),
+        out_of_memory=(
+            None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills)
+        ),
         exit_code=exit_code,
     )
 
 
 def _out_of_memory(box: BoxOrSummary, kills: int | None) -> str | None:
-    """That a process which is gone was killed for want of memory: since it began, a process of its cgroup was."""
+    """That a process which is gone was killed for want of memory: since it began, a process of its
+    cgroup was."""
     counter, before = box.meta.get("oom_counter"), box.meta.get("oom_kills")
-    if kills is None or not isinstance(counter, str) or not isinstance(before, int) or kills <= before:
+    if (
+        kills is None
+        or not isinstance(counter, str)
+        or not isinstance(before, int)
+        or kills <= before
+    ):
         return None
     most = limit_bytes(counter)
-    limit = f"cgroup limit {most / 1e6:.0f} MB" if most is not None else "no limit but the machine's"
-    return f"killed by the system: out of memory ({limit}, its oom_kill count went from {before} to {kills})"
+    limit = (
+        f"cgroup limit {most / 1e6:.0f} MB" if most is not None else "no limit but the machine's"
+    )
+    return (
+        f"killed by the system: out of memory ({limit}, its oom_kill count went from {before} to"
+        f" {kills})"
+    )
 
 
 def _is_dying(pid: Any) -> bool:
-    """Whether a process that is there was killed already: the system counts one that it kills first, and a large one takes long
-    to go. It has SIGKILL before it, or its memory is gone."""
+    """Whether a process that is there was killed already: the system counts one that it kills
+    first, and a large one takes long to go. It has SIGKILL before it, or its memory is gone."""
     status = _read(Path(f"/proc/{pid}/status"))
-    pending = (int(bits, 16) for bits in re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE))
+    pending = (
+        int(bits, 16)
+        for bits in re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE)
+    )
     return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
 
 
 def _is_near(box: BoxOrSummary) -> bool:
-    """Whether the processes that this one sees are those that the writer of a box saw: not so from another container."""
+    """Whether the processes that this one sees are those that the writer of a box saw: not so from
+    another container."""
     namespace = box.meta.get("pid_namespace")
     return namespace is None or namespace == pid_namespace()
 
@@ -131,12 +177,14 @@ def is_running(pid: int) -> bool:
 
 
 def _state(box: BoxOrSummary) -> str | None:
-    """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is another's now."""
+    """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is
+    another's now."""
     return _stat(box)[0]
 
 
 def _stat(box: BoxOrSummary) -> tuple[str | None, int | None]:
-    """The same, and the exit code of a process that has ended and that its parent has not yet asked for it."""
+    """The same, and the exit code of a process that has ended and that its parent has not yet asked
+    for it."""
     pid = box.meta.get("pid")
     if not isinstance(pid, int):
         return None, None
@@ -152,20 +200,25 @@ def _stat(box: BoxOrSummary) -> tuple[str | None, int | None]:
 
 
 def _last_words(box: BoxOrSummary, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:
-    """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the stack of that thread."""
+    """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the
+    stack of that thread."""
     text = notes.of(box, fault_file)
     crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
     if crash is None:
         return None, ()
-    current = re.search(r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE)
+    current = re.search(
+        r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE
+    )
     return crash[1], _shown(_frames(current[1])) if current is not None else ()
 
 
 def _rest(box: BoxOrSummary, notes: _Notes) -> tuple[tuple[str, ...], int | None]:
-    """Where a process stood when it last came to rest, by its own words, and when that was; nothing if it has moved since."""
+    """Where a process stood when it last came to rest, by its own words, and when that was; nothing
+    if it has moved since."""
     first, _, text = notes.of(box, stall_file).partition("\n")
     moment = first.removeprefix(STALL_MARK)
-    is_last = moment.isdecimal() and int(moment) > box.last_ns > 0  # of a box that is gone it is not known when it last moved
+    # of a box that is gone it is not known when it last moved
+    is_last = moment.isdecimal() and int(moment) > box.last_ns > 0
     return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
 
 
@@ -184,13 +237,18 @@ def _read(path: Path, *, start: int = 0) -> str:
         return ""
 
 
-# -- stacks ----------------------------------------------------------------------------------------------------------------
+# -- stacks ----------------------------------------------------------------------------------------
 
 
 def _ask(box: BoxOrSummary) -> int | None:
-    """Have a process write its stack; the size of its file before it does. None where it cannot be asked."""
+    """Have a process write its stack; the size of its file before it does. None where it cannot be
+    asked."""
     number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
-    if not isinstance(number, int) or not isinstance(pid, int) or box.meta.get("host") != socket.gethostname():
+    if (
+        not isinstance(number, int)
+        or not isinstance(pid, int)
+        or box.meta.get("host") != socket.gethostname()
+    ):
         return None
     if _state(box) in (None, "Z", "X", "T", "t") or not _catches(pid, number):
         return None
@@ -218,13 +276,18 @@ def _answer(box: BoxOrSummary, size: int) -> tuple[str, ...]:
 
 
 def main_thread(text: str) -> tuple[str, ...]:
-    """`file:line in function`, innermost first, of the thread that Python's fault handler prints last: the main one."""
+    """`file:line in function`, innermost first, of the thread that Python's fault handler prints
+    last: the main one."""
     blocks = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", text, flags=re.MULTILINE)
     return _shown(_frames(blocks[-1])) if len(blocks) > 1 else ()
 
 
 def _frames(text: str) -> list[PySpyFrame]:
-    return [PySpyFrame(match[1], int(match[2]), match[3]) for line in text.splitlines() if (match := _FRAME.match(line))]
+    return [
+        PySpyFrame(match[1], int(match[2]), match[3])
+        for line in text.splitlines()
+        if (match := _FRAME.match(line))
+    ]
 
 
 def _shown(frames: list[PySpyFrame]) -> tuple[str, ...]:
@@ -236,12 +299,19 @@ def _shown(frames: list[PySpyFrame]) -> tuple[str, ...]:
 
 
 def _spied(boxes: Mapping[int, BoxOrSummary]) -> dict[int, MainThread]:
-    """What py-spy sees of ranks: their stacks, stopped and deaf as they may be, and who holds the GIL."""
-    ranks = {int(box.meta["pid"]): rank for rank, box in boxes.items() if _state(box) not in (None, "Z", "X")}
+    """What py-spy sees of ranks: their stacks, stopped and deaf as they may be, and who holds the
+    GIL."""
+    ranks = {
+        int(box.meta["pid"]): rank
+        for rank, box in boxes.items()
+        if _state(box) not in (None, "Z", "X")
+    }
     return {ranks[pid]: main for pid, main in py_spy.main_threads(ranks).items()} if ranks else {}
 
 
-def merged(seen: Mapping[int, ProcessStatus], kept: Mapping[int, dict[str, Any]]) -> dict[int, ProcessStatus]:
+def merged(
+    seen: Mapping[int, ProcessStatus], kept: Mapping[int, dict[str, Any]]
+) -> dict[int, ProcessStatus]:
     """What is seen now, and where nobody can look or all is over, what a monitor saw and kept."""
     found = dict(seen)
     for rank, value in kept.items():

@@ -1,7 +1,9 @@
-"""Python stacks of processes that do not answer: read out of their memory by `py-spy`, if it is installed.
+"""Python stacks of processes that do not answer: read out of their memory by `py-spy`, if it is
+installed.
 
-Never a dependency. It is asked not to pause what it looks at, so that it works on a stopped process and changes nothing. Where
-it is missing, is not allowed to look (ptrace_scope, containers) or takes too long, there is no stack, and that is all.
+Never a dependency. It is asked not to pause what it looks at, so that it works on a stopped process
+and changes nothing. Where it is missing, is not allowed to look (ptrace_scope, containers) or takes
+too long, there is no stack, and that is all.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class PySpyFrame(NamedTuple):
 def program() -> str | None:
     """Where py-spy is: beside this Python, or on the path."""
     beside = Path(sys.executable or ".").with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) and beside.is_file() else shutil.which("py-spy")
+    return (
+        str(beside) if os.access(beside, os.X_OK) and beside.is_file() else shutil.which("py-spy")
+    )
 
 
 class MainThread(NamedTuple):
@@ -56,7 +60,9 @@ def main_threads(pids: Iterable[int]) -> dict[int, MainThread]:
             )
     deadline = time.monotonic() + _PATIENCE_S
     said = {pid: _said(process, deadline) for pid, process in started.items()}
-    return {pid: found for pid, text in said.items() if (found := _main_thread(text, pid)) is not None}
+    return {
+        pid: found for pid, text in said.items() if (found := _main_thread(text, pid)) is not None
+    }
 
 
 def _said(process: subprocess.Popen[bytes], deadline: float) -> bytes:
@@ -71,7 +77,11 @@ def _said(process: subprocess.Popen[bytes], deadline: float) -> bytes:
 def _main_thread(text: bytes, pid: int) -> MainThread | None:
     try:
         threads = json.loads(text)
-        main = next(thread for thread in threads if thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread")
+        main = next(
+            thread
+            for thread in threads
+            if thread["os_thread_id"] == pid or thread["thread_name"] == "MainThread"
+        )
         return MainThread([_frame(frame) for frame in main["frames"]], main["owns_gil"] is True)
     except (ValueError, KeyError, TypeError, StopIteration, RecursionError):
         return None

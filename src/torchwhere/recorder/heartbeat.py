@@ -1,10 +1,13 @@
-"""The heart of a watched rank: a thread that wakes once a second and writes into the box that the process is there.
+"""The heart of a watched rank: a thread that wakes once a second and writes into the box that the
+process is there.
 
-When all processes of a job have been killed, the boxes alone tell whether it hung or was only passing through: by how long
-the last beat came after the last thing that was recorded. A process whose main thread waits, in a collective or a lock, beats
-on; one that is stopped, or holds the GIL in C, does not. A rank that has come to rest has time to do more: `on_stall`.
+When all processes of a job have been killed, the boxes alone tell whether it hung or was only
+passing through: by how long the last beat came after the last thing that was recorded. A process
+whose main thread waits, in a collective or a lock, beats on; one that is stopped, or holds the GIL
+in C, does not. A rank that has come to rest has time to do more: `on_stall`.
 
-Beside each beat it writes for how long the main thread was ready to run and had no CPU: who is late for that is not to blame.
+Beside each beat it writes for how long the main thread was ready to run and had no CPU: who is late
+for that is not to blame.
 """
 
 from __future__ import annotations
@@ -24,24 +27,35 @@ _REST_BEATS = 2  # without anything recorded: the job may have come to rest
 _JOIN_S = 5.0
 _LAST_LOOK_S = 1.0  # a folder that does not answer must not hold back an exception
 _FORK_S = 2.0  # a fork is held up for at most so long
-_KEPT_OPEN = {signal.SIGBUS, signal.SIGSEGV, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}  # faults of its own
+# faults of its own
+_KEPT_OPEN = {
+    signal.SIGBUS,
+    signal.SIGSEGV,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+}
 
 
 class Heartbeat:
-    """Beats from `start` to `stop`. While nothing moves, `on_stall` is called, in its thread: after 2 beats, 4, 8 and so on."""
+    """Beats from `start` to `stop`. While nothing moves, `on_stall` is called, in its thread: after
+    2 beats, 4, 8 and so on."""
 
     def __init__(self, box: BoxWriter, *, on_stall: Callable[[], None]) -> None:
         self._box = box
         self._on_rest = on_stall
         self._over = threading.Event()
-        # Held while it does more than beat: it may import, and a child must not inherit half of that. A thread that has forked
-        # lets go of it if it has it, which this kind of lock knows.
+        # Held while it does more than beat: it may import, and a child must not inherit half of
+        # that. A thread that has forked lets go of it if it has it, which this kind of lock knows.
         self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
         self._rests, self._looks = True, False
         self._queued_ns = 0
         self._trouble = ErrorLimiter("the heartbeat", self._over.set)
-        self._trouble_at_rest = ErrorLimiter("what a rank leaves that stands still", self._rest_no_more)
+        self._trouble_at_rest = ErrorLimiter(
+            "what a rank leaves that stands still", self._rest_no_more
+        )
 
     def start(self) -> None:
         """Once; a second time changes nothing."""
@@ -54,7 +68,8 @@ class Heartbeat:
                 self._trouble(error)
 
     def stop(self, *, looks: bool = False) -> None:
-        """No beat after this. With `looks`, a last `on_stall`: a rank that has failed leaves what one that stands still does."""
+        """No beat after this. With `looks`, a last `on_stall`: a rank that has failed leaves what
+        one that stands still does."""
         self._looks = looks
         self._over.set()
         if self._thread is not None:
@@ -74,7 +89,8 @@ class Heartbeat:
         self._thread = None
 
     def _run(self) -> None:
-        # The job's signals are for the job's threads: one that waits for a signal counts on all others not to take it.
+        # The job's signals are for the job's threads: one that waits for a signal counts on all
+        # others not to take it.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _KEPT_OPEN)
         resting, seen = 0, b""
         while True:

@@ -21,7 +21,8 @@ from torchwhere.processes.namespace import pid_namespace
 
 
 def rank_and_world() -> tuple[int, int]:
-    """From the process group if there is one, else from the launcher's environment, else a world of one."""
+    """From the process group if there is one, else from the launcher's environment, else a world of
+    one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     said = launch()
@@ -58,10 +59,17 @@ def _started() -> int | None:
 
 
 def _flight_recorder() -> dict[str, str]:
-    """Where PyTorch's flight recorder writes its dumps (the rank follows), and the pipe on which it is asked for one."""
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.environ.get("HOME") or "/tmp", ".cache")
+    """Where PyTorch's flight recorder writes its dumps (the rank follows), and the pipe on which it
+    is asked for one."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(
+        os.environ.get("HOME") or "/tmp", ".cache"
+    )
     default = os.path.join(cache, "torch", "comm_lib_trace_rank_")
-    dump = os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE") or default
+    dump = (
+        os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
+        or os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        or default
+    )
     pipe = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
     folder = current_folder()
     found = {"dump": os.path.join(folder, dump)}

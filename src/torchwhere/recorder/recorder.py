@@ -1,7 +1,8 @@
-"""Turns what the senses notice into records: adds the place, the step and the numbers, and writes them down.
+"""Turns what the senses notice into records: adds the place, the step and the numbers, and writes
+them down.
 
-Takes calls from the senses, from any thread; gives records to the box. Holds the little that must be known between events: the
-step, the rank, the last collectives.
+Takes calls from the senses, from any thread; gives records to the box. Holds the little that must
+be known between events: the step, the rank, the last collectives.
 """
 
 from __future__ import annotations
@@ -69,8 +70,10 @@ class Recorder:
         self._native = box.native
         self.reducers = Reducers(locator.names, box.native)
         self.phases = PhaseRecorder(box, locator, rank=rank)
-        self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)  # number of the record, op, index, group
-        self._labels: list[tuple[str, str]] = []  # op and group of the reductions that the native part has learned
+        # number of the record, op, index, group
+        self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_LAST_COLLECTIVES)
+        # op and group of the reductions that the native part has learned
+        self._labels: list[tuple[str, str]] = []
         self._aims: dict[str, int] = {}
         self._compiling = 0  # compilations under way
         self._taps: list[Tap] = []
@@ -105,13 +108,14 @@ class Recorder:
         if self._native is not None:
             self._native.defer_to_python(bool(taps))
 
-    # -- threads -----------------------------------------------------------------------------------------------------
+    # -- threads -----------------------------------------------------------------------------------
 
     def meet_thread(self, track: Track) -> None:
         track.cursor = self.box.cursor_at(track.slot)
         self.box.intern(EntryType.THREAD, f"{track.number}\t{track.name}")
         words, cursor = self.box.words, track.cursor
-        for word in (CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE):  # the slot may have been another thread's
+        # the slot may have been another thread's
+        for word in (CURSOR_LINE, CURSOR_RECORD, CURSOR_PHASE):
             words[cursor + word] = 0
         words[cursor + CURSOR_THREAD] = track.number + 1
         words[cursor + CURSOR_STEP] = self.step
@@ -129,12 +133,21 @@ class Recorder:
         self.box.words[track.cursor] = word
         self.box.words[track.cursor + CURSOR_TIME] = time.monotonic_ns()
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
-    def event(self, kind: Kind, *, what: int = 0, text: dict[str, Any] | None = None, frame: FrameType | None = None) -> int:
+    def event(
+        self,
+        kind: Kind,
+        *,
+        what: int = 0,
+        text: dict[str, Any] | None = None,
+        frame: FrameType | None = None,
+    ) -> int:
         """One event at the place of the calling thread."""
         track, spot, line, graph = self._look_around(frame or python_stack.caller(1))
-        return self._write(kind, track, spot, line=line, graph=graph, what=what, more=self._text(text))
+        return self._write(
+            kind, track, spot, line=line, graph=graph, what=what, more=self._text(text)
+        )
 
     def _look_around(self, frame: FrameType | None) -> tuple[Track, PlaceIds, int, int]:
         """Track, spot, line and graph of the calling thread."""
@@ -147,10 +160,27 @@ class Recorder:
         return self.locator.line_id(looked.file, looked.line), graph
 
     def _write(
-        self, kind: Kind, track: Track, spot: PlaceIds, *, line: int, graph: int = 0, what: int = 0, more: int = 0
+        self,
+        kind: Kind,
+        track: Track,
+        spot: PlaceIds,
+        *,
+        line: int,
+        graph: int = 0,
+        what: int = 0,
+        more: int = 0,
     ) -> int:
         number = self.box.record(
-            *(kind, time.monotonic_ns(), spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call),
+            *(
+                kind,
+                time.monotonic_ns(),
+                spot.pass_,
+                spot.flags,
+                track.number,
+                self._counter.step,
+                spot.module,
+                spot.call,
+            ),
             *(line, graph, what, 0, spot.param, more),
         )
         self.box.words[track.cursor + CURSOR_RECORD] = number
@@ -160,7 +190,8 @@ class Recorder:
         if fields is None:
             return 0
         text = json.dumps(fields, default=str)
-        if len(text) > _MOST_TEXT:  # a text is kept whole or not at all: shorten it here, where its parts are known
+        # a text is kept whole or not at all: shorten it here, where its parts are known
+        if len(text) > _MOST_TEXT:
             short = {key: str(value)[: _MOST_TEXT // 8] for key, value in fields.items()}
             text = json.dumps(dict(list(short.items())[:4]) | {"cut": True})
         return self.box.text(text)
@@ -175,7 +206,9 @@ class Recorder:
     def compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self._compiling += 1
         self.fast_path.wake()
-        self.event(Kind.COMPILE_BEGIN, what=self.box.intern(EntryType.GRAPH, compile_id), text=known)
+        self.event(
+            Kind.COMPILE_BEGIN, what=self.box.intern(EntryType.GRAPH, compile_id), text=known
+        )
 
     def compile_ends(self, compile_id: str) -> None:
         self._compiling = max(0, self._compiling - 1)
@@ -183,12 +216,15 @@ class Recorder:
 
     def group_begins(self, op: str, number: int, ranks: list[int] | None) -> None:
         """A process group is about to be made: from here on this rank waits for the others."""
-        self.event(Kind.GROUP_BEGIN, text={TEXT_FIELD[Kind.GROUP_BEGIN]: op, "number": number, "ranks": ranks})
+        self.event(
+            Kind.GROUP_BEGIN,
+            text={TEXT_FIELD[Kind.GROUP_BEGIN]: op, "number": number, "ranks": ranks},
+        )
 
     def group_ends(self) -> None:
         self.event(Kind.GROUP_END)
 
-    # -- steps -------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def optimizer_stepped(self, name: str) -> Seen:
         frame = python_stack.caller(1)
@@ -201,7 +237,8 @@ class Recorder:
         return line, graph
 
     def set_step(self, step: int, *, seen: Seen | None = None) -> None:
-        """The step is over, another begins. At one place: a look around takes longer than both records."""
+        """The step is over, another begins. At one place: a look around takes longer than both
+        records."""
         if seen is None:
             frame = python_stack.caller(1)
             track, spot, line, graph = self._look_around(frame)
@@ -221,7 +258,8 @@ class Recorder:
             self.box.check_file()
 
     def rest(self, looked_at: tuple[Any, ...]) -> None:
-        """All is done that there is to do between steps: have the native part go from step to step, if that can be."""
+        """All is done that there is to do between steps: have the native part go from step to step,
+        if that can be."""
         if not self._compiling:
             self.fast_path.rest(self._check_file_at, not self.step_is_users, looked_at)
 
@@ -231,13 +269,17 @@ class Recorder:
         self.event(Kind.STEP_BEGIN)
         self.phases.step_begins()
 
-    # -- collectives -------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def collective(self, call: IssuedCall) -> None:
         locator, looked = self.locator, call.stack
         track = self._here()
         track.may_issue = True
-        spot = self._spot_of_bucket(call.bucket, track) if call.bucket is not None else locator.spot(track)
+        spot = (
+            self._spot_of_bucket(call.bucket, track)
+            if call.bucket is not None
+            else locator.spot(track)
+        )
         if spot.flags & FLAG_UNKNOWN and looked.unit is not None:
             spot = self._spot_of_unit(looked.unit, spot)
         graph = looked.graph
@@ -248,7 +290,8 @@ class Recorder:
         self._issued(call, track, spot, line, graph_id, self._beneficiary(call))
 
     def bucket(self, bucket: Bucket) -> None:
-        """DDP reduces a bucket that it has reduced before: only the number is new. About half the cost of `collective`."""
+        """DDP reduces a bucket that it has reduced before: only the number is new. About half the
+        cost of `collective`."""
         track = self._here()
         spot = bucket.spot or self._spot_of_bucket(bucket, track)
         self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
@@ -262,7 +305,12 @@ class Recorder:
             self._labels.append(label)
         stream = call.stream
         bucket.progress.learn(
-            *(bucket.index, self._labels.index(label), stream.numbers, -1 if stream.counter is None else stream.counter),
+            *(
+                bucket.index,
+                self._labels.index(label),
+                stream.numbers,
+                -1 if stream.counter is None else stream.counter,
+            ),
             *(_COLLECTIVE, spot.pass_, spot.flags | call.flags, spot.module, spot.call & CALL_MASK),
             *(call.signature, bucket.entry, spot.param),
         )
@@ -270,7 +318,10 @@ class Recorder:
     def _last_collectives(self) -> list[tuple[int, str, int, str]]:
         last = list(self._last)
         if self._native is not None:  # those that it has recorded by itself
-            last += [(number, self._labels[at][0], index, self._labels[at][1]) for number, index, at in self._native.recent()]
+            last += [
+                (number, self._labels[at][0], index, self._labels[at][1])
+                for number, index, at in self._native.recent()
+            ]
         return sorted(last)[-_LAST_COLLECTIVES:]
 
     def _spot_of_bucket(self, bucket: Bucket, track: Track) -> PlaceIds:
@@ -281,12 +332,26 @@ class Recorder:
         return spot
 
     def _spot_of_unit(self, unit: torch.nn.Module, spot: PlaceIds) -> PlaceIds:
-        """FSDP1 reduces where a gradient of its flat parameter is ready; nobody but the unit knows that parameter."""
+        """FSDP1 reduces where a gradient of its flat parameter is ready; nobody but the unit knows
+        that parameter."""
         names = self.locator.names.module_names(unit)
-        return PlaceIds(spot.pass_, self.locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED) if names else spot
+        return (
+            PlaceIds(spot.pass_, self.locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED)
+            if names
+            else spot
+        )
 
-    def _issued(self, call: IssuedCall, track: Track, spot: PlaceIds, line: int, graph: int, beneficiary: int) -> None:
-        """Write it down and count it. Cold Python is slow Python: this touches as little as it can."""
+    def _issued(
+        self,
+        call: IssuedCall,
+        track: Track,
+        spot: PlaceIds,
+        line: int,
+        graph: int,
+        beneficiary: int,
+    ) -> None:
+        """Write it down and count it. Cold Python is slow Python: this touches as little as it
+        can."""
         stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
         index = next(stream.numbers)
         # fmt: off
@@ -301,15 +366,19 @@ class Recorder:
             words[counter + COUNTER_TIME] = t_ns
             words[counter + COUNTER_RECORD] = number
         words[cursor + CURSOR_RECORD] = number
-        if spot.pass_ == Pass.BACKWARD:  # where nothing but a collective says where it is: show it to those who read the cursor
-            words[cursor] = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+        # where nothing but a collective says where it is: show it to those who read the cursor
+        if spot.pass_ == Pass.BACKWARD:
+            words[cursor] = (
+                spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            )
             words[cursor + CURSOR_TIME] = t_ns
         self._last.append((number, call.op.name, index, call.group.desc))
         for tap in self._taps:
             tap(number, call)
 
     def _line_of_backward(self, track: Track, spot: PlaceIds) -> int:
-        """Out of the engine there is no Python stack of use: the line that called backward led here."""
+        """Out of the engine there is no Python stack of use: the line that called backward led
+        here."""
         if spot.pass_ != Pass.BACKWARD:
             return 0
         words, main = self.box.words, self.locator.threads.main
@@ -326,7 +395,9 @@ class Recorder:
         bucket = call.bucket
         if bucket is None:
             return 0
-        bucket.entry = bucket.entry or self.box.intern(EntryType.BENEFICIARY, json.dumps(bucket.names))
+        bucket.entry = bucket.entry or self.box.intern(
+            EntryType.BENEFICIARY, json.dumps(bucket.names)
+        )
         return bucket.entry
 
     def _aim_id(self, unit: str) -> int:
@@ -339,32 +410,45 @@ class Recorder:
         names = [found[0] for param in params if (found := self.locator.names.params.of(param))]
         return self.box.intern(EntryType.BENEFICIARY, json.dumps(names)) if names else 0
 
-    # -- exceptions --------------------------------------------------------------------------------------------------
+    # -- exceptions --------------------------------------------------------------------------------
 
-    def exception(self, error: BaseException, track: Track, spot: PlaceIds, line: str | None) -> None:
+    def exception(
+        self, error: BaseException, track: Track, spot: PlaceIds, line: str | None
+    ) -> None:
         place = self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=line)
         last = [f"{op} #{number} on {group}" for _, op, number, group in self._last_collectives()]
-        error.add_note(f"{NOTE_START}{place}; {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}")
+        error.add_note(
+            f"{NOTE_START}{place};"
+            f" {'last collectives: ' + ', '.join(last) if last else 'no collective so far'}"
+        )
         text = {"text": described(error), "type": type(error).__name__, "last": last}
         line_id = self.box.intern(EntryType.LINE, line) if line else 0
         self._write(Kind.EXCEPTION, track, spot, line=line_id, more=self._text(text))
 
     def place_of_node(self, node: Any) -> Place:
-        """Where an autograd node comes from: the module call that made it, or the parameter it accumulates into."""
+        """Where an autograd node comes from: the module call that made it, or the parameter it
+        accumulates into."""
         track = self._here()
         spot = self.locator.spot_of_node(node, track)
         return self.locator.place_of_spot(spot, track, rank=self.rank, step=self.step, line=None)
 
     def place(self, frame: FrameType | None) -> Place:
-        place = self.locator.place(self.locator.threads.here(), frame, rank=self.rank, step=self.step)
+        place = self.locator.place(
+            self.locator.threads.here(), frame, rank=self.rank, step=self.step
+        )
         graph = place.graph or self._graph_around(frame)
         return place if graph == place.graph else dataclasses.replace(place, graph=graph)
 
     def _graph_around(self, frame: FrameType | None) -> str | None:
-        """The graph that is being compiled here, or that runs here: a compiled backward is known by its node alone."""
+        """The graph that is being compiled here, or that runs here: a compiled backward is known by
+        its node alone."""
         if not _torch.is_dynamo_loaded():
             return None
-        return compilation.being_compiled() or compiled_graphs.backward_graph(self._node()) or python_stack.graph_around(frame)
+        return (
+            compilation.being_compiled()
+            or compiled_graphs.backward_graph(self._node())
+            or python_stack.graph_around(frame)
+        )
 
 
 def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:
@@ -372,4 +456,8 @@ def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:
     bucket, params = variables.get("bucket"), variables.get("params")
     if bucket is not None and hasattr(bucket, "parameters"):
         return list(bucket.parameters())
-    return [p for p in params if isinstance(p, torch.Tensor)] if isinstance(params, (list, tuple)) else []
+    return (
+        [p for p in params if isinstance(p, torch.Tensor)]
+        if isinstance(params, (list, tuple))
+        else []
+    )

@@ -1,7 +1,7 @@
 """The one room where sensing meets the black box: a watch, from its start to its end.
 
-Everything a session installs is gone when it ends, and nothing it does can fail the job. `api/watch.py` keeps the one session of
-this process and has the verbs that begin and end it.
+Everything a session installs is gone when it ends, and nothing it does can fail the job.
+`api/watch.py` keeps the one session of this process and has the verbs that begin and end it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class Session:
     """One watch of one process: the senses, the recorder and the box."""
 
     def __init__(
-        self, model: nn.Module | None, *, out: Path | None, module_events: bool, records: int, on_exit: Callable[[str], None]
+        self,
+        model: nn.Module | None,
+        *,
+        out: Path | None,
+        module_events: bool,
+        records: int,
+        on_exit: Callable[[str], None],
     ) -> None:
         self.out = out
         self.depth = 1
@@ -66,7 +72,9 @@ class Session:
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         self.recorder = Recorder(self._box, locator, rank=meta["rank"])
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
-        self._rest_file = StallStackFile(stall_file(self._box.path)) if self._box.path is not None else None
+        self._rest_file = (
+            StallStackFile(stall_file(self._box.path)) if self._box.path is not None else None
+        )
         self.heartbeat = Heartbeat(self._box, on_stall=self._rest)
         self._make_hooks(locator, module_events)
         self._install(model)
@@ -82,9 +90,13 @@ class Session:
             current_step=lambda: counter.step,
             events=module_events,
         )
-        self.listeners = Listeners(locator, CallChains(locator), self.modules, current_step=lambda: counter.step)
+        self.listeners = Listeners(
+            locator, CallChains(locator), self.modules, current_step=lambda: counter.step
+        )
         steppers: set[int] = set()
-        self._passes = make_fast_path(self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers)
+        self._passes = make_fast_path(
+            self._box, calls=self.modules.calls, steps=recorder.phases.steps, steppers=steppers
+        )
         recorder.fast_path = self._passes
         self._optimizers = OptimizerHook(
             *(locator, self._passes, steppers),
@@ -109,7 +121,9 @@ class Session:
             turns=recorder.reducers.turns,
         )
         self._gathering = GroupCreationHook(on_begin=self._group_begins, on_end=recorder.group_ends)
-        self._compilation = CompilationHook(on_begin=self._compile_begins, on_end=self._compile_ends)
+        self._compilation = CompilationHook(
+            on_begin=self._compile_begins, on_end=self._compile_ends
+        )
         self._imports = LateImports(
             {
                 "torch._dynamo": self._compilation.install,
@@ -120,7 +134,9 @@ class Session:
     def _install(self, model: nn.Module | None) -> None:
         lacking = self.modules.install(model)
         try:
-            lacking += self._backward.install() + self._optimizers.install() + self._collectives.install()
+            lacking += (
+                self._backward.install() + self._optimizers.install() + self._collectives.install()
+            )
             lacking += self._gathering.install()
             self._exceptions.install()
             self._imports.install()
@@ -138,7 +154,8 @@ class Session:
 
     def _install_faults(self) -> None:
         if self._faults is not None:
-            with contextlib.suppress(OSError):  # no room for one more file: no stacks, all else works
+            # no room for one more file: no stacks, all else works
+            with contextlib.suppress(OSError):
                 self._faults.install()
             self._box.meta = self._box.meta | {"stack_signal": self._faults.signal}
             self._box.write_meta()
@@ -146,7 +163,14 @@ class Session:
     def _remove(self) -> None:
         """Take everything back, in the reverse order."""
         self.heartbeat.stop()
-        hooks = (self.modules, self.listeners, self._backward, self._optimizers, self._exceptions, self._collectives)
+        hooks = (
+            self.modules,
+            self.listeners,
+            self._backward,
+            self._optimizers,
+            self._exceptions,
+            self._collectives,
+        )
         for sense in (*hooks, self._gathering):
             sense.errors.is_over = True
         atexit.unregister(self._at_exit)
@@ -173,7 +197,8 @@ class Session:
         """End the watch. `reason` says how: `stop`, `exit`, or an exception."""
         try:
             self._layouts.finish()
-            if self._box.path is not None:  # looks at all objects there are; nobody reads a box in memory
+            # looks at all objects there are; nobody reads a box in memory
+            if self._box.path is not None:
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
             self.heartbeat.stop(looks=reason.startswith(FAILED))
@@ -208,10 +233,11 @@ class Session:
         return self._compilation.ledger
 
     def tell(self, error: BaseException) -> None:
-        """Note and event for an exception that leaves the watch; one that came through a module has both already."""
+        """Note and event for an exception that leaves the watch; one that came through a module has
+        both already."""
         self._exceptions.in_module(error, self._threads.here())
 
-    # -- what the senses tell ----------------------------------------------------------------------------------------
+    # -- what the senses tell ----------------------------------------------------------------------
 
     def _compile_begins(self, compile_id: str, known: dict[str, str]) -> None:
         self.modules.pause()
@@ -226,19 +252,20 @@ class Session:
         self.recorder.group_begins(op, number, ranks)
 
     def _beat_if_of(self, world: int) -> None:
-        """Only a rank among several has a heart, and only once there is a group, or about to be: from then on there are threads
-        in its process anyway. A job that forks finds nothing new."""
+        """Only a rank among several has a heart, and only once there is a group, or about to be:
+        from then on there are threads in its process anyway. A job that forks finds nothing new."""
         if world > 1 and self._box.path is not None:
             self.heartbeat.start()
 
     def _rest(self) -> None:
-        """In the thread of the heart: nothing moves, or this rank has failed. Leave where it stands, and what it sees of those
-        around it, whose boxes may be lost."""
+        """In the thread of the heart: nothing moves, or this rank has failed. Leave where it
+        stands, and what it sees of those around it, whose boxes may be lost."""
         if self._rest_file is None or self._box.path is None:
             return
         self._rest_file.write()
         if self._stall_snapshot is None:
-            from torchwhere.snapshots.on_stall import StallSnapshot  # reads boxes: a job that never rests needs nothing of that
+            # reads boxes: a job that never rests needs nothing of that
+            from torchwhere.snapshots.on_stall import StallSnapshot
 
             self._stall_snapshot = StallSnapshot(self._box.path, rank=self.recorder.rank)
         self._stall_snapshot.take()
@@ -266,7 +293,8 @@ class Session:
             self.recorder.rest((*self._groups.looked_at(), *self._compilation.looked_at()))
 
     def name_groups(self, *, anew: bool) -> None:
-        """Meet all groups there are now, and name the mesh dimensions of the new ones; of all, `anew`, which takes longer."""
+        """Meet all groups there are now, and name the mesh dimensions of the new ones; of all,
+        `anew`, which takes longer."""
         if anew:
             self._groups.finish()
         else:
@@ -279,7 +307,12 @@ class Session:
         rank, world = dist.get_rank(), dist.get_world_size()
         self._beat_if_of(world)
         meta = self._box.meta
-        told = {"rank": rank, "world_size": world, "run_id": meta["run_id"] or identity.run_id(), "store": identity.store()}
+        told = {
+            "rank": rank,
+            "world_size": world,
+            "run_id": meta["run_id"] or identity.run_id(),
+            "store": identity.store(),
+        }
         if told.items() <= meta.items():
             return
         if rank != meta["rank"] and self._box.path is not None:
@@ -296,7 +329,12 @@ class Session:
             if self._rest_file is not None:
                 self._rest_file.rename(stall_file(path))
         except (TorchwhereError, OSError) as error:
-            log.warning("torchwhere: this is %s now, but its box stays %s: %s", path.stem, self._box.path, error)
+            log.warning(
+                "torchwhere: this is %s now, but its box stays %s: %s",
+                path.stem,
+                self._box.path,
+                error,
+            )
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
@@ -308,7 +346,17 @@ def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter
     path = out / box_name(meta["rank"]) if out is not None else None
     part = native()
     try:
-        return BoxWriter(path, meta=meta, records=records, on_lost=lambda why: log.warning("torchwhere: %s", why), native=part)
+        return BoxWriter(
+            path,
+            meta=meta,
+            records=records,
+            on_lost=lambda why: log.warning("torchwhere: %s", why),
+            native=part,
+        )
     except OSError as error:
-        log.warning("torchwhere: nothing is recorded, %s cannot be written: %s", path, error.strerror or error)
+        log.warning(
+            "torchwhere: nothing is recorded, %s cannot be written: %s",
+            path,
+            error.strerror or error,
+        )
         return BoxWriter(None, meta=meta, records=records, native=part)

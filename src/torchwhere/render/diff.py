@@ -1,4 +1,5 @@
-"""Where ranks part, as lines of text: what was the same before, then what each cohort has, with what differs marked."""
+"""Where ranks part, as lines of text: what was the same before, then what each cohort has, with
+what differs marked."""
 
 from __future__ import annotations
 
@@ -6,17 +7,42 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchwhere.diagnose.diff.cohorts import ComparedItem, Comparison, Divergence, Version, ranks_named
+from torchwhere.diagnose.diff.cohorts import (
+    ComparedItem,
+    Comparison,
+    Divergence,
+    Version,
+    ranks_named,
+)
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.log_lines import stripped
-from torchwhere.render.text import GAP, Cell, Column, Line, fitted, module_cell, plain, plural, table, what
+from torchwhere.render.text import (
+    GAP,
+    Cell,
+    Column,
+    Line,
+    fitted,
+    module_cell,
+    plain,
+    plural,
+    table,
+    what,
+)
 
 _MOST_PARTINGS = 5
 _MOST_VERSIONS = 6
 _INDENT = "  "
 _DIFFERS = "bold red"
 _SAME = "dim"
-_EVENT_NARROWING = (("event", 56), ("line", 20), ("event", 40), ("line", 12), ("module", 12), ("ranks", 12), ("event", 10))
+_EVENT_NARROWING = (
+    ("event", 56),
+    ("line", 20),
+    ("event", 40),
+    ("line", 12),
+    ("module", 12),
+    ("ranks", 12),
+    ("event", 10),
+)
 _LOG_NARROWING = (("ranks", 16), ("text", 20))
 
 
@@ -36,24 +62,42 @@ def _comparison_lines(name: str, found: Comparison, width: int | None) -> Iterat
     for divergence in found.divergences[:_MOST_PARTINGS]:
         yield []
         yield fitted([(_INDENT, ""), *_headline(divergence)], width)
-        lines = _event_lines(divergence, width) if name == "events" else _log_lines(divergence, width)
+        lines = (
+            _event_lines(divergence, width) if name == "events" else _log_lines(divergence, width)
+        )
         yield from ([(_INDENT, ""), *line] for line in lines)
-        yield from (fitted([(_INDENT + plain(remark), "yellow")], width) for remark in divergence.remarks)
+        yield from (
+            fitted([(_INDENT + plain(remark), "yellow")], width) for remark in divergence.remarks
+        )
     if len(found.divergences) > _MOST_PARTINGS:
-        yield [(f"{_INDENT}{len(found.divergences) - _MOST_PARTINGS} more: --json has them all", "yellow")]
+        yield [
+            (
+                f"{_INDENT}{len(found.divergences) - _MOST_PARTINGS} more: --json has them all",
+                "yellow",
+            )
+        ]
     if found.divergences and found.remarks:
         yield []
-    yield from (fitted([(f"{_INDENT}{plain(remark)}", "yellow")], width) for remark in found.remarks)
+    yield from (
+        fitted([(f"{_INDENT}{plain(remark)}", "yellow")], width) for remark in found.remarks
+    )
 
 
 def _title(name: str, found: Comparison) -> Line:
     first, last = found.steps or (None, None)
-    steps = "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
+    steps = (
+        "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
+    )
     unit = "event" if name == "events" else "line"
-    title = f"{name} of {plural(len(found.ranks), 'rank')}{steps}, {found.compared:,} {unit}{'s' * (found.compared != 1)}"
+    title = (
+        f"{name} of {plural(len(found.ranks), 'rank')}{steps}, {found.compared:,}"
+        f" {unit}{'s' * (found.compared != 1)}"
+    )
     if not found.divergences:
         return [(title, "bold"), (": no difference", "green")]
-    cohorts = "; ".join(ranks_named(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS])
+    cohorts = "; ".join(
+        ranks_named(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS]
+    )
     more = "; ..." if len(found.cohorts) > _MOST_VERSIONS else ""
     return [(title, "bold"), (f": {plural(len(found.cohorts), 'cohort')}: {cohorts}{more}", "red")]
 
@@ -62,7 +106,11 @@ def _title(name: str, found: Comparison) -> Line:
 _VERBS = {
     "flow": ("parts from", "part from", "part"),
     "value": ("has other values than", "have other values than", "have different values"),
-    "group": ("differs in one collective from", "differ in one collective from", "differ in one collective"),
+    "group": (
+        "differs in one collective from",
+        "differ in one collective from",
+        "differ in one collective",
+    ),
 }
 
 
@@ -74,11 +122,19 @@ def _headline(divergence: Divergence) -> Line:
         everybody = ranks_named([rank for version in divergence.versions for rank in version.ranks])
         return [(f"{everybody} {of_equals} in {len(divergence.versions)} ways{step}", _DIFFERS)]
     if len(least) < len(most):
-        return [(f"{ranks_named(least)} {of_one if len(least) == 1 else of_several} {ranks_named(most)}{step}", _DIFFERS)]
+        return [
+            (
+                (
+                    f"{ranks_named(least)} {of_one if len(least) == 1 else of_several}"
+                    f" {ranks_named(most)}{step}"
+                ),
+                _DIFFERS,
+            )
+        ]
     return [(f"{ranks_named(most)} and {ranks_named(least)} {of_equals}{step}", _DIFFERS)]
 
 
-# -- events ------------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 def _event_lines(divergence: Divergence, width: int | None) -> Iterator[Line]:
@@ -93,9 +149,18 @@ def _event_lines(divergence: Divergence, width: int | None) -> Iterator[Line]:
     rows: list[list[Cell]] = [["same", *_event_cells(entry)] for entry in divergence.before]
     rows = [[[(str(cell), _SAME)] for cell in row] for row in rows]
     versions = divergence.versions[:_MOST_VERSIONS]
-    cells = [_version_cells(version, with_shapes=divergence.kind == "group") for version in versions]
-    rows += [[_ranks(version), *marked] for version, marked in zip(versions, _marked(cells), strict=True)]
-    yield from table(columns, rows, width=None if width is None else width - len(_INDENT), narrowing=_EVENT_NARROWING)
+    cells = [
+        _version_cells(version, with_shapes=divergence.kind == "group") for version in versions
+    ]
+    rows += [
+        [_ranks(version), *marked] for version, marked in zip(versions, _marked(cells), strict=True)
+    ]
+    yield from table(
+        columns,
+        rows,
+        width=None if width is None else width - len(_INDENT),
+        narrowing=_EVENT_NARROWING,
+    )
     yield from _more_versions(divergence)
 
 
@@ -134,25 +199,37 @@ def _agreed(fields: dict[str, Any]) -> Iterator[str]:
 def _marked(rows: Sequence[Sequence[str]]) -> list[list[Cell]]:
     """What is not the same in all rows is marked."""
     differ = [len(set(cells)) > 1 for cells in zip(*rows, strict=True)]
-    return [[[(cell, _DIFFERS if differs else "")] for cell, differs in zip(row, differ, strict=True)] for row in rows]
+    return [
+        [[(cell, _DIFFERS if differs else "")] for cell, differs in zip(row, differ, strict=True)]
+        for row in rows
+    ]
 
 
-# -- logs --------------------------------------------------------------------------------------------------------------------
+# -- logs ------------------------------------------------------------------------------------------
 
 
 def _log_lines(divergence: Divergence, width: int | None) -> Iterator[Line]:
     columns = [Column("ranks"), Column("line", right=True), Column("text")]
     same: Line = [("same", _SAME)]
-    rows: list[list[Cell]] = [_log_row(same, entry, [(plain(entry.text), _SAME)]) for entry in divergence.before]
+    rows: list[list[Cell]] = [
+        _log_row(same, entry, [(plain(entry.text), _SAME)]) for entry in divergence.before
+    ]
     versions = divergence.versions[:_MOST_VERSIONS]
-    for version, text in zip(versions, _marked_words([_words(version) for version in versions]), strict=True):
+    for version, text in zip(
+        versions, _marked_words([_words(version) for version in versions]), strict=True
+    ):
         if version.entry is None:
             rows.append([_ranks(version), "", [("nothing more", _DIFFERS)]])
             continue
         rows.append(_log_row(_ranks(version), version.entry, text))
         if divergence.kind == "flow":
             rows += [_log_row("", entry, [(plain(entry.text), "")]) for entry in version.after]
-    yield from table(columns, rows, width=None if width is None else width - len(_INDENT), narrowing=_LOG_NARROWING)
+    yield from table(
+        columns,
+        rows,
+        width=None if width is None else width - len(_INDENT),
+        narrowing=_LOG_NARROWING,
+    )
     yield from _more_versions(divergence)
 
 
@@ -166,17 +243,23 @@ def _words(version: Version) -> list[str]:
 
 
 def _marked_words(texts: Sequence[list[str]]) -> list[Line]:
-    """What makes lines differ is marked: words, where they have the same number of them, else all."""
+    """What makes lines differ is marked: words, where they have the same number of them, else
+    all."""
     if len(set(map(len, texts))) > 1:
         return [[("".join(words), _DIFFERS)] for words in texts]
     differ = [_matters(at, texts) for at in range(len(texts[0]))]
-    return [[(word, _DIFFERS if differs else "") for word, differs in zip(words, differ, strict=True)] for words in texts]
+    return [
+        [(word, _DIFFERS if differs else "") for word, differs in zip(words, differ, strict=True)]
+        for words in texts
+    ]
 
 
 def _matters(at: int, texts: Sequence[list[str]]) -> bool:
     """Whether a word makes a difference, put into the line of the first."""
     first = texts[0]
-    lines = {"".join([*first[:at], word, *first[at + 1 :]]) for word in {words[at] for words in texts}}
+    lines = {
+        "".join([*first[:at], word, *first[at + 1 :]]) for word in {words[at] for words in texts}
+    }
     return len(lines) > 1 and len(set(map(stripped, lines))) > 1
 
 
@@ -188,4 +271,12 @@ def _more_versions(divergence: Divergence) -> Iterator[Line]:
     rest: Iterable[Version] = divergence.versions[_MOST_VERSIONS:]
     ranks = [rank for version in rest for rank in version.ranks]
     if ranks:
-        yield [(f"and {len(divergence.versions) - _MOST_VERSIONS} more versions, of {ranks_named(ranks)}", "yellow")]
+        yield [
+            (
+                (
+                    f"and {len(divergence.versions) - _MOST_VERSIONS} more versions, of"
+                    f" {ranks_named(ranks)}"
+                ),
+                "yellow",
+            )
+        ]

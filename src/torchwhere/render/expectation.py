@@ -1,6 +1,8 @@
-"""The text of a test that failed: what was expected of the collectives, what was found, and where each came from.
+"""The text of a test that failed: what was expected of the collectives, what was found, and where
+each came from.
 
-Takes a `Expectation` or the differences to a snapshot, gives one text. Long lists are cut: the first rows are enough to begin with.
+Takes a `Expectation` or the differences to a snapshot, gives one text. Long lists are cut: the
+first rows are enough to begin with.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ _WORDS = {"module": "in", "pass_": "in", "group": "on", "for_": "for"}
 
 def failure(verdict: Expectation) -> str:
     """Why an expectation does not hold."""
-    where = "".join(f" {_WORDS[name]} {plain(shown(value))}" for name, value in verdict.filters.items())
+    where = "".join(
+        f" {_WORDS[name]} {plain(shown(value))}" for name, value in verdict.filters.items()
+    )
     said = [f"the collectives{where} are not as expected:"]
     checks = sorted(verdict.checks, key=lambda check: check.holds)
     said += _aligned([_check_row(check) for check in checks])
@@ -54,7 +58,9 @@ def _rest(rows: Sequence[object]) -> list[str]:
 
 
 def _found_row(module: str | None, key: CommsKey, counter: CommsSum) -> list[str]:
-    lines = ", ".join(map(plain, list(counter.lines)[:_MOST_LINES])) + (" …" if len(counter.lines) > _MOST_LINES else "")
+    lines = ", ".join(map(plain, list(counter.lines)[:_MOST_LINES])) + (
+        " …" if len(counter.lines) > _MOST_LINES else ""
+    )
     what = _what(key.op, key.group, key.beneficiary, counter.count, counter.bytes, module)
     return ["", *what[:2], _place(module, key.pass_), *what[2:], f"at {lines}" if lines else ""]
 
@@ -65,7 +71,9 @@ def _place(module: str | None, pass_: str) -> str:
     return "outside any module" if pass_ == "outside" else f"{pass_}, outside any module"
 
 
-def _what(op: str, group: str, beneficiary: Aim, count: int, nbytes: int, module: str | None) -> list[str]:
+def _what(
+    op: str, group: str, beneficiary: Aim, count: int, nbytes: int, module: str | None
+) -> list[str]:
     """The cells that a row found and a row of a snapshot share."""
     named = params_text(beneficiary) if isinstance(beneficiary, tuple) else shown(beneficiary)
     return [
@@ -82,7 +90,10 @@ def difference_text(path: object, differences: Sequence[CommsDifference]) -> str
     said = [f"the collectives are not those of {path} (- expected, + found)"]
     rows = [line for difference in differences for line in _difference_lines(difference)]
     said += rows[:_MOST_ROWS] + _rest(rows)
-    said.append("If this is right now: run once with TORCHWHERE_REGENERATE=1, or call expect_same_as(path, regenerate=True).")
+    said.append(
+        "If this is right now: run once with TORCHWHERE_REGENERATE=1, or call expect_same_as(path,"
+        " regenerate=True)."
+    )
     return "\n".join(said)
 
 
@@ -93,11 +104,19 @@ def _difference_lines(difference: CommsDifference) -> Iterator[str]:
 
 
 def _signed(sign: str, rows: Iterable[SnapshotRow]) -> list[list[str]]:
-    return [["", sign, *_what(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)] for row in rows]
+    return [
+        ["", sign, *_what(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)]
+        for row in rows
+    ]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
     """Rows with their cells below each other. The first cell of each is empty: a margin."""
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
-    padded = ("  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    padded = (
+        "  ".join(
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        )
+        for row in rows
+    )
     return [line.rstrip() for line in padded]

@@ -1,9 +1,10 @@
-"""Finds what repeats in a long list of rows: 32 layers of 7 rows each become one block of 7 rows, 32 times.
+"""Finds what repeats in a long list of rows: 32 layers of 7 rows each become one block of 7 rows,
+32 times.
 
-Takes a key for each row (equal keys: the rows are alike but for the numbers in their names) and those numbers, gives a list of
-rows and folds. A repeat may hold repeats. The numbers of a row must go on by the same step from one repeat to the next: layers
-3, 2, 1, 0 are a repeat, layers 3, 1, 2 are not. Periods of up to 512 rows are looked for, of a million rows up to 256; that
-takes seconds.
+Takes a key for each row (equal keys: the rows are alike but for the numbers in their names) and
+those numbers, gives a list of rows and folds. A repeat may hold repeats. The numbers of a row must
+go on by the same step from one repeat to the next: layers 3, 2, 1, 0 are a repeat, layers 3, 1, 2
+are not. Periods of up to 512 rows are looked for, of a million rows up to 256; that takes seconds.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ class NumberedNames(NamedTuple):
         return cls(_NUMBER.sub(_HOLE, joined), tuple(map(int, _NUMBER.findall(joined))))
 
     def spanned(self, steps: Sequence[Sequence[Step]]) -> list[str]:
-        """The texts again; a number that goes on in the repeats around it is shown as a span: `0-31`, `1,3..31`."""
+        """The texts again; a number that goes on in the repeats around it is shown as a span:
+        `0-31`, `1,3..31`."""
         filled, parts = iter(zip(self.numbers, steps, strict=True)), self.key.split(_HOLE)
-        return (parts[0] + "".join(_span(*next(filled)) + part for part in parts[1:])).split(_BETWEEN)
+        return (parts[0] + "".join(_span(*next(filled)) + part for part in parts[1:])).split(
+            _BETWEEN
+        )
 
 
 def _span(number: int, steps: Sequence[Step]) -> str:
@@ -78,12 +82,17 @@ def fold(keys: Sequence[Hashable], numbers: Sequence[tuple[int, ...]]) -> list[i
     codes: dict[Hashable, int] = {}
     coded = np.fromiter((codes.setdefault(key, len(codes)) for key in keys), np.int64, len(keys))
     widest = max(map(len, numbers), default=0)
-    table = np.array([row + (0,) * (widest - len(row)) for row in numbers], np.int64).reshape(len(keys), widest)
+    table = np.array([row + (0,) * (widest - len(row)) for row in numbers], np.int64).reshape(
+        len(keys), widest
+    )
     return _items(coded, table, 0, len(keys))
 
 
-def _items(coded: NDArray[np.int64], numbers: NDArray[np.int64], start: int, end: int) -> list[int | Fold]:
-    """Folds are at most a period long inside, and each level halves that: the recursion is never deep."""
+def _items(
+    coded: NDArray[np.int64], numbers: NDArray[np.int64], start: int, end: int
+) -> list[int | Fold]:
+    """Folds are at most a period long inside, and each level halves that: the recursion is never
+    deep."""
     taken = np.zeros(end - start, bool)
     chosen: list[tuple[int, int, int]] = []
     for _ in range(_MOST_ROUNDS):
@@ -101,7 +110,9 @@ def _items(coded: NDArray[np.int64], numbers: NDArray[np.int64], start: int, end
     return items + list(range(at, end))
 
 
-def _choose(coded: NDArray[np.int64], numbers: NDArray[np.int64], taken: NDArray[Any]) -> list[tuple[int, int, int]]:
+def _choose(
+    coded: NDArray[np.int64], numbers: NDArray[np.int64], taken: NDArray[Any]
+) -> list[tuple[int, int, int]]:
     """Repeats that do not overlap, as (start, period, times); those that save most first."""
     chosen = []
     for _, start, period, length in _candidates(np.where(taken, -1 - np.arange(len(coded)), coded)):
@@ -118,7 +129,8 @@ def _choose(coded: NDArray[np.int64], numbers: NDArray[np.int64], taken: NDArray
 
 
 def _candidates(coded: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
-    """Runs that repeat themselves after a period: (rows saved, negative; start; period; rows in all)."""
+    """Runs that repeat themselves after a period: (rows saved, negative; start; period; rows in
+    all)."""
     found = []
     longest = min(_LONGEST_PERIOD, len(coded) // 2, max(64, _MOST_COMPARED // (len(coded) + 1)))
     for period in range(1, longest + 1):
@@ -132,8 +144,11 @@ def _candidates(coded: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
 
 
 def _turn(numbers: NDArray[np.int64], period: int) -> int:
-    """Where to begin: a run of layers is as periodic from the middle of a layer, but a block is best of one layer alone."""
-    distinct = [len(np.unique(numbers[at : at + period], axis=0)) for at in range(len(numbers) - period + 1)]
+    """Where to begin: a run of layers is as periodic from the middle of a layer, but a block is
+    best of one layer alone."""
+    distinct = [
+        len(np.unique(numbers[at : at + period], axis=0)) for at in range(len(numbers) - period + 1)
+    ]
     return int(np.argmin(distinct))
 
 

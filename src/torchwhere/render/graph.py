@@ -1,8 +1,9 @@
 """The autograd graph as people read it: text with repeats folded, DOT, HTML.
 
-The text has a line for each operation, from the tensors asked about to the leaves; what is drawn to the left of it says what
-is skipped over (`│`, ending at `└`) and what repeats (`12 x ┌`). Leaves, and what only turns a leaf (`TBackward0`), stand on
-the line of the operation that uses them. Names and shapes come from the user's program: they are shown made harmless.
+The text has a line for each operation, from the tensors asked about to the leaves; what is drawn to
+the left of it says what is skipped over (`│`, ending at `└`) and what repeats (`12 x ┌`). Leaves,
+and what only turns a leaf (`TBackward0`), stand on the line of the operation that uses them. Names
+and shapes come from the user's program: they are shown made harmless.
 """
 
 from __future__ import annotations
@@ -19,7 +20,18 @@ from torchwhere.render.folds import Fold, NumberedNames, Step, fold
 _FARTHEST = 40  # rows; an edge over more is told by number alone
 # What shows a leaf in another shape or type: not worth a line of its own.
 _TURNING = {
-    f"{op}Backward0" for op in ("T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Unsqueeze", "ToCopy", "Alias")
+    f"{op}Backward0"
+    for op in (
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "Expand",
+        "Unsqueeze",
+        "ToCopy",
+        "Alias",
+    )
 }
 _MANY = 4  # edges into a row
 _MOST_SHAPES = 3
@@ -56,12 +68,16 @@ class Graph(Protocol):
     def __len__(self) -> int: ...
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def plain(text: object) -> str:
     found = str(text)
-    return found if found.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
+    return (
+        found
+        if found.isprintable()
+        else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
+    )
 
 
 def shape_text(shapes: Sequence[Any]) -> str:
@@ -70,10 +86,17 @@ def shape_text(shapes: Sequence[Any]) -> str:
 
 def node_text(node: Any) -> str:
     """One node in one line."""
-    parts = [f"#{node.number} {node.op}", shape_text(node.shapes), node.param or ("a leaf" if node.is_leaf else "")]
+    parts = [
+        f"#{node.number} {node.op}",
+        shape_text(node.shapes),
+        node.param or ("a leaf" if node.is_leaf else ""),
+    ]
     if node.module is not None and not node.is_leaf:
         parts.append(f"in {shown(node.module)}{f' call {node.call}' if node.call else ''}")
-    parts += [f"at {node.line}" if node.line else "", "→ " + ", ".join(map(str, node.following)) if node.following else ""]
+    parts += [
+        f"at {node.line}" if node.line else "",
+        "→ " + ", ".join(map(str, node.following)) if node.following else "",
+    ]
     return plain(" ".join(part for part in parts if part))
 
 
@@ -84,7 +107,11 @@ def summary(graph: Graph) -> str:
     parts = [_plural(len(graph), "node"), _plural(len(graph.targets), "edge")]
     parts += [_plural(named, "parameter")] if named else []
     parts += [_plural(unnamed, "leaf without a name", "leaves without a name")] if unnamed else []
-    parts += [f"backward has run: {_plural(graph.freed, 'node')} freed what they saved"] if graph.freed else []
+    parts += (
+        [f"backward has run: {_plural(graph.freed, 'node')} freed what they saved"]
+        if graph.freed
+        else []
+    )
     return ", ".join(parts)
 
 
@@ -92,11 +119,12 @@ def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
-# -- the nodes that get a line ---------------------------------------------------------------------------------------------
+# -- the nodes that get a line ---------------------------------------------------------------------
 
 
 class _Rows(NamedTuple):
-    """The nodes that get a line, top to bottom; `following` are rows, `leaves` the texts of the leaves that a node uses."""
+    """The nodes that get a line, top to bottom; `following` are rows, `leaves` the texts of the
+    leaves that a node uses."""
 
     nodes: list[int]
     following: list[list[int]]
@@ -111,7 +139,12 @@ def _rows(graph: Graph) -> _Rows:
     turning = {number for number, op in enumerate(graph.ops) if op in _TURNING}
     for node in np.flatnonzero(np.isin(graph.op, list(turning))).tolist():
         following = targets[starts[node] : starts[node + 1]]
-        if len(following) == 1 and following[0] in graph.leaves_named and uses[node] == 1 and node not in roots:
+        if (
+            len(following) == 1
+            and following[0] in graph.leaves_named
+            and uses[node] == 1
+            and node not in roots
+        ):
             inline[node] = following[0], _op(graph, node)
     nodes = [node for node in range(len(graph)) if node not in inline]
     at = {node: row for row, node in enumerate(nodes)}
@@ -134,7 +167,9 @@ def _leaves_text(graph: Graph, node: int, leaves: Sequence[tuple[int, str]]) -> 
         names = graph.leaves_named[leaf]
         name = names[0] if names else f"leaf #{leaf}"
         own = name.removeprefix(f"{module}.") if module else name
-        texts.append((name if "." in own else own) + (f" ({via.removesuffix('Backward0')})" if via else ""))
+        texts.append(
+            (name if "." in own else own) + (f" ({via.removesuffix('Backward0')})" if via else "")
+        )
     return ", ".join(dict.fromkeys(texts))
 
 
@@ -147,7 +182,7 @@ def _module(graph: Graph, node: int) -> str:
     return "" if module is None else shown(module) + (f" call {call}" if call > 0 else "")
 
 
-# -- text ------------------------------------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 
 
 class _Line(NamedTuple):
@@ -165,12 +200,17 @@ class _Page:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.rows = _rows(graph)
-        texts = [(_module(graph, node), leaves) for node, leaves in zip(self.rows.nodes, self.rows.leaves, strict=True)]
+        texts = [
+            (_module(graph, node), leaves)
+            for node, leaves in zip(self.rows.nodes, self.rows.leaves, strict=True)
+        ]
         known = {pair: NumberedNames.of(map(plain, pair)) for pair in set(texts)}
         self._names = [known[pair] for pair in texts]
 
     def folded(self) -> list[int | Fold]:
-        return fold(_keys(self.graph, self.rows, self._names), [names.numbers for names in self._names])
+        return fold(
+            _keys(self.graph, self.rows, self._names), [names.numbers for names in self._names]
+        )
 
     def lines(self, items: Sequence[int | Fold], inside: tuple[Fold, ...] = ()) -> list[_Line]:
         """The lines of rows and folds. Folds are nested a few deep at most, so this may recurse."""
@@ -179,13 +219,19 @@ class _Page:
         for item in items:
             first = item if isinstance(item, int) else item.start
             last = item if isinstance(item, int) else item.end - 1
-            lines = [self._line(item, inside)] if isinstance(item, int) else self._repeat(item, inside)
+            lines = (
+                [self._line(item, inside)] if isinstance(item, int) else self._repeat(item, inside)
+            )
             guides = "".join("└ " if row == first else "│ " for row in skipped)
             skipped = [row for row in skipped if row > last]
             found.append(lines[0]._replace(drawn=guides + lines[0].drawn))
-            found += [line._replace(drawn=guides.replace("└", " ") + line.drawn) for line in lines[1:]]
+            found += [
+                line._replace(drawn=guides.replace("└", " ") + line.drawn) for line in lines[1:]
+            ]
             below = self.rows.following[last]
-            skipped += [row for row in below if last + 1 < row <= last + _FARTHEST and row not in skipped]
+            skipped += [
+                row for row in below if last + 1 < row <= last + _FARTHEST and row not in skipped
+            ]
         return found
 
     def _repeat(self, item: Fold, inside: tuple[Fold, ...]) -> list[_Line]:
@@ -193,19 +239,31 @@ class _Page:
         times = f"{item.times:,} x "
         if len(lines) == 1:
             return [lines[0]._replace(drawn=times + lines[0].drawn)]
-        sides = [times + "┌ ", *[" " * len(times) + "│ "] * (len(lines) - 2), " " * len(times) + "└ "]
-        return [line._replace(drawn=side + line.drawn) for side, line in zip(sides, lines, strict=True)]
+        sides = [
+            times + "┌ ",
+            *[" " * len(times) + "│ "] * (len(lines) - 2),
+            " " * len(times) + "└ ",
+        ]
+        return [
+            line._replace(drawn=side + line.drawn) for side, line in zip(sides, lines, strict=True)
+        ]
 
     def _line(self, row: int, inside: tuple[Fold, ...]) -> _Line:
         graph, node = self.graph, self.rows.nodes[row]
         module, leaves = self._names[row].spanned(self._steps(row, inside))
         below = self.rows.following[row]
-        edges = "→ " + ", ".join(str(self.rows.nodes[b]) for b in below) if below and below != [row + 1] else ""
+        edges = (
+            "→ " + ", ".join(str(self.rows.nodes[b]) for b in below)
+            if below and below != [row + 1]
+            else ""
+        )
         line = plain(graph.lines[graph.line[node]] or "")
         if node in graph.leaves_named:
             leaves = ", ".join(graph.leaves_named[node])
         more = _GAP.join(plain(part) for part in (leaves, edges) if part)
-        return _Line(str(node), plain(_op(graph, node)), plain(module), _shapes(graph, node), line, more)
+        return _Line(
+            str(node), plain(_op(graph, node)), plain(module), _shapes(graph, node), line, more
+        )
 
     def _steps(self, row: int, inside: tuple[Fold, ...]) -> list[list[Step]]:
         """How each number in a row's names goes on, in the repeats in which it does."""
@@ -224,7 +282,9 @@ def _keys(graph: Graph, rows: _Rows, names: Sequence[NumberedNames]) -> list[Any
 
     The rows it leads to are told by distance, but those that many lead to by where they are.
     """
-    uses = np.bincount([row for following in rows.following for row in following], minlength=len(rows.nodes))
+    uses = np.bincount(
+        [row for following in rows.following for row in following], minlength=len(rows.nodes)
+    )
     return [
         (
             int(graph.op[node]),
@@ -245,7 +305,11 @@ def text(graph: Graph, *, lines: int | None) -> str:
     widths = [max((len(line[at]) for line in found), default=0) for at in range(5)]
     texts = [f"behind {_plural(len(graph.roots), 'tensor')}: {summary(graph)}"]
     for line in found:
-        cells = [line.number.rjust(widths[0]), *(line[at].ljust(widths[at]) for at in (1, 2, 3, 4) if widths[at]), line.more]
+        cells = [
+            line.number.rjust(widths[0]),
+            *(line[at].ljust(widths[at]) for at in (1, 2, 3, 4) if widths[at]),
+            line.more,
+        ]
         texts.append(_GAP.join(cells).rstrip())
     if lines is not None and (len(items) > lines or len(found) == lines < len(page.rows.nodes)):
         texts.append(f"… cut after {lines:,} lines; text(lines=None) has them all")
@@ -262,12 +326,13 @@ def _shapes(graph: Graph, node: int) -> str:
 
 def html(graph: Graph) -> str:
     """For notebooks."""
-    from torchwhere.render import html as page  # it brings rich, which a training process need not load
+    # it brings rich, which a training process need not load
+    from torchwhere.render import html as page
 
     return page.fragment(page.lines([(line, "")] for line in text(graph, lines=500).splitlines()))
 
 
-# -- DOT -------------------------------------------------------------------------------------------------------------------
+# -- DOT -------------------------------------------------------------------------------------------
 
 
 def dot(graph: Graph) -> str:
@@ -275,7 +340,11 @@ def dot(graph: Graph) -> str:
     lines = ["digraph backward {", '  node [shape=ellipse, fontname="monospace"];']
     for node in range(len(graph)):
         names = graph.leaves_named.get(node)
-        label = [_op(graph, node), _module(graph, node) if names is None else ", ".join(names), _shapes(graph, node)]
+        label = [
+            _op(graph, node),
+            _module(graph, node) if names is None else ", ".join(names),
+            _shapes(graph, node),
+        ]
         look = "" if names is None else ", shape=box"
         lines.append(f'  n{node} [label="{_quoted(label)}"{look}];')
     starts, targets = graph.starts.tolist(), graph.targets.tolist()
@@ -285,4 +354,6 @@ def dot(graph: Graph) -> str:
 
 
 def _quoted(parts: Sequence[str]) -> str:
-    return "\\n".join(plain(part).replace("\\", "\\\\").replace('"', '\\"') for part in parts if part)
+    return "\\n".join(
+        plain(part).replace("\\", "\\\\").replace('"', '\\"') for part in parts if part
+    )

@@ -8,19 +8,35 @@ from typing import Any
 from torchwhere.render.graph import plain
 
 _GAP = "  "
-_HEADINGS = ("graph", "kind", "function", "line", "model", "backend", "ops", "inputs", "seconds", "again", "because")
+_HEADINGS = (
+    "graph",
+    "kind",
+    "function",
+    "line",
+    "model",
+    "backend",
+    "ops",
+    "inputs",
+    "seconds",
+    "again",
+    "because",
+)
 _UNNAMED = "model"  # what AOTAutograd calls a model that was given no name
 _RIGHT = ("ops", "seconds", "again")
 
 
 def table_text(graphs: Sequence[Any]) -> str:
-    """A line for each graph; columns in which nothing stands are left out. `again`: how often it had been compiled before."""
+    """A line for each graph; columns in which nothing stands are left out. `again`: how often it
+    had been compiled before."""
     if not graphs:
         return "no compiled graphs"
     rows = [_HEADINGS, *map(_row, graphs)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADINGS))]
     shown = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows[1:])]
-    return "\n".join(_GAP.join(_cell(row[at], widths[at], _HEADINGS[at]) for at in shown).rstrip() for row in rows)
+    return "\n".join(
+        _GAP.join(_cell(row[at], widths[at], _HEADINGS[at]) for at in shown).rstrip()
+        for row in rows
+    )
 
 
 def _cell(text: str, width: int, heading: str) -> str:
@@ -44,11 +60,14 @@ def _row(graph: Any) -> tuple[str, ...]:
 
 
 def table_html(graphs: Sequence[Any]) -> str:
-    from torchwhere.render import html as page  # it brings rich, which a training process need not load
+    # it brings rich, which a training process need not load
+    from torchwhere.render import html as page
     from torchwhere.render.text import Column
 
     columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in _HEADINGS]
-    return page.fragment(page.table(columns, map(_row, graphs)) if graphs else page.said(table_text(graphs)))
+    return page.fragment(
+        page.table(columns, map(_row, graphs)) if graphs else page.said(table_text(graphs))
+    )
 
 
 def inputs_text(inputs: Sequence[Any] | None) -> str:
@@ -56,13 +75,20 @@ def inputs_text(inputs: Sequence[Any] | None) -> str:
     if inputs is None:
         return ""
     kinds = [each.kind for each in inputs]
-    counts = [(kind, kinds.count(kind)) for kind in ("parameter", "buffer", "input") if kind in kinds]
+    counts = [
+        (kind, kinds.count(kind)) for kind in ("parameter", "buffer", "input") if kind in kinds
+    ]
     return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts)
 
 
 def graph_text(graph: Any) -> str:
     """One graph: what is known of it, and its inputs one below the other."""
-    first = [f"graph {graph.id}", graph.kind, f"of {plain(graph.function)}", f"({plain(graph.line)})" if graph.line else ""]
+    first = [
+        f"graph {graph.id}",
+        graph.kind,
+        f"of {plain(graph.function)}",
+        f"({plain(graph.line)})" if graph.line else "",
+    ]
     lines = [" ".join(part for part in first if part)]
     if graph.reason:
         lines.append(f"  compiled again because {plain(graph.reason)}")

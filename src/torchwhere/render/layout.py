@@ -1,7 +1,9 @@
-"""A layout as people read it: a tree of units and parameters, as lines for a terminal and as HTML for a notebook.
+"""A layout as people read it: a tree of units and parameters, as lines for a terminal and as HTML
+for a notebook.
 
-Modules that only hold others have no line of their own: what is in them stands below the unit they belong to, with its longer
-name. A line for several modules that are laid out alike (`layers.0-31 x32`) has the bytes of all of them.
+Modules that only hold others have no line of their own: what is in them stands below the unit they
+belong to, with its longer name. A line for several modules that are laid out alike (`layers.0-31
+x32`) has the bytes of all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class LayoutRow:
     local_bytes: int | None = None
     bytes: int | None = None
     is_param: bool = False
-    asides: list[str] = field(default_factory=list)  # sentences below its name: the units that begin there
+    # sentences below its name: the units that begin there
+    asides: list[str] = field(default_factory=list)
     rows: list[LayoutRow] = field(default_factory=list)
 
     def cells(self) -> list[str]:
@@ -42,7 +45,7 @@ class LayoutRow:
         return [plain(self.how), self.shape, self.here, self.dtype, *sizes]
 
 
-# -- the outline -----------------------------------------------------------------------------------------------------------
+# -- the outline -----------------------------------------------------------------------------------
 
 
 def outline(layout: Layout) -> list[LayoutRow]:
@@ -50,7 +53,9 @@ def outline(layout: Layout) -> list[LayoutRow]:
     return [_row(root, "", 1, layout.meshes, is_inside=False) for root in layout.roots]
 
 
-def _row(branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_inside: bool) -> LayoutRow:
+def _row(
+    branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_inside: bool
+) -> LayoutRow:
     """A line for a module, or for several that are alike."""
     node, times = branch.node, times * branch.count
     label = above + branch.label or ROOT
@@ -66,7 +71,9 @@ def _row(branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_i
     return row
 
 
-def _below(node: Node, above: str, times: int, meshes: Sequence[Mesh], is_inside: bool) -> Iterator[LayoutRow]:
+def _below(
+    node: Node, above: str, times: int, meshes: Sequence[Mesh], is_inside: bool
+) -> Iterator[LayoutRow]:
     """The lines below a module: its parameters, and what is in the modules it holds."""
     for param in node.params:
         yield _param_row(param, above, times, meshes, node.plan, is_inside)
@@ -98,14 +105,20 @@ def _joined(row: LayoutRow) -> LayoutRow:
     return only
 
 
-def _param_row(param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool) -> LayoutRow:
+def _param_row(
+    param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool
+) -> LayoutRow:
     count = f"{times} x " if times > 1 else ""
     said = [_placed(param, meshes)]
     if param.tied is not None:
         said = [f"tied to {param.tied}"]
     elif is_inside and param.unit is None:
         said.append("in no unit")
-    said += ["frozen"] * (not param.requires_grad) + [param.note] + ([f"({plan.partition(':')[0]})"] if plan else [])
+    said += (
+        ["frozen"] * (not param.requires_grad)
+        + [param.note]
+        + ([f"({plan.partition(':')[0]})"] if plan else [])
+    )
     return LayoutRow(
         label=above + param.name,
         how=", ".join(filter(None, said)).replace(", (", " ("),
@@ -126,7 +139,10 @@ def _placed(param: Param, meshes: Sequence[Mesh]) -> str:
     dims = meshes[param.mesh].dims if param.mesh is not None and param.mesh < len(meshes) else ()
     if len(dims) != len(param.placements):
         dims = ("",) * len(param.placements)
-    return ", ".join(f"{dim}: {placement}" if dim else placement for dim, placement in zip(dims, param.placements, strict=True))
+    return ", ".join(
+        f"{dim}: {placement}" if dim else placement
+        for dim, placement in zip(dims, param.placements, strict=True)
+    )
 
 
 def _asides(node: Node, meshes: Sequence[Mesh]) -> list[str]:
@@ -146,7 +162,9 @@ def _unit_text(unit: Unit, meshes: Sequence[Mesh]) -> str:
     if unit.offload:
         parts.append(f"offload {unit.offload}")
     if unit.state_bytes is not None:
-        parts.append(f"{settings.get('optimizer', 'optimizer')} has {amount(unit.state_bytes)} here")
+        parts.append(
+            f"{settings.get('optimizer', 'optimizer')} has {amount(unit.state_bytes)} here"
+        )
     if not unit.params and unit.kind != "pipeline stage":
         parts.append("no parameters of its own")
     if unit.also:
@@ -157,20 +175,29 @@ def _unit_text(unit: Unit, meshes: Sequence[Mesh]) -> str:
 def _dtypes_text(dtypes: dict[str, str]) -> str:
     """`bfloat16`, or where uses differ `param=bfloat16 reduce=float32`."""
     same = len(set(dtypes.values())) == 1 and len(dtypes) > 1
-    return dtypes["param"] if same and "param" in dtypes else " ".join(f"{use}={dtype}" for use, dtype in dtypes.items())
+    return (
+        dtypes["param"]
+        if same and "param" in dtypes
+        else " ".join(f"{use}={dtype}" for use, dtype in dtypes.items())
+    )
 
 
 def _kind_details(unit: Unit, settings: dict[str, object]) -> list[str]:
     if unit.kind == "pipeline stage":
         stages = settings.get("stages")
-        return [f"{settings.get('stage')}" + (f" (of 0-{stages - 1})" if isinstance(stages, int) else "")]
+        return [
+            f"{settings.get('stage')}"
+            + (f" (of 0-{stages - 1})" if isinstance(stages, int) else "")
+        ]
     if "strategy" in settings:
         return [str(settings["strategy"])]
     return ["(HSDP)"] if len(set(unit.placements)) > 1 else []
 
 
 def _over(unit: Unit, meshes: Sequence[Mesh]) -> list[str]:
-    return [] if unit.mesh is None or unit.mesh >= len(meshes) else [f"over {meshes[unit.mesh].label}"]
+    return (
+        [] if unit.mesh is None or unit.mesh >= len(meshes) else [f"over {meshes[unit.mesh].label}"]
+    )
 
 
 def mesh_texts(layout: Layout) -> list[str]:
@@ -183,22 +210,35 @@ def _mesh_text(mesh: Mesh) -> str:
     where = f" on {mesh.device}" if mesh.device else ""
     ranks = f": ranks {mesh.ranks}" if mesh.ranks else ""
     if len(mesh.groups) > 1:
-        groups = [f"{group} along {dim or at}" for at, (dim, group) in enumerate(zip(mesh.dims, mesh.groups, strict=False))]
+        groups = [
+            f"{group} along {dim or at}"
+            for at, (dim, group) in enumerate(zip(mesh.dims, mesh.groups, strict=False))
+        ]
         ranks += f"{';' if ranks else ':'} this one is with {' and with '.join(groups)}"
     return f"{what}{where}{ranks}{', destroyed' * mesh.is_gone}"
 
 
-# -- lines -----------------------------------------------------------------------------------------------------------------
+# -- lines -----------------------------------------------------------------------------------------
 
 
 def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
-    """The tree, with the meshes above it. `bytes here` is what this rank holds, `bytes` the whole."""
+    """The tree, with the meshes above it. `bytes here` is what this rank holds, `bytes` the
+    whole."""
     for text in mesh_texts(layout):
         yield _fitted([(plain(text), "dim")], width)
     title = f"rank {layout.rank} of {layout.world_size}"
     columns = [Column(title), *(Column(heading, optional=True) for heading in HEADINGS[:4])]
     columns += [Column(heading, right=True) for heading in HEADINGS[4:]]
-    narrowing = (("dtype", 0), ("how", 30), ("here", 0), ("how", 16), ("shape", 0), (title, 24), ("how", 0), (title, 12))
+    narrowing = (
+        ("dtype", 0),
+        ("how", 30),
+        ("here", 0),
+        ("how", 16),
+        ("shape", 0),
+        (title, 24),
+        ("how", 0),
+        (title, 12),
+    )
     rows = [found for row in outline(layout) for found in _table_rows(row, [], "")]
     lines = table(columns, (cells for cells, _ in rows), width=width, narrowing=narrowing)
     yield from itertools.islice(lines, 1)
@@ -210,7 +250,8 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
 
 
 def _table_rows(row: LayoutRow, twig: Line, guide: str) -> Iterator[tuple[list[Cell], list[Line]]]:
-    """The cells of a line, and the lines that stand below it on their own, of a row and of all below it."""
+    """The cells of a line, and the lines that stand below it on their own, of a row and of all
+    below it."""
     style = "" if row.is_param else "bold"
     label: Line = [*twig, (plain(row.label), style)]
     if row.cls:
@@ -235,7 +276,7 @@ def layout_text(layout: Layout) -> str:
     return "\n".join("".join(text for text, _ in line) for line in layout_lines(layout, width=None))
 
 
-# -- many ranks ------------------------------------------------------------------------------------------------------------
+# -- many ranks ------------------------------------------------------------------------------------
 
 
 def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
@@ -254,12 +295,30 @@ def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
     for cohort in differing[:_MOST_COHORTS]:
         yield from _cohort_lines(cohort)
     if len(differing) > _MOST_COHORTS:
-        yield [(f"  and {plural(len(differing) - _MOST_COHORTS, 'more group')} of ranks that differ; see --json", "red")]
+        yield [
+            (
+                (
+                    f"  and {plural(len(differing) - _MOST_COHORTS, 'more group')} of ranks that"
+                    " differ; see --json"
+                ),
+                "red",
+            )
+        ]
     yield from ([("  ! ", "red"), (plain(text), "")] for text in found.disagreements)
     yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in found.remarks)
-    yield from ([("  differs as it must: ", "dim"), (plain(text), "dim")] for text in found.expected)
+    yield from (
+        [("  differs as it must: ", "dim"), (plain(text), "dim")] for text in found.expected
+    )
     if found.changed:
-        yield [(f"  the layout of {ranks_phrase(found.changed)} changed after the first step; this is the last one", "yellow")]
+        yield [
+            (
+                (
+                    f"  the layout of {ranks_phrase(found.changed)} changed after the first step;"
+                    " this is the last one"
+                ),
+                "yellow",
+            )
+        ]
     if found.missing:
         yield [(f"  no layout of {ranks_phrase(found.missing)}", "yellow")]
 
@@ -267,7 +326,17 @@ def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
 def _cohort_lines(cohort: LayoutCohort) -> Iterator[Line]:
     first, *others = cohort.differences
     yield [("  " + ranks_phrase(cohort.ranks), "bold red"), (" first in ", ""), (plain(first), "")]
-    yield from ([("    also ", "dim"), (plain(difference), "")] for difference in others[:_MOST_DIFFERENCES])
+    yield from (
+        [("    also ", "dim"), (plain(difference), "")] for difference in others[:_MOST_DIFFERENCES]
+    )
     left = len(others) - _MOST_DIFFERENCES
     if left > 0 or cohort.has_more:
-        yield [(f"    and {max(left, 1)}{' or more' * cohort.has_more} differences; see --rank {cohort.ranks[0]}", "dim")]
+        yield [
+            (
+                (
+                    f"    and {max(left, 1)}{' or more' * cohort.has_more} differences; see --rank"
+                    f" {cohort.ranks[0]}"
+                ),
+                "dim",
+            )
+        ]

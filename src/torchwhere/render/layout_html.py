@@ -1,6 +1,7 @@
 """A layout as HTML, for a notebook: the same tree as in a terminal, in parts that open and close.
 
-One fragment that stands by itself: no script, nothing loaded from elsewhere, every text from outside escaped.
+One fragment that stands by itself: no script, nothing loaded from elsewhere, every text from
+outside escaped.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from torchwhere.render.layout import HEADINGS, LayoutRow, mesh_texts, outline
 
 _WIDEST = 44  # characters of a column; what is longer is cut, and shown whole when pointed at
 _STYLE = (
-    ".torchwhere-layout{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-x:auto}"
-    # --d says how deep a row is: its name has so much less room, and the columns stay below each other
-    ".torchwhere-layout .r{display:inline-grid;gap:0 1.5ch;white-space:nowrap;"
-    "grid-template-columns:calc(var(--n) - var(--d)*2ch) var(--c)}"
-    ".torchwhere-layout .r>*{overflow:hidden;text-overflow:ellipsis}.torchwhere-layout .u{font-weight:bold}"
-    ".torchwhere-layout .c,.torchwhere-layout .m{opacity:.7;font-weight:normal}.torchwhere-layout .n{text-align:right}"
-    ".torchwhere-layout details>*:not(summary){margin-left:2ch}.torchwhere-layout summary{list-style-position:inside}"
-    ".torchwhere-layout .p,.torchwhere-layout .a{padding-left:2ch}.torchwhere-layout .a{color:#1687a7}"
+    ".torchwhere-layout{font:12px/1.5"
+    " ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-x:auto}"
+    # --d says how deep a row is: its name has so much less room, and the columns stay below each ot
+    ".torchwhere-layout .r{display:inline-grid;gap:0"
+    " 1.5ch;white-space:nowrap;grid-template-columns:calc(var(--n) - var(--d)*2ch)"
+    " var(--c)}.torchwhere-layout .r>*{overflow:hidden;text-overflow:ellipsis}.torchwhere-layout"
+    " .u{font-weight:bold}.torchwhere-layout .c,.torchwhere-layout"
+    " .m{opacity:.7;font-weight:normal}.torchwhere-layout .n{text-align:right}.torchwhere-layout"
+    " details>*:not(summary){margin-left:2ch}.torchwhere-layout"
+    " summary{list-style-position:inside}.torchwhere-layout .p,.torchwhere-layout"
+    " .a{padding-left:2ch}.torchwhere-layout .a{color:#1687a7}"
 )
 
 
@@ -32,7 +36,15 @@ def layout_html(layout: Layout) -> str:
     tree = "".join(part for row in rows for part in _html(row, 0))
     notes = "".join(f'<div class="m">{isolated(note)}</div>' for note in layout.notes)
     inline = _widths(title, rows)
-    return fragment(said, f"<div>{heading}</div>", tree, notes, style=_STYLE, name="torchwhere-layout", inline=inline)
+    return fragment(
+        said,
+        f"<div>{heading}</div>",
+        tree,
+        notes,
+        style=_STYLE,
+        name="torchwhere-layout",
+        inline=inline,
+    )
 
 
 def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
@@ -41,7 +53,10 @@ def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
     name = max([len(title), *(2 * depth + len(f"{row.label} {row.cls}") for row, depth in every)])
     cells = [HEADINGS, *(row.cells() for row, _ in every)]
     widths = [max(len(row[at]) for row in cells[1:]) for at in range(len(HEADINGS))]
-    columns = [min(_WIDEST, max(width, len(HEADINGS[at]))) if width else 0 for at, width in enumerate(widths)]
+    columns = [
+        min(_WIDEST, max(width, len(HEADINGS[at]))) if width else 0
+        for at, width in enumerate(widths)
+    ]
     return f"--n:{min(2 * _WIDEST, name + 2)}ch;--c:{' '.join(f'{width}ch' for width in columns)}"
 
 
@@ -54,9 +69,14 @@ def _all(rows: Iterable[LayoutRow], depth: int) -> Iterator[tuple[LayoutRow, int
 def _html(row: LayoutRow, depth: int) -> Iterator[str]:
     asides = "".join(f'<div class="a">{isolated(text)}</div>' for text in row.asides)
     if not row.rows:
-        yield f"<div>{_html_cells(row.label, row.cls, row.cells(), 'r p' if row.is_param else 'r u p', depth)}{asides}</div>"
+        yield (
+            f"<div>{_html_cells(row.label, row.cls, row.cells(), 'r p' if row.is_param else 'r u p', depth)}{asides}</div>"
+        )
         return
-    yield f"<details open><summary>{_html_cells(row.label, row.cls, row.cells(), 'r u', depth)}</summary>{asides}"
+    yield (
+        "<details"
+        f" open><summary>{_html_cells(row.label, row.cls, row.cells(), 'r u', depth)}</summary>{asides}"
+    )
     for below in row.rows:
         yield from _html(below, depth + 1)
     yield "</details>"
@@ -65,6 +85,8 @@ def _html(row: LayoutRow, depth: int) -> Iterator[str]:
 def _html_cells(label: str, cls: str, cells: Sequence[str], style: str, depth: int) -> str:
     name = isolated(label) + (f' <span class="c">{isolated(cls)}</span>' if cls else "")
     how, *rest = cells
-    spans = "".join(f"<span{' class=n' * (at > 2)}>{isolated(cell)}</span>" for at, cell in enumerate(rest))
+    spans = "".join(
+        f"<span{' class=n' * (at > 2)}>{isolated(cell)}</span>" for at, cell in enumerate(rest)
+    )
     first = f'<span>{name}</span><span title="{escaped(how)}">{isolated(how)}</span>'
     return f'<span class="{style}" style="--d:{depth}">{first}{spans}</span>'

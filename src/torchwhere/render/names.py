@@ -11,7 +11,8 @@ _RIGHT = ("numel", "id")
 
 
 def names_html(title: str, headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
-    """`rows` have a text for some of the headings; a heading that no row has a text for is left out."""
+    """`rows` have a text for some of the headings; a heading that no row has a text for is left
+    out."""
     columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in headings]
     cells = ([row.get(heading, "") for heading in headings] for row in rows)
     return page.fragment(page.said(title, style="bold"), page.table(columns, cells))

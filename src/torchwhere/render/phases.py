@@ -1,23 +1,44 @@
-"""The table of phases as lines of text: a tree, with what each phase took, on one rank or over many."""
+"""The table of phases as lines of text: a tree, with what each phase took, on one rank or over
+many."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from torchwhere.diagnose.phases import PhaseRow, Phases, PhaseTimes
-from torchwhere.render.text import Cell, Column, Line, duration, fitted, plain, plural, ranks_text, table, twig
+from torchwhere.render.text import (
+    Cell,
+    Column,
+    Line,
+    duration,
+    fitted,
+    plain,
+    plural,
+    ranks_text,
+    table,
+    twig,
+)
 
 _ONE = ("count", "total", "mean", "max", "share", "self")
 _MANY = ("count", "total", "least", "most", "slowest", "mean", "max", "share", "self")
 _NARROWING_ONE = (("max", 0), ("mean", 0), ("phase", 20), ("self", 0), ("phase", 12))
-_NARROWING_MANY = (("mean", 0), ("max", 0), ("self", 0), ("phase", 24), ("least", 0), ("count", 0), ("phase", 12))
+_NARROWING_MANY = (
+    ("mean", 0),
+    ("max", 0),
+    ("self", 0),
+    ("phase", 24),
+    ("least", 0),
+    ("count", 0),
+    ("phase", 12),
+)
 
 
 def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
-    """`mean` and `max` are of a single time that the phase ran; `self` is without the phases inside it.
+    """`mean` and `max` are of a single time that the phase ran; `self` is without the phases inside
+    it.
 
-    Of many ranks: `count` and `total` are those of one rank on average, `least` and `most` the totals of the fastest and the
-    slowest rank.
+    Of many ranks: `count` and `total` are those of one rank on average, `least` and `most` the
+    totals of the fastest and the slowest rank.
     """
     if not phases.rows:
         yield [("no phase was recorded", "bold")]
@@ -51,11 +72,15 @@ def phases_title(phases: Phases) -> str:
         return f"{who}, no step has ended, {watched}"
     mean = sum(one.total_ns - one.running_ns for one in times) / sum(one.count for one in times)
     longest = max(times, key=lambda one: one.max_ns)
-    return f"{who}, {plural(count, 'step')} of {duration(mean)} (longest {duration(longest.max_ns)}), {watched}"
+    return (
+        f"{who}, {plural(count, 'step')} of {duration(mean)} (longest {duration(longest.max_ns)}),"
+        f" {watched}"
+    )
 
 
 def _labelled(phases: Phases) -> Iterator[tuple[PhaseRow, Line]]:
-    """The rows with their names as a tree. Where threads differ, those that are not the main one's say so."""
+    """The rows with their names as a tree. Where threads differ, those that are not the main one's
+    say so."""
     for is_main in (True, False):
         for row in phases.inside(None, is_main=is_main):
             mark = [] if is_main else [("  other threads", "dim")]
@@ -73,11 +98,32 @@ def _below(phases: Phases, row: PhaseRow, guide: str) -> Iterator[tuple[PhaseRow
 def _cells(row: PhaseRow, label: Line, phases: Phases) -> list[Cell]:
     times, ranks = row.all, row.by_rank.values()
     if len(phases.ranks) == 1:
-        return [label, _count(ranks), duration(times.total_ns), *_each(times), *_shares(times, phases)]
+        return [
+            label,
+            _count(ranks),
+            duration(times.total_ns),
+            *_each(times),
+            *_shares(times, phases),
+        ]
     least, most = (duration(row.by_rank[rank].total_ns) for rank in (row.fastest, row.slowest))
     total = duration(times.total_ns / len(row.by_rank))
-    slowest = f"only rank {row.slowest}" if len(row.by_rank) == 1 else "" if least == most else f"rank {row.slowest}"
-    return [label, _count(ranks), total, least, most, slowest, *_each(times), *_shares(times, phases)]
+    slowest = (
+        f"only rank {row.slowest}"
+        if len(row.by_rank) == 1
+        else ""
+        if least == most
+        else f"rank {row.slowest}"
+    )
+    return [
+        label,
+        _count(ranks),
+        total,
+        least,
+        most,
+        slowest,
+        *_each(times),
+        *_shares(times, phases),
+    ]
 
 
 def _count(times: Iterable[PhaseTimes]) -> str:
@@ -111,7 +157,11 @@ def _running(phases: Phases) -> Iterator[Line]:
     """Who was in the middle of what."""
     for row in phases.rows:
         inner = [one for one in phases.inside(row) if one.all.running]
-        ranks = [rank for rank, times in row.by_rank.items() if times.running and not any(_runs(one, rank) for one in inner)]
+        ranks = [
+            rank
+            for rank, times in row.by_rank.items()
+            if times.running and not any(_runs(one, rank) for one in inner)
+        ]
         if ranks:
             longest = max(row.by_rank[rank].running_ns for rank in ranks)
             where = plain(" > ".join(row.path))

@@ -13,14 +13,26 @@ _OFTEN_S = 0.1  # it is drawn anew, as it is told; with no thread, which rich wo
 
 @contextlib.contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what is to be told how much is done, of how much; None where nobody looks. It leaves no line behind."""
+    """Gives what is to be told how much is done, of how much; None where nobody looks. It leaves no
+    line behind."""
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     task, begin = progress.add_task(text, total=None), time.monotonic()
     is_over, drawn = False, begin

@@ -1,7 +1,8 @@
 """How each result shows itself: on one line (`repr`), as text (`str`), and as HTML in a notebook.
 
-Takes any result of the reading side, gives texts. What a text says is what the result's own command prints; it is made by the
-views beside this file. Results of the watching side (`backward_graph`, `graphs`, `names`) know their views themselves.
+Takes any result of the reading side, gives texts. What a text says is what the result's own command
+prints; it is made by the views beside this file. Results of the watching side (`backward_graph`,
+`graphs`, `names`) know their views themselves.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _joined(lines: Iterable[Line]) -> str:
     return as_text(lines).rstrip("\n")
 
 
-# -- places and events -----------------------------------------------------------------------------------------------------
+# -- places and events -----------------------------------------------------------------------------
 
 
 @html.register
@@ -89,7 +90,7 @@ def _(result: Event) -> str:
     return page.fragment(page.facts(named.items()))
 
 
-# -- boxes and runs --------------------------------------------------------------------------------------------------------
+# -- boxes and runs --------------------------------------------------------------------------------
 
 
 @brief.register
@@ -104,7 +105,9 @@ def _(result: Box) -> str:
     started = result.meta.get("started_ns")
     columns, rows = view.events_table(last, started_ns=started if isinstance(started, int) else 0)
     title = f"rank {result.rank}: {len(result.records):,} events, {result.path}"
-    return page.fragment(page.said(title, style="bold"), *map(page.said, result.problems), page.table(columns, rows))
+    return page.fragment(
+        page.said(title, style="bold"), *map(page.said, result.problems), page.table(columns, rows)
+    )
 
 
 @brief.register
@@ -135,25 +138,43 @@ def _(result: BoxRun) -> str:
     columns.append(Column("overwritten", right=True, optional=True))
     rows = (_box_row(box) for _, box in result.in_order())
     caveats = [page.said(caveat, style="yellow") for caveat in result.caveats()]
-    return page.fragment(page.said(f"{result.folder}: {_ranks_of(result)}", style="bold"), page.table(columns, rows), *caveats)
+    return page.fragment(
+        page.said(f"{result.folder}: {_ranks_of(result)}", style="bold"),
+        page.table(columns, rows),
+        *caveats,
+    )
 
 
 def _box_row(box: Box) -> list[Cell]:
     cursor = max(box.cursors(), key=lambda one: one.t_ns, default=None)
     place = cursor.place if cursor is not None else None
     step = str(place.step) if place is not None and place.step is not None else ""
-    where = plain(str(place).partition(", step ")[2].partition(", ")[2] or place) if place is not None else ""
+    where = (
+        plain(str(place).partition(", step ")[2].partition(", ")[2] or place)
+        if place is not None
+        else ""
+    )
     overwritten = f"{box.counts.overwritten:,}" if box.counts.overwritten else ""
-    return [str(box.rank), plain(box.meta.get("host") or ""), step, where, f"{len(box.records):,}", overwritten]
+    return [
+        str(box.rank),
+        plain(box.meta.get("host") or ""),
+        step,
+        where,
+        f"{len(box.records):,}",
+        overwritten,
+    ]
 
 
-# -- verdicts --------------------------------------------------------------------------------------------------------------
+# -- verdicts --------------------------------------------------------------------------------------
 
 
 @brief.register
 def _(result: Verdict) -> str:
     culprits = f", by {_few(result.culprits)}" if result.culprits else ""
-    return plain(f"<Verdict on {plural(len(result.ranks), 'rank')}: {result.kind}{culprits} ({result.certainty})>")
+    return plain(
+        f"<Verdict on {plural(len(result.ranks), 'rank')}: {result.kind}{culprits}"
+        f" ({result.certainty})>"
+    )
 
 
 @text.register
@@ -166,11 +187,19 @@ def _(result: Verdict) -> str:
     """The text, then the ranks: the culprits first, and of very many ranks only so many."""
     first, *rest = verdict_lines(result)
     style = "bold green" if result.kind == "healthy" else "bold red"
-    order = [*result.culprits, *(rank for rank in sorted(result.ranks) if rank not in set(result.culprits))]
-    columns = [Column("rank", right=True), *map(Column, ("state", "place", "last collective", "detail"))]
+    order = [
+        *result.culprits,
+        *(rank for rank in sorted(result.ranks) if rank not in set(result.culprits)),
+    ]
+    columns = [
+        Column("rank", right=True),
+        *map(Column, ("state", "place", "last collective", "detail")),
+    ]
     rows = (_rank_row(rank, result.ranks[rank]) for rank in order if rank in result.ranks)
     lines = page.lines(([(line, "")] for line in rest), wrap=True)
-    return page.fragment(page.said(first, style=style), lines, page.table(columns, rows, most=_MOST_RANKS))
+    return page.fragment(
+        page.said(first, style=style), lines, page.table(columns, rows, most=_MOST_RANKS)
+    )
 
 
 def _rank_row(rank: int, report: RankReport) -> list[Cell]:
@@ -190,7 +219,7 @@ def _(result: RankReport) -> str:
     return plain(": ".join(filter(None, (f"{result.state}", f"{result.place}", result.detail))))
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------------
+# -- tables ----------------------------------------------------------------------------------------
 
 
 @brief.register
@@ -210,14 +239,19 @@ def _(result: Comms) -> str:
         return page.fragment(page.said(text(result)))
     columns, rows = view.comms_table(result)
     last = text(result).splitlines()[-1] if result.overwritten else None
-    return page.fragment(page.table(columns, rows), *([page.said(last, style="yellow")] if last else []))
+    return page.fragment(
+        page.table(columns, rows), *([page.said(last, style="yellow")] if last else [])
+    )
 
 
 @brief.register
 def _(result: CommsNode) -> str:
     total = result.total()
     name = "outside any module" if result.name is None else shown(result.name)
-    return plain(f"<CommsNode {name}: {total.count:,} collectives, {amount(total.bytes)}; {len(result.children)} below>")
+    return plain(
+        f"<CommsNode {name}: {total.count:,} collectives, {amount(total.bytes)};"
+        f" {len(result.children)} below>"
+    )
 
 
 @brief.register
@@ -229,7 +263,8 @@ def _(result: Phases) -> str:
 def _(result: PhaseRow) -> str:
     times, path = result.all, " > ".join(result.path)
     return plain(
-        f"<PhaseRow {path}: {times.count:,} times on {plural(len(result.by_rank), 'rank')}, {duration(times.total_ns)}>"
+        f"<PhaseRow {path}: {times.count:,} times on {plural(len(result.by_rank), 'rank')},"
+        f" {duration(times.total_ns)}>"
     )
 
 
@@ -244,12 +279,19 @@ def _(result: Phases) -> str:
         return page.fragment(page.lines(phases_lines(result, width=None)))
     columns, rows = phases_table(result)
     remarks = list(phases_remarks(result))
-    return page.fragment(page.said(phases_title(result), style="bold"), page.table(columns, rows), page.lines(remarks))
+    return page.fragment(
+        page.said(phases_title(result), style="bold"),
+        page.table(columns, rows),
+        page.lines(remarks),
+    )
 
 
 @brief.register
 def _(result: Groups) -> str:
-    return plain(f"<Groups: {', '.join(str(group.get('name')) for group in itertools.islice(result, _MOST_SHOWN))}>")
+    return plain(
+        "<Groups:"
+        f" {', '.join(str(group.get('name')) for group in itertools.islice(result, _MOST_SHOWN))}>"
+    )
 
 
 @text.register
@@ -282,21 +324,32 @@ def _(result: Layouts) -> str:
 @html.register
 def _(result: Layouts) -> str:
     """The layouts as trees that open and close, then how the ranks compare."""
-    trees = [layout_html(cohort.layout) for cohort in result.cohorts if not cohort.differences][:_MOST_SHOWN]
+    trees = [layout_html(cohort.layout) for cohort in result.cohorts if not cohort.differences][
+        :_MOST_SHOWN
+    ]
     told = _joined(layouts_lines(result, width=None)).rpartition("\n\n")[2]
     return page.fragment(*trees, page.lines([(line, "")] for line in told.splitlines()))
 
 
 @brief.register
 def _(result: Diff) -> str:
-    found = [(name, one) for name, one in (("events", result.events), ("logs", result.logs)) if one is not None]
-    said = [f"{name} of {plural(len(one.ranks), 'rank')} {_parted(len(one.divergences))}" for name, one in found]
+    found = [
+        (name, one)
+        for name, one in (("events", result.events), ("logs", result.logs))
+        if one is not None
+    ]
+    said = [
+        f"{name} of {plural(len(one.ranks), 'rank')} {_parted(len(one.divergences))}"
+        for name, one in found
+    ]
     return f"<Diff: {', '.join(said)}>"
 
 
 @brief.register
 def _(result: Comparison) -> str:
-    return f"<Comparison of {plural(len(result.ranks), 'rank')}: {_parted(len(result.divergences))}>"
+    return (
+        f"<Comparison of {plural(len(result.ranks), 'rank')}: {_parted(len(result.divergences))}>"
+    )
 
 
 @brief.register
@@ -311,7 +364,9 @@ def _(result: Version) -> str:
 
 
 def _version(version: Version) -> str:
-    return f"{_few(version.ranks)}: {version.entry.text if version.entry is not None else 'nothing'}"
+    return (
+        f"{_few(version.ranks)}: {version.entry.text if version.entry is not None else 'nothing'}"
+    )
 
 
 def _few(ranks: Sequence[int]) -> str:

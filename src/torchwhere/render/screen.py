@@ -1,8 +1,9 @@
 """The terminal: the whole screen, keys, and everything put back as it was, however it ends.
 
-Plain ANSI sequences that every terminal of the last thirty years knows, tmux and ssh in between included. Only lines that have
-changed are sent. Signals: a resized window is painted anew; SIGTSTP gives the terminal back, stops, and takes it again when
-continued; SIGTERM and SIGHUP end as `SystemExit`, so that what was changed is undone on the way out.
+Plain ANSI sequences that every terminal of the last thirty years knows, tmux and ssh in between
+included. Only lines that have changed are sent. Signals: a resized window is painted anew; SIGTSTP
+gives the terminal back, stops, and takes it again when continued; SIGTERM and SIGHUP end as
+`SystemExit`, so that what was changed is undone on the way out.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from torchwhere.render.text import Line
 
 _ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"  # the other screen, no cursor, no wrapping
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[0m\x1b[?1049l"
-_SGR = {"bold": "1", "dim": "2", "reverse": "7", "red": "31", "green": "32", "yellow": "33", "magenta": "35", "cyan": "36"}
+_SGR = {
+    "bold": "1",
+    "dim": "2",
+    "reverse": "7",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+    "magenta": "35",
+    "cyan": "36",
+}
 _CULPRIT = {True: "1;37;41", False: "1;7"}  # with colour, and without
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.)|\x1b|.", re.DOTALL)
 _ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
@@ -47,8 +57,13 @@ _REST_S = 0.05  # how long the rest of a key's sequence may take
 
 
 def can_paint() -> bool:
-    """Whether there is a terminal to paint on: one that can move its cursor, to read from and to write to."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
+    """Whether there is a terminal to paint on: one that can move its cursor, to read from and to
+    write to."""
+    return (
+        sys.stdin.isatty()
+        and sys.stdout.isatty()
+        and os.environ.get("TERM", "dumb") not in ("", "dumb")
+    )
 
 
 def has_colour() -> bool:
@@ -56,8 +71,12 @@ def has_colour() -> bool:
 
 
 def is_ascii() -> bool:
-    """Whether the terminal is not known to understand UTF-8. Python takes LANG=C for UTF-8; the terminal may not."""
-    said = next((value for name in ("LC_ALL", "LANG") if (value := os.environ.get(name))), os.environ.get("LC_CTYPE", ""))
+    """Whether the terminal is not known to understand UTF-8. Python takes LANG=C for UTF-8; the
+    terminal may not."""
+    said = next(
+        (value for name in ("LC_ALL", "LANG") if (value := os.environ.get(name))),
+        os.environ.get("LC_CTYPE", ""),
+    )
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     return encoding != "utf8" or "utf" not in said.lower()
 
@@ -73,7 +92,7 @@ class Screen:
         self._typed = ""
         self._saved: list[Any] = []
 
-    # -- taking and giving back ------------------------------------------------------------------------------------------
+    # -- taking and giving back --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -83,7 +102,8 @@ class Screen:
         for fd in (wake, self._wake):
             os.set_blocking(fd, False)
         before = {
-            number: signal.getsignal(number) for number in (signal.SIGWINCH, signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
+            number: signal.getsignal(number)
+            for number in (signal.SIGWINCH, signal.SIGTSTP, signal.SIGTERM, signal.SIGHUP)
         }
         old_wake = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         try:
@@ -129,7 +149,7 @@ class Screen:
         self._take()
         self._is_resized = True
 
-    # -- painting --------------------------------------------------------------------------------------------------------
+    # -- painting ----------------------------------------------------------------------------------
 
     @property
     def size(self) -> tuple[int, int]:
@@ -149,20 +169,25 @@ class Screen:
             sent.append("\x1b[0m\x1b[2J")
         for at, text in enumerate(rendered):
             if at >= len(self._painted) or self._painted[at] != text:
-                sent.append(f"\x1b[{at + 1};1H\x1b[0m\x1b[2K{text}")  # erased first: behind a full line the last cell would go
+                # erased first: behind a full line the last cell would go
+                sent.append(f"\x1b[{at + 1};1H\x1b[0m\x1b[2K{text}")
         self._painted = rendered
         self._write("".join(sent))
 
     def _render(self, line: Line) -> str:
         return "".join(
-            f"\x1b[0;{codes}m{text}\x1b[0m" if (codes := self._codes(style)) else text for text, style in line if text
+            f"\x1b[0;{codes}m{text}\x1b[0m" if (codes := self._codes(style)) else text
+            for text, style in line
+            if text
         )
 
     def _codes(self, style: str) -> str:
         words = style.split()
         if "culprit" in words:
             return _CULPRIT[self._colour]
-        known = [_SGR[word] for word in words if word in _SGR and (self._colour or int(_SGR[word]) < 30)]
+        known = [
+            _SGR[word] for word in words if word in _SGR and (self._colour or int(_SGR[word]) < 30)
+        ]
         return ";".join(known)
 
     def _write(self, text: str) -> None:
@@ -173,16 +198,21 @@ class Screen:
         except OSError as error:  # the terminal is gone: a window or an ssh that was closed
             raise EOFError from error
 
-    # -- keys ------------------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def keys(self, wait_s: float) -> list[str]:
-        """The keys that are pressed within a time; none if it passes, or the window is resized. EOFError: nobody is there."""
+        """The keys that are pressed within a time; none if it passes, or the window is resized.
+        EOFError: nobody is there."""
         if not self._is_resized and self._wait(wait_s):
             self._read()
             while self._typed and _is_begun(self._typed) and self._wait(_REST_S):
                 self._read()
         found, self._typed = _SEQUENCE.findall(self._typed), ""
-        return [_KEYS.get(key, key) for key in found if key in _KEYS or (len(key) == 1 and key.isprintable())]
+        return [
+            _KEYS.get(key, key)
+            for key in found
+            if key in _KEYS or (len(key) == 1 and key.isprintable())
+        ]
 
     def _wait(self, wait_s: float) -> bool:
         ready, _, _ = select.select([self._in, self._woken], [], [], max(0.0, wait_s))

@@ -1,8 +1,10 @@
-"""The terminal's view: events, comms and groups as lines of text, aligned, and coloured where there is a terminal for it.
+"""The terminal's view: events, comms and groups as lines of text, aligned, and coloured where there
+is a terminal for it.
 
-Takes what others computed and a width (None: as wide as it takes, for files and pipes), gives lines: lists of (text, style),
-because a rich `Text` for each of a million events takes minutes. Names come from a user's
-program and may hold anything: they are shown with control characters replaced, and cut when they are absurdly long.
+Takes what others computed and a width (None: as wide as it takes, for files and pipes), gives
+lines: lists of (text, style), because a rich `Text` for each of a million events takes minutes.
+Names come from a user's program and may hold anything: they are shown with control characters
+replaced, and cut when they are absurdly long.
 """
 
 from __future__ import annotations
@@ -27,7 +29,13 @@ from torchwhere.core.units import duration as duration
 from torchwhere.diagnose.comms.outline import OutlineLine, outline, params_text
 from torchwhere.diagnose.comms.tree import Comms, CommsKey, CommsSum
 
-PASS_STYLE = {"forward": "green", "backward": "magenta", "recompute": "yellow", "optimizer": "cyan", "outside": "dim"}
+PASS_STYLE = {
+    "forward": "green",
+    "backward": "magenta",
+    "recompute": "yellow",
+    "optimizer": "cyan",
+    "outside": "dim",
+}
 _DETAIL_KEYS = ("text", "reason", "phase", "what")
 _LONGEST = 1000  # of a text from outside
 GAP = "  "
@@ -37,21 +45,26 @@ Line = list[tuple[str, str]]  # texts with their styles
 Cell = str | Line
 
 
-# -- texts -----------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def plain(text: object) -> str:
-    """A text from outside, made harmless for a terminal: no escape sequences, no line breaks, no direction marks."""
+    """A text from outside, made harmless for a terminal: no escape sequences, no line breaks, no
+    direction marks."""
     found = str(text)
     found = found if len(found) <= _LONGEST else found[:_LONGEST] + "…"
-    return found if found.isprintable() else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
+    return (
+        found
+        if found.isprintable()
+        else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
+    )
 
 
 def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-# -- columns ---------------------------------------------------------------------------------------------------------------
+# -- columns ---------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -97,7 +110,8 @@ def _cut(parts: Line, width: int, *, keep_end: bool = False) -> Line:
     return kept
 
 
-Narrowing = Sequence[tuple[str, int]]  # headings and widths to go down to, 0 for leaving out, until there is room for all
+# headings and widths to go down to, 0 for leaving out, until there is room for all
+Narrowing = Sequence[tuple[str, int]]
 
 
 def _fit(columns: Sequence[Column], width: int | None, narrowing: Narrowing) -> None:
@@ -105,16 +119,25 @@ def _fit(columns: Sequence[Column], width: int | None, narrowing: Narrowing) -> 
     for column in columns:
         column.width = column.needed
     for heading, least in narrowing:
-        excess = sum(column.width + len(GAP) for column in columns if column.width) - len(GAP) - (width or _BLOCK**2)
+        excess = (
+            sum(column.width + len(GAP) for column in columns if column.width)
+            - len(GAP)
+            - (width or _BLOCK**2)
+        )
         column = by_heading[heading]
         if excess > 0 and least < column.width:
             column.width = max(least, column.width - excess) if least else 0
 
 
 def table(
-    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, width: int | None, narrowing: Narrowing = ()
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    width: int | None,
+    narrowing: Narrowing = (),
 ) -> Iterator[Line]:
-    """Lines of a table, heading first. Rows are taken block by block: a long table begins at once and is never held whole."""
+    """Lines of a table, heading first. Rows are taken block by block: a long table begins at once
+    and is never held whole."""
     pending = iter(rows)
     heading: list[Cell] = [[(column.heading, "bold")] for column in columns]
     while block := list(itertools.islice(pending, _BLOCK)):
@@ -146,17 +169,27 @@ def fitted(line: Line, width: int | None) -> Line:
     return line if width is None or _cells(line) <= width else _cut(line, width)
 
 
-# -- events ----------------------------------------------------------------------------------------------------------------
+# -- events ----------------------------------------------------------------------------------------
 
 
 def events_lines(events: Iterable[Event], *, started_ns: int, width: int | None) -> Iterator[Line]:
     """One line an event; `time` is in seconds since `started_ns`."""
     columns, rows = events_table(events, started_ns=started_ns)
-    narrowing = (("event", 56), ("line", 20), ("event", 46), ("time", 0), ("line", 14), ("module", 12), ("event", 10))
+    narrowing = (
+        ("event", 56),
+        ("line", 20),
+        ("event", 46),
+        ("time", 0),
+        ("line", 14),
+        ("module", 12),
+        ("event", 10),
+    )
     return table(columns, rows, width=width, narrowing=narrowing)
 
 
-def events_table(events: Iterable[Event], *, started_ns: int) -> tuple[list[Column], Iterator[list[Cell]]]:
+def events_table(
+    events: Iterable[Event], *, started_ns: int
+) -> tuple[list[Column], Iterator[list[Cell]]]:
     columns = [
         *(Column(heading, right=True) for heading in ("rank", "step", "time")),
         Column("pass"),
@@ -184,7 +217,8 @@ _CERTAINTY = {Certainty.EXACT: "", Certainty.INFERRED: "~", Certainty.UNKNOWN: "
 
 
 def module_cell(event: Event) -> str:
-    """The module, or the parameter, and which call of it; `~` before what was inferred, `?` for what is not known."""
+    """The module, or the parameter, and which call of it; `~` before what was inferred, `?` for
+    what is not known."""
     place = event.place
     name = place.param if place.param is not None else shown(place.module)
     name = "" if name == "-" and place.certainty is Certainty.UNKNOWN else name
@@ -193,7 +227,11 @@ def module_cell(event: Event) -> str:
 
 def what(event: Event) -> str:
     fields, place = event.fields, event.place
-    parts = [_collective(fields, place.module)] if event.kind == "collective" else [event.kind, _detail(fields)]
+    parts = (
+        [_collective(fields, place.module)]
+        if event.kind == "collective"
+        else [event.kind, _detail(fields)]
+    )
     if place.graph is not None and place.graph not in parts:
         parts.append(f"graph {place.graph}")
     if place.thread not in (None, "MainThread"):
@@ -203,10 +241,14 @@ def what(event: Event) -> str:
 
 def _detail(fields: dict[str, Any]) -> str:
     said = (*_DETAIL_KEYS, "type", "duration_ns")  # an exception's text begins with its type
-    named = {key: value for key, value in fields.items() if key not in said and value not in (None, [])}
+    named = {
+        key: value for key, value in fields.items() if key not in said and value not in (None, [])
+    }
     main = next((str(fields[key]) for key in _DETAIL_KEYS if fields.get(key)), "")
     took = duration(fields["duration_ns"]) if isinstance(fields.get("duration_ns"), int) else ""
-    return GAP.join([main, *([took] if took else []), *(f"{key}={value}" for key, value in named.items())]).strip()
+    return GAP.join(
+        [main, *([took] if took else []), *(f"{key}={value}" for key, value in named.items())]
+    ).strip()
 
 
 _PEER = {"send": "to", "recv": "from"}
@@ -225,30 +267,51 @@ def _collective(fields: dict[str, Any], module: str | None) -> str:
 
 
 def _beneficiary(beneficiary: Any) -> str:
-    return params_text(map(str, beneficiary)) if isinstance(beneficiary, (list, tuple)) else shown(beneficiary)
+    return (
+        params_text(map(str, beneficiary))
+        if isinstance(beneficiary, (list, tuple))
+        else shown(beneficiary)
+    )
 
 
-# -- comms -----------------------------------------------------------------------------------------------------------------
+# -- comms -----------------------------------------------------------------------------------------
 
 
 def comms_lines(comms: Comms, *, width: int | None) -> Iterator[Line]:
-    """The tree of modules with what each of them causes. `per step` and `steps` are those of one rank, `calls` and `total` of
-    all ranks together."""
+    """The tree of modules with what each of them causes. `per step` and `steps` are those of one
+    rank, `calls` and `total` of all ranks together."""
     if not comms.ranks:
         yield [("no collectives were recorded", "bold")]
         return
     columns, rows = comms_table(comms)
     title = columns[0].heading
-    narrowing = (("calls", 0), ("steps", 0), ("for", 20), ("each", 0), ("group", 6), ("for", 10), ("group", 0), (title, 30))
+    narrowing = (
+        ("calls", 0),
+        ("steps", 0),
+        ("for", 20),
+        ("each", 0),
+        ("group", 6),
+        ("for", 10),
+        ("group", 0),
+        (title, 30),
+    )
     yield from table(columns, rows, width=width, narrowing=narrowing)
     if comms.overwritten:
-        yield [(f"not counted, overwritten in the ring (see --records): {_overwritten(comms)}", "yellow")]
+        yield [
+            (
+                f"not counted, overwritten in the ring (see --records): {_overwritten(comms)}",
+                "yellow",
+            )
+        ]
 
 
 def comms_table(comms: Comms) -> tuple[list[Column], Iterator[list[Cell]]]:
     columns = [
         Column(_title(comms)),
-        *(Column(heading, right=True) for heading in ("per step", "steps", "each", "calls", "total")),
+        *(
+            Column(heading, right=True)
+            for heading in ("per step", "steps", "each", "calls", "total")
+        ),
         Column("group", optional=True),
         Column("for", optional=True),
     ]
@@ -257,13 +320,17 @@ def comms_table(comms: Comms) -> tuple[list[Column], Iterator[list[Cell]]]:
 
 def _title(comms: Comms) -> str:
     first, last = comms.steps or (None, None)
-    steps = "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
+    steps = (
+        "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
+    )
     group = f", all on {plain(next(iter(comms.groups)))}" if len(comms.groups) == 1 else ""
     return f"{plural(len(comms.ranks), 'rank')}{steps}{group}"
 
 
 def _overwritten(comms: Comms) -> str:
-    return ", ".join(f"{count:,} older events of rank {rank}" for rank, count in comms.overwritten.items())
+    return ", ".join(
+        f"{count:,} older events of rank {rank}" for rank, count in comms.overwritten.items()
+    )
 
 
 def _comms_rows(comms: Comms) -> Iterator[list[Cell]]:
@@ -272,7 +339,9 @@ def _comms_rows(comms: Comms) -> Iterator[list[Cell]]:
             yield from _branch_rows(outline(node), [(label, "bold")], "", comms)
 
 
-def _branch_rows(branch: OutlineLine, label: Line, guide: str, comms: Comms) -> Iterator[list[Cell]]:
+def _branch_rows(
+    branch: OutlineLine, label: Line, guide: str, comms: Comms
+) -> Iterator[list[Cell]]:
     total = branch.total()
     yield [label, "", "", "", [(str(total.count), "bold")], [(amount(total.bytes), "bold")], "", ""]
     entries, below = list(branch.entries()), branch.branches
@@ -282,11 +351,16 @@ def _branch_rows(branch: OutlineLine, label: Line, guide: str, comms: Comms) -> 
         left -= 1
     widest = max((cell_len(plain(inner.label)) for inner in below if inner.is_single), default=0)
     for inner in below:
-        name, inset = [*twig(guide, left), (plain(inner.label), "bold")], guide + ("│ " if left > 1 else "  ")
+        name, inset = (
+            [*twig(guide, left), (plain(inner.label), "bold")],
+            guide + ("│ " if left > 1 else "  "),
+        )
         left -= 1
         if inner.is_single:
             name.append((" " * (widest - cell_len(plain(inner.label)) + len(GAP)), ""))
-            yield from (_entry_row(key, counter, name, inner, comms) for key, counter in inner.entries())
+            yield from (
+                _entry_row(key, counter, name, inner, comms) for key, counter in inner.entries()
+            )
         else:
             yield from _branch_rows(inner, name, inset, comms)
 
@@ -295,9 +369,15 @@ def twig(guide: str, left: int) -> Line:
     return [(guide + ("├ " if left > 1 else "└ "), "dim")]
 
 
-def _entry_row(key: CommsKey, counter: CommsSum, label: Line, branch: OutlineLine, comms: Comms) -> list[Cell]:
+def _entry_row(
+    key: CommsKey, counter: CommsSum, label: Line, branch: OutlineLine, comms: Comms
+) -> list[Cell]:
     label = [*label, (f"{key.pass_:<9} ", PASS_STYLE.get(key.pass_, "")), (plain(key.op), "")]
-    beneficiary = "" if key.beneficiary is None or key.beneficiary == branch.name else plain(_beneficiary(key.beneficiary))
+    beneficiary = (
+        ""
+        if key.beneficiary is None or key.beneficiary == branch.name
+        else plain(_beneficiary(key.beneficiary))
+    )
     only = "" if counter.ranks == comms.ranks else f"(rank {ranks_text(counter.ranks)} only)"
     each = amount(counter.bytes / counter.count) if counter.bytes else ""
     return [
@@ -312,7 +392,7 @@ def _entry_row(key: CommsKey, counter: CommsSum, label: Line, branch: OutlineLin
     ]
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def groups_lines(groups: Iterable[dict[str, Any]], *, width: int | None) -> Iterator[Line]:
@@ -332,11 +412,12 @@ def _group_row(group: dict[str, Any]) -> list[Cell]:
     return [*("-" if value in (None, "") else plain(value) for value in known), ranks_text(ranks)]
 
 
-# -- where it goes ---------------------------------------------------------------------------------------------------------
+# -- where it goes ---------------------------------------------------------------------------------
 
 
 def print_lines(make: Callable[..., Iterator[Line]]) -> None:
-    """Print what `make(width=...)` gives: coloured and as wide as the terminal; uncut and uncoloured into a file or pipe."""
+    """Print what `make(width=...)` gives: coloured and as wide as the terminal; uncut and
+    uncoloured into a file or pipe."""
     console = Console(highlight=False)
     lines = make(width=shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     render = as_text if console.color_system is None else partial(_coloured_lines, console=console)

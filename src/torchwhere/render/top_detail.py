@@ -1,4 +1,5 @@
-"""One rank on a page of its own: its place, its threads, its last events, and its stack, if the doctor has asked for it."""
+"""One rank on a page of its own: its place, its threads, its last events, and its stack, if the
+doctor has asked for it."""
 
 from __future__ import annotations
 
@@ -15,27 +16,50 @@ _FRAMES = 24
 
 
 def detail_lines(
-    rank: RankNow, box: Box | None, *, verdict: dict[str, Any] | None, width: int, snapshots: Charset
+    rank: RankNow,
+    box: Box | None,
+    *,
+    verdict: dict[str, Any] | None,
+    width: int,
+    snapshots: Charset,
 ) -> Iterator[Line]:
     """`box` is what was read of it; None where that was not possible."""
-    lines = (*_facts(rank), *_threads(box), *_stack(rank.rank, verdict), *_events(box, width), *_verdict(verdict))
+    lines = (
+        *_facts(rank),
+        *_threads(box),
+        *_stack(rank.rank, verdict),
+        *_events(box, width),
+        *_verdict(verdict),
+    )
     for line in lines:
         yield [(snapshots.of(text), style) for text, style in line]
 
 
 def _facts(rank: RankNow) -> Iterator[Line]:
     place, meta = rank.place, rank.live_box.meta
-    yield [(f"rank {rank.rank}", "bold"), (f"  {state_word(rank)}", "bold red" if rank.is_trouble else "bold")]
+    yield [
+        (f"rank {rank.rank}", "bold"),
+        (f"  {state_word(rank)}", "bold red" if rank.is_trouble else "bold"),
+    ]
     if rank.detail:
         yield _fact("detail", rank.detail)
     yield _fact("process", f"{meta.get('pid')} on {rank.host or '?'}")
-    yield _fact("step", f"{'-' if rank.step is None else rank.step}, {speed(rank.steps_per_s)} steps/s")
-    yield _fact("place", f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_)
+    yield _fact(
+        "step", f"{'-' if rank.step is None else rank.step}, {speed(rank.steps_per_s)} steps/s"
+    )
+    yield _fact(
+        "place",
+        f"{place.pass_} of {module_text(rank)}" if place.module is not None else place.pass_,
+    )
     yield _fact("line", place.line or "-")
     yield _fact("last", collective_text(rank))
     yield _fact("age", age(rank.age_s) + (" (stands still)" if rank.is_stalled else ""))
     if rank.waits_for:
-        yield _fact("waits for", f"rank {ranks_text(rank.waits_for[:64])}" + (" and more" if len(rank.waits_for) > 64 else ""))
+        yield _fact(
+            "waits for",
+            f"rank {ranks_text(rank.waits_for[:64])}"
+            + (" and more" if len(rank.waits_for) > 64 else ""),
+        )
     if rank.is_blamed:
         yield _fact("blamed", "others wait for this rank")
 

@@ -1,7 +1,9 @@
-"""The rows of the live screen as lines: which columns have room at a width, and what stands in each.
+"""The rows of the live screen as lines: which columns have room at a width, and what stands in
+each.
 
-The widths depend on the screen and on how long ranks and steps are, not on the rest: a screen that is painted twice a second
-must not jump. Everything that comes from the job is made harmless first (`Charset`).
+The widths depend on the screen and on how long ranks and steps are, not on the rest: a screen that
+is painted twice a second must not jump. Everything that comes from the job is made harmless first
+(`Charset`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,13 @@ from torchwhere.diagnose.live.run import is_culprit
 from torchwhere.render.text import Line, plain, ranks_text
 from torchwhere.render.top_view import TopRow
 
-_SHORT_PASS = {"forward": "fwd", "backward": "bwd", "optimizer": "opt", "recompute": "rec", "outside": "-"}
+_SHORT_PASS = {
+    "forward": "fwd",
+    "backward": "bwd",
+    "optimizer": "opt",
+    "recompute": "rec",
+    "outside": "-",
+}
 VARIOUS = "(various)"
 _MOST_RANKS = 24  # cells of a cohort's ranks
 
@@ -42,11 +50,15 @@ class Charset:
         mark = "~" if self.is_ascii else "…"
         if width < 2:
             return set_cell_size(text, width)
-        kept = set_cell_size(text[::-1], width - 1)[::-1] if keep_end else set_cell_size(text, width - 1)
+        kept = (
+            set_cell_size(text[::-1], width - 1)[::-1]
+            if keep_end
+            else set_cell_size(text, width - 1)
+        )
         return mark + kept if keep_end else kept + mark
 
 
-# -- cells -----------------------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 
 def age(seconds: float) -> str:
@@ -64,7 +76,11 @@ def speed(steps_per_s: float | None) -> str:
     if steps_per_s is None:
         return "-"
     return (
-        f"{steps_per_s:.2f}" if steps_per_s < 9.995 else f"{steps_per_s:.1f}" if steps_per_s < 99.95 else f"{steps_per_s:.0f}"
+        f"{steps_per_s:.2f}"
+        if steps_per_s < 9.995
+        else f"{steps_per_s:.1f}"
+        if steps_per_s < 99.95
+        else f"{steps_per_s:.0f}"
     )
 
 
@@ -82,7 +98,11 @@ def state_word(rank: RankNow) -> str:
 def _state(cohort: LiveCohort, width: int) -> str:
     rank = cohort.ranks[0]
     word = state_word(rank)
-    if rank.waits_for and rank.state is State.WAITING and len({other.waits_for for other in cohort.ranks[:64]}) == 1:
+    if (
+        rank.waits_for
+        and rank.state is State.WAITING
+        and len({other.waits_for for other in cohort.ranks[:64]}) == 1
+    ):
         longer = f"{word} for {_some(rank.waits_for)}"
         word = longer if len(longer) <= width else word
     return {"finished": "done", "FINISHED": "DONE"}.get(word, word) if len(word) > width else word
@@ -114,19 +134,30 @@ def module_text(rank: RankNow) -> str:
     if place.module is None and place.certainty is Certainty.UNKNOWN:
         return "?"
     phase = rank.live_box.phase() if place.module is None else None
-    return f"({phase})" if phase else shown(place.module) + (f" call {place.call}" if place.call else "")
+    return (
+        f"({phase})"
+        if phase
+        else shown(place.module) + (f" call {place.call}" if place.call else "")
+    )
 
 
 def collective_text(rank: RankNow) -> str:
-    return f"{rank.issued.op} #{rank.issued.number} {rank.group}" if rank.issued is not None else "-"
+    return (
+        f"{rank.issued.op} #{rank.issued.number} {rank.group}" if rank.issued is not None else "-"
+    )
 
 
 def _place(cohort: LiveCohort, text: Callable[[RankNow], str]) -> str:
-    """Ranks that stand still have one place; of many that move, what a few of them have in common."""
-    return text(cohort.ranks[0]) if not cohort.is_moving else _same(text(rank) for rank in cohort.ranks[:8])
+    """Ranks that stand still have one place; of many that move, what a few of them have in
+    common."""
+    return (
+        text(cohort.ranks[0])
+        if not cohort.is_moving
+        else _same(text(rank) for rank in cohort.ranks[:8])
+    )
 
 
-# -- columns ---------------------------------------------------------------------------------------------------------------
+# -- columns ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +192,15 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
     """How wide each column is; those without room are not there."""
     specs = {spec.key: spec for spec in _COLUMNS}
     many = [row for row in rows if len(row.cohort.ranks) > 1]
-    longest = max((len(str(max(rank.rank for rank in row.cohort.ranks))) for row in rows), default=1)
+    longest = max(
+        (len(str(max(rank.rank for rank in row.cohort.ranks))) for row in rows), default=1
+    )
     needed = {key: spec.least for key, spec in specs.items()}
-    needed["rank"] = max(4, min(_MOST_RANKS if width >= 60 else 12, 2 * longest + 9)) if many else max(4, longest)
+    needed["rank"] = (
+        max(4, min(_MOST_RANKS if width >= 60 else 12, 2 * longest + 9))
+        if many
+        else max(4, longest)
+    )
     needed["step"] = max(4, len(str(step)))
     left, found = width - MARKS + 1, {}
     for key in _PRIORITY:
@@ -172,7 +209,9 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
             left -= needed[key] + 1
     for turn, key in enumerate(_GROWING):
         if key in found:
-            most = specs[key].most if turn >= len(_GROWING) // 2 else _WANTED.get(key, specs[key].most)
+            most = (
+                specs[key].most if turn >= len(_GROWING) // 2 else _WANTED.get(key, specs[key].most)
+            )
             more = max(0, min(left, most - found[key]))
             found[key] += more
             left -= more
@@ -181,17 +220,24 @@ def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
 
 def heading(columns: dict[str, int], snapshots: Charset) -> Line:
     specs = {spec.key: spec for spec in _COLUMNS}
-    cells = [snapshots.fit(specs[key].heading, width, right=specs[key].right) for key, width in columns.items()]
+    cells = [
+        snapshots.fit(specs[key].heading, width, right=specs[key].right)
+        for key, width in columns.items()
+    ]
     return [(" " * MARKS + " ".join(cells), "bold")]
 
 
-def row_line(row: TopRow, columns: dict[str, int], snapshots: Charset, *, is_selected: bool) -> Line:
+def row_line(
+    row: TopRow, columns: dict[str, int], snapshots: Charset, *, is_selected: bool
+) -> Line:
     lead = row.cohort.lead
     specs = {spec.key: spec for spec in _COLUMNS}
     cells = []
     for key, width in columns.items():
         text = snapshots.of(cell(row, key, width))
-        cells.append(snapshots.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end))
+        cells.append(
+            snapshots.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end)
+        )
     mark = "!" if lead.is_trouble else "+" if len(row.cohort.ranks) > 1 and not row.is_open else " "
     style = row_style(lead)
     text = (">" if is_selected else " ") + mark + " ".join(cells)
@@ -219,6 +265,10 @@ def cell(row: TopRow, key: str, width: int) -> str:
         found = _place(cohort, lambda rank: rank.place.pass_)
         return found if len(found) <= width else _SHORT_PASS.get(found, "*")
     if key in ("module", "line", "last"):
-        texts = {"module": module_text, "line": lambda rank: rank.place.line or "-", "last": collective_text}
+        texts = {
+            "module": module_text,
+            "line": lambda rank: rank.place.line or "-",
+            "last": collective_text,
+        }
         return _place(cohort, texts[key])
     return age(rank.age_s) if key == "age" else speed(rank.steps_per_s)

@@ -1,6 +1,8 @@
-"""What the live screen shows of a run, and what a key changes in it: order, filter, what is selected and what is opened.
+"""What the live screen shows of a run, and what a key changes in it: order, filter, what is
+selected and what is opened.
 
-No terminal here: `View.rows` gives the rows for a run and a number of lines, `View.press` takes the name of a key.
+No terminal here: `View.rows` gives the rows for a run and a number of lines, `View.press` takes the
+name of a key.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ class TopRow:
     @property
     def id(self) -> Id:
         ranks = self.cohort.ranks
-        return ("cohort", min(rank.rank for rank in ranks)) if len(ranks) > 1 else ("rank", ranks[0].rank)
+        return (
+            ("cohort", min(rank.rank for rank in ranks))
+            if len(ranks) > 1
+            else ("rank", ranks[0].rank)
+        )
 
 
 def _severity(rank: RankNow) -> int:
@@ -54,8 +60,15 @@ SORTS: dict[str, Callable[[RankNow], Any]] = {
 
 
 def slowness(rank: RankNow) -> tuple[Any, ...]:
-    """The larger, the slower: trouble first, then who is behind, then who is slow, then who has not moved for long."""
-    return _severity(rank), rank.state is not State.FINISHED, -_step(rank), -_speed(rank), rank.age_s
+    """The larger, the slower: trouble first, then who is behind, then who is slow, then who has not
+    moved for long."""
+    return (
+        _severity(rank),
+        rank.state is not State.FINISHED,
+        -_step(rank),
+        -_speed(rank),
+        rank.age_s,
+    )
 
 
 @dataclass(slots=True)
@@ -65,7 +78,8 @@ class View:
     sort: str = "trouble"
     filter: str = ""
     typing: str | None = None  # the filter, while it is typed
-    folds: bool | None = None  # whether ranks that do the same share a line; None: when they do not fit otherwise
+    # whether ranks that do the same share a line; None: when they do not fit otherwise
+    folds: bool | None = None
     page: str = "list"  # list, detail, help
     is_paused: bool = False
     selected: Id | None = None
@@ -74,7 +88,7 @@ class View:
     top: int = 0  # the first row, or line, on the screen
     detail_of: int = -1
 
-    # -- rows --------------------------------------------------------------------------------------------------------
+    # -- rows --------------------------------------------------------------------------------------
 
     def rows(self, run: RunNow, height: int) -> list[TopRow]:
         ranks = sorted(self.kept(run), key=SORTS[self.sort])
@@ -92,7 +106,11 @@ class View:
     def kept(self, run: RunNow) -> list[RankNow]:
         """The ranks that have all the words of the filter."""
         words = (self.typing if self.typing is not None else self.filter).lower().split()
-        return [rank for rank in run.ranks if all(map(_texts(rank).__contains__, words))] if words else list(run.ranks)
+        return (
+            [rank for rank in run.ranks if all(map(_texts(rank).__contains__, words))]
+            if words
+            else list(run.ranks)
+        )
 
     def _follow(self, rows: list[TopRow], height: int) -> None:
         """Keep the selection on what was selected, and on the screen."""
@@ -104,7 +122,7 @@ class View:
         self.top = max(0, min(self.top, self.index, max(0, len(rows) - height)))
         self.top = max(self.top, self.index - height + 1)
 
-    # -- keys --------------------------------------------------------------------------------------------------------
+    # -- keys --------------------------------------------------------------------------------------
 
     def press(self, key: str, run: RunNow, height: int) -> bool:
         """Whether to go on: `q` ends."""
@@ -151,13 +169,17 @@ class View:
             names = list(SORTS)
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
         elif key == "c":
-            self.folds = not (self.folds if self.folds is not None else len(self.kept(run)) > height)
+            self.folds = not (
+                self.folds if self.folds is not None else len(self.kept(run)) > height
+            )
         elif key == "/":
             self.typing = self.filter
         elif key == "escape":
             self.filter = ""
         elif key == "n" and rows:
-            slowest = max(range(len(rows)), key=lambda at: max(map(slowness, rows[at].cohort.ranks)))
+            slowest = max(
+                range(len(rows)), key=lambda at: max(map(slowness, rows[at].cohort.ranks))
+            )
             self.index, self.selected = slowest, rows[slowest].id
 
     def _open(self, row: TopRow) -> None:
@@ -190,5 +212,15 @@ def _texts(rank: RankNow) -> str:
     place, issued = rank.place, rank.issued
     last = f"{issued.op} #{issued.number} {rank.group}" if issued is not None else ""
     stuck = "stuck" if is_culprit(rank) and rank.state is State.RUNNING else ""
-    texts = (f"rank {rank.rank}", rank.state, stuck, place.pass_, shown(place.module), place.line, last, rank.host, rank.detail)
+    texts = (
+        f"rank {rank.rank}",
+        rank.state,
+        stuck,
+        place.pass_,
+        shown(place.module),
+        place.line,
+        last,
+        rank.host,
+        rank.detail,
+    )
     return "\n".join(str(text) for text in texts if text).lower()

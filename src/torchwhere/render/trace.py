@@ -1,7 +1,7 @@
 """A timeline as Chrome's trace events, in JSON: what Perfetto, chrome://tracing and HTA read.
 
-Takes what `diagnose/timeline` found, gives the text piece by piece: nothing is held but one rank at a time. A rank is a
-process, its threads are threads. `docs/trace.md` says what is in a trace.
+Takes what `diagnose/timeline` found, gives the text piece by piece: nothing is held but one rank at
+a time. A rank is a process, its threads are threads. `docs/trace.md` says what is in a trace.
 """
 
 from __future__ import annotations
@@ -23,13 +23,26 @@ from torchwhere.diagnose.clocks.meetings import Meeting
 from torchwhere.diagnose.timeline.load import Survey
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
-_TIDS = 2_000_000  # beyond all ranks: Perfetto takes a thread whose number is that of its process for the main thread
+# beyond all ranks: Perfetto takes a thread whose number is that of its process for the main thread
+_TIDS = 2_000_000
 _THREADS = 256  # numbers of threads are below this
 _OF_PLACE = ("subject", "module", "line", "graph", "beneficiary", "param", "pass", "flags")
-_LATER_NS = {"s": 0, "t": 1, "f": 2}  # of points at the same time, Perfetto may take the last for the first
+# of points at the same time, Perfetto may take the last for the first
+_LATER_NS = {"s": 0, "t": 1, "f": 2}
 _MOST_NAME = 256
 _MOST_LISTED = 16
-_OF_COLLECTIVE = ("op", "group", "bytes", "dtype", "shapes", "out_shapes", "peer", "reduce_op", "api", "raw_op")
+_OF_COLLECTIVE = (
+    "op",
+    "group",
+    "bytes",
+    "dtype",
+    "shapes",
+    "out_shapes",
+    "peer",
+    "reduce_op",
+    "api",
+    "raw_op",
+)
 _CATEGORIES = {
     Kind.START: "start",
     Kind.END: "end",
@@ -38,7 +51,12 @@ _CATEGORIES = {
     Kind.EXCEPTION: "exception",
 }
 # What HTA calls a step, and what kineto calls the rest.
-_KINETO = {"step": "user_annotation", "phase": "user_annotation", "module": "python_function", "collective": "cpu_op"}
+_KINETO = {
+    "step": "user_annotation",
+    "phase": "user_annotation",
+    "module": "python_function",
+    "collective": "cpu_op",
+}
 
 
 @dataclass(slots=True)
@@ -58,19 +76,25 @@ class TraceCounts:
         return self.slices + self.instants + self.flows + self.counters
 
     def to_dict(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in ("events", "slices", "instants", "flows", "counters", "unfinished")}
+        found = {
+            name: getattr(self, name)
+            for name in ("events", "slices", "instants", "flows", "counters", "unfinished")
+        }
         return found | {"ranks": self.ranks}
 
 
 def head(box: Box, found: Survey) -> str:
-    """The beginning of a file. HTA takes the first `"rank": N` in it, with the space, for the rank of the trace."""
-    backend = next((str(group["backend"]) for group in box.groups().values() if group.get("backend")), "")
+    """The beginning of a file. HTA takes the first `"rank": N` in it, with the space, for the rank
+    of the trace."""
+    backend = next(
+        (str(group["backend"]) for group in box.groups().values() if group.get("backend")), ""
+    )
     begin_ns, clocks = found.begin_ns, found.clocks.to_dict()
     info = {"backend": backend, "rank": box.rank, "world_size": found.run.world_size}
     return (
-        f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms", '
-        f'"baseTimeNanoseconds": {begin_ns}, "otherData": {_compact({"torchwhere": __version__, "clocks": clocks})},\n'
-        '"traceEvents": [\n'
+        f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms",'
+        f' "baseTimeNanoseconds": {begin_ns}, "otherData":'
+        f' {_compact({"torchwhere": __version__, "clocks": clocks})},\n"traceEvents": [\n'
     )
 
 
@@ -92,16 +116,28 @@ def joined(events: Iterable[str], *, is_first: bool) -> Iterator[str]:
 class RankWriter:
     """The events of one rank."""
 
-    def __init__(self, box: Box, found: Timeline, survey: Survey, *, counter: TraceCounts, is_kineto: bool = False) -> None:
+    def __init__(
+        self,
+        box: Box,
+        found: Timeline,
+        survey: Survey,
+        *,
+        counter: TraceCounts,
+        is_kineto: bool = False,
+    ) -> None:
         self._box, self._found, self._survey, self._tally = box, found, survey, counter
         self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
         self._pid = _process(box) if is_kineto else box.rank
         self._said: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
         self._places = list(zip(*(rows[name].tolist() for name in _OF_PLACE), strict=True))
-        self._own = list(zip(*(rows[name].tolist() for name in ("step", "extra", "call")), strict=True))
+        self._own = list(
+            zip(*(rows[name].tolist() for name in ("step", "extra", "call")), strict=True)
+        )
 
-        tracks = {(each.thread, each.lane) for each in found.slices} | {(each.thread, 0) for each in found.instants}
+        tracks = {(each.thread, each.lane) for each in found.slices} | {
+            (each.thread, 0) for each in found.instants
+        }
         self._tracks = {track: f'"pid":{self._pid},"tid":{_tid(*track)}' for track in tracks}
 
     def events(self) -> Iterator[str]:
@@ -125,24 +161,28 @@ class RankWriter:
     def _us(self, t_ns: int) -> str:
         return f"{(t_ns - self._begin_ns) / 1000:.3f}"
 
-    # -- names -------------------------------------------------------------------------------------------------------
+    # -- names -------------------------------------------------------------------------------------
 
     def _names(self) -> Iterator[str]:
         meta = self._box.meta
         yield self._metadata("process_name", {"name": f"rank {self._rank}"})
-        yield self._metadata("process_labels", {"labels": f"{meta.get('host', '?')}, pid {meta.get('pid', '?')}"})
+        yield self._metadata(
+            "process_labels", {"labels": f"{meta.get('host', '?')}, pid {meta.get('pid', '?')}"}
+        )
         yield self._metadata("process_sort_index", {"sort_index": self._rank})
         for thread, lane in sorted(self._tracks):
             name = "steps" if thread == STEPS else self._box.thread(thread) or f"thread {thread}"
             tid = _tid(thread, lane)
-            yield self._metadata("thread_name", {"name": f"{name} ({lane + 1})" if lane else name}, tid)
+            yield self._metadata(
+                "thread_name", {"name": f"{name} ({lane + 1})" if lane else name}, tid
+            )
             yield self._metadata("thread_sort_index", {"sort_index": tid}, tid)
 
     def _metadata(self, name: str, args: dict[str, Any], tid: int | None = None) -> str:
         of = "" if tid is None else f'"tid":{tid},'
         return f'{{"name":"{name}","ph":"M","pid":{self._pid},{of}"args":{_compact(args)}}}'
 
-    # -- slices ------------------------------------------------------------------------------------------------------
+    # -- slices ------------------------------------------------------------------------------------
 
     def _slice(self, each: Slice) -> str:
         begin_ns, end_ns, kind, at, thread, marks, _, meeting, lane = each
@@ -155,8 +195,16 @@ class RankWriter:
             args = f'{args},"arrived":{meeting.came},"last":{meeting.last_rank},"after_first_us":{late_us:.3f}'
         step_said = f',"step":{step}' if step != NO_STEP else ""
         call_text = f',"call":{call}' if call != NO_CALL and self._places[at][1] else ""
-        when = f'"ts":{(begin_ns - self._begin_ns) / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
-        marked = ',"end":"estimated"' if marks == Mark.ESTIMATED else self._marked(marks) if marks else ""
+        when = (
+            f'"ts":{(begin_ns - self._begin_ns) / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
+        )
+        marked = (
+            ',"end":"estimated"'
+            if marks == Mark.ESTIMATED
+            else self._marked(marks)
+            if marks
+            else ""
+        )
         return f'{start}"ph":"X",{when},{self._tracks[thread, lane]},"args":{{{args}{step_said}{call_text}{marked}}}}}'
 
     def _marked(self, marks: int) -> str:
@@ -171,10 +219,15 @@ class RankWriter:
         return said + (',"cut":true' if marks & (Mark.CUT_BEGIN | Mark.CUT_END) else "")
 
     def _words(self, kind: str, at: int) -> tuple[str, str]:
-        """The beginning of an event and of its arguments: the same for all that happen at one place, but for steps."""
+        """The beginning of an event and of its arguments: the same for all that happen at one
+        place, but for steps."""
         event = self._box.event(at)
         place, fields = event.place.to_dict(), event.fields
-        args = {k: place[k] for k in ("pass", "module", "line", "graph", "param") if place[k] is not None}
+        args = {
+            k: place[k]
+            for k in ("pass", "module", "line", "graph", "param")
+            if place[k] is not None
+        }
         if place["certainty"] != "exact":
             args["certainty"] = place["certainty"]
         args |= self._described(kind, fields)
@@ -185,7 +238,9 @@ class RankWriter:
             self._said[kind, self._places[at]] = known
         return known
 
-    def _title(self, kind: str, step: int | None, fields: dict[str, Any], module: str | None, pass_: str) -> str:
+    def _title(
+        self, kind: str, step: int | None, fields: dict[str, Any], module: str | None, pass_: str
+    ) -> str:
         if kind == "step":
             return f"ProfilerStep#{step}" if self._is_kineto else f"step {step}"
         if kind == "collective":
@@ -193,7 +248,9 @@ class RankWriter:
             return _short(str(fields.get("op") or "collective") + (f" on {title}" if title else ""))
         if kind == "module":
             return _short(shown(module) + (" (recompute)" if pass_ == "recompute" else ""))
-        return _short(f"compile {fields.get('what')}" if kind == "compile" else str(fields.get("phase")))
+        return _short(
+            f"compile {fields.get('what')}" if kind == "compile" else str(fields.get("phase"))
+        )
 
     def _described(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         if kind == "compile":
@@ -201,13 +258,21 @@ class RankWriter:
         if kind != "collective":
             return {}
         said = {k: fields[k] for k in _OF_COLLECTIVE if fields.get(k) not in (None, [])}
-        said |= {k: fields[k] for k in ("group_desc", "mesh_dim", "group_size") if fields.get(k) is not None}
+        said |= {
+            k: fields[k]
+            for k in ("group_desc", "mesh_dim", "group_size")
+            if fields.get(k) is not None
+        }
         beneficiary = fields.get("for")
         if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
             beneficiary = f"{beneficiary[0]} .. {beneficiary[-1]} ({len(beneficiary)} parameters)"
-        return said | ({"for": beneficiary} if beneficiary is not None else {}) | {"async": fields["async"]}
+        return (
+            said
+            | ({"for": beneficiary} if beneficiary is not None else {})
+            | {"async": fields["async"]}
+        )
 
-    # -- instants ----------------------------------------------------------------------------------------------------
+    # -- instants ----------------------------------------------------------------------------------
 
     def _instant(self, each: Instant) -> str:
         self._tally.instants += 1
@@ -215,12 +280,20 @@ class RankWriter:
         place, fields = event.place.to_dict(), event.fields
         text = fields.get("text") or fields.get("reason") or fields.get("what")
         category = _CATEGORIES[each.kind]
-        name = str(text) if each.kind == Kind.NOTE and text else f"{category}: {text}" if text else category
-        args = {k: v for k, v in place.items() if k not in ("rank", "thread") and v is not None} | fields
+        name = (
+            str(text)
+            if each.kind == Kind.NOTE and text
+            else f"{category}: {text}"
+            if text
+            else category
+        )
+        args = {
+            k: v for k, v in place.items() if k not in ("rank", "thread") and v is not None
+        } | fields
         where = f'"ts":{self._us(each.t_ns)},{self._tracks[each.thread, 0]},"s":"t"'
         return f'{{"name":{json.dumps(_short(name))},"cat":"{category}","ph":"i",{where},"args":{_compact(args)}}}'
 
-    # -- arrows ------------------------------------------------------------------------------------------------------
+    # -- arrows ------------------------------------------------------------------------------------
 
     def _met(self) -> list[Meeting | None]:
         """For each slice, who of those that are drawn came to that call."""
@@ -245,15 +318,18 @@ class RankWriter:
         phase = "s" if rank == meeting.first_rank else "f" if rank == meeting.last_rank else "t"
         if stream is None or not stream.is_message:
             return self._point("collective", phase, each.begin_ns, each, meeting)
-        if meeting.first_rank != stream.destination or meeting.held_ns <= meeting.last_ns + _LATER_NS["f"]:
+        if (
+            meeting.first_rank != stream.destination
+            or meeting.held_ns <= meeting.last_ns + _LATER_NS["f"]
+        ):
             return self._point("message", phase, each.begin_ns, each, meeting)
         if rank == stream.source:
             return self._point("message", "s", each.begin_ns, each, meeting)
         return self._received(each, stream, meeting)
 
     def _received(self, each: Slice, stream: ClockStream, meeting: Meeting) -> str:
-        """A recv that has waited for its send. Perfetto draws from what began first to what began later: the arrow ends at a
-        slice of its own, from when the message can have come."""
+        """A recv that has waited for its send. Perfetto draws from what began first to what began
+        later: the arrow ends at a slice of its own, from when the message can have come."""
         self._tally.slices += 1
         begin_ns = min(meeting.last_ns, each.end_ns)
         when = f'"ts":{self._us(begin_ns)},"dur":{(each.end_ns - begin_ns) / 1000:.3f}'
@@ -269,7 +345,8 @@ class RankWriter:
 
 
 def _process(box: Box) -> int:
-    """The number of the process, as the profiler has it. HTA takes all of a process 0 for a GPU's: no rank may be one."""
+    """The number of the process, as the profiler has it. HTA takes all of a process 0 for a GPU's:
+    no rank may be one."""
     pid = box.meta.get("pid")
     return pid if type(pid) is int and 0 < pid < 1 << 31 else box.rank + 1
 

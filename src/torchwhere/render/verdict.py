@@ -19,10 +19,16 @@ _TITLES = {
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    steps = [report.place.step for report in verdict.ranks.values() if report.place.step is not None]
+    steps = [
+        report.place.step for report in verdict.ranks.values() if report.place.step is not None
+    ]
     head = [f"{len(verdict.ranks)} rank{'s' * (len(verdict.ranks) != 1)}"]
     if steps:
-        head.append(f"step {min(steps)}" if min(steps) == max(steps) else f"steps {min(steps)} to {max(steps)}")
+        head.append(
+            f"step {min(steps)}"
+            if min(steps) == max(steps)
+            else f"steps {min(steps)} to {max(steps)}"
+        )
     if verdict.stalled_s is not None:
         head.append(f"no progress for {verdict.stalled_s:.0f} s")
     if verdict.certainty == "inferred":
@@ -33,10 +39,16 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     lines = [f"{title}  {', '.join(head)}", *verdict.explanation]
     common = verdict.last_common
     if common is not None and verdict.kind is not VerdictKind.MISMATCH:
-        where = f"{common['pass']} of {common['module']}" if common.get("module") else common.get("pass")
+        where = (
+            f"{common['pass']} of {common['module']}"
+            if common.get("module")
+            else common.get("pass")
+        )
         call = f"{common.get('op')} #{common.get('number')}"
         step = f"step {common['step']}" if common.get("step") is not None else None
-        lines.append("  last in common: " + ", ".join(filter(None, (call, step, where, common.get("line")))))
+        lines.append(
+            "  last in common: " + ", ".join(filter(None, (call, step, where, common.get("line"))))
+        )
     for rank in verdict.culprits[:4]:
         report = verdict.ranks.get(rank)
         if report is not None and report.stack:
@@ -52,10 +64,14 @@ def verdict_text(verdict: Verdict) -> str:
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
     """The stable object: what the verdict holds, and its text."""
-    found: dict[str, Any] = json.loads(json.dumps(verdict.to_dict() | {"text": verdict_text(verdict)}, default=str))
+    found: dict[str, Any] = json.loads(
+        json.dumps(verdict.to_dict() | {"text": verdict_text(verdict)}, default=str)
+    )
     return found
 
 
 def _inert(line: str) -> str:
     """Names and messages may hold anything; a terminal must not obey them."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
+    return "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line
+    )

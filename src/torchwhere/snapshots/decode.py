@@ -1,8 +1,9 @@
 """Opens a snapshot, which came over a network from anybody.
 
-Takes bytes, gives a `HostSnapshot`, or a `InvalidSnapshot` that says why. It never raises: sizes are bounded before anything is unpacked,
-every value has the type and the range that whoever reads transcripts relies on, and nothing in a snapshot is ever run. A snapshot
-is good as a whole or not at all.
+Takes bytes, gives a `HostSnapshot`, or a `InvalidSnapshot` that says why. It never raises: sizes
+are bounded before anything is unpacked, every value has the type and the range that whoever reads
+transcripts relies on, and nothing in a snapshot is ever run. A snapshot is good as a whole or not
+at all.
 """
 
 from __future__ import annotations
@@ -56,7 +57,15 @@ def decode_snapshot(data: bytes) -> HostSnapshot | InvalidSnapshot:
         return _snapshot(data)
     except _InvalidError as wrong:
         return InvalidSnapshot(str(wrong))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         return InvalidSnapshot(f"not a snapshot: {type(error).__name__}")
 
 
@@ -67,13 +76,19 @@ def _snapshot(data: bytes) -> HostSnapshot:
     host, ahead_ns = _text(head["host"], most=256), _int(head["ahead_ns"], low=-_MOST_NUMBER)
     signatures = [_signature(each, len(groups)) for each in _list(head["signatures"])]
     call_sites = [_call_site(each) for each in _list(head["call_sites"])]
-    rank_summaries = [_statement(each, host, ahead_ns) for each in _list(head["ranks"], most=_MOST_RANKS)]
+    rank_summaries = [
+        _statement(each, host, ahead_ns) for each in _list(head["ranks"], most=_MOST_RANKS)
+    ]
     codes, steps, records, ticks, pairs = arrays
-    batch = CallBatch(rank_summaries, codes, steps, records, ticks, pairs, groups, signatures, call_sites)
+    batch = CallBatch(
+        rank_summaries, codes, steps, records, ticks, pairs, groups, signatures, call_sites
+    )
     _check(batch)
     ranks = {said.label.rank for said in rank_summaries}
     _need(len(ranks) == len(rank_summaries), "a rank is in it twice")
-    statuses = {int(rank): _status(value, ahead_ns) for rank, value in _dict(head["statuses"]).items()}
+    statuses = {
+        int(rank): _status(value, ahead_ns) for rank, value in _dict(head["statuses"]).items()
+    }
     _need(statuses.keys() <= ranks, "it has seen a rank of which it says nothing")
     return HostSnapshot(
         host=host,
@@ -89,7 +104,10 @@ def _snapshot(data: bytes) -> HostSnapshot:
 
 def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
     _need(len(data) <= SEAL.size + MOST_BYTES, f"larger than {MOST_BYTES} bytes")
-    _need(len(data) >= SEAL.size and data[: len(MAGIC)] == MAGIC, "not a snapshot, or of another version")
+    _need(
+        len(data) >= SEAL.size and data[: len(MAGIC)] == MAGIC,
+        "not a snapshot, or of another version",
+    )
     _, length, crc = SEAL.unpack_from(data)
     body = data[SEAL.size :]
     _need(length == len(body), "cut short")
@@ -99,11 +117,16 @@ def _unpacked(data: bytes) -> tuple[dict[str, Any], bytes]:
         whole = unpacking.decompress(body, _MOST_UNPACKED)
     except zlib.error:
         raise _InvalidError("damaged") from None
-    _need(unpacking.eof and not unpacking.unused_data, f"more than {_MOST_UNPACKED} bytes when unpacked")
+    _need(
+        unpacking.eof and not unpacking.unused_data,
+        f"more than {_MOST_UNPACKED} bytes when unpacked",
+    )
     _need(len(whole) >= HEAD.size, "no head")
     (head_bytes,) = HEAD.unpack_from(whole)
     _need(head_bytes <= len(whole) - HEAD.size, "no head")
-    return _dict(json.loads(whole[HEAD.size : HEAD.size + head_bytes])), whole[HEAD.size + head_bytes :]
+    return _dict(json.loads(whole[HEAD.size : HEAD.size + head_bytes])), whole[
+        HEAD.size + head_bytes :
+    ]
 
 
 def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
@@ -122,7 +145,7 @@ def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
     return [*calls, pairs.astype(np.int32).reshape(-1, 2)]
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _groups(values: Any) -> list[Group]:
@@ -130,7 +153,15 @@ def _groups(values: Any) -> list[Group]:
     for name, ranks, desc, backend, mesh_dim in _list(values):
         members += sum(_int(count) for _, count, _ in _list(ranks))
         _need(members <= _MOST_MEMBERS, "its groups are too large")
-        found.append(Group(_text(name), _members(ranks), _text(desc), _text_or_none(backend), _text_or_none(mesh_dim)))
+        found.append(
+            Group(
+                _text(name),
+                _members(ranks),
+                _text(desc),
+                _text_or_none(backend),
+                _text_or_none(mesh_dim),
+            )
+        )
     return found
 
 
@@ -153,14 +184,23 @@ def _signature(value: Any, groups: int) -> Signature:
 
 
 def _call_site(value: Any) -> CallSite:
-    module, pass_, line, beneficiary, call, graph, thread, certainty, param, is_async, is_shadow = value
-    site_id = (_text_or_none(module), _int(pass_, high=256), _text_or_none(line), _text_or_none(beneficiary))
+    module, pass_, line, beneficiary, call, graph, thread, certainty, param, is_async, is_shadow = (
+        value
+    )
+    site_id = (
+        _text_or_none(module),
+        _int(pass_, high=256),
+        _text_or_none(line),
+        _text_or_none(beneficiary),
+    )
     named = (_text_or_none(graph), _text_or_none(thread))
     flagged = _bool(is_async), _bool(is_shadow)
-    return CallSite(site_id, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), *flagged)
+    return CallSite(
+        site_id, _or_none(_int, call), *named, Certainty(certainty), _text_or_none(param), *flagged
+    )
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 def _statement(value: Any, host: str, ahead_ns: int) -> RankSummary:
@@ -175,8 +215,13 @@ def _statement(value: Any, host: str, ahead_ns: int) -> RankSummary:
         exceptions=tuple(_event(each, ahead_ns) for each in _list(said["exceptions"], most=64)),
         place=_or_none(_place, said["place"]),
         in_collective_since_ns=since - ahead_ns if since is not None else None,
-        unnamed=tuple(map(_int, _list(said["unnamed"]))) if said.get("unnamed") is not None else None,
-        group_creations=tuple(_group_creation(each, ahead_ns) for each in _list(said.get("group_creations", []), most=64)),
+        unnamed=tuple(map(_int, _list(said["unnamed"])))
+        if said.get("unnamed") is not None
+        else None,
+        group_creations=tuple(
+            _group_creation(each, ahead_ns)
+            for each in _list(said.get("group_creations", []), most=64)
+        ),
         is_compiling=_bool(said["is_compiling"]),
         last_line=_text_or_none(said["last_line"]),
         steppers=tuple(map(_text, _list(said["steppers"], most=256))),
@@ -190,8 +235,14 @@ def _statement(value: Any, host: str, ahead_ns: int) -> RankSummary:
 
 def _group_creation(value: Any, ahead_ns: int) -> GroupCreation:
     op, number, ranks, since_ns, place, is_made = _list(value)
-    members = tuple(_int(rank, high=_MOST_RANKS) for rank in _list(ranks, most=_MOST_MADE)) if ranks is not None else None
-    return GroupCreation(_text(op), _int(number), members, _int(since_ns) - ahead_ns, _place(place), _bool(is_made))
+    members = (
+        tuple(_int(rank, high=_MOST_RANKS) for rank in _list(ranks, most=_MOST_MADE))
+        if ranks is not None
+        else None
+    )
+    return GroupCreation(
+        _text(op), _int(number), members, _int(since_ns) - ahead_ns, _place(place), _bool(is_made)
+    )
 
 
 def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
@@ -205,7 +256,9 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
         "restart": _int(restart),
         "started_ns": _int(meta.get("started_ns", 0)) - ahead_ns,
         "folder": _text(meta.get("folder", "")),
-        "counted": {_text(name): _int(count) for name, count in _dict(meta.get("counted", {})).items()},
+        "counted": {
+            _text(name): _int(count) for name, count in _dict(meta.get("counted", {})).items()
+        },
         "told_by": host,  # not "host": nobody here can look at its process
     }
     return BoxSummary(
@@ -224,24 +277,38 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
 
 def _part(value: Any) -> StreamSlice:
     *key, issued, first, at, length, signature = value
-    return StreamSlice(_key(key), _int(issued), _int(first), _int(at), _int(length), _int(signature, low=-1))
+    return StreamSlice(
+        _key(key), _int(issued), _int(first), _int(at), _int(length), _int(signature, low=-1)
+    )
 
 
 def _key(value: Any) -> StreamKey:
     group, source, destination = value
-    return StreamKey(_int(group), _int(source, low=-1, high=_MOST_RANKS), _int(destination, low=-1, high=_MOST_RANKS))
+    return StreamKey(
+        _int(group),
+        _int(source, low=-1, high=_MOST_RANKS),
+        _int(destination, low=-1, high=_MOST_RANKS),
+    )
 
 
 def _event(value: Any, ahead_ns: int) -> Event:
     said = _dict(value)
     _need(said["kind"] in KIND_LABELS, "an event of no known kind")
     told = {_text(name): _text(text) for name, text in _dict(said["fields"]).items()}
-    return Event(said["kind"], _int(said["number"]), _int(said["t_ns"]) - ahead_ns, _place(said["place"]), told)
+    return Event(
+        said["kind"],
+        _int(said["number"]),
+        _int(said["t_ns"]) - ahead_ns,
+        _place(said["place"]),
+        told,
+    )
 
 
 def _place(value: Any) -> Place:
     said = _dict(value)
-    texts = {name: _text_or_none(said[name]) for name in ("module", "line", "graph", "thread", "param")}
+    texts = {
+        name: _text_or_none(said[name]) for name in ("module", "line", "graph", "thread", "param")
+    }
     return Place(
         rank=_int(said["rank"], low=-1, high=_MOST_RANKS),
         step=_or_none(_int, said["step"]),
@@ -256,7 +323,8 @@ def _status(value: Any, ahead_ns: int) -> ProcessStatus:
     seen = ProcessStatus.from_dict(_dict(value))
     stack = tuple(line[:_MOST_TEXT] for line in seen.stack[:_MOST_FRAMES])
     alive_ns, gone_ns, stack_ns = (
-        _int(moment - ahead_ns) if moment is not None else None for moment in (seen.alive_ns, seen.gone_ns, seen.stack_ns)
+        _int(moment - ahead_ns) if moment is not None else None
+        for moment in (seen.alive_ns, seen.gone_ns, seen.stack_ns)
     )
     return replace(seen, stack=stack, alive_ns=alive_ns, gone_ns=gone_ns, stack_ns=stack_ns)
 
@@ -270,19 +338,29 @@ def _check(batch: CallBatch) -> None:
         told: set[StreamKey] = set()
         for part in said.parts:
             _need(part.key.group < len(batch.groups), "a collective of no group")
-            _need(part.signature < len(batch.signatures), "a call of which it does not say what it is")
-            _need(part.at + part.length <= len(codes) and part.first + part.length <= _MOST_NUMBER, "calls that are not there")
+            _need(
+                part.signature < len(batch.signatures), "a call of which it does not say what it is"
+            )
+            _need(
+                part.at + part.length <= len(codes) and part.first + part.length <= _MOST_NUMBER,
+                "calls that are not there",
+            )
             own = codes[part.at : part.at + part.length]
-            _need(said.pairs_at + int(own.max(initial=0)) < max(len(pairs), 1), "a call of which it does not say what it is")
+            _need(
+                said.pairs_at + int(own.max(initial=0)) < max(len(pairs), 1),
+                "a call of which it does not say what it is",
+            )
             _need(not len(own) or len(pairs) > 0, "a call of which it does not say what it is")
             _need(part.key not in told, "a stream is in it twice")
             told.add(part.key)
         last = said.last
-        is_there = last is None or any(part.key == last[0] and 0 <= last[1] - part.first < part.length for part in said.parts)
+        is_there = last is None or any(
+            part.key == last[0] and 0 <= last[1] - part.first < part.length for part in said.parts
+        )
         _need(is_there, "a last call that is not there")
 
 
-# -- values ----------------------------------------------------------------------------------------------------------------
+# -- values ----------------------------------------------------------------------------------------
 
 
 def _need(is_so: bool, reason: str) -> None:

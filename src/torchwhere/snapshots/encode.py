@@ -1,9 +1,10 @@
 """A snapshot: what the monitor of one host tells that of another, who has no way to read the boxes.
 
-Takes a transcript and what was seen of the processes, gives a few KB a rank. Of each rank it holds the last `CALLS` collectives
-(and the last few of every stream), how many it has counted in all, where it is and how it ended; nothing else of the box. A
-snapshot stands for itself: it refers to none before it. Head and lists are JSON, the calls plain arrays, all of it compressed and
-sealed with a CRC; `opening.py` reads it and trusts nothing in it.
+Takes a transcript and what was seen of the processes, gives a few KB a rank. Of each rank it holds
+the last `CALLS` collectives (and the last few of every stream), how many it has counted in all,
+where it is and how it ended; nothing else of the box. A snapshot stands for itself: it refers to
+none before it. Head and lists are JSON, the calls plain arrays, all of it compressed and sealed
+with a CRC; `opening.py` reads it and trusts nothing in it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class HostSnapshot:
 
 
 def transcribe(boxes: Iterable[Box], *, calls: int = CALLS) -> tuple[CallBatch, bool]:
-    """What boxes say of their last `calls` collectives each; and whether that is less than they have."""
+    """What boxes say of their last `calls` collectives each; and whether that is less than they
+    have."""
     whole = Encoder().encode(boxes)
     kept = [_newest(whole, said, calls) for said in whole.rank_summaries]
     return _without(whole, kept), sum(map(len, kept)) < len(whole.codes)
@@ -69,12 +71,13 @@ def encode_snapshot(snapshot: HostSnapshot) -> bytes:
 
 
 def planes(array: npt.NDArray[Any]) -> bytes:
-    """All first bytes of an array, then all second ones: the upper ones of times and numbers hardly change, and pack well."""
+    """All first bytes of an array, then all second ones: the upper ones of times and numbers hardly
+    change, and pack well."""
     little = array.astype(array.dtype.newbyteorder("<")).reshape(-1)
     return little.view(np.uint8).reshape(little.size, little.itemsize).T.tobytes()
 
 
-# -- cutting ---------------------------------------------------------------------------------------------------------------
+# -- cutting ---------------------------------------------------------------------------------------
 
 
 def _newest(whole: CallBatch, said: RankSummary, calls: int) -> npt.NDArray[np.int64]:
@@ -109,12 +112,20 @@ def _without(whole: CallBatch, kept: Sequence[npt.NDArray[np.int64]]) -> CallBat
     signatures, call_sites = np.unique(table[:, 0]), np.unique(table[:, 1])
     known = {int(old): new for new, old in enumerate(signatures)}
     return CallBatch(
-        [said._replace(parts=tuple(_renamed(part, known) for part in said.parts)) for said in rank_summaries],
-        (np.concatenate(codes) if codes else np.empty(0)).astype(np.uint16 if pairs_at < 1 << 16 else np.uint32),
+        [
+            said._replace(parts=tuple(_renamed(part, known) for part in said.parts))
+            for said in rank_summaries
+        ],
+        (np.concatenate(codes) if codes else np.empty(0)).astype(
+            np.uint16 if pairs_at < 1 << 16 else np.uint32
+        ),
         whole.steps[chosen],
         whole.records[chosen],
         whole.ticks[chosen],
-        np.stack([np.searchsorted(signatures, table[:, 0]), np.searchsorted(call_sites, table[:, 1])], axis=1).astype(np.int32),
+        np.stack(
+            [np.searchsorted(signatures, table[:, 0]), np.searchsorted(call_sites, table[:, 1])],
+            axis=1,
+        ).astype(np.int32),
         whole.groups,
         [whole.signatures[number] for number in signatures],
         [whole.call_sites[number] for number in call_sites],
@@ -125,7 +136,11 @@ def _parts(said: RankSummary, own: npt.NDArray[np.int64], at: int) -> tuple[Stre
     found = []
     for part in said.parts:
         stays = int(((own >= part.at) & (own < part.at + part.length)).sum())
-        found.append(part._replace(first=part.first + part.length - stays, at=at, length=stays) if part.length else part)
+        found.append(
+            part._replace(first=part.first + part.length - stays, at=at, length=stays)
+            if part.length
+            else part
+        )
         at += stays
     return tuple(found)
 
@@ -134,7 +149,7 @@ def _renamed(part: StreamSlice, known: Mapping[int, int]) -> StreamSlice:
     return part._replace(signature=known.get(part.signature, -1))
 
 
-# -- as JSON ---------------------------------------------------------------------------------------------------------------
+# -- as JSON ---------------------------------------------------------------------------------------
 
 
 def _head(snapshot: HostSnapshot, arrays: Sequence[npt.NDArray[Any]]) -> dict[str, Any]:
@@ -188,9 +203,14 @@ def _call_site(call_site: CallSite) -> list[Any]:
 
 def _statement(said: RankSummary) -> dict[str, Any]:
     place = said.place.to_dict() if said.place is not None else None
-    fields = said._asdict() | {"label": _label(said.label), "parts": [[*part.key, *part[1:]] for part in said.parts]}
+    fields = said._asdict() | {
+        "label": _label(said.label),
+        "parts": [[*part.key, *part[1:]] for part in said.parts],
+    }
     last = [*said.last[0], said.last[1]] if said.last is not None else None
-    group_creations = [[*made[:4], made.place.to_dict(), made.is_made] for made in said.group_creations]
+    group_creations = [
+        [*made[:4], made.place.to_dict(), made.is_made] for made in said.group_creations
+    ]
     events = {"end": _event(said.end), "exceptions": [_event(event) for event in said.exceptions]}
     return fields | {"last": last, "place": place, "group_creations": group_creations} | events
 
@@ -213,7 +233,16 @@ def _label(label: BoxSummary) -> dict[str, Any]:
 def _event(event: Event | None) -> dict[str, Any] | None:
     if event is None:
         return None
-    # What a program has written into its box may be of any size; the texts of it are what a verdict says.
-    texts = [(name, value[:_MOST_TEXT]) for name, value in event.fields.items() if isinstance(value, str)]
+    # What a program has written into its box may be of any size; the texts of it are what a verdict
+    # says.
+    texts = [
+        (name, value[:_MOST_TEXT]) for name, value in event.fields.items() if isinstance(value, str)
+    ]
     place, fields = event.place.to_dict(), dict(texts[:_MOST_FIELDS])
-    return {"kind": event.kind, "number": event.number, "t_ns": event.t_ns, "place": place, "fields": fields}
+    return {
+        "kind": event.kind,
+        "number": event.number,
+        "t_ns": event.t_ns,
+        "place": place,
+        "fields": fields,
+    }

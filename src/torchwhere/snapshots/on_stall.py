@@ -1,8 +1,10 @@
-"""What a rank that has come to rest sees of the ranks around it, for a doctor who comes when one of their boxes is gone.
+"""What a rank that has come to rest sees of the ranks around it, for a doctor who comes when one of
+their boxes is gone.
 
-A job that nobody watches has no monitor to keep a diary. But a rank that stands still has time: its heart (`recorder/heartbeat.py`) reads
-the boxes of its host and looks at their processes, once, and writes down what a monitor would have: `stall-<host>.snapshot` and
-`stall-<host>.json`. Any rank may do it; one a second is enough.
+A job that nobody watches has no monitor to keep a diary. But a rank that stands still has time: its
+heart (`recorder/heartbeat.py`) reads the boxes of its host and looks at their processes, once, and
+writes down what a monitor would have: `stall-<host>.snapshot` and `stall-<host>.json`. Any rank may
+do it; one a second is enough.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class StallSnapshot:
         self._met: set[int] = set()
 
     def take(self) -> None:
-        """Write down what is there now, unless somebody has just done so. If a box is gone by now, what was written stays."""
+        """Write down what is there now, unless somebody has just done so. If a box is gone by now,
+        what was written stays."""
         if self._was_done():
             return
         read_ns, read_at = time.time_ns(), time.monotonic()
@@ -42,7 +45,8 @@ class StallSnapshot:
             return
         self._met = set(labels)
         self._snapshot_writer.write_seen(labels, look(labels))
-        self._snapshot_writer.write(LazyBoxes(labels, kept=1), read_ns=read_ns, read_at=read_at)  # one box in memory at a time
+        # one box in memory at a time
+        self._snapshot_writer.write(LazyBoxes(labels, kept=1), read_ns=read_ns, read_at=read_at)
 
     def _was_done(self) -> bool:
         try:
@@ -55,7 +59,12 @@ class StallSnapshot:
         own = read_header(self._box)
         found = {}
         for rank in range(max(0, self._rank - _AROUND), self._rank + _AROUND + 1):
-            box = read_header(self._box.with_name(box_name(rank)))  # a few KB: most may be of other hosts
-            if box.is_readable and box.rank == rank and (box.run, box.meta.get("host")) == (own.run, self._host):
+            # a few KB: most may be of other hosts
+            box = read_header(self._box.with_name(box_name(rank)))
+            if (
+                box.is_readable
+                and box.rank == rank
+                and (box.run, box.meta.get("host")) == (own.run, self._host)
+            ):
                 found[rank] = label(box)
         return found if self._rank in found else {}

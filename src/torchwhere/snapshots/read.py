@@ -1,9 +1,12 @@
-"""What monitors, witnesses and doctors have kept of a run: what they saw of its processes, and what its ranks had done.
+"""What monitors, witnesses and doctors have kept of a run: what they saw of its processes, and what
+its ranks had done.
 
-A monitor writes two files into the folder of a run (`snapshots/write.py`): `monitor-<host>.json`, the processes as it saw them last,
-and `monitor-<host>.snapshot`, what their boxes said last. A rank that has come to rest writes the same, once, `stall-<host>.*`,
-and a doctor that finds something wrong with a job that is there, `doctor-<host>.*`. Who comes when all is over, or when a box
-is gone or cut, has that to go by. A damaged file is as good as none, and one of an earlier run in the same folder too.
+A monitor writes two files into the folder of a run (`snapshots/write.py`): `monitor-<host>.json`,
+the processes as it saw them last, and `monitor-<host>.snapshot`, what their boxes said last. A rank
+that has come to rest writes the same, once, `stall-<host>.*`, and a doctor that finds something
+wrong with a job that is there, `doctor-<host>.*`. Who comes when all is over, or when a box is gone
+or cut, has that to go by. A damaged file is as good as none, and one of an earlier run in the same
+folder too.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _MOST_NAMED = 8
 
 
 def saved_statuses(folder: Path) -> dict[int, dict[str, Any]]:
-    """What was seen, on all hosts: by monitors, who looked until the end, and where there was none, by others."""
+    """What was seen, on all hosts: by monitors, who looked until the end, and where there was none,
+    by others."""
     found: dict[int, dict[str, Any]] = {}
     for teller in (STALL, DOCTOR, MONITOR):
         for path in sorted(folder.glob(f"{teller}-*.json")):
@@ -47,22 +51,30 @@ def _with_death(value: dict[str, Any], other: Mapping[str, Any]) -> dict[str, An
     is_newer = other.get("alive") is False and value.get("alive") is True
     if not is_newer or any(other.get(name) != value.get(name) for name in ("run", "pid", "host")):
         return value
-    return value | ProcessStatus.from_dict(dict(other)).after(ProcessStatus.from_dict(value)).to_dict()
+    return (
+        value | ProcessStatus.from_dict(dict(other)).after(ProcessStatus.from_dict(value)).to_dict()
+    )
 
 
 def is_of(run: RunSummary[Any], rank: int, kept: Mapping[str, Any]) -> bool:
-    """Whether what was kept is about a process of this run, not of an earlier one in the same folder."""
+    """Whether what was kept is about a process of this run, not of an earlier one in the same
+    folder."""
     if rank in run.labels:
         return kept.get("pid") in (None, run.labels[rank].meta.get("pid"))
     return kept.get("run") in (None, list(_identity(run))) and 0 <= rank < run.world_size
 
 
-def summaries_of(kept: Mapping[int, Mapping[str, Any]], run: RunSummary[Any]) -> dict[int, BoxSummary]:
-    """By what was kept of them, ranks without a box can be looked at: is the process there, and how did it end."""
+def summaries_of(
+    kept: Mapping[int, Mapping[str, Any]], run: RunSummary[Any]
+) -> dict[int, BoxSummary]:
+    """By what was kept of them, ranks without a box can be looked at: is the process there, and how
+    did it end."""
     unlabelled = {rank: value for rank, value in kept.items() if rank not in run.labels}
     identity = _identity(run)
     return {
-        rank: BoxSummary(run.folder / f"rank{rank}.box", rank, identity, False, 0, True, 0, meta=dict(value))
+        rank: BoxSummary(
+            run.folder / f"rank{rank}.box", rank, identity, False, 0, True, 0, meta=dict(value)
+        )
         for rank, value in unlabelled.items()
     }
 
@@ -72,14 +84,16 @@ def _identity(run: RunSummary[Any]) -> tuple[str, int]:
     return found
 
 
-# -- what ranks had done ---------------------------------------------------------------------------------------------------
+# -- what ranks had done ---------------------------------------------------------------------------
 
 
 def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobCalls, list[str]]:
-    """What the boxes say; of ranks whose box is gone or cut, what a monitor had read before; and which these are, in words.
+    """What the boxes say; of ranks whose box is gone or cut, what a monitor had read before; and
+    which these are, in words.
 
-    Of a rank about which the monitor read when all others had done what they did last, it is known what it did last. Otherwise
-    it is `JobCalls.past`: what it did by then counts, but not that it did nothing after.
+    Of a rank about which the monitor read when all others had done what they did last, it is known
+    what it did last. Otherwise it is `JobCalls.past`: what it did by then counts, but not that it
+    did nothing after.
     """
     wanted = [rank for rank in range(run.world_size) if _is_incomplete(job_calls, rank)]
     if not wanted or len(wanted) == run.world_size:
@@ -92,12 +106,18 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
         snapshot for snapshot in _snapshots(run) if snapshot.read_ns >= began_ns
     ]  # older: of an earlier run in the same folder
     for number, snapshot in enumerate(snapshots):
-        chosen = {said.label.path: said for said in snapshot.batch.rank_summaries if _is_better(run, found, wanted, said)}
+        chosen = {
+            said.label.path: said
+            for said in snapshot.batch.rank_summaries
+            if _is_better(run, found, wanted, said)
+        }
         found.admit(snapshot.batch, encoder=_CLERK - number, wanted=chosen)
         ranks = {said.label.rank for said in chosen.values()}
         past = past - ranks | (ranks if snapshot.read_ns < moved_ns else set())
     found.by_rank = dict(sorted(found.by_rank.items()))
-    recalled = [rank for rank in wanted if found.by_rank.get(rank) is not job_calls.by_rank.get(rank)]
+    recalled = [
+        rank for rank in wanted if found.by_rank.get(rank) is not job_calls.by_rank.get(rank)
+    ]
     found.recalled, found.past = frozenset(recalled), frozenset(past)
     return (found, _said(recalled, past)) if recalled else (job_calls, [])
 
@@ -108,7 +128,11 @@ def _started_ns(box: BoxOrSummary) -> int:
 
 def _is_incomplete(job_calls: JobCalls, rank: int) -> bool:
     rank_calls = job_calls.by_rank.get(rank)
-    return rank_calls is None or rank_calls.label.counts.torn_entries > 0 or has_lost_its_newest(rank_calls)
+    return (
+        rank_calls is None
+        or rank_calls.label.counts.torn_entries > 0
+        or has_lost_its_newest(rank_calls)
+    )
 
 
 def _is_better(run: RunSummary[Any], found: JobCalls, wanted: list[int], said: RankSummary) -> bool:
@@ -122,7 +146,11 @@ def _is_better(run: RunSummary[Any], found: JobCalls, wanted: list[int], said: R
 
 def _snapshots(run: RunSummary[Any]) -> list[HostSnapshot]:
     """Those that were read first come first: what was read last is what counts."""
-    paths = [path for teller in (STALL, DOCTOR, MONITOR) for path in sorted(run.folder.glob(f"{teller}-*{SNAPSHOT_SUFFIX}"))]
+    paths = [
+        path
+        for teller in (STALL, DOCTOR, MONITOR)
+        for path in sorted(run.folder.glob(f"{teller}-*{SNAPSHOT_SUFFIX}"))
+    ]
     return sorted(_opened(paths), key=lambda snapshot: snapshot.read_ns)
 
 
@@ -138,6 +166,8 @@ def _opened(paths: list[Path]) -> Iterator[HostSnapshot]:
 
 
 def _said(recalled: list[int], past: set[int]) -> list[str]:
-    named = ", ".join(map(str, recalled[:_MOST_NAMED])) + (" and others" if len(recalled) > _MOST_NAMED else "")
+    named = ", ".join(map(str, recalled[:_MOST_NAMED])) + (
+        " and others" if len(recalled) > _MOST_NAMED else ""
+    )
     until = ", and not what it did after that" if past & set(recalled) else ""
     return [f"what rank {named} did is known from what was read of its box before{until}"]

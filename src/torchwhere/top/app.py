@@ -1,6 +1,8 @@
-"""`torchwhere top` on a terminal, and into a pipe: visits the ranks, shows what they do, obeys keys.
+"""`torchwhere top` on a terminal, and into a pipe: visits the ranks, shows what they do, obeys
+keys.
 
-What is seen comes from `ward.py`, the verdict from `on_call.py`, the lines from `render/top.py`; `render/screen.py` paints them.
+What is seen comes from `ward.py`, the verdict from `on_call.py`, the lines from `render/top.py`;
+`render/screen.py` paints them.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def watch_screen(folder: str | Path, *, stall_s: float, interval_s: float) -> No
 class TopApp:
     """A ward, a doctor on call, and a screen to show them on."""
 
-    def __init__(self, folder: str | Path, screen: Screen, *, stall_s: float, interval_s: float) -> None:
+    def __init__(
+        self, folder: str | Path, screen: Screen, *, stall_s: float, interval_s: float
+    ) -> None:
         self._screen, self._interval_s = screen, interval_s
         self._ward = RunPoller(folder, stall_s=stall_s)
         self._doctor = BackgroundDoctor(folder, stall_s=stall_s)
@@ -95,7 +99,15 @@ class TopApp:
             return [[(f"rank {number} is not there any more", "bold")]]
         if self._box[0] != number or (now > self._box[1] + _READ_S and not self._view.is_paused):
             self._box = number, now, self._read(number)
-        return list(detail_lines(rank, self._box[2], verdict=self._doctor.verdict, width=width, snapshots=self._snapshots))
+        return list(
+            detail_lines(
+                rank,
+                self._box[2],
+                verdict=self._doctor.verdict,
+                width=width,
+                snapshots=self._snapshots,
+            )
+        )
 
     def _read(self, rank: int) -> Box | None:
         path = self._ward.path_of(rank)
@@ -108,9 +120,12 @@ class TopApp:
 Look = tuple[RunNow, dict[str, Any] | None]
 
 
-def looks(folder: str | Path, *, stall_s: float, interval_s: float | None, count: int | None) -> Iterator[Look]:
-    """One look after the other with the verdict there is, until the job is over, or so many. Without an interval: one, with
-    the verdict on it. Raises `TorchwhereError` where there is no run then; otherwise it waits for one."""
+def looks(
+    folder: str | Path, *, stall_s: float, interval_s: float | None, count: int | None
+) -> Iterator[Look]:
+    """One look after the other with the verdict there is, until the job is over, or so many.
+    Without an interval: one, with the verdict on it. Raises `TorchwhereError` where there is no run
+    then; otherwise it waits for one."""
     poller, doctor = RunPoller(folder, stall_s=stall_s), BackgroundDoctor(folder, stall_s=stall_s)
     is_once = interval_s is None and count is None
     pause_s = interval_s if interval_s is not None else 0.5
@@ -136,5 +151,9 @@ def looks(folder: str | Path, *, stall_s: float, interval_s: float | None, count
 
 def _nothing(run: RunNow) -> str:
     problem = run.problem or ""
-    advice = f". Record one with: torchwhere run --out {run.folder} train.py" if problem.endswith(" yet") else ""
+    advice = (
+        f". Record one with: torchwhere run --out {run.folder} train.py"
+        if problem.endswith(" yet")
+        else ""
+    )
     return problem.removesuffix(" yet") + advice

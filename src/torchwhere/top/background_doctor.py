@@ -1,7 +1,8 @@
-"""The doctor on call: a verdict made in the background, by a process of its own, while somebody looks at a live screen.
+"""The doctor on call: a verdict made in the background, by a process of its own, while somebody
+looks at a live screen.
 
-`torchwhere doctor` in another process: what it takes, takes nothing from the screen. It is called when something changes, and
-now and then while it stays so, the less often the longer it takes.
+`torchwhere doctor` in another process: what it takes, takes nothing from the screen. It is called
+when something changes, and now and then while it stays so, the less often the longer it takes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import IO, Any
 
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from torchwhere.cli import main; sys.exit(main({arguments!r}))"
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from torchwhere.cli import main;"
+    " sys.exit(main({arguments!r}))"
+)
 _AGAIN_S = 5.0  # while there is trouble; twice as long each time
 _CALM_S = 30.0
 _MOST_AGAIN_S = 60.0
@@ -23,7 +27,8 @@ _MOST_SHARE = 0.05  # of the time
 
 
 class BackgroundDoctor:
-    """Asked again and again whether there is something new; starts at most one process at a time."""
+    """Asked again and again whether there is something new; starts at most one process at a
+    time."""
 
     def __init__(self, folder: str | Path, *, stall_s: float) -> None:
         self._arguments = ["doctor", "--json", "--stall", str(stall_s), "--", str(folder)]
@@ -86,7 +91,9 @@ class BackgroundDoctor:
         """Whether the one who was called has come to a verdict."""
         if self._process is None or self._process.poll() is None or self._said is None:
             return False
-        self._due_at = max(self._due_at, now + (now - self._called_at) / _MOST_SHARE) if self._due_at else 0.0
+        self._due_at = (
+            max(self._due_at, now + (now - self._called_at) / _MOST_SHARE) if self._due_at else 0.0
+        )
         self._said.seek(0)
         try:
             found = json.loads(self._said.read())

@@ -1,9 +1,10 @@
-"""The ward: a round past every rank of a run, again and again, with a glance at its box and at its process.
+"""The ward: a round past every rank of a run, again and again, with a glance at its box and at its
+process.
 
-Takes a folder where a job runs, is about to, or has been; gives what its ranks are doing now. It reads a few KB of each box,
-and never touches the job. A visit takes no longer than it is given: of a large job it sees a part each time, and the age of a
-rank counts from when it was last seen to move. Boxes that come (ranks that start late, an elastic restart) are found within a
-second or so.
+Takes a folder where a job runs, is about to, or has been; gives what its ranks are doing now. It
+reads a few KB of each box, and never touches the job. A visit takes no longer than it is given: of
+a large job it sees a part each time, and the age of a rank counts from when it was last seen to
+move. Boxes that come (ranks that start late, an elastic restart) are found within a second or so.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class RunPoller:
         box = self._roster.boxes.get(rank) if self._roster is not None else None
         return box.path if box is not None else None
 
-    # -- boxes -------------------------------------------------------------------------------------------------------
+    # -- boxes -------------------------------------------------------------------------------------
 
     def _list(self, now_s: float) -> bool:
         """Which boxes there are; whether one has come or gone."""
@@ -68,15 +69,24 @@ class RunPoller:
             return False
         try:
             with os.scandir(self.folder) as entries:
-                files = {entry.name for entry in entries if entry.name.endswith(".box") and entry.is_file()}
+                files = {
+                    entry.name
+                    for entry in entries
+                    if entry.name.endswith(".box") and entry.is_file()
+                }
         except OSError as error:
             files, self._problem = set(), self._absent(error)
         else:
             self._was_there = True
-            none = "no longer holds a black box (*.box)" if self._files else "holds no black box (*.box) yet"
+            none = (
+                "no longer holds a black box (*.box)"
+                if self._files
+                else "holds no black box (*.box) yet"
+            )
             self._problem = None if files else f"{self.folder} {none}"
         self._list_at = now_s + max(_LIST_S, (time.monotonic() - now_s) / _MOST_SHARE)
-        if not files or files == self._files:  # what was seen last stays on the screen when all is gone
+        # what was seen last stays on the screen when all is gone
+        if not files or files == self._files:
             return False
         self._files, paths = files, {self.folder / name for name in files}
         for path in self._glances.keys() - paths:
@@ -90,7 +100,11 @@ class RunPoller:
 
     def _absent(self, error: OSError) -> str:
         if isinstance(error, (FileNotFoundError, NotADirectoryError)):
-            return f"the folder {self.folder} is gone" if self._was_there else f"there is no folder {self.folder} yet"
+            return (
+                f"the folder {self.folder} is gone"
+                if self._was_there
+                else f"there is no folder {self.folder} yet"
+            )
         return f"cannot read {self.folder}: {error.strerror}"
 
     def _look(self, until_s: float) -> bool:
@@ -110,8 +124,11 @@ class RunPoller:
         return has_news
 
     def _choose(self) -> None:
-        """Of all boxes, those of the newest run. Those that were chosen just now have been looked at already."""
-        labels = [live_box.label() for path, live_box in self._glances.items() if path not in self._unseen]
+        """Of all boxes, those of the newest run. Those that were chosen just now have been looked
+        at already."""
+        labels = [
+            live_box.label() for path, live_box in self._glances.items() if path not in self._unseen
+        ]
         try:
             self._roster = RunSummary(self.folder, *choose(self.folder, labels))
         except TorchwhereError as error:
@@ -121,7 +138,7 @@ class RunPoller:
         for box in self._roster.boxes.values():
             self._live.meet(self._glances[box.path], now_s=now_s, now_ns=now_ns)
 
-    # -- all together ------------------------------------------------------------------------------------------------
+    # -- all together ------------------------------------------------------------------------------
 
     def _now(self) -> RunNow:
         t_ns, run = time.time_ns(), self._roster
@@ -142,9 +159,17 @@ class RunPoller:
         )
 
     def _caveats(self, run: RunSummary[BoxSummary]) -> tuple[str, ...]:
-        glances = ((f"rank {rank}", self._glances.get(box.path)) for rank, box in sorted(run.boxes.items()))
-        said = [f"{who}: {live_box.problem}" for who, live_box in glances if live_box is not None and live_box.problem]
-        said += [f"{box.path.name}: {problem}" for box in run.unreadable for problem in box.problems]
+        glances = (
+            (f"rank {rank}", self._glances.get(box.path)) for rank, box in sorted(run.boxes.items())
+        )
+        said = [
+            f"{who}: {live_box.problem}"
+            for who, live_box in glances
+            if live_box is not None and live_box.problem
+        ]
+        said += [
+            f"{box.path.name}: {problem}" for box in run.unreadable for problem in box.problems
+        ]
         return tuple(said[:_MOST_CAVEATS])
 
     def _statuses(self, run: RunSummary[BoxSummary]) -> dict[int, ProcessStatus]:

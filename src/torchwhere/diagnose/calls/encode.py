@@ -1,8 +1,10 @@
-"""What boxes say, written down: the collectives of many ranks in a few arrays, everything else of a rank in a few words.
+"""What boxes say, written down: the collectives of many ranks in a few arrays, everything else of a
+rank in a few words.
 
-Takes boxes one after another, gives `CallBatch`s. A transcript needs no box any more and can be sent to another process: about
-10 bytes a collective. Ids are a box's own; here they become numbers of the clerk who reads (of groups, signatures and spots),
-and a transcript brings along what its clerk has not told before. `testimony.py` makes them mean the same for all clerks.
+Takes boxes one after another, gives `CallBatch`s. A transcript needs no box any more and can be
+sent to another process: about 10 bytes a collective. Ids are a box's own; here they become numbers
+of the clerk who reads (of groups, signatures and spots), and a transcript brings along what its
+clerk has not told before. `testimony.py` makes them mean the same for all clerks.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _MAKINGS = 16
 
 
 class StreamSlice(NamedTuple):
-    """What one rank issued in one stream, as far as its ring goes back without a hole; `at` is where in the arrays."""
+    """What one rank issued in one stream, as far as its ring goes back without a hole; `at` is
+    where in the arrays."""
 
     key: StreamKey  # its group is the clerk's number
     issued: int  # ever
@@ -62,7 +65,8 @@ class RankSummary(NamedTuple):
     exceptions: tuple[Event, ...] = ()  # the last few
     place: Place | None = None  # where its main thread is
     in_collective_since_ns: int | None = None
-    unnamed: tuple[int, ...] | None = None  # how many it issued in each group, where it is lost which groups these are
+    # how many it issued in each group, where it is lost which groups these are
+    unnamed: tuple[int, ...] | None = None
     group_creations: tuple[GroupCreation, ...] = ()  # the last few
     is_compiling: bool = False
     last_line: str | None = None
@@ -79,7 +83,8 @@ class RankSummary(NamedTuple):
 
 @dataclass(slots=True)
 class CallBatch:
-    """Some ranks. The arrays of calls have one length: all of the first rank, stream by stream, then the next one's."""
+    """Some ranks. The arrays of calls have one length: all of the first rank, stream by stream,
+    then the next one's."""
 
     rank_summaries: list[RankSummary]
     codes: npt.NDArray[Any]  # which of its rank's pairs
@@ -123,11 +128,17 @@ class Encoder:
             rank_summaries.append(rank_summary)
             said.append(calls)
             at += len(calls.codes)
-        codes, steps, records, ticks = map(np.concatenate, zip(*said, strict=True)) if said else _NOTHING
+        codes, steps, records, ticks = (
+            map(np.concatenate, zip(*said, strict=True)) if said else _NOTHING
+        )
         table = np.array(pairs, np.int32).reshape(-1, 2)
-        return CallBatch(rank_summaries, codes, steps, records, ticks, table, *self._vocabulary.news())
+        return CallBatch(
+            rank_summaries, codes, steps, records, ticks, table, *self._vocabulary.news()
+        )
 
-    def _encode(self, box: Box, at: int, pairs: list[tuple[int, int]]) -> tuple[RankSummary, _Columns]:
+    def _encode(
+        self, box: Box, at: int, pairs: list[tuple[int, int]]
+    ) -> tuple[RankSummary, _Columns]:
         records, known = box.records, self._vocabulary
         self.decoded += len(records)
         groups = known.groups_of(box)
@@ -163,7 +174,9 @@ def _said(box: Box, found: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
     return said, {"record": number, "step": step, "start_ns": box.wall_ns(start), "tick_ns": tick}
 
 
-def _single(keys: list[StreamKey | None], pairs: list[tuple[int, int]]) -> dict[StreamKey | None, int]:
+def _single(
+    keys: list[StreamKey | None], pairs: list[tuple[int, int]]
+) -> dict[StreamKey | None, int]:
     """The signature that all calls of a stream have; -1 where there are several."""
     found: dict[StreamKey | None, int] = {}
     for key, (signature, _) in zip(keys, pairs, strict=True):
@@ -184,13 +197,18 @@ def _parts(
 
 
 def _unnamed(box: Box) -> tuple[int, ...] | None:
-    """The counts of a box that was cut behind its counters: what they count was in the part that is lost."""
+    """The counts of a box that was cut behind its counters: what they count was in the part that is
+    lost."""
     if box.geometry is None or len(box._head) < box.geometry.ring_at:
         return None
-    return tuple(count for (_, source, destination), count in box.counters().items() if source == destination == -1)
+    return tuple(
+        count
+        for (_, source, destination), count in box.counters().items()
+        if source == destination == -1
+    )
 
 
-# -- what is not a collective ----------------------------------------------------------------------------------------------
+# -- what is not a collective ----------------------------------------------------------------------
 
 
 def _besides(box: Box) -> dict[str, Any]:
@@ -199,13 +217,19 @@ def _besides(box: Box) -> dict[str, Any]:
     cursors = box.cursors()
     main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
     cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
-    begins = np.flatnonzero(box.records["kind"] == int(Kind.STEP_BEGIN)) if kinds[Kind.STEP_BEGIN] else None
+    begins = (
+        np.flatnonzero(box.records["kind"] == int(Kind.STEP_BEGIN))
+        if kinds[Kind.STEP_BEGIN]
+        else None
+    )
     steps_per_s, last_step = _pace(box, begins) if begins is not None else (None, None)
     return {
         "end": _last_of(box, Kind.END)[-1] if kinds[Kind.END] else None,
         "exceptions": _last_of(box, Kind.EXCEPTION) if kinds[Kind.EXCEPTION] else (),
         "place": cursor.place if cursor is not None else None,
-        "in_collective_since_ns": _in_collective_since(box, max((cursor.t_ns for cursor in cursors), default=0)),
+        "in_collective_since_ns": _in_collective_since(
+            box, max((cursor.t_ns for cursor in cursors), default=0)
+        ),
         "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "last_line": _last_line(box),
@@ -229,13 +253,22 @@ def _group_creations(box: Box) -> tuple[GroupCreation, ...]:
 
 def _group_creation(event: Event, is_made: bool) -> GroupCreation:
     op, number, ranks = (event.fields.get(name) for name in ("op", "number", "ranks"))
-    members = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
-    return GroupCreation(str(op), number if isinstance(number, int) else 0, members, event.t_ns, event.place, bool(is_made))
+    members = (
+        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
+    )
+    return GroupCreation(
+        str(op),
+        number if isinstance(number, int) else 0,
+        members,
+        event.t_ns,
+        event.place,
+        bool(is_made),
+    )
 
 
 def _in_collective_since(box: Box, moved_ns: int) -> int | None:
-    """Wall clock of its last record, if that is a collective and no cursor has moved since; else None. That it was interrupted
-    there, by hand, says nothing else of where it was."""
+    """Wall clock of its last record, if that is a collective and no cursor has moved since; else
+    None. That it was interrupted there, by hand, says nothing else of where it was."""
     records = box.records[: len(box.records) - _interruption(box)]
     if not len(records) or records["kind"][-1] != int(Kind.COLLECTIVE):
         return None
@@ -249,7 +282,11 @@ def _interruption(box: Box) -> int:
     if not len(kinds) or kinds[-1] not in (int(Kind.END), int(Kind.EXCEPTION)):
         return 0
     told = box.event(len(kinds) - 1).fields
-    if not str(told.get("reason", told.get("text"))).removeprefix(FAILED).startswith("KeyboardInterrupt"):
+    if (
+        not str(told.get("reason", told.get("text")))
+        .removeprefix(FAILED)
+        .startswith("KeyboardInterrupt")
+    ):
         return 0
     return 2 if len(kinds) > 1 and kinds[-2] == int(Kind.EXCEPTION) else 1
 
@@ -269,4 +306,6 @@ def _pace(box: Box, begins: npt.NDArray[np.int64]) -> tuple[float | None, int]:
     """Steps a second, lately, and the last step."""
     records, begins = box.records, begins[-_STEPS:]
     lasted = int(records["t_ns"][begins[-1]]) - int(records["t_ns"][begins[0]])
-    return (len(begins) - 1) * 1e9 / lasted if len(begins) > 1 and lasted > 0 else None, int(records["step"][begins[-1]])
+    return (len(begins) - 1) * 1e9 / lasted if len(begins) > 1 and lasted > 0 else None, int(
+        records["step"][begins[-1]]
+    )

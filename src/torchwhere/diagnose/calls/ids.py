@@ -1,7 +1,9 @@
-"""What one clerk has met: groups, signatures and spots, by number. Two boxes that mean the same get the same number.
+"""What one clerk has met: groups, signatures and spots, by number. Two boxes that mean the same get
+the same number.
 
-Takes the names of a box, gives numbers, and hands over what is new since it was asked last. Ranks of one stage name their spots
-alike, so that mostly those of the box before are right for the next one too.
+Takes the names of a box, gives numbers, and hands over what is new since it was asked last. Ranks
+of one stage name their spots alike, so that mostly those of the box before are right for the next
+one too.
 """
 
 from __future__ import annotations
@@ -13,10 +15,24 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_INFERRED, FLAG_SHADOW, FLAG_UNKNOWN, NO_CALL, EntryType
+from torchwhere.blackbox.file_format import (
+    FLAG_ASYNC,
+    FLAG_INFERRED,
+    FLAG_SHADOW,
+    FLAG_UNKNOWN,
+    NO_CALL,
+    EntryType,
+)
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Certainty, Pass
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, Signatures, StreamKey, group_of
+from torchwhere.diagnose.calls.keys import (
+    CallSite,
+    Group,
+    Signature,
+    Signatures,
+    StreamKey,
+    group_of,
+)
 from torchwhere.diagnose.calls.order import Classes
 
 _PASSES = frozenset(map(int, Pass))
@@ -49,7 +65,8 @@ class LocalIds:
         self._reader = Signatures()
         self._parsed: dict[str, Group | None] = {}
         self._groups: dict[str, int] = {}
-        self._drafts: dict[str, tuple[Signature | None, str]] = {}  # of what group, is another matter: names are a rank's own
+        # of what group, is another matter: names are a rank's own
+        self._drafts: dict[str, tuple[Signature | None, str]] = {}
         self._signatures: dict[tuple[str, int], int] = {}
         self._told: list[Signature] = []
         self._call_sites: dict[tuple[Any, ...], int] = {}
@@ -60,11 +77,17 @@ class LocalIds:
         found, self._news = self._news, NewIds([], [], [])
         return found
 
-    # -- groups ------------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def groups_of(self, box: Box) -> dict[str, int]:
         """The groups that a rank knew, by name; the latest entry of a name wins."""
-        texts = sorted([(entry_id, text) for entry_id, (sort, text) in box.names.items() if sort == EntryType.GROUP])
+        texts = sorted(
+            [
+                (entry_id, text)
+                for entry_id, (sort, text) in box.names.items()
+                if sort == EntryType.GROUP
+            ]
+        )
         latest = {group.name: text for _, text in texts if (group := self._group(text)) is not None}
         return {name: self._number_of_group(text) for name, text in latest.items()}
 
@@ -93,22 +116,23 @@ class LocalIds:
             self._news.groups.append(group)
         return number
 
-    # -- calls -------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------
 
     def pairs(
         self, box: Box, records: npt.NDArray[Any], classes: Classes, groups: dict[str, int]
     ) -> tuple[list[tuple[int, int]], list[StreamKey | None]]:
-        """Signature and spot of every class of records; and the streams they are counted in: None for what is no collective,
-        and where the group is not known."""
+        """Signature and spot of every class of records; and the streams they are counted in: None
+        for what is no collective, and where the group is not known."""
         packed_ids, call_sites = self._call_sites_of(box, records, classes)
         known: dict[int, tuple[int, StreamKey | None]] = {}
         for what in packed_ids:
             if what not in known:
                 number = self._signature(box.name(what) or "", groups)
                 known[what] = number, self._told[number].key(box.rank) if number >= 0 else None
-        return [(known[what][0], call_site) for what, call_site in zip(packed_ids, call_sites, strict=True)], [
-            known[what][1] for what in packed_ids
-        ]
+        return [
+            (known[what][0], call_site)
+            for what, call_site in zip(packed_ids, call_sites, strict=True)
+        ], [known[what][1] for what in packed_ids]
 
     def _signature(self, text: str, groups: dict[str, int]) -> int:
         if text not in self._drafts:
@@ -123,8 +147,11 @@ class LocalIds:
             self._news.signatures.append(self._told[-1])
         return number
 
-    def _call_sites_of(self, box: Box, records: npt.NDArray[Any], classes: Classes) -> tuple[list[int], list[int]]:
-        """Of every class of records, the id of its signature, 0 for what is no collective; and the number of its spot."""
+    def _call_sites_of(
+        self, box: Box, records: npt.NDArray[Any], classes: Classes
+    ) -> tuple[list[int], list[int]]:
+        """Of every class of records, the id of its signature, 0 for what is no collective; and the
+        number of its spot."""
         last, name_of = self._last, box.names.get
         if (
             last is not None
@@ -142,12 +169,16 @@ class LocalIds:
             ids=ids,
             names=[name_of(entry_id) for entry_id in ids],
             threads={row[5]: box.thread(row[5]) for row in rows},
-            call_sites=[self._call_site(box, row) if row[2] == Kind.COLLECTIVE else -1 for row in rows],
+            call_sites=[
+                self._call_site(box, row) if row[2] == Kind.COLLECTIVE else -1 for row in rows
+            ],
         )
         return self._last.packed_ids, self._last.call_sites
 
     def _call_site(self, box: Box, row: tuple[Any, ...]) -> int:
-        _, _, _, pass_, flags, thread, _, module, call, line, graph, _, beneficiary, param, _, _ = row
+        _, _, _, pass_, flags, thread, _, module, call, line, graph, _, beneficiary, param, _, _ = (
+            row
+        )
         named, name = box.name(module), box.name
         found = (
             named,
@@ -165,8 +196,16 @@ class LocalIds:
         if number is None:
             number = self._call_sites[found] = len(self._call_sites)
             is_lost = flags & FLAG_UNKNOWN or (module and named is None) or pass_ not in _PASSES
-            sure = Certainty.UNKNOWN if is_lost else Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
+            sure = (
+                Certainty.UNKNOWN
+                if is_lost
+                else Certainty.INFERRED
+                if flags & FLAG_INFERRED
+                else Certainty.EXACT
+            )
             at = None if named is None or call == NO_CALL else call
             flagged = bool(flags & FLAG_ASYNC), bool(flags & FLAG_SHADOW)
-            self._news.call_sites.append(CallSite(found[:4], at, found[4], found[5], sure, found[6], *flagged))
+            self._news.call_sites.append(
+                CallSite(found[:4], at, found[4], found[5], sure, found[6], *flagged)
+            )
         return number

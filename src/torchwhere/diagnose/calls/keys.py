@@ -1,4 +1,5 @@
-"""The words in which ranks are compared: groups, streams, what a collective is, and from where it was issued.
+"""The words in which ranks are compared: groups, streams, what a collective is, and from where it
+was issued.
 
 Made from the names in a box; equal on two ranks if and only if the ranks mean the same.
 """
@@ -12,8 +13,9 @@ from typing import Any, NamedTuple
 
 from torchwhere.core.place import Pass
 
-# What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different shapes, only one rank of a
-# scatter has the list of tensors, and what was sent may be received in another shape of as many bytes.
+# What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different
+# shapes, only one rank of a scatter has the list of tensors, and what was sent may be received in
+# another shape of as many bytes.
 _MUST_AGREE = {
     "all_gather": ("dtype", "out_shapes"),
     "all_to_all": ("dtype",),
@@ -32,7 +34,8 @@ P2P = frozenset({"send", "recv"})
 
 
 class StreamKey(NamedTuple):
-    """What is counted in one sequence: the collectives of a group, or the messages from one rank to another (else -1)."""
+    """What is counted in one sequence: the collectives of a group, or the messages from one rank to
+    another (else -1)."""
 
     group: int
     source: int = -1
@@ -76,21 +79,29 @@ class Signature(NamedTuple):
 
     @property
     def is_bookkeeping(self) -> bool:
-        """Whether it is DDP's own: which parameters were used. No function of torch.distributed issued it, and gradients are no
-        integers. DDP does it when the last gradient happens to be there, in whatever module that is."""
-        return self.op == "all_reduce" and '"dtype": "int' in self.text and '"api": null' in self.text
+        """Whether it is DDP's own: which parameters were used. No function of torch.distributed
+        issued it, and gradients are no integers. DDP does it when the last gradient happens to be
+        there, in whatever module that is."""
+        return (
+            self.op == "all_reduce" and '"dtype": "int' in self.text and '"api": null' in self.text
+        )
 
     def key(self, rank: int) -> StreamKey:
         """The stream it is counted in, on a rank."""
         if self.op not in P2P:
             return StreamKey(self.group)
-        return StreamKey(self.group, rank, self.peer) if self.op == "send" else StreamKey(self.group, self.peer, rank)
+        return (
+            StreamKey(self.group, rank, self.peer)
+            if self.op == "send"
+            else StreamKey(self.group, self.peer, rank)
+        )
 
 
 class CallSite(NamedTuple):
     """A place, less its rank and step, and what was issued there was for."""
 
-    site_id: tuple[str | None, int, str | None, str | None]  # module, pass, line, beneficiary: a sound program's ranks agree
+    # module, pass, line, beneficiary: a sound program's ranks agree
+    site_id: tuple[str | None, int, str | None, str | None]
     call: int | None
     graph: str | None
     thread: str | None
@@ -101,11 +112,13 @@ class CallSite(NamedTuple):
 
     @property
     def compared(self) -> tuple[str | None, int, str | None, str | None] | None:
-        """What ranks are held against each other for; None where a place says nothing of what was issued.
+        """What ranks are held against each other for; None where a place says nothing of what was
+        issued.
 
-        A shadow stands for whatever the others issue. A callback that torch runs on a thread of its own has no place at all,
-        and it is chance whether it runs there or inside the call. Where it is known whose data moves, it does not matter in
-        which module the program was just then: DDP reduces a bucket when the last of its gradients happens to be there.
+        A shadow stands for whatever the others issue. A callback that torch runs on a thread of its
+        own has no place at all, and it is chance whether it runs there or inside the call. Where it
+        is known whose data moves, it does not matter in which module the program was just then: DDP
+        reduces a bucket when the last of its gradients happens to be there.
         """
         module, pass_, line, beneficiary = self.site_id
         if self.is_shadow or (module is None and line is None and beneficiary is None):
@@ -113,15 +126,20 @@ class CallSite(NamedTuple):
         return (None if beneficiary is not None else module), pass_, line, beneficiary
 
     def is_counted_by(self, steppers: tuple[str, ...]) -> bool:
-        """Whether the step it was issued in is its own: another thread comes to a call in whatever step the counting one is
-        just then. Threads of the autograd engine run while the one that counts waits for them."""
+        """Whether the step it was issued in is its own: another thread comes to a call in whatever
+        step the counting one is just then. Threads of the autograd engine run while the one that
+        counts waits for them."""
         if not steppers:
             return True
         return (self.thread,) == steppers or (len(steppers) == 1 and self.is_of_engine)
 
     @property
     def is_of_engine(self) -> bool:
-        return self.site_id[1] == Pass.BACKWARD and self.thread is not None and self.thread.startswith("native-")
+        return (
+            self.site_id[1] == Pass.BACKWARD
+            and self.thread is not None
+            and self.thread.startswith("native-")
+        )
 
 
 def group_of(text: str) -> Group | None:
@@ -130,7 +148,9 @@ def group_of(text: str) -> Group | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     ranks = value.get("ranks")
-    members = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+    members = (
+        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+    )
     return Group(
         value["name"],
         members,
@@ -143,12 +163,14 @@ def group_of(text: str) -> Group | None:
 class Signatures:
     """Reads what the entries of tables say of collectives.
 
-    In a large job most of them differ in the group and the peer alone, and there are tens of thousands: what is left of a text
-    without these two is parsed once.
+    In a large job most of them differ in the group and the peer alone, and there are tens of
+    thousands: what is left of a text without these two is parsed once.
     """
 
     # As the recorder writes them; a text of any other form is parsed as it is.
-    _FORM = re.compile(r'(\{"op": "(\w+)", .*"group": ")([^"\\]*)(", "dtype": .*"peer": )(null|\d+)(, .*\})')
+    _FORM = re.compile(
+        r'(\{"op": "(\w+)", .*"group": ")([^"\\]*)(", "dtype": .*"peer": )(null|\d+)(, .*\})'
+    )
 
     def __init__(self) -> None:
         self._forms: dict[tuple[str, ...], tuple[str, str] | None] = {}
@@ -162,7 +184,9 @@ class Signatures:
         head, op, group, middle, peer, tail = match.groups()
         key = (head, middle, tail, "" if op in P2P else peer)
         if key not in self._forms:
-            found = _signature(text, fields)[0] if isinstance(fields := parsed(text), dict) else None
+            found = (
+                _signature(text, fields)[0] if isinstance(fields := parsed(text), dict) else None
+            )
             self._forms[key] = found.signature_id if found is not None else None
         signature_id = self._forms[key]
         return (
@@ -181,7 +205,9 @@ def _signature(text: str, fields: dict[str, Any]) -> tuple[Signature, str]:
     op, peer = str(fields.get("op")), fields.get("peer")
     agreed = {name: fields.get(name) for name in must_agree(op)}
     signature_id = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
-    return Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1), str(fields.get("group"))
+    return Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1), str(
+        fields.get("group")
+    )
 
 
 def parsed(text: str | None) -> Any:

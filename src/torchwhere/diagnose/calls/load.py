@@ -1,8 +1,9 @@
-"""Reads the boxes of a large job at once: processes of their own, each of which writes down what some of the boxes say.
+"""Reads the boxes of a large job at once: processes of their own, each of which writes down what
+some of the boxes say.
 
-Takes a folder, gives who is there (`RunSummary`) and what they say (`JobCalls`), without keeping a box. Few boxes are read right
-here. The processes are plain interpreters that know nothing of this one but its import path: it may have threads, or no main
-module.
+Takes a folder, gives who is there (`RunSummary`) and what they say (`JobCalls`), without keeping a
+box. Few boxes are read right here. The processes are plain interpreters that know nothing of this
+one but its import path: it may have threads, or no main module.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Progress = Callable[[int, int], None]  # boxes read, of how many
 
 
 class Extractor(Protocol):
-    """Takes of the boxes, as they are read, what else is wanted of them. Is made in the process that reads, and comes home."""
+    """Takes of the boxes, as they are read, what else is wanted of them. Is made in the process
+    that reads, and comes home."""
 
     def take(self, box: Box) -> Box: ...
 
@@ -46,14 +48,19 @@ _MOST_PROCESSES = 8
 _PIPE_BYTES = 1 << 20  # a transcript of so many boxes fits
 _HERE = -1  # the clerk of this process
 _PROGRAM = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchwhere.diagnose.calls.load import serve; serve()"
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from"
+    " torchwhere.diagnose.calls.load import serve; serve()"
 )
 _Work = deque[list[Path]]
 _Told = queue.SimpleQueue["tuple[int, CallBatch] | None"]
 
 
 def load_calls(
-    folder: str | Path, *, on_progress: Progress | None = None, processes: int | None = None, extra: Aside = None
+    folder: str | Path,
+    *,
+    on_progress: Progress | None = None,
+    processes: int | None = None,
+    extra: Aside = None,
 ) -> tuple[RunSummary[BoxSummary], JobCalls]:
     """The newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
 
@@ -62,7 +69,9 @@ def load_calls(
     files = box_files(folder)
     told = []
     done = 0
-    for encoder, batch in _read(files, _how_many(len(files)) if processes is None else processes, extra):
+    for encoder, batch in _read(
+        files, _how_many(len(files)) if processes is None else processes, extra
+    ):
         told.append((encoder, batch))
         done += len(batch.rank_summaries)
         if on_progress is not None:
@@ -79,12 +88,16 @@ def load_calls(
 
 
 def _how_many(boxes: int) -> int:
-    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if boxes > _FEW and sys.executable else 0
+    return (
+        min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if boxes > _FEW and sys.executable else 0
+    )
 
 
 def _read(files: Sequence[Path], processes: int, extra: Aside) -> Iterator[tuple[int, CallBatch]]:
     """Transcripts as they come, each with the number of the clerk that wrote it."""
-    work: _Work = deque(list(files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK))
+    work: _Work = deque(
+        list(files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK)
+    )
     with contextlib.ExitStack() as stack:
         told: _Told = queue.SimpleQueue()
         for number in range(processes):
@@ -113,12 +126,15 @@ def _boxes(reader: BoxReader, files: Sequence[Path]) -> Iterator[Box]:
 
 
 class _Worker:
-    """A process that reads, and the thread that hands it work and takes what it has written down."""
+    """A process that reads, and the thread that hands it work and takes what it has written
+    down."""
 
     def __init__(self, number: int, work: _Work, told: _Told, extra: Aside) -> None:
         self._number, self._work, self._told, self._aside = number, work, told, extra
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._hand_out, name=f"torchwhere-loader-{number}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._hand_out, name=f"torchwhere-loader-{number}", daemon=True
+        )
 
     def __enter__(self) -> _Worker:
         with contextlib.suppress(OSError):
@@ -137,7 +153,9 @@ class _Worker:
             self._process.kill()
             self._process.wait()
         self._thread.join()
-        for pipe in (self._process.stdin, self._process.stdout) if self._process is not None else ():
+        for pipe in (
+            (self._process.stdin, self._process.stdout) if self._process is not None else ()
+        ):
             with contextlib.suppress(OSError):  # what was not sent is lost with the process
                 if pipe is not None:
                     pipe.close()

@@ -1,7 +1,8 @@
 """Sorts what one rank did: records that are alike share a code, calls of one stream stand together.
 
-Takes records as a box has them, gives small arrays. Works on columns only: a rank has thousands of them, a job thousands of
-ranks. Ranks of one stage do the same things in the same order: mostly, a `Sorter` finds what it found for the one before.
+Takes records as a box has them, gives small arrays. Works on columns only: a rank has thousands of
+them, a job thousands of ranks. Ranks of one stage do the same things in the same order: mostly, a
+`Sorter` finds what it found for the one before.
 """
 
 from __future__ import annotations
@@ -15,17 +16,28 @@ import numpy.typing as npt
 from torchwhere.blackbox.ring import as_words
 from torchwhere.diagnose.calls.keys import StreamKey
 
-_SWAPPED = 64  # threads may write down two calls in the wrong order; a number that falls back further was counted anew
-# The words of a record, of 8 bytes, without what differs from call to call: its number, time, step, and number in the stream.
+# threads may write down two calls in the wrong order; a number that falls back further was counted
+# anew
+_SWAPPED = 64
+# The words of a record, of 8 bytes, without what differs from call to call: its number, time, step,
+# and number in the stream.
 _WORDS = slice(2, 7)
 _MASKS = np.array([[0xFFFFFFFF], *[[0xFFFFFFFFFFFFFFFF]] * 3, [0xFFFFFFFF]], np.uint64)
 _FACTORS = np.array(
-    [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F], [0x165667B19E3779F9], [0xD6E8FEB86659FD93], [0xFF51AFD7ED558CCD]], np.uint64
+    [
+        [0x9E3779B97F4A7C15],
+        [0xC2B2AE3D27D4EB4F],
+        [0x165667B19E3779F9],
+        [0xD6E8FEB86659FD93],
+        [0xFF51AFD7ED558CCD],
+    ],
+    np.uint64,
 )
 
 
 class Classes(NamedTuple):
-    """Which records are alike: of every record the code of its class, of every class its first record."""
+    """Which records are alike: of every record the code of its class, of every class its first
+    record."""
 
     codes: npt.NDArray[np.int64]
     examples: npt.NDArray[np.int64]
@@ -41,7 +53,8 @@ class Stretch(NamedTuple):
 
 
 class SortedCalls(NamedTuple):
-    """The calls of a rank, stream by stream; those of no known group, and those before a hole, are left out."""
+    """The calls of a rank, stream by stream; those of no known group, and those before a hole, are
+    left out."""
 
     order: npt.NDArray[np.int64]
     codes: npt.NDArray[Any]
@@ -52,7 +65,8 @@ class SortedCalls(NamedTuple):
 class _Order(NamedTuple):
     """The calls of a rank by stream."""
 
-    of: npt.NDArray[np.int64]  # the codes that were sorted, or that the sorted ones are the first of
+    # the codes that were sorted, or that the sorted ones are the first of
+    of: npt.NDArray[np.int64]
     length: int
     streams: list[int]  # of each code
     order: npt.NDArray[np.int64]
@@ -78,9 +92,14 @@ class Sorter:
         self._columns, self._classes = columns, _classes(columns)
         return self._classes
 
-    def sort(self, numbers: npt.NDArray[Any], classes: Classes, keys: Sequence[StreamKey | None]) -> SortedCalls:
+    def sort(
+        self, numbers: npt.NDArray[Any], classes: Classes, keys: Sequence[StreamKey | None]
+    ) -> SortedCalls:
         """By stream, and in each by number. `keys` are the streams of the classes; None is none."""
-        index = {key: number for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))}
+        index = {
+            key: number
+            for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))
+        }
         streams = [len(index) if key is None else index[key] for key in keys]
         found = self._by_stream(streams, classes.codes, len(index))
         in_order = numbers[found.order].astype(np.int64)
@@ -88,27 +107,41 @@ class Sorter:
         follows[found.begins[1:] - 1] = True  # where another stream begins
         if not follows.all():
             return _with_holes(found, in_order, list(index))
-        columns = (in_order[found.begins].tolist(), found.begins.tolist(), (found.ends - found.begins).tolist())
+        columns = (
+            in_order[found.begins].tolist(),
+            found.begins.tolist(),
+            (found.ends - found.begins).tolist(),
+        )
         stretches = [Stretch(key, *each) for key, *each in zip(index, *columns, strict=True)]
         return SortedCalls(found.order, found.codes, stretches, _last(found.order, stretches))
 
     def _by_stream(self, streams: list[int], codes: npt.NDArray[np.int64], count: int) -> _Order:
         known, of = self._order, self._classes.codes
-        is_known = known is not None and known.of is of and known.length == len(codes) and known.streams == streams
-        if known is not None and is_known and len(known.ends) == count:  # of no stream at all, all are number 0 too
+        is_known = (
+            known is not None
+            and known.of is of
+            and known.length == len(codes)
+            and known.streams == streams
+        )
+        # of no stream at all, all are number 0 too
+        if known is not None and is_known and len(known.ends) == count:
             return known
         of_record = np.array(streams, np.uint16)[codes]
         lengths = np.bincount(of_record, minlength=count)[:count]
         ends = np.cumsum(lengths)
         order = np.argsort(of_record, kind="stable")[: int(ends[-1]) if count else 0]
-        self._order = _Order(of, len(codes), streams, order, narrow(codes[order], base=0)[0], ends - lengths, ends)
+        self._order = _Order(
+            of, len(codes), streams, order, narrow(codes[order], base=0)[0], ends - lengths, ends
+        )
         return self._order
 
 
 def _classes(columns: npt.NDArray[np.uint64]) -> Classes:
-    order = (columns * _FACTORS).sum(axis=0).argsort()  # by a hash: equal ones come to stand together
+    # by a hash: equal ones come to stand together
+    order = (columns * _FACTORS).sum(axis=0).argsort()
     in_order = columns[:, order]
-    # Told apart by what they are: where two hashes are equal by chance, a class falls into pieces, and nothing is wrong.
+    # Told apart by what they are: where two hashes are equal by chance, a class falls into pieces,
+    # and nothing is wrong.
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (in_order[:, 1:] != in_order[:, :-1]).any(axis=0)
     codes = np.empty(len(order), np.int64)
@@ -117,7 +150,9 @@ def _classes(columns: npt.NDArray[np.uint64]) -> Classes:
     return Classes(codes, np.minimum.reduceat(order, starts) if len(order) else order)
 
 
-def _with_holes(found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]) -> SortedCalls:
+def _with_holes(
+    found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]
+) -> SortedCalls:
     """Of each stream, the newest calls without a hole between them."""
     pieces: list[npt.NDArray[np.int64]] = []
     stretches: list[Stretch] = []
@@ -128,12 +163,15 @@ def _with_holes(found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[St
         stretches.append(Stretch(key, int(numbers[chosen[0]]), at, len(chosen)))
         begin, at = end, at + len(chosen)
     kept = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    return SortedCalls(found.order[kept], found.codes[kept], stretches, _last(found.order[kept], stretches))
+    return SortedCalls(
+        found.order[kept], found.codes[kept], stretches, _last(found.order[kept], stretches)
+    )
 
 
 def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Where the newest calls of a stream stand whose numbers follow each other, by number."""
-    anew = np.flatnonzero(numbers[1:] < numbers[:-1] - _SWAPPED)  # the group was made anew and counts from its start
+    # the group was made anew and counts from its start
+    anew = np.flatnonzero(numbers[1:] < numbers[:-1] - _SWAPPED)
     start = int(anew[-1]) + 1 if len(anew) else 0
     values, where = np.unique(numbers[start:], return_index=True)
     holes = np.flatnonzero(values[1:] - values[:-1] != 1)
@@ -141,7 +179,9 @@ def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return found
 
 
-def _last(order: npt.NDArray[np.int64], stretches: Sequence[Stretch]) -> tuple[StreamKey, int] | None:
+def _last(
+    order: npt.NDArray[np.int64], stretches: Sequence[Stretch]
+) -> tuple[StreamKey, int] | None:
     """Stream and number of the last call of all."""
     if not stretches:
         return None
@@ -156,5 +196,13 @@ def narrow(column: npt.NDArray[Any], *, base: int | None = None) -> tuple[npt.ND
         return np.empty(0, np.uint8), 0
     base = int(column.min()) if base is None else base
     most = int(column.max()) - base
-    kind = np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32 if most < 1 << 32 else np.uint64
+    kind = (
+        np.uint8
+        if most < 1 << 8
+        else np.uint16
+        if most < 1 << 16
+        else np.uint32
+        if most < 1 << 32
+        else np.uint64
+    )
     return (column - column.dtype.type(base)).astype(kind), base

@@ -1,8 +1,8 @@
 """What one rank says: the collectives it issued, where it is now, and how it ended.
 
-Takes transcripts, gives a `RankCalls` for each rank. What clerks have numbered for themselves gets numbers here that mean the
-same on every rank, so that the testimonies of thousands of ranks are compared as arrays. An event is put together when it is
-asked for.
+Takes transcripts, gives a `RankCalls` for each rank. What clerks have numbered for themselves gets
+numbers here that mean the same on every rank, so that the testimonies of thousands of ranks are
+compared as arrays. An event is put together when it is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
-from torchwhere.diagnose.calls.job_calls import FORM_SHIFT, Counted, DecodedBatch, IdMap, StreamCalls
+from torchwhere.diagnose.calls.job_calls import (
+    FORM_SHIFT,
+    Counted,
+    DecodedBatch,
+    IdMap,
+    StreamCalls,
+)
 from torchwhere.diagnose.calls.keys import Group as Group
 from torchwhere.diagnose.calls.keys import StreamKey as StreamKey
 from torchwhere.diagnose.calls.keys import parsed
@@ -106,17 +112,22 @@ class RankCalls:
 
     @property
     def in_collective_since_ns(self) -> int | None:
-        """Wall clock of its last record, if that is a collective and no cursor has moved since; else None."""
+        """Wall clock of its last record, if that is a collective and no cursor has moved since;
+        else None."""
         return self.rank_summary.in_collective_since_ns
 
     @property
     def place(self) -> Place:
-        """Where it is: the module and pass of the main thread; of a program that trains in another one, of that."""
-        return self.rank_summary.place or Place(rank=self.rank, step=None, pass_="outside", certainty=Certainty.UNKNOWN)
+        """Where it is: the module and pass of the main thread; of a program that trains in another
+        one, of that."""
+        return self.rank_summary.place or Place(
+            rank=self.rank, step=None, pass_="outside", certainty=Certainty.UNKNOWN
+        )
 
     @property
     def box(self) -> Box | None:
-        """All that it recorded. Of a job that runs, newer than the rest; None if the file is gone."""
+        """All that it recorded. Of a job that runs, newer than the rest; None if the file is
+        gone."""
         if self._box is None:
             try:
                 self._box = read_box(self.label.path)
@@ -130,14 +141,17 @@ class RankCalls:
         if calls is None or calls.at(number) is None:
             return None
         t_ns, place = int(calls.times_ns(number, number + 1)[0]), self._place(calls, number)
-        return Event(Kind.COLLECTIVE.label, calls.record(number), t_ns, place, self.fields(key, number))
+        return Event(
+            Kind.COLLECTIVE.label, calls.record(number), t_ns, place, self.fields(key, number)
+        )
 
     @property
     def last_collective(self) -> Event | None:
         return None if self.last is None else self.issued(*self.last)
 
     def order(self, key: StreamKey, number: int) -> int:
-        """When a collective came among all this rank did. What the ring has lost was before everything it still has."""
+        """When a collective came among all this rank did. What the ring has lost was before
+        everything it still has."""
         calls = self.calls.get(key)
         return -1 if calls is None or calls.at(number) is None else calls.record(number)
 
@@ -149,7 +163,11 @@ class RankCalls:
     def issued_ns(self, key: StreamKey, number: int) -> int:
         """Wall clock; 0 where the ring no longer has it."""
         calls = self.calls.get(key)
-        return 0 if calls is None or calls.at(number) is None else int(calls.times_ns(number, number + 1)[0])
+        return (
+            0
+            if calls is None or calls.at(number) is None
+            else int(calls.times_ns(number, number + 1)[0])
+        )
 
     def place_of(self, key: StreamKey, number: int) -> Place | None:
         """Where a collective was issued; None where the ring no longer has it."""
@@ -197,7 +215,8 @@ class JobCalls:
         self.unnamed_counts: dict[
             int, tuple[int, ...]
         ] = {}  # how many a rank issued in each of its groups, where no more is known
-        self.recalled: frozenset[int] = frozenset()  # ranks whose box is gone or cut, and was read before
+        # ranks whose box is gone or cut, and was read before
+        self.recalled: frozenset[int] = frozenset()
         self.past: frozenset[int] = frozenset()  # of these, those who may have done more since
         self.shared_ids = SharedIds()
         self.kept: dict[str, Any] = {}  # what was found out once and is asked for again
@@ -227,7 +246,8 @@ class JobCalls:
         return found
 
     def admit(self, batch: CallBatch, *, encoder: int, wanted: Container[Path]) -> None:
-        """What a clerk has written down of the wanted boxes. Of one clerk, transcripts come in the order they were made in."""
+        """What a clerk has written down of the wanted boxes. Of one clerk, transcripts come in the
+        order they were made in."""
         for said, page in self._pages(batch, encoder):
             if said.label.path in wanted and said.label.lacks_counts:
                 self._note(said)
@@ -244,8 +264,8 @@ class JobCalls:
             self.unnamed_counts[said.label.rank] = said.unnamed
 
     def has_come(self, rank: int, key: StreamKey, number: int) -> bool | None:
-        """Whether a rank that is not heard has issued a collective of a whole group: by its bare counts, if they leave no doubt
-        which of them is that group's. None where they do."""
+        """Whether a rank that is not heard has issued a collective of a whole group: by its bare
+        counts, if they leave no doubt which of them is that group's. None where they do."""
         counts = self.unnamed_counts.get(rank)
         if counts is None or key.source != -1 or key.destination != -1:
             return None
@@ -253,8 +273,13 @@ class JobCalls:
         return come.pop() if len(come) == 1 else None
 
     def counted(self, steps: Mapping[int, tuple[int, int]]) -> Iterator[Counted]:
-        """All calls that the rings still have without a hole, counted; and those in the first to the last step of each rank."""
-        pages = {id(calls._page): calls._page for said in self.by_rank.values() for calls in list(said.calls.values())[:1]}
+        """All calls that the rings still have without a hole, counted; and those in the first to
+        the last step of each rank."""
+        pages = {
+            id(calls._page): calls._page
+            for said in self.by_rank.values()
+            for calls in list(said.calls.values())[:1]
+        }
         for page in pages.values():
             yield self._counted(page, steps)
 
@@ -262,12 +287,19 @@ class JobCalls:
         told, said = page.batch, page.batch.rank_summaries
         lengths = [sum(part.length for part in each.parts) for each in said]
         ends = [*(each.pairs_at for each in said[1:]), len(told.pairs)]
-        is_ours = [(own := self.by_rank.get(each.label.rank)) is not None and own.rank_summary is each for each in said]
-        spans = np.array([steps.get(each.label.rank, (1, 0)) for each in said], np.int64) - [[each.step] for each in said]
+        is_ours = [
+            (own := self.by_rank.get(each.label.rank)) is not None and own.rank_summary is each
+            for each in said
+        ]
+        spans = np.array([steps.get(each.label.rank, (1, 0)) for each in said], np.int64) - [
+            [each.step] for each in said
+        ]
         first, last = np.repeat(spans, lengths, axis=0).T
         pair = told.codes.astype(np.int64) + np.repeat([each.pairs_at for each in said], lengths)
         counts = np.bincount(pair, minlength=len(told.pairs))
-        within = np.bincount(pair[(told.steps >= first) & (told.steps <= last)], minlength=len(told.pairs))
+        within = np.bincount(
+            pair[(told.steps >= first) & (told.steps <= last)], minlength=len(told.pairs)
+        )
         room = [end - each.pairs_at for end, each in zip(ends, said, strict=True)]
         kept = (counts > 0) & np.repeat(is_ours, room)
         ranks = np.repeat([each.label.rank for each in said], room)
@@ -287,10 +319,15 @@ class JobCalls:
         known.groups += [self.shared_ids.groups.number(group) for group in batch.groups]
         known.signatures += batch.signatures
         known.call_sites += batch.call_sites
-        new_forms = [self.shared_ids.signature_ids.number(signature.signature_id) for signature in batch.signatures]
+        new_forms = [
+            self.shared_ids.signature_ids.number(signature.signature_id)
+            for signature in batch.signatures
+        ]
         has_site_id = [not signature.is_bookkeeping for signature in batch.signatures]
         known.has_site_id = np.concatenate([known.has_site_id, np.array(has_site_id, np.bool_)])
-        new_meanings = [self.shared_ids.site_ids.number(call_site.compared) for call_site in batch.call_sites]
+        new_meanings = [
+            self.shared_ids.site_ids.number(call_site.compared) for call_site in batch.call_sites
+        ]
         known.signature_ids = np.concatenate([known.signature_ids, np.array(new_forms, np.uint64)])
         known.site_ids = np.concatenate([known.site_ids, np.array(new_meanings, np.uint64)])
 
@@ -303,14 +340,17 @@ class JobCalls:
             found.counts[key] = part.issued
             if part.length:
                 signature_id = int(signature_ids[part.signature + 1]) if part.signature >= 0 else -1
-                found.calls[key] = StreamCalls(part.first, signature_id, part.length, part.at, said, page)
+                found.calls[key] = StreamCalls(
+                    part.first, signature_id, part.length, part.at, said, page
+                )
             if said.last is not None and part.key == said.last[0]:
                 found.last = key, said.last[1]
         return found
 
 
 def heard(run: RunSummary[Any]) -> JobCalls:
-    """All boxes of a run that was read whole. One that was cut before its counts has nothing to say."""
+    """All boxes of a run that was read whole. One that was cut before its counts has nothing to
+    say."""
     job_calls = JobCalls()
     for rank, box in run.in_order():
         if box.lacks_counts:

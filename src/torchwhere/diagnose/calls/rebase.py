@@ -1,9 +1,10 @@
 """Numbers that mean the same on all ranks, also where some began to count elsewhere.
 
-A watch that begins late goes on from what a group says it has done so far. gloo counts messages there as well, and ranks do not
-all send as many: then the same collective has other numbers on other ranks. Which of the two it is, ranks that began at
-different moments or a count that was wrong from the start, shows in the collectives themselves: as counted, or each rank's from
-its own beginning, they are the same or not.
+A watch that begins late goes on from what a group says it has done so far. gloo counts messages
+there as well, and ranks do not all send as many: then the same collective has other numbers on
+other ranks. Which of the two it is, ranks that began at different moments or a count that was wrong
+from the start, shows in the collectives themselves: as counted, or each rank's from its own
+beginning, they are the same or not.
 """
 
 from __future__ import annotations
@@ -17,20 +18,28 @@ from torchwhere.diagnose.calls.job_calls import StreamCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 
-COUNTED = "counted"  # in a box's header: what groups had done when the watch began, where that is not nothing
+# in a box's header: what groups had done when the watch began, where that is not nothing
+COUNTED = "counted"
 
 
 def rebase_numbers(job_calls: JobCalls) -> JobCalls:
-    """The same testimonies; each group whose ranks agree only if each begins at its own count is counted from there."""
-    late = {rank: counted for rank, said in job_calls.by_rank.items() if (counted := _counted(said))}
+    """The same testimonies; each group whose ranks agree only if each begins at its own count is
+    counted from there."""
+    late = {
+        rank: counted for rank, said in job_calls.by_rank.items() if (counted := _counted(said))
+    }
     if not late:
         return job_calls
     found = job_calls.copy()
     for key in {key for rank in late for key in job_calls.by_rank[rank].calls if key.source == -1}:
         name = job_calls.group(key).name
-        calls = {rank: said.calls[key] for rank, said in job_calls.by_rank.items() if key in said.calls}
+        calls = {
+            rank: said.calls[key] for rank, said in job_calls.by_rank.items() if key in said.calls
+        }
         begins = {rank: late.get(rank, {}).get(name, 0) for rank in calls}
-        if len(set(begins.values())) > 1 and _likeness(calls, begins) > _likeness(calls, dict.fromkeys(calls, 0)):
+        if len(set(begins.values())) > 1 and _likeness(calls, begins) > _likeness(
+            calls, dict.fromkeys(calls, 0)
+        ):
             for rank, begin in begins.items():
                 found.by_rank[rank] = _from(found.by_rank[rank], key, begin)
     return found
@@ -39,12 +48,16 @@ def rebase_numbers(job_calls: JobCalls) -> JobCalls:
 def _counted(said: RankCalls) -> dict[str, int]:
     counted = said.label.meta.get(COUNTED)
     known = counted.items() if isinstance(counted, dict) else ()
-    return {name: number for name, number in known if isinstance(name, str) and type(number) is int and number > 0}
+    return {
+        name: number
+        for name, number in known
+        if isinstance(name, str) and type(number) is int and number > 0
+    }
 
 
 def _likeness(calls: Mapping[int, StreamCalls], begins: Mapping[int, int]) -> tuple[int, int]:
-    """How many collectives are as on the rank that has most of them, less those that are not; where that does not tell,
-    how little the last ones are apart."""
+    """How many collectives are as on the rank that has most of them, less those that are not; where
+    that does not tell, how little the last ones are apart."""
     first = max(calls, key=lambda rank: len(calls[rank]))
     usual, score = calls[first], 0
     for rank, own in calls.items():

@@ -1,8 +1,9 @@
 """When one rank came to its collectives, and when it went on after them.
 
-Takes a box, gives `Arrivals`: for every stream the numbers of the calls, when each was issued, when the next thing was recorded
-on the same thread, and from where to where the program went between the two. That is all that ranks are compared by: by whom a
-call was reached last, and whose clock is off. Times are wall-clock times of the rank's host, as arrays.
+Takes a box, gives `Arrivals`: for every stream the numbers of the calls, when each was issued, when
+the next thing was recorded on the same thread, and from where to where the program went between the
+two. That is all that ranks are compared by: by whom a call was reached last, and whose clock is
+off. Times are wall-clock times of the rank's host, as arrays.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ NEVER = np.iinfo(np.int64).max  # nothing came after
 _MOST_NS = 1 << 61  # 73 years: sums of two such times fit into a word
 _MONTH_NS = 30 * 86_400 * 10**9
 _MET = ("all_", "reduce_scatter", "barrier", "monitored_barrier", "recv")
-_HOST_BACKENDS = frozenset({"gloo", "mpi"})  # whose calls end on the host; others may only go into the queue of a device
+# whose calls end on the host; others may only go into the queue of a device
+_HOST_BACKENDS = frozenset({"gloo", "mpi"})
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _PLACE = ("subject", "module", "line", "pass")
 
 
 class ClockStream(NamedTuple):
-    """What is counted in one sequence: the collectives of a group, or the messages from one rank to another (else -1)."""
+    """What is counted in one sequence: the collectives of a group, or the messages from one rank to
+    another (else -1)."""
 
     group: str
     members: tuple[int, ...]  # two groups of one name are not the same
@@ -55,16 +58,18 @@ class CallTimes:
     numbers: Times
     issued_ns: Times
     next_ns: Times  # when the same thread did the next thing; `NEVER`
-    waits: npt.NDArray[np.bool_]  # it returns when all ranks have come (a recv: when its send has), as far as calls tell
+    # it returns when all ranks have come (a recv: when its send has), as far as calls tell
+    waits: npt.NDArray[np.bool_]
     at: Times  # index among the records of the box
-    sites: Times  # equal where the program went the same way from the call to the next record, on any rank
+    # equal where the program went the same way from the call to the next record, on any rank
+    sites: Times
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def thinned(self, most: int) -> CallTimes:
-        """At most about so many, strewn: every second number would be that of the same line, where a step has two calls.
-        Different ranks keep the same ones."""
+        """At most about so many, strewn: every second number would be that of the same line, where
+        a step has two calls. Different ranks keep the same ones."""
         if len(self) <= most:
             return self
         halvings = int(np.ceil(np.log2(len(self) / most)))
@@ -82,7 +87,8 @@ class Arrivals:
     offset_ns: int  # from the clock of its host to wall-clock time
     streams: dict[ClockStream, CallTimes] = field(default_factory=dict)
     step_ns: float | None = None  # how long a step takes, the median
-    unsure: frozenset[ClockStream] = frozenset()  # whose calls may return before all have come, for all that is known
+    # whose calls may return before all have come, for all that is known
+    unsure: frozenset[ClockStream] = frozenset()
 
 
 def wall_offset_ns(box: Box) -> int:
@@ -92,12 +98,15 @@ def wall_offset_ns(box: Box) -> int:
 
 def times_ns(box: Box) -> Times:
     """Wall clock of every record."""
-    found: Times = np.minimum(box.records["t_ns"], np.uint64(_MOST_NS)).astype(np.int64) + np.int64(wall_offset_ns(box))
+    found: Times = np.minimum(box.records["t_ns"], np.uint64(_MOST_NS)).astype(np.int64) + np.int64(
+        wall_offset_ns(box)
+    )
     return found
 
 
 def next_times_ns(box: Box, times: Times) -> Times:
-    """For every record, when its thread did the next thing that is known: its next record, or where its cursor has moved to."""
+    """For every record, when its thread did the next thing that is known: its next record, or where
+    its cursor has moved to."""
     found = np.full(len(times), NEVER, np.int64)
     threads = box.records["thread"]
     moved = {cursor.place.thread: cursor.t_ns for cursor in box.cursors()}
@@ -111,7 +120,8 @@ def next_times_ns(box: Box, times: Times) -> Times:
 
 
 def has_moved(cursor_ns: int, last_ns: int) -> bool:
-    """Whether a cursor says more than the last record. Nothing seals cursors: one that is far off is damaged."""
+    """Whether a cursor says more than the last record. Nothing seals cursors: one that is far off
+    is damaged."""
     return last_ns < cursor_ns < min(last_ns + _MONTH_NS, _MOST_NS)
 
 
@@ -134,15 +144,25 @@ def arrivals(box: Box) -> Arrivals:
         numbers, first = np.unique(records["extra"][at[own]].astype(np.int64), return_index=True)
         own = own[first]
         here = at[own]
-        waits = np.isin(records["subject"][here], [what for what in ids if _is_met(box.value(what))])
+        waits = np.isin(
+            records["subject"][here], [what for what in ids if _is_met(box.value(what))]
+        )
         waits &= records["flags"][here] & FLAG_ASYNC == 0
         found[stream] = CallTimes(numbers, times[here], later[here], waits, here, sites[own])
     unsure = frozenset(stream for stream in found if not _ends_on_host(box, stream.group))
-    return Arrivals(box.rank, str(box.meta.get("host", "")), wall_offset_ns(box), found, _step_ns(box, times), unsure)
+    return Arrivals(
+        box.rank,
+        str(box.meta.get("host", "")),
+        wall_offset_ns(box),
+        found,
+        _step_ns(box, times),
+        unsure,
+    )
 
 
 def _sites(box: Box, at: Times) -> Times:
-    """From where each call was issued, and what its thread recorded next. Other ranks give the same places the same codes."""
+    """From where each call was issued, and what its thread recorded next. Other ranks give the same
+    places the same codes."""
     records = box.records
     follows = _following(records["thread"])[at]
     keys = np.where(follows < 0, 0, records["kind"][follows]).astype(np.uint64)
@@ -175,7 +195,10 @@ def _following(threads: npt.NDArray[np.uint8]) -> Times:
 
 def _ends_on_host(box: Box, group: str) -> bool:
     backend = box.groups().get(group, {}).get("backend")
-    return isinstance(backend, str) and {part.rpartition(":")[2] for part in backend.split(",")} <= _HOST_BACKENDS
+    return (
+        isinstance(backend, str)
+        and {part.rpartition(":")[2] for part in backend.split(",")} <= _HOST_BACKENDS
+    )
 
 
 def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) -> ClockStream | None:
@@ -185,15 +208,22 @@ def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) ->
     name, op, peer = signature["group"], str(signature.get("op")), signature.get("peer")
     if name not in members:
         ranks = box.groups().get(name, {}).get("ranks")
-        members[name] = tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
+        members[name] = (
+            tuple(rank for rank in ranks if isinstance(rank, int))
+            if isinstance(ranks, list)
+            else ()
+        )
     if op not in P2P:
         return ClockStream(name, members[name])
     other = peer if isinstance(peer, int) else -1
-    return ClockStream(name, members[name], *((box.rank, other) if op == "send" else (other, box.rank)))
+    return ClockStream(
+        name, members[name], *((box.rank, other) if op == "send" else (other, box.rank))
+    )
 
 
 def _is_met(signature: dict[str, Any]) -> bool:
-    """Whether nobody leaves such a call before all have come to it. The root of a broadcast does, and whoever sends."""
+    """Whether nobody leaves such a call before all have come to it. The root of a broadcast does,
+    and whoever sends."""
     return str(signature.get("op")).startswith(_MET)
 
 

@@ -1,12 +1,13 @@
 """How far off a line can be: what causality allows, whatever ranks did in between.
 
-Nobody goes on from a call that waits before everybody has come to it. For two clocks each such call is a point that the line
-between them passes below, or above. All lines that keep to all points make a strip; its edges, at some moments spread over the
-run, bound the offset of the pair. Over many pairs these are difference constraints: the shortest way from the reference to a
-clock, over any others, is the farthest that the clock can be ahead.
+Nobody goes on from a call that waits before everybody has come to it. For two clocks each such call
+is a point that the line between them passes below, or above. All lines that keep to all points make
+a strip; its edges, at some moments spread over the run, bound the offset of the pair. Over many
+pairs these are difference constraints: the shortest way from the reference to a clock, over any
+others, is the farthest that the clock can be ahead.
 
-Nothing is assumed but that calls wait and that clocks run evenly. Points are left out to save time, and ways are put together
-moment by moment: both make strips wider, never narrower than they are.
+Nothing is assumed but that calls wait and that clocks run evenly. Points are left out to save time,
+and ways are put together moment by moment: both make strips wider, never narrower than they are.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ from torchwhere.diagnose.clocks.line_bounds import Floats, highest, nearest
 _MOMENTS = 5
 _ALL_PAIRS = 12  # up to so many clocks of a stream all are compared with each other
 _PAIRS_AT_ONCE = 512
-_CONTRADICTS_NS = 200_000.0  # by less bounds may contradict each other: clocks are read a little late
+# by less bounds may contradict each other: clocks are read a little late
+_CONTRADICTS_NS = 200_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class ClockBounds:
-    """Of one clock, against the reference: between which corrections it is, at some moments of the frame."""
+    """Of one clock, against the reference: between which corrections it is, at some moments of the
+    frame."""
 
     moments: Floats
     least: Floats
@@ -71,37 +74,51 @@ def clock_bounds(rows: Rows, fixed: Collection[int]) -> dict[int, ClockBounds]:
     least, most = (np.concatenate([part[k] for part in parts]) for k in range(2))
     agrees = (least <= most + _CONTRADICTS_NS).all(axis=1)
     indexes = {index: place for place, index in enumerate(sorted(by_clock))}
-    at = np.array([[indexes[x], indexes[y]] for x, y in pairs[agrees].tolist()], np.int64).reshape(-1, 2)
+    at = np.array([[indexes[x], indexes[y]] for x, y in pairs[agrees].tolist()], np.int64).reshape(
+        -1, 2
+    )
     start = np.array([index in fixed for index in indexes])
     upper = _farthest(start, at, most[agrees], -least[agrees])
     lower = -_farthest(start, at, -least[agrees], most[agrees])
-    return {index: _spanned(moments, lower[place], upper[place], by_clock[index].came) for index, place in indexes.items()}
+    return {
+        index: _spanned(moments, lower[place], upper[place], by_clock[index].came)
+        for index, place in indexes.items()
+    }
 
 
 def _spanned(moments: Floats, least: Floats, most: Floats, came: Floats) -> ClockBounds:
     """Only the moments around those when the clock was seen: a rank may stop early."""
     first = max(0, int(np.searchsorted(moments, came.min(), side="right")) - 1)
     last = min(len(moments), int(np.searchsorted(moments, came.max())) + 1)
-    middle = np.where(least > most, (least + most) / 2, np.nan)  # by a little: clocks are read a little late
-    least, most = np.where(np.isnan(middle), least, middle), np.where(np.isnan(middle), most, middle)
+    # by a little: clocks are read a little late
+    middle = np.where(least > most, (least + most) / 2, np.nan)
+    least, most = (
+        np.where(np.isnan(middle), least, middle),
+        np.where(np.isnan(middle), most, middle),
+    )
     return ClockBounds(moments[first:last], least[first:last], most[first:last])
 
 
 def _by_clock(rows: Rows) -> dict[int, Rows]:
     order = np.argsort(rows.clock, kind="stable")
     clocks, begins = np.unique(rows.clock[order], return_index=True)
-    return {index: rows.at(at) for index, at in zip(clocks.tolist(), np.split(order, begins[1:]), strict=True)}
+    return {
+        index: rows.at(at)
+        for index, at in zip(clocks.tolist(), np.split(order, begins[1:]), strict=True)
+    }
 
 
 def _pairs(rows: Rows) -> Iterator[tuple[int, int]]:
-    """Which clocks to compare. All of a small circle; of a large one each with the first, and with those one, four, sixteen ...
-    places further: then there is a short way from any to any."""
+    """Which clocks to compare. All of a small circle; of a large one each with the first, and with
+    those one, four, sixteen ... places further: then there is a short way from any to any."""
     begins = np.flatnonzero(np.r_[True, np.diff(rows.call) != 0])
     circles = {tuple(each.tolist()) for each in np.split(rows.clock, begins[1:])}
     seen: set[tuple[int, int]] = set()
     for cycle in circles:
         members = sorted(set(cycle))
-        for pair in itertools.combinations(members, 2) if len(members) <= _ALL_PAIRS else _spread(members):
+        for pair in (
+            itertools.combinations(members, 2) if len(members) <= _ALL_PAIRS else _spread(members)
+        ):
             if pair not in seen:
                 seen.add(pair)
                 yield pair
@@ -117,9 +134,10 @@ def _spread(members: list[int]) -> Iterable[tuple[int, int]]:
         step *= 4
 
 
-# -- two clocks ------------------------------------------------------------------------------------------------------------
+# -- two clocks ------------------------------------------------------------------------------------
 
-Points = tuple[Floats, Floats, Floats, Floats]  # times and values that the line is below of; and that it is above of
+# times and values that the line is below of; and that it is above of
+Points = tuple[Floats, Floats, Floats, Floats]
 
 
 def _points(x: Rows, y: Rows, ends: Floats) -> Points:
@@ -135,14 +153,22 @@ def _points(x: Rows, y: Rows, ends: Floats) -> Points:
 def _edges(points: list[Points], moments: Floats) -> tuple[Floats, Floats]:
     """Of each pair the least and the most, at each moment."""
     below_at, below, above_at, above = (np.stack([each[k] for each in points]) for k in range(4))
-    most = [highest(below_at - moment, below, above_at - moment, above) for moment in moments.tolist()]
-    least = [-highest(above_at - moment, -above, below_at - moment, -below) for moment in moments.tolist()]
+    most = [
+        highest(below_at - moment, below, above_at - moment, above) for moment in moments.tolist()
+    ]
+    least = [
+        -highest(above_at - moment, -above, below_at - moment, -below)
+        for moment in moments.tolist()
+    ]
     return np.stack(least, axis=1), np.stack(most, axis=1)
 
 
 def _farthest(start: Bools, pairs: Ints, ahead: Floats, back: Floats) -> Floats:
-    """The shortest way from the start to every clock, at each moment: over a pair one way, or the other."""
-    found = np.where(start[:, None], 0.0, np.full((len(start), ahead.shape[1] if ahead.ndim > 1 else 0), np.inf))
+    """The shortest way from the start to every clock, at each moment: over a pair one way, or the
+    other."""
+    found = np.where(
+        start[:, None], 0.0, np.full((len(start), ahead.shape[1] if ahead.ndim > 1 else 0), np.inf)
+    )
     for _ in range(len(start)):
         before = found.copy()
         np.minimum.at(found, pairs[:, 1], before[pairs[:, 0]] + ahead)

@@ -1,7 +1,8 @@
 """Who came to which call and went on when: all clocks of a circle in one table, by call.
 
-Takes the series of clocks and the lines that are known so far. Times in the table are by these lines, from a moment in the
-middle on, so that floating-point numbers hold them to a nanosecond: that is the frame.
+Takes the series of clocks and the lines that are known so far. Times in the table are by these
+lines, from a moment in the middle on, so that floating-point numbers hold them to a nanosecond:
+that is the frame.
 """
 
 from __future__ import annotations
@@ -50,13 +51,20 @@ class Rows:
         return Rows(self.zero_ns, *(getattr(self, name)[chosen] for name in _COLUMNS))
 
 
-_COLUMNS: dict[str, Any] = {"clock": np.int64, "call": np.int64, "came": np.float64, "bound": np.float64, "left": np.float64}
+_COLUMNS: dict[str, Any] = {
+    "clock": np.int64,
+    "call": np.int64,
+    "came": np.float64,
+    "bound": np.float64,
+    "left": np.float64,
+}
 _COLUMNS |= {"site": np.int64, "stream": np.int64, "is_sure": np.bool_}
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a clock is still ahead, in the frame: at its zero, and how much more a nanosecond later."""
+    """What a clock is still ahead, in the frame: at its zero, and how much more a nanosecond
+    later."""
 
     offset: float = 0.0
     slope: float = 0.0
@@ -80,20 +88,33 @@ def rows_of(series: Mapping[int, Series], lines: Mapping[int, Line]) -> Rows:
     calls = 0
     for number, (stream, clocks) in enumerate(meeting.items()):
         if len(clocks) > 1:
-            numbers = np.unique(np.concatenate([series[index].streams[stream].numbers for index in clocks]))
+            numbers = np.unique(
+                np.concatenate([series[index].streams[stream].numbers for index in clocks])
+            )
             is_sure = not any(stream in series[index].unsure for index in clocks)
             for index in clocks:
                 *own, site = _of_one(series[index], stream, lines[index], zero_ns)
                 call = np.searchsorted(numbers, series[index].streams[stream].numbers) + calls
-                parts.append((_all(index, call), call, *own, site, _all(number, call), _all(is_sure, call)))
+                parts.append(
+                    (_all(index, call), call, *own, site, _all(number, call), _all(is_sure, call))
+                )
             calls += len(numbers)
-    columns = [np.concatenate(each) for each in zip(*parts, strict=True)] if parts else [np.empty(0)] * len(_COLUMNS)
-    found = Rows(zero_ns, *(column.astype(kind) for column, kind in zip(columns, _COLUMNS.values(), strict=True)))
+    columns = (
+        [np.concatenate(each) for each in zip(*parts, strict=True)]
+        if parts
+        else [np.empty(0)] * len(_COLUMNS)
+    )
+    found = Rows(
+        zero_ns,
+        *(column.astype(kind) for column, kind in zip(columns, _COLUMNS.values(), strict=True)),
+    )
     at = np.flatnonzero(np.bincount(found.call, minlength=1)[found.call] > 1)
     return found.at(at[np.argsort(found.call[at], kind="stable")])
 
 
-def _of_one(series: Series, stream: ClockStream, line: Line, zero_ns: int) -> Iterator[npt.NDArray[Any]]:
+def _of_one(
+    series: Series, stream: ClockStream, line: Line, zero_ns: int
+) -> Iterator[npt.NDArray[Any]]:
     """When it came, when that bounds others, when it left, and from where."""
     calls = series.streams[stream]
     came = _framed(calls.issued_ns, line, zero_ns)
@@ -101,7 +122,9 @@ def _of_one(series: Series, stream: ClockStream, line: Line, zero_ns: int) -> It
     receives = stream.is_message and stream.source not in series.ranks
     yield came
     yield np.full_like(came, -np.inf) if receives else came
-    yield np.where(leaves, _framed(np.where(leaves, calls.next_ns, calls.issued_ns), line, zero_ns), np.inf)
+    yield np.where(
+        leaves, _framed(np.where(leaves, calls.next_ns, calls.issued_ns), line, zero_ns), np.inf
+    )
     yield calls.sites
 
 

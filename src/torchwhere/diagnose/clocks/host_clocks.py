@@ -1,8 +1,9 @@
 """When something happened, by one clock for all hosts of a report.
 
-Takes a run, gives `Moments`, which turns wall-clock times of a rank into those of the host of the lowest rank. One rank of each
-host is read for that (`diagnose/clocks/clocks.py` says how clocks are compared): about 3 ms a host, so of more than `MOST_HOSTS` hosts
-none is, their wall clocks are taken as they are, and that is said.
+Takes a run, gives `Moments`, which turns wall-clock times of a rank into those of the host of the
+lowest rank. One rank of each host is read for that (`diagnose/clocks/clocks.py` says how clocks are
+compared): about 3 ms a host, so of more than `MOST_HOSTS` hosts none is, their wall clocks are
+taken as they are, and that is said.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Moments:
 
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clocks: Clocks = field(default_factory=Clocks)
-    witnesses: Mapping[str, int] = field(default_factory=dict)  # the rank by which a host's clock is known
+    # the rank by which a host's clock is known
+    witnesses: Mapping[str, int] = field(default_factory=dict)
 
     def of(self, rank: int, t_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         stall_snapshot = self.witnesses.get(self.hosts.get(rank, ""))
@@ -45,10 +47,21 @@ class Moments:
         if len(hosts) < 2:
             return "the wall clock of the host"
         known = [self.clocks.of(self.witnesses[host]) for host in hosts if host in self.witnesses]
-        sure = [clock for clock in known if clock is not None and clock.evidence is not Evidence.UNMATCHED]
+        sure = [
+            clock
+            for clock in known
+            if clock is not None and clock.evidence is not Evidence.UNMATCHED
+        ]
         if not sure:
-            return f"the wall clocks of {len(hosts)} hosts: what differs between these clocks is in the skew"
-        rest = f", {len(hosts) - len(sure)} of them as their wall clocks are" if len(sure) < len(hosts) else ""
+            return (
+                f"the wall clocks of {len(hosts)} hosts: what differs between these clocks is in"
+                " the skew"
+            )
+        rest = (
+            f", {len(hosts) - len(sure)} of them as their wall clocks are"
+            if len(sure) < len(hosts)
+            else ""
+        )
         return f"the clocks of {len(hosts)} hosts, aligned by what their ranks did together{rest}"
 
 
@@ -62,7 +75,9 @@ def moments(run: RunSummary[Any]) -> Moments:
     if not 2 <= len(witnesses) <= MOST_HOSTS:
         return Moments(hosts)
     found = aligned(_arrivals(run, witnesses.values()))
-    return Moments(hosts, found, {host: rank for host, rank in witnesses.items() if found.of(rank) is not None})
+    return Moments(
+        hosts, found, {host: rank for host, rank in witnesses.items() if found.of(rank) is not None}
+    )
 
 
 def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:

@@ -1,6 +1,7 @@
 """Lines that pass below some points and above others: how high such a line can be at a moment.
 
-What bounds the difference of two clocks are points like these. There may be many; of each block of time the nearest one counts.
+What bounds the difference of two clocks are points like these. There may be many; of each block of
+time the nearest one counts.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ def nearest(times: Floats, values: Floats, ends: Floats, sign: int) -> tuple[Flo
 
 
 def highest(below_at: Floats, below: Floats, above_at: Floats, above: Floats) -> Floats:
-    """The highest that any line of a strip is at 0. The slope is eliminated: two points bound it from two sides."""
+    """The highest that any line of a strip is at 0. The slope is eliminated: two points bound it
+    from two sides."""
     found = (below + MOST_SLOPE * np.abs(below_at)).min(axis=1)
     x, u = below_at[:, :, None], below[:, :, None]
     with np.errstate(invalid="ignore", divide="ignore"):
-        z, v = below_at[:, None, :], below[:, None, :]  # below one on the left and below one on the right
+        # below one on the left and below one on the right
+        z, v = below_at[:, None, :], below[:, None, :]
         between = np.where((x < 0) & (z > 0), (u * z - v * x) / (z - x), np.inf)
-        z, v = above_at[:, None, :], above[:, None, :]  # below one that is near and above one that is far, on the same side
+        # below one that is near and above one that is far, on the same side
+        z, v = above_at[:, None, :], above[:, None, :]
         beyond = np.where((x * z > 0) & (np.abs(x) < np.abs(z)), (u * z - v * x) / (z - x), np.inf)
     both = np.minimum(between, beyond)
     least: Floats = np.minimum(found, np.where(np.isnan(both), np.inf, both).min(axis=(1, 2)))

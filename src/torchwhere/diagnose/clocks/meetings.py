@@ -1,7 +1,7 @@
 """Who came to a call first and who came last, over all ranks, by aligned clocks.
 
-Takes the arrivals of ranks one after another, keeps for each call two times, two ranks and a count: what that takes does not
-grow with the number of ranks.
+Takes the arrivals of ranks one after another, keeps for each call two times, two ranks and a count:
+what that takes does not grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -70,17 +70,22 @@ class Meetings:
         self._begins: dict[ClockStream, int] | None = None
 
     def add(self, found: Arrivals, *, window: tuple[int, int] | None = None) -> None:
-        """The calls of one more rank; only those within a window of aligned times. Ranks come in order."""
+        """The calls of one more rank; only those within a window of aligned times. Ranks come in
+        order."""
         for stream, calls in found.streams.items():
             numbers, times = calls.numbers, self._clocks.aligned_ns(found.rank, calls.issued_ns)
-            held = np.where(calls.next_ns == NEVER, NEVER, times + (calls.next_ns - calls.issued_ns))
+            held = np.where(
+                calls.next_ns == NEVER, NEVER, times + (calls.next_ns - calls.issued_ns)
+            )
             held = np.where(calls.waits, held, times)
             if window is not None:
                 inside = (times >= window[0]) & (times < window[1])
                 numbers, times, held = numbers[inside], times[inside], held[inside]
             table = self._tables.get(stream)
             if table is None:
-                table = self._tables[stream] = MeetingTable(*(np.empty(0, np.int64) for _ in fields(MeetingTable)))
+                table = self._tables[stream] = MeetingTable(
+                    *(np.empty(0, np.int64) for _ in fields(MeetingTable))
+                )
             table.add(numbers, times, held, found.rank)
         self._begins = None
 
@@ -92,9 +97,14 @@ class Meetings:
         at = np.minimum(np.searchsorted(table.numbers, numbers), len(table.numbers) - 1)
         known: npt.NDArray[np.bool_] = table.numbers[at] == numbers
         begin = self._begin(stream)
-        columns = [(at + begin).tolist(), *(getattr(table, each.name)[at].tolist() for each in fields(MeetingTable)[1:])]
+        columns = [
+            (at + begin).tolist(),
+            *(getattr(table, each.name)[at].tolist() for each in fields(MeetingTable)[1:]),
+        ]
         rows = map(Meeting, *columns)
-        return [row if is_known else None for row, is_known in zip(rows, known.tolist(), strict=True)]
+        return [
+            row if is_known else None for row, is_known in zip(rows, known.tolist(), strict=True)
+        ]
 
     def _begin(self, stream: ClockStream) -> int:
         """The index of the first call of a stream."""

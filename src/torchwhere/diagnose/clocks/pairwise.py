@@ -1,14 +1,15 @@
 """Two clocks against each other, by the calls that ranks of both took part in.
 
-Nobody leaves a blocking collective before all have come to it. So what a rank does next it does after everyone's arrival, and
-an offset between two clocks that would have it otherwise is wrong. That bounds the offset from both sides. Between the bounds
-lies what the ends say: the call ends for all at the same moment, and the next thing each rank does comes soon after it, on a
-rank that was late as on one that has waited. The sooner, the more it counts. Arrivals alone are not compared where this can
-be: a rank that is always late would have its lateness taken for an offset.
+Nobody leaves a blocking collective before all have come to it. So what a rank does next it does
+after everyone's arrival, and an offset between two clocks that would have it otherwise is wrong.
+That bounds the offset from both sides. Between the bounds lies what the ends say: the call ends for
+all at the same moment, and the next thing each rank does comes soon after it, on a rank that was
+late as on one that has waited. The sooner, the more it counts. Arrivals alone are not compared
+where this can be: a rank that is always late would have its lateness taken for an offset.
 
-A call that does not wait (asynchronous, or one that only goes into the queue of a GPU) gives no bound, and only arrivals. Where
-bounds contradict each other the calls cannot have waited. Then wall clocks are believed unless they are off by more than
-ranks may be apart.
+A call that does not wait (asynchronous, or one that only goes into the queue of a GPU) gives no
+bound, and only arrivals. Where bounds contradict each other the calls cannot have waited. Then wall
+clocks are believed unless they are off by more than ranks may be apart.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _VIOLATIONS = 0.05  # of the calls, from which on they cannot have waited
 _MOST_SLOPE = MOST_SLOPE / 2  # of one of them
 _FEWEST_FOR_SLOPE = 8
 _ROUNDS = 30
-_APART_NS = 1e9  # by this much ranks of one host may be apart in calls that do not wait, or by three steps
+# by this much ranks of one host may be apart in calls that do not wait, or by three steps
+_APART_NS = 1e9
 
 
 class Quality(IntEnum):
@@ -61,7 +63,11 @@ class Line:
 
     def after(self, inner: Line) -> Line:
         """Of a clock that is ahead by `inner` of the one this line is about."""
-        offset_ns = inner.offset_ns + self.offset_ns + self.slope * (inner.zero_ns - inner.offset_ns - self.zero_ns)
+        offset_ns = (
+            inner.offset_ns
+            + self.offset_ns
+            + self.slope * (inner.zero_ns - inner.offset_ns - self.zero_ns)
+        )
         if inner == Line():
             return self
         return Line(offset_ns, inner.slope + self.slope * (1 - inner.slope), inner.zero_ns)
@@ -78,8 +84,8 @@ class Fit:
 
 
 class Series:
-    """The calls of all ranks that share a clock, in its own wall-clock time: of each call the last arrival, and who went on
-    first."""
+    """The calls of all ranks that share a clock, in its own wall-clock time: of each call the last
+    arrival, and who went on first."""
 
     def __init__(self, sharing: Sequence[Arrivals], *, only: int | None = None) -> None:
         found: defaultdict[ClockStream, list[CallTimes]] = defaultdict(list)
@@ -89,18 +95,32 @@ class Series:
             for stream, calls in each.streams.items():
                 later = np.where(calls.next_ns == NEVER, NEVER, calls.next_ns + shift_ns)
                 found[stream].append(
-                    CallTimes(calls.numbers, calls.issued_ns + shift_ns, later, calls.waits, calls.at, calls.sites)
+                    CallTimes(
+                        calls.numbers,
+                        calls.issued_ns + shift_ns,
+                        later,
+                        calls.waits,
+                        calls.at,
+                        calls.sites,
+                    )
                 )
         # A message between two ranks of one host says nothing of its clock.
         self.streams = {
-            key: _merged(all_calls) for key, all_calls in found.items() if not (key.is_message and len(all_calls) > 1)
+            key: _merged(all_calls)
+            for key, all_calls in found.items()
+            if not (key.is_message and len(all_calls) > 1)
         }
         self.ranks = frozenset(each.rank for each in sharing)
         self.unsure = frozenset(stream for each in sharing for stream in each.unsure)
 
     def span_ns(self) -> tuple[int, ...]:
         """When the first call was issued, and the last."""
-        seen = [edge for calls in self.streams.values() if len(calls) for edge in calls.issued_ns[[0, -1]].tolist()]
+        seen = [
+            edge
+            for calls in self.streams.values()
+            if len(calls)
+            for edge in calls.issued_ns[[0, -1]].tolist()
+        ]
         return (min(seen), max(seen)) if seen else ()
 
 
@@ -114,10 +134,14 @@ def _merged(all_calls: list[CallTimes]) -> CallTimes:
         return all_calls[0]
 
     def reduced(how: Any, name: str) -> Any:
-        return how.reduceat(np.concatenate([getattr(calls, name) for calls in all_calls])[order], begins)
+        return how.reduceat(
+            np.concatenate([getattr(calls, name) for calls in all_calls])[order], begins
+        )
 
     rest = reduced(np.logical_and, "waits"), reduced(np.minimum, "at"), reduced(np.minimum, "sites")
-    return CallTimes(merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), *rest)
+    return CallTimes(
+        merged, reduced(np.maximum, "issued_ns"), reduced(np.minimum, "next_ns"), *rest
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +163,31 @@ def _in_common(x: Series, y: Series) -> list[Both]:
         of_y = y.streams.get(stream)
         if of_y is None:
             continue
-        _, i, j = np.intersect1d(of_x.numbers, of_y.numbers, assume_unique=True, return_indices=True)
+        _, i, j = np.intersect1d(
+            of_x.numbers, of_y.numbers, assume_unique=True, return_indices=True
+        )
         if len(i):
-            waits = of_x.waits[i] & (of_x.next_ns[i] != NEVER), of_y.waits[j] & (of_y.next_ns[j] != NEVER)
-            found.append(Both(stream, of_x.issued_ns[i], of_x.next_ns[i], of_y.issued_ns[j], of_y.next_ns[j], *waits))
+            waits = (
+                of_x.waits[i] & (of_x.next_ns[i] != NEVER),
+                of_y.waits[j] & (of_y.next_ns[j] != NEVER),
+            )
+            found.append(
+                Both(
+                    stream,
+                    of_x.issued_ns[i],
+                    of_x.next_ns[i],
+                    of_y.issued_ns[j],
+                    of_y.next_ns[j],
+                    *waits,
+                )
+            )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Pairs of times at which something was seen on both clocks: what `y` shows, less what `x` shows, and the bounds."""
+    """Pairs of times at which something was seen on both clocks: what `y` shows, less what `x`
+    shows, and the bounds."""
 
     t_ns: Times
     ahead_ns: Times
@@ -165,19 +204,32 @@ def _ends(both: list[Both]) -> Samples:
     for each in both:
         if not each.stream.is_message:
             on = each.x_waits & each.y_waits
-            x, x_next, y, y_next = each.x_issued[on], each.x_next[on], each.y_issued[on], each.y_next[on]
+            x, x_next, y, y_next = (
+                each.x_issued[on],
+                each.x_next[on],
+                each.y_issued[on],
+                each.y_next[on],
+            )
             parts.append((y_next, y_next - x_next, y - x_next, y_next - x))
     return _samples(parts)
 
 
 def _issues(both: list[Both]) -> Samples:
     """When calls were issued; no bounds."""
-    return _samples([(each.y_issued, ahead, ahead, ahead) for each in both for ahead in [each.y_issued - each.x_issued]])
+    return _samples(
+        [
+            (each.y_issued, ahead, ahead, ahead)
+            for each in both
+            for ahead in [each.y_issued - each.x_issued]
+        ]
+    )
 
 
 def _samples(parts: list[tuple[Times, Times, Times, Times]]) -> Samples:
     empty = np.empty(0, np.int64)
-    return Samples(*(np.concatenate([part[k] for part in parts]) if parts else empty for k in range(4)))
+    return Samples(
+        *(np.concatenate([part[k] for part in parts]) if parts else empty for k in range(4))
+    )
 
 
 def compare(x: Series, y: Series, step_ns: float | None) -> Fit | None:
@@ -185,7 +237,9 @@ def compare(x: Series, y: Series, step_ns: float | None) -> Fit | None:
     both = _in_common(x, y)
     ends = _ends(both)
     if len(ends):
-        return _by_ends(ends, step_ns, is_sure=not any(each.stream in x.unsure | y.unsure for each in both))
+        return _by_ends(
+            ends, step_ns, is_sure=not any(each.stream in x.unsure | y.unsure for each in both)
+        )
     by_messages = _by_messages(both, x)
     if by_messages is not None:
         return by_messages
@@ -201,18 +255,24 @@ def shares_a_clock(x: Series, y: Series, step_ns: float | None) -> bool:
         wrong = (ends.least_ns > _BOUND_NS) | (ends.most_ns < -_BOUND_NS)
         if wrong.mean() <= _VIOLATIONS:
             return True
-        if _by_ends(ends, step_ns).quality is Quality.TIGHT:  # there is an offset that explains all, and it is not 0
+        # there is an offset that explains all, and it is not 0
+        if _by_ends(ends, step_ns).quality is Quality.TIGHT:
             return False
     seen = ends if len(ends) else _issues(both)
-    return not len(seen) or abs(float(np.median(seen.ahead_ns))) <= max(_APART_NS, 3 * (step_ns or 0.0))
+    return not len(seen) or abs(float(np.median(seen.ahead_ns))) <= max(
+        _APART_NS, 3 * (step_ns or 0.0)
+    )
 
 
-# -- fits ------------------------------------------------------------------------------------------------------------------
+# -- fits ------------------------------------------------------------------------------------------
 
 
 def _by_ends(seen: Samples, step_ns: float | None, *, is_sure: bool = False) -> Fit:
     zero_ns, t, ahead, base_ns = _centred(seen)
-    least, most = (seen.least_ns - base_ns).astype(np.float64), (seen.most_ns - base_ns).astype(np.float64)
+    least, most = (
+        (seen.least_ns - base_ns).astype(np.float64),
+        (seen.most_ns - base_ns).astype(np.float64),
+    )
     doubt = np.maximum(ahead - least, most - ahead)
     offset, slope = _fitted(t, ahead, 1 / (_SOON_NS + np.maximum(doubt, 0.0)))
     line = offset + slope * t
@@ -241,7 +301,10 @@ def _is_broken(under: Floats, over: Floats) -> bool:
 def _middle(t: Floats, least: Floats, most: Floats) -> tuple[float, float] | None:
     """A line in the middle of all that keep to the bounds; None if there is none."""
     ends = np.array([t.min(), t.max()])
-    below, above = ([each[None] for each in nearest(t, bound, ends, sign)] for bound, sign in ((most, 1), (least, -1)))
+    below, above = (
+        [each[None] for each in nearest(t, bound, ends, sign)]
+        for bound, sign in ((most, 1), (least, -1))
+    )
     middles = []
     for end in ends.tolist():
         (top,), (bottom,) = (
@@ -261,7 +324,8 @@ def _by_issues(seen: Samples, step_ns: float | None) -> Fit:
 
 
 def _loose(zero_ns: int, t: Floats, ahead: Floats, base_ns: int, step_ns: float | None) -> Fit:
-    """By the middle of all; the wall clock is believed if it is not off by more than ranks may be apart."""
+    """By the middle of all; the wall clock is believed if it is not off by more than ranks may be
+    apart."""
     offset, slope = _fitted(t, ahead, np.ones_like(t))
     scatter = _scatter(ahead - (offset + slope * t), 0.9)
     found = Line(base_ns + offset, slope, zero_ns)
@@ -270,7 +334,8 @@ def _loose(zero_ns: int, t: Floats, ahead: Floats, base_ns: int, step_ns: float 
 
 
 def _by_messages(both: list[Both], x: Series) -> Fit | None:
-    """No recv ends before its send began: messages one way bound the offset from above, those the other way from below."""
+    """No recv ends before its send began: messages one way bound the offset from above, those the
+    other way from below."""
     above, below = [], []
     for each in both:
         if not each.stream.is_message:
@@ -288,7 +353,8 @@ def _by_messages(both: list[Both], x: Series) -> Fit | None:
     lines = [
         line
         for parts, sign in ((above, 1), (below, -1))
-        if (line := _support([(t - zero_ns, ahead - base_ns) for t, ahead in parts], sign)) is not None
+        if (line := _support([(t - zero_ns, ahead - base_ns) for t, ahead in parts], sign))
+        is not None
     ]
     offset, slope = (float(np.mean([line[k] for line in lines])) for k in range(2))
     scatter = abs(lines[0][0] - lines[-1][0]) / 2 if len(lines) == 2 else None
@@ -301,7 +367,9 @@ def _by_messages(both: list[Both], x: Series) -> Fit | None:
 def _support(parts: list[tuple[Times, Times]], sign: int) -> tuple[float, float] | None:
     """The line that is nearest to some points and passes below all of them; above them for -1."""
     points = sorted(
-        (int(t), sign * int(v)) for times, values in parts for t, v in zip(times.tolist(), values.tolist(), strict=True)
+        (int(t), sign * int(v))
+        for times, values in parts
+        for t, v in zip(times.tolist(), values.tolist(), strict=True)
     )
     if not points:
         return None
@@ -325,9 +393,15 @@ def _turns_down(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> b
 
 
 def _centred(seen: Samples) -> tuple[int, Floats, Floats, int]:
-    """Numbers that a float holds to the nanosecond: times from their middle on, and how far ahead from the first."""
+    """Numbers that a float holds to the nanosecond: times from their middle on, and how far ahead
+    from the first."""
     zero_ns, base_ns = int(np.median(seen.t_ns)), int(seen.ahead_ns[0])
-    return zero_ns, (seen.t_ns - zero_ns).astype(np.float64), (seen.ahead_ns - base_ns).astype(np.float64), base_ns
+    return (
+        zero_ns,
+        (seen.t_ns - zero_ns).astype(np.float64),
+        (seen.ahead_ns - base_ns).astype(np.float64),
+        base_ns,
+    )
 
 
 def _farthest(line: Line, t: Floats, zero_ns: int) -> float:

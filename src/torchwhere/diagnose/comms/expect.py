@@ -1,7 +1,8 @@
 """Whether the collectives are as a test says they must be.
 
-Takes `Comms` and what is asked of it in the words of `comms.expect` (`all_reduce=2`, `bytes__le=1000`, `module="head"`), gives
-a `Expectation`. A word that means nothing is a ValueError that names the close ones: a misspelt op would count 0 for ever.
+Takes `Comms` and what is asked of it in the words of `comms.expect` (`all_reduce=2`,
+`bytes__le=1000`, `module="head"`), gives a `Expectation`. A word that means nothing is a ValueError
+that names the close ones: a misspelt op would count 0 for ever.
 """
 
 from __future__ import annotations
@@ -15,14 +16,39 @@ from typing import Any
 from torchwhere.core.place import ROOT
 from torchwhere.diagnose.comms.tree import PASSES, Comms, is_within
 
-# The public names of all collectives, less what a newer torch may add. A test holds it against torch itself.
+# The public names of all collectives, less what a newer torch may add. A test holds it against
+# torch itself.
 OPS = (
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_into_tensor_coalesced"),
-    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "gather"),
-    *("monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced"),
+    *(
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+    ),
+    *(
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "gather",
+    ),
+    *(
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    ),
     *("scatter", "send"),
 )
-_NEWER = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}  # since torch 2.13
+# since torch 2.13
+_NEWER = {
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+}
 QUANTITIES = ("bytes", "calls", "others")  # in all; and calls of the ops that were not named
 FILTERS = ("module", "pass_", "group", "for_")
 _OPERATORS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
@@ -68,7 +94,9 @@ class KnownNames:
     groups: Collection[str] = ()
 
 
-def check(found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: KnownNames) -> Expectation:
+def check(
+    found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: KnownNames
+) -> Expectation:
     """Hold the collectives against what is wanted."""
     kept = {name: value for name, value in filters.items() if value is not None}
     for name in ("module", "for_"):
@@ -77,7 +105,10 @@ def check(found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[st
     _check_filters(kept, found, names)
     asked = [_parsed(name, value, found) for name, value in wanted.items()]
     if not asked:
-        raise ValueError("expect(): nothing is expected; say for example expect(all_reduce=2) or expect(calls__le=10)")
+        raise ValueError(
+            "expect(): nothing is expected; say for example expect(all_reduce=2) or"
+            " expect(calls__le=10)"
+        )
     looked_at = found.only(**kept)
     named = {what for what, _, _ in asked}
     checks = tuple(_checked(what, suffix, value, looked_at, named) for what, suffix, value in asked)
@@ -88,11 +119,17 @@ def _parsed(name: str, value: Any, found: Comms) -> tuple[str, str, int]:
     """`all_reduce__le=4` in its three parts."""
     what, _, suffix = name.rpartition("__") if "__" in name else (name, "", "eq")
     if suffix not in _OPERATORS:
-        raise ValueError(f"expect({name}=...): no operator __{suffix}; there are {_list(f'__{one}' for one in _OPERATORS)}")
+        raise ValueError(
+            f"expect({name}=...): no operator __{suffix}; there are"
+            f" {_list(f'__{one}' for one in _OPERATORS)}"
+        )
     what = _NEWER.get(what, what)
     known = {*OPS, *QUANTITIES, *found.counts}
     if what not in known:
-        raise ValueError(f"expect({name}=...): no collective {what!r}{_close(what, known) or f'; there are {_list(known)}'}")
+        raise ValueError(
+            f"expect({name}=...): no collective"
+            f" {what!r}{_close(what, known) or f'; there are {_list(known)}'}"
+        )
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"expect({name}={value!r}): expected a whole number")
     if value < 0:

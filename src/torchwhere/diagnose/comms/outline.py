@@ -1,7 +1,9 @@
-"""The tree of collectives as people want to read it: layers that do exactly the same are one line, `layers.1-31`.
+"""The tree of collectives as people want to read it: layers that do exactly the same are one line,
+`layers.1-31`.
 
-Takes the root of a `Comms`, gives a `OutlineLine`. Numbered neighbours are folded only if everything that is shown is the same for
-all of them; what each is for may be its own neighbour. A module that only holds others gets no line.
+Takes the root of a `Comms`, gives a `OutlineLine`. Numbered neighbours are folded only if
+everything that is shown is the same for all of them; what each is for may be its own neighbour. A
+module that only holds others gets no line.
 """
 
 from __future__ import annotations
@@ -39,14 +41,18 @@ class OutlineLine:
         return total
 
     def entries(self) -> Iterator[tuple[CommsKey, CommsSum]]:
-        """What these modules issued themselves, added up; an aim that differs from one to the next is given as a span."""
+        """What these modules issued themselves, added up; an aim that differs from one to the next
+        is given as a span."""
         for same in zip(*(node.entries() for node in self.nodes), strict=True):
             counter = CommsSum()
             for _, one in same:
                 counter.add(one)
             counter.steps = max(one.steps for _, one in same)  # the same steps, not as many again
             first, last = same[0][0], same[-1][0]
-            yield first._replace(beneficiary=_aim_span(first.beneficiary, last.beneficiary)), counter
+            yield (
+                first._replace(beneficiary=_aim_span(first.beneficiary, last.beneficiary)),
+                counter,
+            )
 
 
 def outline(root: CommsNode) -> OutlineLine:
@@ -66,17 +72,24 @@ def _branches(nodes: list[CommsNode]) -> list[OutlineLine]:
 
 
 def _is_container(branch: OutlineLine) -> bool:
-    """A module that issues nothing itself needs no line of its own if there is one thing below it, a list of layers, or
-    nothing but single lines."""
+    """A module that issues nothing itself needs no line of its own if there is one thing below it,
+    a list of layers, or nothing but single lines."""
     node, below = branch.nodes[0], branch.branches
     if node.own:
         return False
     is_layer = branch.label[-1:].isdigit()
-    return len(below) == 1 or all(map(is_number, node.children)) or (not is_layer and all(b.is_single for b in below))
+    return (
+        len(below) == 1
+        or all(map(is_number, node.children))
+        or (not is_layer and all(b.is_single for b in below))
+    )
 
 
 def _hoisted(branch: OutlineLine) -> list[OutlineLine]:
-    return [OutlineLine(f"{branch.label}.{below.label}", below.nodes, below.branches) for below in branch.branches]
+    return [
+        OutlineLine(f"{branch.label}.{below.label}", below.nodes, below.branches)
+        for below in branch.branches
+    ]
 
 
 def _alike(node: CommsNode) -> Iterator[list[str]]:
@@ -100,12 +113,15 @@ def _follows(name: str, following: str) -> bool:
 
 
 def _shape(node: CommsNode, seen_from: str) -> Any:
-    """Everything a module and those below it do, with the names in it seen from one of them: equal if they do the same."""
+    """Everything a module and those below it do, with the names in it seen from one of them: equal
+    if they do the same."""
     own = [
         (*key[:3], relative(key.beneficiary, seen_from), t.count, t.bytes, t.steps, sorted(t.ranks))
         for key, t in node.own.items()
     ]
-    return sorted(own, key=repr), [(name, _shape(child, seen_from)) for name, child in node.children.items()]
+    return sorted(own, key=repr), [
+        (name, _shape(child, seen_from)) for name, child in node.children.items()
+    ]
 
 
 def _aim_span(first: Aim, last: Aim) -> Aim:
@@ -123,4 +139,8 @@ def _span(first: str, last: str) -> str:
 def params_text(names: Iterable[str]) -> str:
     """A list of parameters, shortened."""
     listed = list(names)
-    return ", ".join(listed) if len(listed) <= 2 else f"{listed[0]} .. {listed[-1]} ({len(listed)} parameters)"
+    return (
+        ", ".join(listed)
+        if len(listed) <= 2
+        else f"{listed[0]} .. {listed[-1]} ({len(listed)} parameters)"
+    )

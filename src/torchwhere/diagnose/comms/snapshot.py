@@ -1,8 +1,9 @@
-"""A golden snapshot of the collectives: what a program does today, kept in a file, to be told when it does something else.
+"""A golden snapshot of the collectives: what a program does today, kept in a file, to be told when
+it does something else.
 
-Takes `Comms`, gives rows; a file holds one row a line, as JSON, in the order of the tree, so that a reviewer sees in a diff of
-the file which module does what. Lines, steps and ranks are not kept: they change when nothing has. `differences` puts what
-parted side by side, by module and pass.
+Takes `Comms`, gives rows; a file holds one row a line, as JSON, in the order of the tree, so that a
+reviewer sees in a diff of the file which module does what. Lines, steps and ranks are not kept:
+they change when nothing has. `differences` puts what parted side by side, by module and pass.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class CommsDifference:
 
 
 def rows(found: Comms) -> list[SnapshotRow]:
-    return [SnapshotRow(module, *key, counter.count, counter.bytes) for module, key, counter in found.walk()]
+    return [
+        SnapshotRow(module, *key, counter.count, counter.bytes)
+        for module, key, counter in found.walk()
+    ]
 
 
 def dumps(kept: Iterable[SnapshotRow]) -> str:
@@ -71,13 +75,25 @@ def _row(fields: dict[str, Any]) -> SnapshotRow:
     beneficiary = fields["for"]
     count, size = int(fields["count"]), int(fields["bytes"])
     beneficiary = tuple(map(str, beneficiary)) if isinstance(beneficiary, list) else beneficiary
-    return SnapshotRow(fields["module"], str(fields["pass"]), str(fields["op"]), str(fields["group"]), beneficiary, count, size)
+    return SnapshotRow(
+        fields["module"],
+        str(fields["pass"]),
+        str(fields["op"]),
+        str(fields["group"]),
+        beneficiary,
+        count,
+        size,
+    )
 
 
-def differences(expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]) -> list[CommsDifference]:
+def differences(
+    expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]
+) -> list[CommsDifference]:
     """What is in one and not in the other, module by module, as the tree has them."""
     were, are = list(expected), list(found)
-    modules = {module: at for at, module in enumerate(dict.fromkeys(row.module for row in (*are, *were)))}
+    modules = {
+        module: at for at, module in enumerate(dict.fromkeys(row.module for row in (*are, *were)))
+    }
     parted: dict[tuple[str | None, str], tuple[list[SnapshotRow], list[SnapshotRow]]] = {}
     for side, (own, other) in enumerate(((were, set(are)), (are, set(were)))):
         for row in own:
@@ -87,4 +103,6 @@ def differences(expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]) -
     def order(place: tuple[str | None, str]) -> tuple[int, int]:
         return modules[place[0]], PASSES.index(place[1]) if place[1] in PASSES else len(PASSES)
 
-    return [CommsDifference(*place, *map(tuple, parted[place])) for place in sorted(parted, key=order)]
+    return [
+        CommsDifference(*place, *map(tuple, parted[place])) for place in sorted(parted, key=order)
+    ]

@@ -1,8 +1,10 @@
-"""Counts collectives that are alike: the same pass, module, call, purpose and line, whatever the step.
+"""Counts collectives that are alike: the same pass, module, call, purpose and line, whatever the
+step.
 
-Takes the records of a box all at once, with numpy (about 0.02 s for the full ring of a rank), or one by one as they are
-written. Both give the same `Sums`. What is held grows with what differs, and by 8 bytes for each step in which it is met,
-not with the number of collectives: a program may be counted for days.
+Takes the records of a box all at once, with numpy (about 0.02 s for the full ring of a rank), or
+one by one as they are written. Both give the same `Sums`. What is held grows with what differs, and
+by 8 bytes for each step in which it is met, not with the number of collectives: a program may be
+counted for days.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ _PASS, _STEP, _MODULE, _LINE, _WHAT, _AIM = 3, 6, 7, 9, 11, 12  # within an unpa
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """One key for each sort of collective, in the order they were first met, and how often it was."""
+    """One key for each sort of collective, in the order they were first met, and how often it
+    was."""
 
     keys: list[tuple[int, ...]]  # the fields of ALIKE
     counts: list[int]
-    which: npt.NDArray[np.int64]  # with `steps`: in which steps each was met, by its place in `keys`
+    # with `steps`: in which steps each was met, by its place in `keys`
+    which: npt.NDArray[np.int64]
     steps: npt.NDArray[np.int64]
 
     @property
@@ -57,7 +61,8 @@ def sums(records: npt.NDArray[Any]) -> Sums:
 
 
 def _numbered(columns: Iterable[Any]) -> Any:
-    """A number for each row, the same for equal rows: column by column, which takes a fifth of sorting whole rows."""
+    """A number for each row, the same for equal rows: column by column, which takes a fifth of
+    sorting whole rows."""
     numbers: Any = 0
     for column in columns:
         values, own = np.unique(column, return_inverse=True)
@@ -78,7 +83,10 @@ class RunningSums:
     def take(self, record: bytes) -> None:
         """Count one record of a collective."""
         fields = RECORD.unpack_from(record)
-        key, step = (fields[_PASS], fields[_MODULE], fields[_WHAT], fields[_AIM], fields[_LINE]), fields[_STEP]
+        key, step = (
+            (fields[_PASS], fields[_MODULE], fields[_WHAT], fields[_AIM], fields[_LINE]),
+            fields[_STEP],
+        )
         with self._lock:
             place = self._places.get(key)
             if place is None:
@@ -98,6 +106,10 @@ class RunningSums:
     def sums(self) -> Sums:
         """What was counted so far."""
         with self._lock:
-            keys, counts, met = list(self._places), list(self._counts), np.array(self._met, np.int64)
+            keys, counts, met = (
+                list(self._places),
+                list(self._counts),
+                np.array(self._met, np.int64),
+            )
         met = np.unique(met)
         return Sums(keys=keys, counts=counts, which=met >> 32, steps=met & NO_STEP)

@@ -1,7 +1,9 @@
-"""Which collectives each part of the model causes: a tree of modules, with counts and bytes per pass.
+"""Which collectives each part of the model causes: a tree of modules, with counts and bytes per
+pass.
 
-Takes a run, or what was counted live (`sums.py`), gives `Comms`: the tree as recorded. Counts and bytes are added over all
-ranks; a `CommsSum` says which ranks, in how many steps, from which lines. `outline.py` makes of it what people want to read.
+Takes a run, or what was counted live (`sums.py`), gives `Comms`: the tree as recorded. Counts and
+bytes are added over all ranks; a `CommsSum` says which ranks, in how many steps, from which lines.
+`outline.py` makes of it what people want to read.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _DEEPEST = 64  # a name with more dots is not split further: nothing here may recurse without end
 
 Sorting = TypeVar("Sorting", bound=str | None)
-Aim = str | tuple[str, ...] | None  # what a collective is for: a unit's name, or names of parameters
+# what a collective is for: a unit's name, or names of parameters
+Aim = str | tuple[str, ...] | None
 
 
 class CommsKey(NamedTuple):
@@ -45,7 +48,8 @@ class CommsSum:
     ranks: set[int] = field(default_factory=set)
     steps: int = 0  # in how many steps of how many ranks, added
     sizes: set[int] = field(default_factory=set)  # bytes of one call
-    lines: dict[str, int] = field(default_factory=dict)  # how many from each line of the user's code
+    # how many from each line of the user's code
+    lines: dict[str, int] = field(default_factory=dict)
 
     def add(self, other: CommsSum) -> None:
         self.count += other.count
@@ -84,7 +88,8 @@ class CommsNode(Shown):
         return total
 
     def entries(self) -> list[tuple[CommsKey, CommsSum]]:
-        """What it issued itself, in the order of a step; in the same order for modules that do the same."""
+        """What it issued itself, in the order of a step; in the same order for modules that do the
+        same."""
 
         def order(entry: tuple[CommsKey, CommsSum]) -> tuple[Any, ...]:
             pass_, op, group, beneficiary = entry[0]
@@ -99,7 +104,13 @@ class CommsNode(Shown):
             "count": total.count,
             "bytes": total.bytes,
             "collectives": [
-                {"pass": key.pass_, "op": key.op, "group": key.group, "for": key.beneficiary, **counter.to_dict()}
+                {
+                    "pass": key.pass_,
+                    "op": key.op,
+                    "group": key.group,
+                    "for": key.beneficiary,
+                    **counter.to_dict(),
+                }
                 for key, counter in self.entries()
             ],
             "children": [child.to_dict() for child in self.children.values()],
@@ -114,11 +125,14 @@ class Comms(Shown, Tabular):
     outside: CommsNode = field(default_factory=lambda: CommsNode(name=None))
     ranks: set[int] = field(default_factory=set)
     steps: tuple[int, int] | None = None  # first and last step with a collective
-    groups: dict[str, int] = field(default_factory=dict)  # size of each group, by the label used in the keys
-    overwritten: dict[int, int] = field(default_factory=dict)  # by rank: events older than its ring, not counted here
+    # size of each group, by the label used in the keys
+    groups: dict[str, int] = field(default_factory=dict)
+    # by rank: events older than its ring, not counted here
+    overwritten: dict[int, int] = field(default_factory=dict)
 
     def walk(self) -> Iterator[tuple[str | None, CommsKey, CommsSum]]:
-        """Everything that was counted: the module that issued it, what it is, and how much of it. In the tree's order."""
+        """Everything that was counted: the module that issued it, what it is, and how much of it.
+        In the tree's order."""
         pending = [self.outside, self.root]
         while pending:
             node = pending.pop()
@@ -165,10 +179,18 @@ class Comms(Shown, Tabular):
         return self.root.total().bytes + self.outside.total().bytes
 
     def only(
-        self, *, module: str | None = None, pass_: str | None = None, group: str | None = None, for_: str | None = None
+        self,
+        *,
+        module: str | None = None,
+        pass_: str | None = None,
+        group: str | None = None,
+        for_: str | None = None,
     ) -> Comms:
-        """What is left of it: issued in a module and those below it, in a pass, on a group, to serve a module."""
-        found = Comms(ranks=self.ranks, steps=self.steps, groups=self.groups, overwritten=self.overwritten)
+        """What is left of it: issued in a module and those below it, in a pass, on a group, to
+        serve a module."""
+        found = Comms(
+            ranks=self.ranks, steps=self.steps, groups=self.groups, overwritten=self.overwritten
+        )
         for name, key, counter in self.walk():
             is_wanted = (module is None or (name is not None and is_within(name, module))) and (
                 (pass_ is None or key.pass_ == pass_) and (group is None or key.group == group)
@@ -179,10 +201,22 @@ class Comms(Shown, Tabular):
         return found
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """What was counted, one a row: module, pass, op, group, what for; calls and bytes of all ranks, and of how many."""
+        """What was counted, one a row: module, pass, op, group, what for; calls and bytes of all
+        ranks, and of how many."""
         return [
-            {"module": module, "pass": key.pass_, "op": key.op, "group": key.group, "for": key.beneficiary}
-            | {"count": counter.count, "bytes": counter.bytes, "ranks": len(counter.ranks), "steps": counter.steps}
+            {
+                "module": module,
+                "pass": key.pass_,
+                "op": key.op,
+                "group": key.group,
+                "for": key.beneficiary,
+            }
+            | {
+                "count": counter.count,
+                "bytes": counter.bytes,
+                "ranks": len(counter.ranks),
+                "steps": counter.steps,
+            }
             for module, key, counter in self.walk()
         ]
 
@@ -203,8 +237,15 @@ def is_within(name: str, module: str) -> bool:
 
 
 def _serves(beneficiary: Aim, issuer: str | None, module: str) -> bool:
-    """Whether a collective moves what belongs to a module. One that says nothing else serves the module that issued it."""
-    names = (issuer,) if beneficiary is None else beneficiary if isinstance(beneficiary, tuple) else (beneficiary,)
+    """Whether a collective moves what belongs to a module. One that says nothing else serves the
+    module that issued it."""
+    names = (
+        (issuer,)
+        if beneficiary is None
+        else beneficiary
+        if isinstance(beneficiary, tuple)
+        else (beneficiary,)
+    )
     return any(name is not None and is_within(name, module) for name in names)
 
 
@@ -227,7 +268,10 @@ def add(found: Comms, box: Box, counted: Sums) -> None:
         first, last = found.steps or span
         found.steps = min(first, span[0]), max(last, span[1])
     found.ranks.add(box.rank)
-    counters = [_count(found, box, key, count) for key, count in zip(counted.keys, counted.counts, strict=True)]
+    counters = [
+        _count(found, box, key, count)
+        for key, count in zip(counted.keys, counted.counts, strict=True)
+    ]
     _add_steps(counters, counted.which, counted.steps)
     sort_children(found.root)
 
@@ -259,8 +303,10 @@ def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> Comm
 
 
 def _add_steps(counters: list[CommsSum], which: Any, steps: Any) -> None:
-    """Add to each counter in how many steps it was met; `which` says for each step in `steps` the place of its counter."""
-    distinct = list({id(counter): counter for counter in counters}.values())  # calls of several shapes share a counter
+    """Add to each counter in how many steps it was met; `which` says for each step in `steps` the
+    place of its counter."""
+    # calls of several shapes share a counter
+    distinct = list({id(counter): counter for counter in counters}.values())
     numbers = {id(counter): number for number, counter in enumerate(distinct)}
     number_of = np.array([numbers[id(counter)] for counter in counters])
     met = np.unique(number_of[which] << 32 | steps) >> 32
@@ -278,20 +324,26 @@ def descend(root: CommsNode, module: str) -> CommsNode:
 
 
 def group_label(box: Box, name: str) -> str:
-    """What to call a group: its mesh dimension or description. Sibling groups of one dimension share the label."""
+    """What to call a group: its mesh dimension or description. Sibling groups of one dimension
+    share the label."""
     group = box.groups().get(name, {})
     desc = str(group.get("desc") or "")
-    return str(group.get("mesh_dim") or (desc if desc not in ("", "undefined") else f"group {name}"))
+    return str(
+        group.get("mesh_dim") or (desc if desc not in ("", "undefined") else f"group {name}")
+    )
 
 
 def _group_label(found: Comms, box: Box, name: str) -> str:
     label, members = group_label(box, name), box.groups().get(name, {}).get("ranks")
-    found.groups[label] = max(found.groups.get(label, 0), len(members) if isinstance(members, list) else 0)
+    found.groups[label] = max(
+        found.groups.get(label, 0), len(members) if isinstance(members, list) else 0
+    )
     return label
 
 
 def sort_children(node: CommsNode) -> None:
-    """Children in the order they were first seen; numbered ones by number, wherever the ring begins."""
+    """Children in the order they were first seen; numbered ones by number, wherever the ring
+    begins."""
     if all(map(is_number, node.children)):
         node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
     for child in node.children.values():

@@ -1,7 +1,9 @@
-"""Lays the events of many ranks side by side: what has the same step, kind, group and order in it stands at one spot.
+"""Lays the events of many ranks side by side: what has the same step, kind, group and order in it
+stands at one spot.
 
-Takes traces, gives the spots where not all ranks have the same, in the order of the program, and `part`, which follows cohorts
-of ranks through them. Ranks whose events are all alike are laid down once; what all have in common is not looked at one by one.
+Takes traces, gives the spots where not all ranks have the same, in the order of the program, and
+`part`, which follows cohorts of ranks through them. Ranks whose events are all alike are laid down
+once; what all have in common is not looked at one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _NOTHING = 0  # in the place of an event
 
 @dataclass(slots=True)
 class RankClass:
-    """Ranks whose events are all alike. Columns have an item for each event, sorted by step, stream and order."""
+    """Ranks whose events are all alike. Columns have an item for each event, sorted by step, stream
+    and order."""
 
     ranks: list[int]
     sequence: EventSequence  # of one of them
@@ -47,17 +50,25 @@ class RankClass:
         """Where in the trace it goes on if it has nothing at a spot."""
         before = self.index(spot.step, spot.stream, spot.nth - 1) if spot.nth else None
         first = int(np.searchsorted(self.sequence.steps, spot.step))
-        return before + 1 if before is not None else min(first + spot.position[1], len(self.sequence.records))
+        return (
+            before + 1
+            if before is not None
+            else min(first + spot.position[1], len(self.sequence.records))
+        )
 
     def may_lack(self, step: int, stream: EventStream) -> bool:
-        """Whether having nothing there means nothing: it had not come so far, or is in no such group."""
+        """Whether having nothing there means nothing: it had not come so far, or is in no such
+        group."""
         has_not_come_so_far = not self.sequence.has_ended and step >= self.last_step
-        return has_not_come_so_far or (stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups)
+        return has_not_come_so_far or (
+            stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedEvents:
-    """Events of several ranks that are compared with each other. By the index of the likes: their flow, value, and index."""
+    """Events of several ranks that are compared with each other. By the index of the likes: their
+    flow, value, and index."""
 
     step: int
     stream: int
@@ -79,9 +90,15 @@ def likes(sequences: Iterable[EventSequence]) -> list[RankClass]:
     """The traces, those together that are all alike, most ranks first."""
     found: dict[tuple[Hashable, ...], RankClass] = {}
     for sequence in sequences:
-        order = np.lexsort((sequence.streams, sequence.steps))  # stable: within a stream the order of the program
+        # stable: within a stream the order of the program
+        order = np.lexsort((sequence.streams, sequence.steps))
         steps, streams = sequence.steps[order], sequence.streams[order]
-        key = (*(column[order].tobytes() for column in (sequence.steps, sequence.streams, sequence.flow, sequence.value)),)
+        key = (
+            *(
+                column[order].tobytes()
+                for column in (sequence.steps, sequence.streams, sequence.flow, sequence.value)
+            ),
+        )
         known = found.get((key, sequence.has_ended, sequence.groups))
         if known is not None:
             known.ranks.append(sequence.rank)
@@ -109,7 +126,15 @@ def spots(sides: Sequence[RankClass]) -> Iterator[AlignedEvents]:
         np.concatenate(found)
         for found in zip(
             *(
-                (one.steps, one.streams, one.nth, one.sequence.flow[one.at], one.sequence.value[one.at], one.at, one.in_step)
+                (
+                    one.steps,
+                    one.streams,
+                    one.nth,
+                    one.sequence.flow[one.at],
+                    one.sequence.value[one.at],
+                    one.at,
+                    one.in_step,
+                )
                 for one in sides
             ),
             strict=True,
@@ -131,15 +156,25 @@ def spots(sides: Sequence[RankClass]) -> Iterator[AlignedEvents]:
     first = starts[chosen]
     for one in chosen[np.lexsort((side[first], in_step[first], steps[first]))]:
         start, end = int(starts[one]), int(ends[one])
-        step, rows = int(steps[start]), (column[start:end].tolist() for column in (side, flow, value, at))
+        step, rows = (
+            int(steps[start]),
+            (column[start:end].tolist() for column in (side, flow, value, at)),
+        )
         has = {who: (what, how, where) for who, what, how, where in zip(*rows, strict=True)}
-        yield AlignedEvents(step, int(streams[start]), int(nth[start]), (step, int(in_step[start])), has)
+        yield AlignedEvents(
+            step, int(streams[start]), int(nth[start]), (step, int(in_step[start])), has
+        )
 
 
 def part(
-    sides: Sequence[RankClass], streams: dict[int, EventStream], cohorts: Cohorts, *, heeded: Iterable[int]
+    sides: Sequence[RankClass],
+    streams: dict[int, EventStream],
+    cohorts: Cohorts,
+    *,
+    heeded: Iterable[int],
 ) -> list[Finding]:
-    """Follow the cohorts of `sides` (by index) through all spots of the streams that are heeded: where they part."""
+    """Follow the cohorts of `sides` (by index) through all spots of the streams that are heeded:
+    where they part."""
     found: list[Finding] = []
     wanted, values_differ = set(heeded), False
     for spot in spots(sides):
@@ -147,7 +182,10 @@ def part(
             break
         if spot.stream not in wanted:
             continue
-        found += [Finding("flow", spot, versions) for versions in cohorts.part(_has(spot, sides, streams[spot.stream]))]
+        found += [
+            Finding("flow", spot, versions)
+            for versions in cohorts.part(_has(spot, sides, streams[spot.stream]))
+        ]
         if not values_differ and any(how for _, how, _ in spot.has.values()):
             differing = _differing_values(spot, cohorts)
             values_differ = bool(differing)
@@ -155,7 +193,9 @@ def part(
     return found
 
 
-def _has(spot: AlignedEvents, sides: Sequence[RankClass], stream: EventStream) -> dict[int, Hashable]:
+def _has(
+    spot: AlignedEvents, sides: Sequence[RankClass], stream: EventStream
+) -> dict[int, Hashable]:
     has: dict[int, Hashable] = {who: what for who, (what, _, _) in spot.has.items()}
     for who, one in enumerate(sides):
         if who not in has and not one.may_lack(spot.step, stream):

@@ -1,8 +1,8 @@
 """Ranks that do the same are a cohort: how cohorts come apart, and what is told about it.
 
-`Cohorts` begins with all ranks together and is told, in the order of the program, what each rank has at one place. Where ranks
-that were together have different things, they part. What no rank can be blamed for is left open: a rank that has nothing to say
-at a place stays with the most.
+`Cohorts` begins with all ranks together and is told, in the order of the program, what each rank
+has at one place. Where ranks that were together have different things, they part. What no rank can
+be blamed for is left open: a rank that has nothing to say at a place stays with the most.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ MOST_PARTINGS = 20  # told of; those after them are counted
 
 @dataclass(frozen=True, slots=True)
 class ComparedItem:
-    """One line of a log, or one event. `number` is that of the line in its file, or of the record in its box."""
+    """One line of a log, or one event. `number` is that of the line in its file, or of the record
+    in its box."""
 
     number: int
     text: str
@@ -34,7 +35,8 @@ class ComparedItem:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Version(Shown):
-    """What some ranks have where they part; none: nothing, or no more. `after` is what comes next on the first of them."""
+    """What some ranks have where they part; none: nothing, or no more. `after` is what comes next
+    on the first of them."""
 
     ranks: tuple[int, ...]
     entry: ComparedItem | None
@@ -52,8 +54,8 @@ class Version(Shown):
 class Divergence(Shown):
     """A place where ranks that did the same until then go apart. `kind` says how:
 
-    `flow`: they do, or say, different things; `value`: they say the same about different values; `group`: in one collective
-    they differ in what must be equal there (shape, dtype, operation).
+    `flow`: they do, or say, different things; `value`: they say the same about different values;
+    `group`: in one collective they differ in what must be equal there (shape, dtype, operation).
     """
 
     kind: str
@@ -79,13 +81,15 @@ class Divergence(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Shown):
-    """What the logs, or the events, of some ranks have in common, and where they part, first place first."""
+    """What the logs, or the events, of some ranks have in common, and where they part, first place
+    first."""
 
     ranks: tuple[int, ...]
     compared: int  # lines or events that were looked at, of all ranks
     cohorts: tuple[tuple[int, ...], ...]  # ranks that are the same all the way, largest first
     divergences: tuple[Divergence, ...] = ()
-    steps: tuple[int, int] | None = None  # of events: the first and the last step that were compared
+    # of events: the first and the last step that were compared
+    steps: tuple[int, int] | None = None
     remarks: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,7 +128,8 @@ class Cohorts:
         return len(self._ranks) < len(self._of)
 
     def part(self, found: Mapping[int, Hashable]) -> list[list[list[int]]]:
-        """Ranks have `found` at one place: who parts from whom. For each cohort that comes apart, those who have the same.
+        """Ranks have `found` at one place: who parts from whom. For each cohort that comes apart,
+        those who have the same.
 
         Ranks that are not in `found` stay with the most of their cohort.
         """

@@ -49,15 +49,28 @@ def diff(
     strip: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> Diff:
-    """Compare the events of a run and the logs in some files. `strip` and `ignore` are regular expressions: what else may
-    differ in a line or a name, and lines and events to leave out."""
+    """Compare the events of a run and the logs in some files. `strip` and `ignore` are regular
+    expressions: what else may differ in a line or a name, and lines and events to leave out."""
     stripping, ignoring = patterns(strip), patterns(ignore)
-    labels = {rank: one for rank, one in run.labels.items() if ranks is None or rank in ranks} if run is not None else {}
-    files = {rank: path for rank, path in ranks_of(logs).items() if ranks is None or rank in ranks} if logs else {}
+    labels = (
+        {rank: one for rank, one in run.labels.items() if ranks is None or rank in ranks}
+        if run is not None
+        else {}
+    )
+    files = (
+        {rank: path for rank, path in ranks_of(logs).items() if ranks is None or rank in ranks}
+        if logs
+        else {}
+    )
     hosts = {rank: str(box.meta.get("host") or "") for rank, box in labels.items()}
-    texts = {rank: Log(path, Stripper(rank, hosts.get(rank), stripping), ignoring) for rank, path in files.items()}
+    texts = {
+        rank: Log(path, Stripper(rank, hosts.get(rank), stripping), ignoring)
+        for rank, path in files.items()
+    }
     if len(labels) < 2 and len(texts) < 2:
-        raise TorchwhereError("nothing to compare: there are neither boxes nor logs of two ranks or more")
+        raise TorchwhereError(
+            "nothing to compare: there are neither boxes nor logs of two ranks or more"
+        )
     return Diff(
         logs=compare_logs(texts) if len(texts) > 1 else None,
         events=compare_events(run.boxes, sorted(labels), strip=stripping, ignore=ignoring)
@@ -67,16 +80,23 @@ def diff(
 
 
 def find_logs(folder: Path, where: str | None) -> list[Path]:
-    """The log files: those in the run's folder, or those of another folder or of a pattern like `logs/*/stdout.log`."""
+    """The log files: those in the run's folder, or those of another folder or of a pattern like
+    `logs/*/stdout.log`."""
     if where is None:
         return sorted(folder.glob(LOG_NAMES))
     if Path(where).is_dir():
         found = sorted(Path(where).glob(LOG_NAMES))
-        found = found or sorted(path for path in Path(where).rglob("*") if path.suffix in _LOG_ENDINGS and path.is_file())
+        found = found or sorted(
+            path
+            for path in Path(where).rglob("*")
+            if path.suffix in _LOG_ENDINGS and path.is_file()
+        )
     else:
         pattern = Path(where)
         root = Path(pattern.anchor) if pattern.is_absolute() else Path()
-        found = sorted(path for path in root.glob(str(pattern.relative_to(pattern.anchor))) if path.is_file())
+        found = sorted(
+            path for path in root.glob(str(pattern.relative_to(pattern.anchor))) if path.is_file()
+        )
     if not found:
         raise TorchwhereError(f"--logs {where}: there is no such file")
     return found

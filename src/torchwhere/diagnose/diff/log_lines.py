@@ -1,7 +1,9 @@
-"""What may differ between ranks that do the same: ids, addresses, devices, times, processes, ranks, hosts, temporary files.
+"""What may differ between ranks that do the same: ids, addresses, devices, times, processes, ranks,
+hosts, temporary files.
 
-`stripped(text)` puts a mark in the place of each, so that equal texts say the same thing; `skeleton` does it with every number
-that is left, so that equal texts say the same thing about possibly different values.
+`stripped(text)` puts a mark in the place of each, so that equal texts say the same thing;
+`skeleton` does it with every number that is left, so that equal texts say the same thing about
+possibly different values.
 """
 
 from __future__ import annotations
@@ -12,17 +14,22 @@ from dataclasses import dataclass
 
 _MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 _CLOCK = r"\d{1,2}:\d\d:\d\d(?:[.,]\d+)?"
-_UNITS = "(?:ns|us|µs|μs|ms|s|secs?|seconds?|mins?|minutes?|h|hrs?|hours?)"  # both signs for micro are in use
+# both signs for micro are in use
+_UNITS = "(?:ns|us|µs|μs|ms|s|secs?|seconds?|mins?|minutes?|h|hrs?|hours?)"
 _NUMBER = r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _IS = r"(?:\s?[=:]\s?|\s)"
 _DURATION = rf"(?:{_CLOCK}|{_NUMBER}(?:\s?{_UNITS})?)"
 _UUID = r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
 
-# What a match begins with decides which patterns are tried there: 17 at every snapshot of a line take 50 us, these take 12.
-# At one place the first that fits is taken. Of those in _ENDS only the number at the end is replaced.
+# What a match begins with decides which patterns are tried there: 17 at every snapshot of a line
+# take 50 us, these take 12. At one place the first that fits is taken. Of those in _ENDS only the
+# number at the end is replaced.
 _AT_DIGIT = {
     "uuid": _UUID,
-    "date": r"(?<!\.)\d{4}[-/]\d\d[-/]\d\d(?:[T ,_]+\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?(?!\d)",
+    "date": (
+        r"(?<!\.)\d{4}[-/]\d\d[-/]\d\d(?:[T"
+        r" ,_]+\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?(?!\d)"
+    ),
     "host": r"(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?\b",
     "progress": r"\d+:\d\d(?::\d\d)?<(?:\d+:\d\d(?::\d\d)?|\?)",  # tqdm: gone and to go
     "clock": rf"(?<![.:]){_CLOCK}(?![\w:])",
@@ -33,10 +40,19 @@ _AT_DIGIT = {
 }
 _AT_LETTER = {
     "rank": r"[Rr](?:ank|ANK)(?:\s?[=:#]?\s?|[_\-\[(]+)\d+(?!\d)",
-    "device": r"\b(?:(?:cuda|xpu|npu|hpu|mps|mlu|musa|xla):|(?:[Gg][Pp][Uu]|[Dd]evice(?:_index|_id)?)\s?[:=#]?\s?)\d+\b",
-    "id": rf"\b(?:(?:id|Id|ID|p?pid|p?PID|tid|TID|[Pp]ort){_IS}|(?:[Pp]rocess|[Tt]hread){_IS}(?=\d\d))\d+\b",
-    "took": rf"\b(?:\w+_)?(?:time|elapsed|took|duration|latency|eta|ETA)(?:_\w+)?{_IS}{_DURATION}(?![\w.])",
-    "day": rf"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?{_MONTH} +\d{{1,2}},? (?:{_CLOCK}(?: \d{{4}})?|\d{{4}})\b",
+    "device": (
+        r"\b(?:(?:cuda|xpu|npu|hpu|mps|mlu|musa|xla):|(?:[Gg][Pp][Uu]|[Dd]evice(?:_index|_id)?)\s?[:=#]?\s?)\d+\b"
+    ),
+    "id": (
+        rf"\b(?:(?:id|Id|ID|p?pid|p?PID|tid|TID|[Pp]ort){_IS}|(?:[Pp]rocess|[Tt]hread){_IS}(?=\d\d))\d+\b"
+    ),
+    "took": (
+        rf"\b(?:\w+_)?(?:time|elapsed|took|duration|latency|eta|ETA)(?:_\w+)?{_IS}{_DURATION}(?![\w.])"
+    ),
+    "day": (
+        rf"\b(?:(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*,? )?{_MONTH} +\d{{1,2}},? (?:{_CLOCK}(?:"
+        r" \d{4})?|\d{4})\b"
+    ),
     "log": rf"\b[IWEF]\d{{4}} {_CLOCK} +\d+",  # glog: severity and date, time, thread
     "uuid_too": _UUID,
     "host_too": r"\blocalhost:\d+",
@@ -73,8 +89,11 @@ _MAY_MATCH = re.compile(r"\d|tmp")
 _OWN = re.compile(
     r"(\s*[\[(<]?)(\d+)(?=[\])>]|:(?!\d)|\s*\|)"
 )  # `[3] text`, `3: text`: a launcher put the rank before the line
-# A number that is a value: not part of a name (`layers.0.weight`), of a version, or of a line of code (`train.py:12`).
-_VALUE = re.compile(rf"(?<![\w.])(?<!\.py:)(?<!, line )[-+]?(?:{_NUMBER}|nan|inf|NaN|Infinity)(?!\w)(?!\.\w)")
+# A number that is a value: not part of a name (`layers.0.weight`), of a version, or of a line of
+# code (`train.py:12`).
+_VALUE = re.compile(
+    rf"(?<![\w.])(?<!\.py:)(?<!, line )[-+]?(?:{_NUMBER}|nan|inf|NaN|Infinity)(?!\w)(?!\.\w)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Where the logs of ranks part: text files, one a rank, line by line, without what may differ.
 
-Takes the files by rank, gives a `Comparison`. Every file is read once, as a stream; what is kept of a line is two numbers, and
-ranks whose lines are all equal share them. About 25 us a line.
+Takes the files by rank, gives a `Comparison`. Every file is read once, as a stream; what is kept of
+a line is two numbers, and ranks whose lines are all equal share them. About 25 us a line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Log:
     ignore: tuple[re.Pattern[str], ...] = ()
 
     def lines(self) -> Iterator[tuple[int, str]]:
-        """Its lines by number, those to ignore left out. Of what overwrote itself on a terminal, the last state."""
+        """Its lines by number, those to ignore left out. Of what overwrote itself on a terminal,
+        the last state."""
         try:
             with self.path.open(encoding="utf-8", errors="replace", newline="\n") as file:
                 for number, line in enumerate(file, 1):
@@ -62,7 +63,9 @@ class Log:
 
     def entries(self, start: int, stop: int) -> list[ComparedItem]:
         """Some of its lines, counted from 0 without those to ignore."""
-        return [ComparedItem(number, text) for number, text in islice(self.lines(), max(0, start), stop)]
+        return [
+            ComparedItem(number, text) for number, text in islice(self.lines(), max(0, start), stop)
+        ]
 
 
 @dataclass(slots=True)
@@ -84,11 +87,14 @@ def compare_logs(logs: Mapping[int, Log]) -> Comparison:
     if search.more:
         remarks.append(f"{search.more} further places where ranks part are not shown")
     cohorts = in_order(tuple(sorted(read.ranks)) for read in reads)
-    return Comparison(tuple(sorted(logs)), compared, cohorts, tuple(search.divergences), remarks=tuple(remarks))
+    return Comparison(
+        tuple(sorted(logs)), compared, cohorts, tuple(search.divergences), remarks=tuple(remarks)
+    )
 
 
 def _read_all(logs: Mapping[int, Log], most: int) -> tuple[list[_Read], int, bool]:
-    """The logs in numbers, equal ones together; how many lines; and whether one has more than `most`."""
+    """The logs in numbers, equal ones together; how many lines; and whether one has more than
+    `most`."""
     found: dict[tuple[bytes, bytes], _Read] = {}
     lines, is_cut = 0, False
     for rank, log in sorted(logs.items()):
@@ -100,7 +106,9 @@ def _read_all(logs: Mapping[int, Log], most: int) -> tuple[list[_Read], int, boo
         is_cut |= len(flow) > most
         del flow[most:], value[most:]
         lines += len(flow)
-        read = found.setdefault((flow.tobytes(), value.tobytes()), _Read([], np.array(flow), np.array(value)))
+        read = found.setdefault(
+            (flow.tobytes(), value.tobytes()), _Read([], np.array(flow), np.array(value))
+        )
         read.ranks.append(rank)
     return list(found.values()), lines, is_cut
 
@@ -146,7 +154,10 @@ class _LogSearch:
         if len(self.divergences) >= MOST_PARTINGS:
             self.more += 1
             return
-        told = [self._version(line, sorted(rank for at in reads for rank in self._reads[at].ranks)) for reads in versions]
+        told = [
+            self._version(line, sorted(rank for at in reads for rank in self._reads[at].ranks))
+            for reads in versions
+        ]
         told.sort(key=lambda version: (-len(version.ranks), version.ranks))
         before = self._logs[told[0].ranks[0]].entries(line - _CONTEXT, line)
         remarks = self._together_again(line, told) if kind == "flow" and len(told) == 2 else ()
@@ -161,13 +172,23 @@ class _LogSearch:
         said = []
         for version in versions:
             log = self._logs[version.ranks[0]]
-            said.append([skeleton(log.strip(entry.text)) for entry in log.entries(line, line + _LOOK_AHEAD)])
+            said.append(
+                [skeleton(log.strip(entry.text)) for entry in log.entries(line, line + _LOOK_AHEAD)]
+            )
             said[-1] += [_NO_LINE] * (_LOOK_AHEAD - len(said[-1]))
         found = rejoined(*said)
         if found is None or any(version.entry is None for version in versions):
-            return (f"they do not come together again in the next {_LOOK_AHEAD} lines",) if found is None else ()
+            return (
+                (f"they do not come together again in the next {_LOOK_AHEAD} lines",)
+                if found is None
+                else ()
+            )
         names = [ranks_named(version.ranks) for version in versions]
-        skipped = [f"{count} line{'s' * (count > 1)} of {name}" for count, name in zip(found, names, strict=True) if count]
+        skipped = [
+            f"{count} line{'s' * (count > 1)} of {name}"
+            for count, name in zip(found, names, strict=True)
+            if count
+        ]
         return (f"they come together again after {' and '.join(skipped)}",)
 
 
@@ -191,30 +212,37 @@ def rejoined(one: Sequence[str], other: Sequence[str]) -> tuple[int, int] | None
     return min(pairs, key=sum, default=None)
 
 
-# -- which file is whose -----------------------------------------------------------------------------------------------------
+# -- which file is whose ---------------------------------------------------------------------------
 
 _RANK = re.compile(r"rank[_\-=.]?(\d+)", re.IGNORECASE)
 _DIGITS = re.compile(r"\d+")
 
 
 def ranks_of(paths: Sequence[Path]) -> dict[int, Path]:
-    """The files by rank: the number after "rank" in the name or, where there is none, the one that tells the files apart."""
+    """The files by rank: the number after "rank" in the name or, where there is none, the one that
+    tells the files apart."""
     names = [str(path) for path in paths]
     numbers = [[int(found[-1])] if (found := _RANK.findall(name)) else [] for name in names]
     if not all(numbers):
         fields = [_DIGITS.findall(name) for name in names]
         same_shape = len({_DIGITS.sub("#", name) for name in names}) == 1
-        differing = [at for at, values in enumerate(zip(*fields, strict=True)) if len(set(values)) > 1] if same_shape else []
+        differing = (
+            [at for at, values in enumerate(zip(*fields, strict=True)) if len(set(values)) > 1]
+            if same_shape
+            else []
+        )
         if len(differing) != 1:
             raise TorchwhereError(
-                f"cannot tell which rank wrote {names[0]}: the files' names must differ in one number, or have it after `rank`"
+                f"cannot tell which rank wrote {names[0]}: the files' names must differ in one"
+                " number, or have it after `rank`"
             )
         numbers = [[int(found[differing[0]])] for found in fields]
     by_rank: dict[int, Path] = {}
     for (rank,), path in zip(numbers, paths, strict=True):
         if rank in by_rank:
             raise TorchwhereError(
-                f"two logs of rank {rank}: {by_rank[rank]} and {path}. Say which: --logs 'folder/*/stdout.log'"
+                f"two logs of rank {rank}: {by_rank[rank]} and {path}. Say which: --logs"
+                " 'folder/*/stdout.log'"
             )
         by_rank[rank] = path
     return by_rank

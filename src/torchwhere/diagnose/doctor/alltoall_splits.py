@@ -1,8 +1,10 @@
-"""All_to_all calls whose parts do not fit: one rank sends another as many elements as that one does not take.
+"""All_to_all calls whose parts do not fit: one rank sends another as many elements as that one does
+not take.
 
-Takes a hearing, looks at the last call of each group that all of it have issued. Gloo crashes on such a call, NCCL hangs or
-fills tensors with something else. Of a pair that does not agree it is not known which side is wrong, unless one rank is in all
-of them. Where the sizes of the parts were not recorded, as late in a job that never repeats them, their sums may still differ.
+Takes a hearing, looks at the last call of each group that all of it have issued. Gloo crashes on
+such a call, NCCL hangs or fills tensors with something else. Of a pair that does not agree it is
+not known which side is wrong, unless one rank is in all of them. Where the sizes of the parts were
+not recorded, as late in a job that never repeats them, their sums may still differ.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class Unfitting:
 
     def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
         said = [
-            f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks send is not what others take.'
+            f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks'
+            " send is not what others take."
         ]
         said += [
             f"  rank {source} sends {sent} elements to rank {destination}, which takes {taken}"
@@ -57,16 +60,28 @@ class Unfitting:
             said.append(f"  and {len(self.pairs) - _MOST_SHOWN} more pairs")
         if not self.pairs:
             said.append(
-                f"  all ranks together send {self.sent} elements and take {self.taken}; whose split is wrong does not show"
+                f"  all ranks together send {self.sent} elements and take {self.taken}; whose split"
+                " is wrong does not show"
             )
         line = job_calls.by_rank[self.ranks[0]].place_of(self.key, self.number)
         where = f" at {line.line}" if line is not None and line.line else ""
-        return (*said, f"Look at: how the split sizes{where} are made, and whether ranks exchange them before they change.")
+        return (
+            *said,
+            (
+                f"Look at: how the split sizes{where} are made, and whether ranks exchange them"
+                " before they change."
+            ),
+        )
 
 
 def unfitting(job_calls: JobCalls) -> Unfitting | None:
-    """The first such call, of those that somebody issued last; None where all fit, or too little is known."""
-    lasts = {said.last: None for said in job_calls.by_rank.values() if said.last is not None and _is_one(job_calls, said.rank)}
+    """The first such call, of those that somebody issued last; None where all fit, or too little is
+    known."""
+    lasts = {
+        said.last: None
+        for said in job_calls.by_rank.values()
+        if said.last is not None and _is_one(job_calls, said.rank)
+    }
     found = (_compared(job_calls, key, number) for key, number in lasts)
     return next((each for each in found if each is not None), None)
 
@@ -79,10 +94,16 @@ def _is_one(job_calls: JobCalls, rank: int) -> bool:
 
 def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | None:
     ranks = job_calls.group(key).ranks
-    if not ranks or any(rank not in job_calls.by_rank or _fields(job_calls, rank, key, number) is None for rank in ranks):
+    if not ranks or any(
+        rank not in job_calls.by_rank or _fields(job_calls, rank, key, number) is None
+        for rank in ranks
+    ):
         return None
     said = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
-    sent, taken = sum(_elements(each, "shapes") for each in said), sum(_elements(each, "out_shapes") for each in said)
+    sent, taken = (
+        sum(_elements(each, "shapes") for each in said),
+        sum(_elements(each, "out_shapes") for each in said),
+    )
     pairs: tuple[tuple[int, int, int, int], ...] = ()
     if len(ranks) <= _MOST_RANKS:
         sends = [_parts(each, "shapes", "splits", len(ranks)) for each in said]
@@ -92,13 +113,18 @@ def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | N
 
 
 def _unequal(
-    ranks: tuple[int, ...], sends: list[npt.NDArray[np.int64] | None], takes: list[npt.NDArray[np.int64] | None]
+    ranks: tuple[int, ...],
+    sends: list[npt.NDArray[np.int64] | None],
+    takes: list[npt.NDArray[np.int64] | None],
 ) -> tuple[tuple[int, int, int, int], ...]:
     known = [each for each in (*sends, *takes) if each is not None]
     if len(known) < 2 * len(ranks):
         return ()
     sent, taken = np.stack(known[: len(ranks)]), np.stack(known[len(ranks) :]).T
-    return tuple((ranks[i], ranks[j], int(sent[i, j]), int(taken[i, j])) for i, j in np.argwhere(sent != taken).tolist())
+    return tuple(
+        (ranks[i], ranks[j], int(sent[i, j]), int(taken[i, j]))
+        for i, j in np.argwhere(sent != taken).tolist()
+    )
 
 
 def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict[str, Any] | None:
@@ -106,7 +132,11 @@ def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict
     if calls is None or calls.at(number) is None or calls.of(number)[0].op != _OP:
         return None
     found = job_calls.shared_ids.parsed(calls.of(number)[0].text)
-    return found if isinstance(found, dict) and _shape(found, "shapes") and _shape(found, "out_shapes") else None
+    return (
+        found
+        if isinstance(found, dict) and _shape(found, "shapes") and _shape(found, "out_shapes")
+        else None
+    )
 
 
 def _shape(fields: dict[str, Any], name: str) -> list[int]:
@@ -120,8 +150,11 @@ def _elements(fields: dict[str, Any], name: str) -> int:
     return math.prod(_shape(fields, name))
 
 
-def _parts(fields: dict[str, Any], shape_name: str, name: str, ranks: int) -> npt.NDArray[np.int64] | None:
-    """How many elements go to, or come from, each rank; None where that was not recorded, or makes no sense."""
+def _parts(
+    fields: dict[str, Any], shape_name: str, name: str, ranks: int
+) -> npt.NDArray[np.int64] | None:
+    """How many elements go to, or come from, each rank; None where that was not recorded, or makes
+    no sense."""
     shape, splits = _shape(fields, shape_name), fields.get(name)
     if not isinstance(splits, list) or not all(isinstance(size, int) for size in splits):
         return None

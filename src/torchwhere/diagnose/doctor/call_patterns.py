@@ -1,9 +1,10 @@
 """Each rank's own habit: where it did something else than it had always done next.
 
-Takes the calls of one rank in the order it issued them. At each call the longest stretch before it that the rank had gone
-through before says what is due: what had come after that stretch. A call that is not what was due is a departure, if
-what was due had its turn within the stretch itself: then the rank has gone round at least twice. Steps are not needed, and no
-other rank; of a first round nothing can be said. The stretches are those of a suffix automaton: the time is linear.
+Takes the calls of one rank in the order it issued them. At each call the longest stretch before it
+that the rank had gone through before says what is due: what had come after that stretch. A call
+that is not what was due is a departure, if what was due had its turn within the stretch itself:
+then the rank has gone round at least twice. Steps are not needed, and no other rank; of a first
+round nothing can be said. The stretches are those of a suffix automaton: the time is linear.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Deviation:
 
     rank: int
     record: int  # when
-    due: tuple[Call, ...]  # mostly one; several where it had gone on in several ways, of which this is none
+    # mostly one; several where it had gone on in several ways, of which this is none
+    due: tuple[Call, ...]
     issued: Call
     like: Call  # the last time that it issued what was due
     rounds: int  # that it had gone through in the same way, at the least
@@ -79,12 +81,14 @@ class _Past:
     """All stretches of a sequence so far: its suffix automaton. State 0 is the empty stretch."""
 
     following: list[dict[int, int]] = field(default_factory=lambda: [{}])
-    shorter: list[int] = field(default_factory=lambda: [-1])  # the state of the longest suffix with other endings
+    # the state of the longest suffix with other endings
+    shorter: list[int] = field(default_factory=lambda: [-1])
     length: list[int] = field(default_factory=lambda: [0])
     last: int = 0
 
     def context(self) -> tuple[int, dict[int, int]]:
-        """The length of the longest suffix that was there before, and what has ever come after it."""
+        """The length of the longest suffix that was there before, and what has ever come after
+        it."""
         state = self.shorter[self.last]
         return (self.length[state], self.following[state]) if state > 0 else (0, {})
 
@@ -117,7 +121,8 @@ class _Past:
 
 
 def unexpected_tokens(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
-    """The tokens that were not what had ever come after the longest stretch before them; and where those are that were."""
+    """The tokens that were not what had ever come after the longest stretch before them; and where
+    those are that were."""
     past, found, expected = _Past(), [], set()
     for at, token in enumerate(tokens):
         length, options = past.context()
@@ -129,7 +134,7 @@ def unexpected_tokens(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
     return found, expected
 
 
-# -- of a rank -------------------------------------------------------------------------------------------------------------
+# -- of a rank -------------------------------------------------------------------------------------
 
 
 class Sequence(NamedTuple):
@@ -147,7 +152,9 @@ def _pattern(said: RankCalls, most: int) -> Pattern:
     found, expected = unexpected_tokens([ord(snapshot) for snapshot in calls.text])
     return Pattern(
         deviations=tuple(
-            deviation for each in found[-_MOST_DEPARTURES:] if (deviation := _deviation(said.rank, calls, each)) is not None
+            deviation
+            for each in found[-_MOST_DEPARTURES:]
+            if (deviation := _deviation(said.rank, calls, each)) is not None
         ),
         expected=frozenset((calls.keys[calls.streams[at]], calls.numbers[at]) for at in expected),
     )
@@ -158,7 +165,8 @@ def _deviation(rank: int, calls: Sequence, found: Unexpected) -> Deviation | Non
     begin = at - found.context
     rounds = {snapshot: text.count(snapshot, begin, at) for snapshot in map(chr, found.due)}
     due = [snapshot for snapshot, count in rounds.items() if count]
-    if not due or text.find(text[begin : at + 1], begin + 1) >= 0:  # what it did again after that became its habit
+    # what it did again after that became its habit
+    if not due or text.find(text[begin : at + 1], begin + 1) >= 0:
         return None
     first = max(due, key=lambda snapshot: (rounds[snapshot], text.rfind(snapshot, 0, at)))
     like = text.rfind(first, 0, at)
@@ -183,29 +191,43 @@ def _next(calls: Sequence, like: int, at: int) -> Call:
 
 
 def sequence(said: RankCalls, most: int) -> Sequence:
-    """The newest calls of a rank, of the thread that issued the last one: how threads take turns is chance."""
+    """The newest calls of a rank, of the thread that issued the last one: how threads take turns is
+    chance."""
     keys = list(said.calls)
     if not keys:
         return Sequence([], [], [], [], "")
     last = max(said.calls.values(), key=lambda calls: calls.record(calls.last))
     mine = last.of(last.last)[1]
     columns = [_column(index, calls, mine) for index, calls in enumerate(said.calls.values())]
-    streams, numbers, records, site_ids = (np.concatenate(column) for column in zip(*columns, strict=True))
+    streams, numbers, records, site_ids = (
+        np.concatenate(column) for column in zip(*columns, strict=True)
+    )
     order = np.argsort(records, kind="stable")[-most:]
-    tokens = np.unique(site_ids[order] * len(keys) + streams[order], return_inverse=True)[1].tolist()
+    tokens = np.unique(site_ids[order] * len(keys) + streams[order], return_inverse=True)[
+        1
+    ].tolist()
     text = "".join(map(chr, tokens))
-    return Sequence(keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text)
+    return Sequence(
+        keys, streams[order].tolist(), numbers[order].tolist(), records[order].tolist(), text
+    )
 
 
 def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray[np.int64], ...]:
-    """Of the calls of one stream that belong to the thread of `mine`: the stream, number, record and meaning of each."""
+    """Of the calls of one stream that belong to the thread of `mine`: the stream, number, record
+    and meaning of each."""
     codes, first_of, renamed = np.unique(calls.codes(), return_index=True, return_inverse=True)
     call_sites = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
     kept = np.array([_is_of_one_thread(spot, mine) for spot in call_sites], np.bool_)[renamed]
     numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[kept]
-    return np.full(len(numbers), index, np.int64), numbers, calls.records()[kept], issued.site_ids(calls.packed_ids())[kept]
+    return (
+        np.full(len(numbers), index, np.int64),
+        numbers,
+        calls.records()[kept],
+        issued.site_ids(calls.packed_ids())[kept],
+    )
 
 
 def _is_of_one_thread(spot: CallSite, mine: CallSite) -> bool:
-    """Whether two calls come in an order that is no chance: the engine's threads run while the one that called it waits."""
+    """Whether two calls come in an order that is no chance: the engine's threads run while the one
+    that called it waits."""
     return spot.thread == mine.thread or spot.is_of_engine or mine.is_of_engine

@@ -1,8 +1,10 @@
-"""Ranks of several hosts by one clock, and how far that can be trusted: who is late is told by clocks, and these differ.
+"""Ranks of several hosts by one clock, and how far that can be trusted: who is late is told by
+clocks, and these differ.
 
-Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py` aligns them by what ranks did
-together), gives the same numbers with times by the clock of one host, and for each rank how far off these may be. Ranks that
-are known by snapshots have been set right already, by the words that their monitors exchange.
+Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py`
+aligns them by what ranks did together), gives the same numbers with times by the clock of one host,
+and for each rank how far off these may be. Ranks that are known by snapshots have been set right
+already, by the words that their monitors exchange.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _WELL_ABOVE = 2  # times the doubt
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Of each rank of a window, in its order: its host, and how far off its clock may be; None if nothing says so."""
+    """Of each rank of a window, in its order: its host, and how far off its clock may be; None if
+    nothing says so."""
 
     hosts: tuple[str, ...]
     doubts_ns: tuple[float | None, ...]
@@ -35,14 +38,26 @@ class Trust:
         if len(set(self.hosts)) < 2:
             return 0.0
         own, host = self.doubts_ns[row], self.hosts[row]
-        others = [doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host]
+        others = [
+            doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host
+        ]
         known = [doubt for doubt in others if doubt is not None]
-        return own + float(np.median(known)) if own is not None and 2 * len(known) > len(others) else None
+        return (
+            own + float(np.median(known))
+            if own is not None and 2 * len(known) > len(others)
+            else None
+        )
 
-    def is_beyond_doubt(self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float) -> bool:
-        """Whether one rank is late for certain, given how late each is: against others of its host, or by much more than clocks
-        can be off."""
-        mates = [other for other, host in enumerate(self.hosts) if host == self.hosts[row] and other != row]
+    def is_beyond_doubt(
+        self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float
+    ) -> bool:
+        """Whether one rank is late for certain, given how late each is: against others of its host,
+        or by much more than clocks can be off."""
+        mates = [
+            other
+            for other, host in enumerate(self.hosts)
+            if host == self.hosts[row] and other != row
+        ]
         if mates and late_ns[row] - late_ns[mates].max() >= least_ns:
             return True
         doubt_ns = self.doubt_ns(row)
@@ -50,7 +65,8 @@ class Trust:
 
 
 def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, Trust]:
-    """With the clocks that whoever has read the boxes found, and has left in `hearing.kept["moments"]`."""
+    """With the clocks that whoever has read the boxes found, and has left in
+    `hearing.kept["moments"]`."""
     metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("told_by") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
@@ -58,7 +74,8 @@ def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, T
     moments = job_calls.kept.get("moments")
     moments = moments if isinstance(moments, Moments) else Moments()
     doubts = [
-        _BY_LETTERS_NS if "told_by" in meta else _doubt_ns(moments, host) for meta, host in zip(metas, hosts, strict=True)
+        _BY_LETTERS_NS if "told_by" in meta else _doubt_ns(moments, host)
+        for meta, host in zip(metas, hosts, strict=True)
     ]
     ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]
     shifts = [end - moments.one(rank, end) for rank, end in zip(window.ranks, ends, strict=True)]
@@ -72,6 +89,7 @@ def _doubt_ns(moments: Moments, host: str) -> float | None:
         return None
     if clock.evidence is Evidence.REFERENCE:
         return 0.0
-    # Not `uncertainty_ns`: what holds whatever ranks did is as wide as one is late. They are taken to go on soon after a call.
+    # Not `uncertainty_ns`: what holds whatever ranks did is as wide as one is late. They are taken
+    # to go on soon after a call.
     is_bound = clock.uncertainty_ns is not None  # by calls that wait
     return _LEAST_NS + _SCATTERS * (clock.scatter_ns or 0.0) if is_bound else None

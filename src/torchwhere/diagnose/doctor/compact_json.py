@@ -1,9 +1,11 @@
-"""The ranks of a verdict as JSON: all of them whole where they are few; of many, one whole for all that are like it.
+"""The ranks of a verdict as JSON: all of them whole where they are few; of many, one whole for all
+that are like it.
 
-16,384 whole reports would be more than anybody reads, and tens of megabytes. Of a job with more than `MOST_WHOLE` ranks, the
-culprits and one rank of each kind are whole, and everyone else has `state`, `step` and `like`: the rank whose report stands for
-its own. In what the two are the same is said once, in `alike_in`: in all but the step as long as there are few enough kinds of
-ranks, in less where there are too many.
+16,384 whole reports would be more than anybody reads, and tens of megabytes. Of a job with more
+than `MOST_WHOLE` ranks, the culprits and one rank of each kind are whole, and everyone else has
+`state`, `step` and `like`: the rank whose report stands for its own. In what the two are the same
+is said once, in `alike_in`: in all but the step as long as there are few enough kinds of ranks, in
+less where there are too many.
 """
 
 from __future__ import annotations
@@ -37,11 +39,17 @@ def folded(ranks: Mapping[int, RankReport], culprits: Iterable[int]) -> dict[str
         if rank in whole:
             found[str(rank)] = report.to_dict()
         else:
-            found[str(rank)] = {"state": str(report.state), "step": report.place.step, "like": heads[_key(report, names)]}
+            found[str(rank)] = {
+                "state": str(report.state),
+                "step": report.place.step,
+                "like": heads[_key(report, names)],
+            }
     return {"ranks": found, "alike_in": list(names)}
 
 
-def _heads(ranks: list[tuple[int, RankReport]]) -> tuple[tuple[str, ...], dict[tuple[Any, ...], int]]:
+def _heads(
+    ranks: list[tuple[int, RankReport]],
+) -> tuple[tuple[str, ...], dict[tuple[Any, ...], int]]:
     """In what ranks are told apart, and the first rank of each kind."""
     for names in _ALIKE_IN:
         heads: dict[tuple[Any, ...], int] = {}

@@ -15,7 +15,13 @@ from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.exits import Exits, ended_well
 from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
-from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest, is_of_all, may_wait_for, members
+from torchwhere.diagnose.doctor.waits import (
+    Wait,
+    has_lost_its_newest,
+    is_of_all,
+    may_wait_for,
+    members,
+)
 from torchwhere.processes.status import ProcessStatus
 
 _UNSEEN_STALLS = 10
@@ -23,7 +29,8 @@ _UNUSUAL = 10  # times the usual
 _AGAIN = 1.5  # times as long as a pause at the same place has lasted before
 _HEART_STOPPED_NS = 3_000_000_000
 _UNSEEN_S = 2.0  # a job may have stood for so much longer than its monitor or its hearts have told
-_TIME_TO_TELL_S = 3.0  # a rank that stands still has left its stack by then, and what it sees of others
+# a rank that stands still has left its stack by then, and what it sees of others
+_TIME_TO_TELL_S = 3.0
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
@@ -39,13 +46,16 @@ class Context:
     now_ns: int | None
     is_suspicion: bool = False
     is_together: bool = False  # all stand in one collective, and that is the matter
-    standing: frozenset[int] = frozenset()  # after ranks have parted: those who stand in a collective
+    # after ranks have parted: those who stand in a collective
+    standing: frozenset[int] = frozenset()
     is_over: bool = field(init=False)  # no process of the job is known to be there any more
     recorded_ns: int = field(init=False)  # the last moment of which a box tells
 
     def __post_init__(self) -> None:
         self.is_over = not any(status.alive for status in self.statuses.values())
-        self.recorded_ns = max((self._recorded_ns(rank) for rank in self.job_calls.by_rank), default=0)
+        self.recorded_ns = max(
+            (self._recorded_ns(rank) for rank in self.job_calls.by_rank), default=0
+        )
         if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
             self.now_ns = max(self.now_ns, self.recorded_ns)
 
@@ -56,12 +66,12 @@ class Context:
             return said.label.last_ns
         return said.issued_ns(*said.last) if said.last is not None else 0
 
-    # -- ranks -------------------------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
-        """Whether this is judged as of a moment at which the job is known to have been alive: now, or the last one that a
-        monitor saw, or that its own hearts tell."""
+        """Whether this is judged as of a moment at which the job is known to have been alive: now,
+        or the last one that a monitor saw, or that its own hearts tell."""
         return self.now_ns is not None
 
     def status(self, rank: int) -> ProcessStatus:
@@ -69,7 +79,8 @@ class Context:
 
     @property
     def is_unknown_end(self) -> bool:
-        """Whether a job ended in a collective that all had come to, and it is not known how long they stood there."""
+        """Whether a job ended in a collective that all had come to, and it is not known how long
+        they stood there."""
         return self.is_over and not self.is_live and self.all_in_one()
 
     @property
@@ -85,10 +96,15 @@ class Context:
             return State.DEAD
         if status.is_stopped:
             return State.STOPPED
-        return State.WAITING if self.is_together or rank in self.waits or rank in self.standing else State.RUNNING
+        return (
+            State.WAITING
+            if self.is_together or rank in self.waits or rank in self.standing
+            else State.RUNNING
+        )
 
     def place(self, rank: int) -> Place:
-        """Of a rank that waits, where it issued what it waits in; of another one, where its cursor and its stack are."""
+        """Of a rank that waits, where it issued what it waits in; of another one, where its cursor
+        and its stack are."""
         rank_calls, wait = self.job_calls.by_rank[rank], self.waits.get(rank)
         issued_at = rank_calls.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
@@ -97,7 +113,8 @@ class Context:
         error = rank_calls.exception if has_said_where else None
         place = error.place if error is not None else rank_calls.place
         folder = f"{rank_calls.label.meta.get('folder')}/"
-        told = place.line if error is not None else None  # of one that has failed, the stack is that of its end
+        # of one that has failed, the stack is that of its end
+        told = place.line if error is not None else None
         seen = (user_line(self.status(rank).stack) or "").removeprefix(folder)
         line = told or seen or place.line or rank_calls.rank_summary.last_line
         return Place(
@@ -116,7 +133,9 @@ class Context:
         return RankReport(
             state=self.state(rank),
             place=self.place(rank),
-            last=_shown(rank_calls.fields(*rank_calls.last)) if rank_calls.last is not None else None,
+            last=(
+                _shown(rank_calls.fields(*rank_calls.last)) if rank_calls.last is not None else None
+            ),
             detail=self.detail(rank),
             stack=self.status(rank).stack,
         )
@@ -126,7 +145,9 @@ class Context:
         rank_calls, state = self.job_calls.by_rank[rank], self.state(rank)
         if self.exits.has_left(rank) and not self.have_finished:
             return "its watch has ended, its process has not: what it does since is not recorded"
-        if state is State.DEAD or (rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)):
+        if state is State.DEAD or (
+            rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
+        ):
             return self.exits.how(rank)
         if state is State.STOPPED:
             return "stopped by a signal (SIGSTOP or a debugger): continue it with kill -CONT"
@@ -135,14 +156,27 @@ class Context:
         return self._heartbeat_stopped(rank) or holding(rank_calls, self.status(rank))
 
     def _heartbeat_stopped(self, rank: int) -> str | None:
-        """That a rank had not beaten for long when the job ended, as others had: its Python could not run."""
-        beat_ns, has_ended = self.job_calls.by_rank[rank].label.beat_ns, self.job_calls.by_rank[rank].end is not None
-        if not self.is_over or not beat_ns or has_ended or self.now_ns is None or self.now_ns - beat_ns < _HEART_STOPPED_NS:
+        """That a rank had not beaten for long when the job ended, as others had: its Python could
+        not run."""
+        beat_ns, has_ended = (
+            self.job_calls.by_rank[rank].label.beat_ns,
+            self.job_calls.by_rank[rank].end is not None,
+        )
+        if (
+            not self.is_over
+            or not beat_ns
+            or has_ended
+            or self.now_ns is None
+            or self.now_ns - beat_ns < _HEART_STOPPED_NS
+        ):
             return None
         before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
-        return f"its heart stopped {before}: in C code that keeps the GIL, stopped by a signal, or gone"
+        return (
+            f"its heart stopped {before}: in C code that keeps the GIL, stopped by a signal, or"
+            " gone"
+        )
 
-    # -- time --------------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def issued_ns(self, wait: Wait) -> int:
         return self.job_calls.by_rank[wait.rank].issued_ns(wait.key, wait.number)
@@ -152,29 +186,38 @@ class Context:
         return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
 
     def is_stalled(self, wait: Wait, stall_s: float) -> bool:
-        """Whether a wait has lasted too long. Of a job that is over, and nobody knows since when, every wait may have.
+        """Whether a wait has lasted too long. Of a job that is over, and nobody knows since when,
+        every wait may have.
 
-        Of one of which that is known, the wait is held against the job's own pace: no more patience can be had.
+        Of one of which that is known, the wait is held against the job's own pace: no more patience
+        can be had.
         """
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
         patience = self.patience_s(wait.rank, stall_s, wait.key)
-        if not self.is_over or not self.statuses:  # dumps, whose processes nobody has seen, are of when something was wrong
+        # dumps, whose processes nobody has seen, are of when something was wrong
+        if not self.is_over or not self.statuses:
             return waited >= patience
-        # A rank of which nothing is known had come, maybe, and all were past it: in time, their stacks would say so.
+        # A rank of which nothing is known had come, maybe, and all were past it: in time, their
+        # stacks would say so.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
         return waited >= max(patience, least, _AGAIN * self._paused_s(wait))
 
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
-        """How long a wait may last: of a job that is over, and can be given no more time, ten times what is usual, but not less
-        than half of what it would be given. A job that is well pauses too, to save or to evaluate."""
+        """How long a wait may last: of a job that is over, and can be given no more time, ten times
+        what is usual, but not less than half of what it would be given. A job that is well pauses
+        too, to save or to evaluate."""
         least = stall_s / 2
-        return max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL)) if self.is_over else stall_s
+        return (
+            max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL))
+            if self.is_over
+            else stall_s
+        )
 
     def _paused_s(self, wait: Wait) -> float:
-        """The longest that this rank was in, or after, an earlier call from the same place before it came to the next: to save,
-        or to evaluate, may take as long each time."""
+        """The longest that this rank was in, or after, an earlier call from the same place before
+        it came to the next: to save, or to evaluate, may take as long each time."""
         calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
         at = calls.at(wait.number) if calls is not None else None
         if calls is None or not at:
@@ -183,8 +226,8 @@ class Context:
         return float(np.diff(calls.times_ns()[: at + 1])[alike].max(initial=0)) / 1e9
 
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
-        """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in which it has hardly issued
-        anything, those of its busiest one."""
+        """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in
+        which it has hardly issued anything, those of its busiest one."""
         known = self.job_calls.by_rank[rank].calls
         calls = known.get(key) if key is not None else None
         if calls is None or len(calls) < 2:
@@ -205,27 +248,40 @@ class Context:
         return (self.now_ns - self.recorded_ns) / 1e9 < patience
 
     def quiet_s(self, stall_s: float) -> float | None:
-        """For how long no rank had recorded anything, if that was long, and nobody waits; None if not, or if all is done."""
+        """For how long no rank had recorded anything, if that was long, and nobody waits; None if
+        not, or if all is done."""
         if self.now_ns is None or self.have_finished or self.waits or not self.job_calls.by_rank:
             return None
         lasted = (self.now_ns - self.recorded_ns) / 1e9
-        return lasted if lasted >= max(self.patience_s(rank, stall_s) for rank in self.job_calls.by_rank) else None
+        return (
+            lasted
+            if lasted >= max(self.patience_s(rank, stall_s) for rank in self.job_calls.by_rank)
+            else None
+        )
 
     def still_s(self) -> float | None:
-        """How long all ranks have been in a collective that all of them have issued; None if one of them is not in one.
+        """How long all ranks have been in a collective that all of them have issued; None if one of
+        them is not in one.
 
-        A rank that has moved since its last collective is somewhere else: starting, loading, saving. That may take its time.
+        A rank that has moved since its last collective is somewhere else: starting, loading,
+        saving. That may take its time.
         """
-        since = [rank_calls.in_collective_since_ns for rank_calls in self.job_calls.by_rank.values()]
+        since = [
+            rank_calls.in_collective_since_ns for rank_calls in self.job_calls.by_rank.values()
+        ]
         since += [None for _ in self.job_calls.past]
         known = [moment for moment in since if moment is not None]
-        has_ended = any(said.end and not self.exits.was_ended_by_hand(rank) for rank, said in self.job_calls.by_rank.items())
+        has_ended = any(
+            said.end and not self.exits.was_ended_by_hand(rank)
+            for rank, said in self.job_calls.by_rank.items()
+        )
         if self.now_ns is None or has_ended or not known or len(known) < len(since):
             return None
         return (self.now_ns - max(known)) / 1e9
 
     def stands_s(self, rank: int) -> float | None:
-        """How long a rank has been in its last collective, as far as is known; None if it is not in one, or has ended."""
+        """How long a rank has been in its last collective, as far as is known; None if it is not in
+        one, or has ended."""
         rank_calls = self.job_calls.by_rank[rank]
         since, wait = rank_calls.in_collective_since_ns, self.waits.get(rank)
         has_ended = rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
@@ -240,11 +296,18 @@ class Context:
         return max(0.0, (self.now_ns or self.recorded_ns) - since) / 1e9
 
     def stand(self, stall_s: float) -> float | None:
-        """Find out who stands still after ranks have parted: for longer than is usual, or to the end of a job that nobody saw.
-        Gives how long all have, if it is all, and known."""
+        """Find out who stands still after ranks have parted: for longer than is usual, or to the
+        end of a job that nobody saw. Gives how long all have, if it is all, and known."""
         found = {rank: self.stands_s(rank) for rank in self.job_calls.by_rank}
-        least = {rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0 for rank in found}
-        stood = {rank: lasted for rank, lasted in found.items() if lasted is not None and lasted >= least[rank]}
+        least = {
+            rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0
+            for rank in found
+        }
+        stood = {
+            rank: lasted
+            for rank, lasted in found.items()
+            if lasted is not None and lasted >= least[rank]
+        }
         self.standing = frozenset(stood)
         return min(stood.values()) if self.is_live and stood and len(stood) == len(found) else None
 
@@ -254,12 +317,18 @@ class Context:
         lasts = {rank_calls.last for rank_calls in said}
         if self.job_calls.past:
             return False
-        return None not in lasts and len(lasts) == 1 and all(each.in_collective_since_ns is not None for each in said)
+        return (
+            None not in lasts
+            and len(lasts) == 1
+            and all(each.in_collective_since_ns is not None for each in said)
+        )
 
     def is_still(self, stall_s: float) -> bool:
-        """Whether all have been in one collective for too long: by their stacks, or for want of them, much too long.
+        """Whether all have been in one collective for too long: by their stacks, or for want of
+        them, much too long.
 
-        On a device a rank waits wherever it next needs the result, so a stack elsewhere says little there.
+        On a device a rank waits wherever it next needs the result, so a stack elsewhere says little
+        there.
         """
         still, ranks = self.still_s(), list(self.job_calls.by_rank)
         if still is None or still < max(self.patience_s(rank, stall_s) for rank in ranks):
@@ -274,62 +343,88 @@ class Context:
         """Whether a rank is in its last collective, by its stack; None where that does not tell."""
         return stands_in(self.job_calls.by_rank[rank].last_collective, self.status(rank))
 
-    # -- collectives -------------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     @property
     def no_data(self) -> set[int]:
-        """Ranks of which it is not known what they did last: they have no box, or one that was cut before its counts."""
+        """Ranks of which it is not known what they did last: they have no box, or one that was cut
+        before its counts."""
         return {rank for rank in range(self.run.world_size) if not self.job_calls.has_data(rank)}
 
     @property
     def incomplete(self) -> list[int]:
         """Ranks of which nothing is known, or not what they did last."""
-        cut = [rank for rank, rank_calls in self.job_calls.by_rank.items() if has_lost_its_newest(rank_calls)]
+        cut = [
+            rank
+            for rank, rank_calls in self.job_calls.by_rank.items()
+            if has_lost_its_newest(rank_calls)
+        ]
         return sorted([*self.no_data, *cut])
 
     def no_data_wait(self) -> Wait | None:
-        """A rank of which nothing is known may be the one all others wait for: where they are in one of its collectives."""
+        """A rank of which nothing is known may be the one all others wait for: where they are in
+        one of its collectives."""
         key, number, example_rank = self.last_of_all()
         no_data = self.no_data
         if key is None or example_rank is None or not no_data:
             return None
         taking_part = members(self.job_calls, key)
-        absent = tuple(rank for rank in taking_part if rank in no_data and not self.job_calls.has_come(rank, key, number))
-        heard = [said for rank in taking_part if rank not in no_data and (said := self.job_calls.by_rank.get(rank)) is not None]
-        are_in_it = all(rank_calls.in_collective_since_ns is not None for rank_calls in heard) and not any(
-            self._stands_in_last(rank_calls.rank) is False for rank_calls in heard
+        absent = tuple(
+            rank
+            for rank in taking_part
+            if rank in no_data and not self.job_calls.has_come(rank, key, number)
         )
+        heard = [
+            said
+            for rank in taking_part
+            if rank not in no_data and (said := self.job_calls.by_rank.get(rank)) is not None
+        ]
+        are_in_it = all(
+            rank_calls.in_collective_since_ns is not None for rank_calls in heard
+        ) and not any(self._stands_in_last(rank_calls.rank) is False for rank_calls in heard)
         return Wait(example_rank, key, number, (), absent) if absent and are_in_it else None
 
     def excused(self, blamed: list[int]) -> dict[int, int]:
-        """Of ranks that others wait for, those that may themselves wait for a message of a rank that has no box, and which."""
+        """Of ranks that others wait for, those that may themselves wait for a message of a rank
+        that has no box, and which."""
         no_data = self.no_data
         if not no_data:
             return {}
         found = {}
         for rank in blamed:
-            other = may_wait_for(self.job_calls, rank, no_data) if rank in self.job_calls.by_rank else None
+            other = (
+                may_wait_for(self.job_calls, rank, no_data)
+                if rank in self.job_calls.by_rank
+                else None
+            )
             if other is not None and self._stands_in_last(rank) is not False:
                 found[rank] = other
         return found
 
     def went_on_after(self, key: StreamKey, number: int) -> list[int]:
-        """Ranks that did more after a collective which nobody gets past before all have issued it: they returned from it, or
-        came to a later step."""
+        """Ranks that did more after a collective which nobody gets past before all have issued it:
+        they returned from it, or came to a later step."""
         found = []
         for rank, rank_calls in self.job_calls.by_rank.items():
             if rank_calls.last != (key, number):
                 continue
             call, now = rank_calls.issued(key, number), rank_calls.place.step
-            has_returned = rank_calls.in_collective_since_ns is None and not rank_calls.is_async(key, number)
+            has_returned = rank_calls.in_collective_since_ns is None and not rank_calls.is_async(
+                key, number
+            )
             step = call.place.step if call is not None else None
             is_later = now is not None and step is not None and now > step
-            if is_of_all(rank_calls, key, number) and (has_returned or is_later) and not self.exits.has_failed(rank):
+            if (
+                is_of_all(rank_calls, key, number)
+                and (has_returned or is_later)
+                and not self.exits.has_failed(rank)
+            ):
                 found.append(rank)
         return found
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
-        """The last collective that a whole group has issued: its stream and number, and a rank that knows it."""
+        """The last collective that a whole group has issued: its stream and number, and a rank that
+        knows it."""
         found: tuple[int, StreamKey, int, int] | None = None
         for rank, rank_calls in self.job_calls.by_rank.items():
             for key, calls in rank_calls.calls.items():
@@ -342,7 +437,10 @@ class Context:
         call = self.job_calls.by_rank[example_rank].issued(key, number)
         group = self.job_calls.group(key)
         found = _shown(call.fields) if call is not None else {"number": number}
-        return found | {"group": group.title, "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks)}
+        return found | {
+            "group": group.title,
+            "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks),
+        }
 
     def last_common(self, key: StreamKey, number: int, example_rank: int) -> dict[str, Any] | None:
         call = self.job_calls.by_rank[example_rank].issued(key, number - 1) if number else None
@@ -355,7 +453,7 @@ class Context:
             name: place[name] for name in ("step", "pass", "module", "line")
         }
 
-    # -- the verdict -------------------------------------------------------------------------------------------------
+    # -- the verdict -------------------------------------------------------------------------------
 
     def verdict(
         self,
@@ -374,11 +472,17 @@ class Context:
         return Verdict(
             kind=kind,
             culprits=culprits,
-            collective=self.collective(key, number, example_rank)
-            if known and key is not None and example_rank is not None
-            else None,
+            collective=(
+                self.collective(key, number, example_rank)
+                if known and key is not None and example_rank is not None
+                else None
+            ),
             ranks={rank: self.report(rank) for rank in self.job_calls.by_rank},
-            last_common=self.last_common(key, number, example_rank) if key is not None and example_rank is not None else None,
+            last_common=(
+                self.last_common(key, number, example_rank)
+                if key is not None and example_rank is not None
+                else None
+            ),
             missing_data=tuple(self.missing_data()),
             certainty=certainty,
             stalled_s=stalled_s,
@@ -388,11 +492,23 @@ class Context:
 
     def missing_data(self) -> list[str]:
         said = self.run.caveats()
-        if not self.is_live and any(rank_calls.end is None for rank_calls in self.job_calls.by_rank.values()):
-            said.append("no process of this job was seen alive: states are those of the last moment in the boxes")
-        wrapped = [rank for rank, rank_calls in self.job_calls.by_rank.items() if rank_calls.label.counts.overwritten]
+        if not self.is_live and any(
+            rank_calls.end is None for rank_calls in self.job_calls.by_rank.values()
+        ):
+            said.append(
+                "no process of this job was seen alive: states are those of the last moment in the"
+                " boxes"
+            )
+        wrapped = [
+            rank
+            for rank, rank_calls in self.job_calls.by_rank.items()
+            if rank_calls.label.counts.overwritten
+        ]
         if wrapped:
-            said.append(f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have was compared")
+            said.append(
+                f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have"
+                " was compared"
+            )
         return said
 
 

@@ -1,8 +1,10 @@
-"""Whether a rank is late for want of a CPU: its main thread was ready to run, and another one had the CPU.
+"""Whether a rank is late for want of a CPU: its main thread was ready to run, and another one had
+the CPU.
 
-Takes what the hearts of ranks wrote beside their last beats (`recorder/heartbeat.py`), gives shares of time. On a host that runs more than
-it has cores for, the scheduler lets now one and now another rank wait, some of them for many steps in a row: that is nobody's
-fault. Where one waits and its neighbours do not, something else is on the cores that it may use.
+Takes what the hearts of ranks wrote beside their last beats (`recorder/heartbeat.py`), gives shares
+of time. On a host that runs more than it has cores for, the scheduler lets now one and now another
+rank wait, some of them for many steps in a row: that is nobody's fault. Where one waits and its
+neighbours do not, something else is on the cores that it may use.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _ALIKE = 0.5  # as much as the late one
 
 
 class CpuContention(NamedTuple):
-    """Shares of the time for which a late rank, and the middle one of those beside it on its host, waited for a CPU."""
+    """Shares of the time for which a late rank, and the middle one of those beside it on its host,
+    waited for a CPU."""
 
     own: float
     neighbours: float
@@ -36,15 +39,27 @@ class CpuContention(NamedTuple):
 
 
 def cpu_contention(
-    job_calls: JobCalls, window: CallWindow, row: int, *, columns: tuple[int, int], late: Sequence[int]
+    job_calls: JobCalls,
+    window: CallWindow,
+    row: int,
+    *,
+    columns: tuple[int, int],
+    late: Sequence[int],
 ) -> CpuContention | None:
-    """Of a late rank, from one number of the window to another. None where its heart, or the kernel, does not tell."""
+    """Of a late rank, from one number of the window to another. None where its heart, or the
+    kernel, does not tell."""
     own = _share(job_calls, window, row, columns)
     if own is None:
         return None
     host = _host(job_calls, window.ranks[row])
-    beside = [at for at, rank in enumerate(window.ranks) if at not in late and _host(job_calls, rank) == host][:_ASKED]
-    shares = [share for at in beside if (share := _share(job_calls, window, at, columns)) is not None]
+    beside = [
+        at
+        for at, rank in enumerate(window.ranks)
+        if at not in late and _host(job_calls, rank) == host
+    ][:_ASKED]
+    shares = [
+        share for at in beside if (share := _share(job_calls, window, at, columns)) is not None
+    ]
     return CpuContention(own, float(np.median(shares)) if shares else 0.0)
 
 
@@ -52,14 +67,20 @@ def _host(job_calls: JobCalls, rank: int) -> object:
     return job_calls.by_rank[rank].label.meta.get("host")
 
 
-def _share(job_calls: JobCalls, window: CallWindow, row: int, columns: tuple[int, int]) -> float | None:
-    """By straight lines between beats, of which there is one a second. What they do not reach is taken to be like the last."""
+def _share(
+    job_calls: JobCalls, window: CallWindow, row: int, columns: tuple[int, int]
+) -> float | None:
+    """By straight lines between beats, of which there is one a second. What they do not reach is
+    taken to be like the last."""
     rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
     beats = rank_calls.box.queued() if rank_calls.box is not None else []
     if len(beats) < 2:
         return None
     times, waits = (np.array(each, dtype=np.float64) for each in zip(*beats, strict=True))
-    asked = [float(calls.times_ns(window.first + column, window.first + column + 1)[0]) for column in columns]
+    asked = [
+        float(calls.times_ns(window.first + column, window.first + column + 1)[0])
+        for column in columns
+    ]
     begin, end = np.clip(asked, times[0], times[-1])
     if begin >= end:
         begin, end = times[-2:]

@@ -1,7 +1,9 @@
-"""Ranks that wait for others where a process group is made: in `init_process_group`, in `new_group`.
+"""Ranks that wait for others where a process group is made: in `init_process_group`, in
+`new_group`.
 
-No collective has been issued there, so nothing else in this folder sees it. All ranks make the same groups in the same order,
-members or not: who has made fewer is the one they wait for, and who has made others has parted from them.
+No collective has been issued there, so nothing else in this folder sees it. All ranks make the same
+groups in the same order, members or not: who has made fewer is the one they wait for, and who has
+made others has parted from them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,14 @@ from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.wait_text import in_place, ranks_text
 
 _AT_THE_START = "init_process_group"
-_RULE = "All ranks must make all groups in one order, also those they are not in; or pass use_local_synchronization=True."
-_NETWORK = "the address and port of the rendezvous, the world size, firewalls and network interfaces between the hosts"
+_RULE = (
+    "All ranks must make all groups in one order, also those they are not in; or pass"
+    " use_local_synchronization=True."
+)
+_NETWORK = (
+    "the address and port of the rendezvous, the world size, firewalls and network interfaces"
+    " between the hosts"
+)
 
 What = tuple[str, tuple[int, ...] | None]  # of a making: what was called, for which ranks
 
@@ -37,15 +45,23 @@ def on_group_creation(context: Context, stall_s: float) -> Verdict | None:
     found = _group_creation(context)
     if found is None:
         return None
-    since_ns = max(made.since_ns for rank in found.there if (made := waits_in(context, rank)) is not None)
+    since_ns = max(
+        made.since_ns for rank in found.there if (made := waits_in(context, rank)) is not None
+    )
     waited_s = (context.now_ns - since_ns) / 1e9 if context.now_ns is not None else None
     if waited_s is not None and waited_s < context.patience_s(found.there[0], stall_s):
         return None
     parted = _parted(context)
-    kind, culprits, said = _on_parted(context, *parted) if parted is not None else _on_absent(context, found)
+    kind, culprits, said = (
+        _on_parted(context, *parted) if parted is not None else _on_absent(context, found)
+    )
     if kind is None:
         return None
-    is_known = kind in (VerdictKind.MISSING, VerdictKind.DEAD) and set(culprits) <= set(found.absent) and context.is_live
+    is_known = (
+        kind in (VerdictKind.MISSING, VerdictKind.DEAD)
+        and set(culprits) <= set(found.absent)
+        and context.is_live
+    )
     return context.verdict(
         kind,
         culprits=culprits,
@@ -57,7 +73,8 @@ def on_group_creation(context: Context, stall_s: float) -> Verdict | None:
 
 
 def _certainty(context: Context, found: PendingGroup, is_known: bool) -> Certainty:
-    """Who has not been heard may not have started: hosts do not all begin at once, and nobody is told of it."""
+    """Who has not been heard may not have started: hosts do not all begin at once, and nobody is
+    told of it."""
     if context.no_data:
         return Certainty.INFERRED if found.absent else Certainty.UNKNOWN
     return Certainty.EXACT if is_known else Certainty.INFERRED
@@ -65,12 +82,18 @@ def _certainty(context: Context, found: PendingGroup, is_known: bool) -> Certain
 
 def _group_creation(context: Context) -> PendingGroup | None:
     """The earliest making of a group that ranks are in."""
-    inside = {rank: made for rank in context.job_calls.by_rank if (made := waits_in(context, rank)) is not None}
+    inside = {
+        rank: made
+        for rank in context.job_calls.by_rank
+        if (made := waits_in(context, rank)) is not None
+    }
     if not inside:
         return None
     first = min(inside.values(), key=lambda made: made.number)
     there = tuple(rank for rank, made in inside.items() if made.number == first.number)
-    absent = tuple(rank for rank, said in context.job_calls.by_rank.items() if _is_behind(said, first.number))
+    absent = tuple(
+        rank for rank, said in context.job_calls.by_rank.items() if _is_behind(said, first.number)
+    )
     return PendingGroup(inside[there[0]], there, absent)
 
 
@@ -79,18 +102,21 @@ def waits_in(context: Context, rank: int) -> GroupCreation | None:
     group_creations = context.job_calls.by_rank[rank].rank_summary.group_creations
     return (
         group_creations[-1]
-        if group_creations and not group_creations[-1].is_made and context.state(rank) is not State.FINISHED
+        if group_creations
+        and not group_creations[-1].is_made
+        and context.state(rank) is not State.FINISHED
         else None
     )
 
 
 def _is_behind(said: RankCalls, number: int) -> bool:
-    """Whether a rank has not come there. Of one that was not watched when it made its groups, that is not known."""
+    """Whether a rank has not come there. Of one that was not watched when it made its groups, that
+    is not known."""
     group_creations = said.rank_summary.group_creations
     return group_creations[-1].number < number if group_creations else not said.counts
 
 
-# -- other groups ----------------------------------------------------------------------------------------------------------
+# -- other groups ----------------------------------------------------------------------------------
 
 
 def _parted(context: Context) -> tuple[int, dict[What, list[int]]] | None:
@@ -109,12 +135,21 @@ def _parted(context: Context) -> tuple[int, dict[What, list[int]]] | None:
     return None
 
 
-def _on_parted(context: Context, number: int, cohorts: dict[What, list[int]]) -> tuple[VerdictKind, tuple[int, ...], list[str]]:
-    """Who made here what others make later has left something out, and is to blame; else the smaller cohort."""
+def _on_parted(
+    context: Context, number: int, cohorts: dict[What, list[int]]
+) -> tuple[VerdictKind, tuple[int, ...], list[str]]:
+    """Who made here what others make later has left something out, and is to blame; else the
+    smaller cohort."""
     most, *others = cohorts.values()
-    early = [ranks for what, ranks in cohorts.items() if _is_made_later(context, number, what, set(ranks))]
+    early = [
+        ranks
+        for what, ranks in cohorts.items()
+        if _is_made_later(context, number, what, set(ranks))
+    ]
     fewer = sorted(rank for ranks in others for rank in ranks)
-    culprits = tuple(early[0]) if len(early) == 1 else tuple(fewer) if len(fewer) < len(most) else ()
+    culprits = (
+        tuple(early[0]) if len(early) == 1 else tuple(fewer) if len(fewer) < len(most) else ()
+    )
     said = ["Ranks make different groups at the same time, so that they wait for each other."]
     for what, ranks in cohorts.items():
         group_creations = context.job_calls.by_rank[ranks[0]].rank_summary.group_creations
@@ -126,36 +161,61 @@ def _on_parted(context: Context, number: int, cohorts: dict[What, list[int]]) ->
 def _is_made_later(context: Context, number: int, what: What, cohort: set[int]) -> bool:
     others = (said for rank, said in context.job_calls.by_rank.items() if rank not in cohort)
     return any(
-        (made.op, made.ranks) == what and made.number > number for said in others for made in said.rank_summary.group_creations
+        (made.op, made.ranks) == what and made.number > number
+        for said in others
+        for made in said.rank_summary.group_creations
     )
 
 
-# -- nobody, or not all ----------------------------------------------------------------------------------------------------
+# -- nobody, or not all ----------------------------------------------------------------------------
 
 
-def _on_absent(context: Context, found: PendingGroup) -> tuple[VerdictKind | None, tuple[int, ...], list[str]]:
-    what, waiting, absent = _what(found.made.op, found.made.ranks), ranks_text(found.there), found.absent
+def _on_absent(
+    context: Context, found: PendingGroup
+) -> tuple[VerdictKind | None, tuple[int, ...], list[str]]:
+    what, waiting, absent = (
+        _what(found.made.op, found.made.ranks),
+        ranks_text(found.there),
+        found.absent,
+    )
     verb = "waits" if len(found.there) == 1 else "wait"
     where = f"  waiting: {waiting}, {in_place(found.made.place)}"
     if not absent and context.no_data:
         no_data = tuple(sorted(context.no_data))
-        said = f"{waiting.capitalize()} {verb} in {what}, and of {ranks_text(no_data)} nothing is known."
-        why = "It may have to start yet, or have ended before it could be watched. Look at: its own log."
+        said = (
+            f"{waiting.capitalize()} {verb} in {what}, and of {ranks_text(no_data)} nothing is"
+            " known."
+        )
+        why = (
+            "It may have to start yet, or have ended before it could be watched. Look at: its own"
+            " log."
+        )
         return VerdictKind.MISSING, (), [said, where, why]
     if not absent:
         said = f"All {len(found.there)} ranks wait in {what}, and none is missing."
         are_all = len(found.there) == len(context.job_calls.by_rank)
-        return VerdictKind.TOGETHER if are_all else None, (), [said, where, f"Likely: the network. Look at: {_NETWORK}."]
+        return (
+            VerdictKind.TOGETHER if are_all else None,
+            (),
+            [said, where, f"Likely: the network. Look at: {_NETWORK}."],
+        )
     gone = tuple(rank for rank in absent if context.state(rank) in (State.DEAD, State.FINISHED))
-    lines = [f"{ranks_text(absent).capitalize()} never called {what}, in which {waiting} {verb}.", where]
+    lines = [
+        f"{ranks_text(absent).capitalize()} never called {what}, in which {waiting} {verb}.",
+        where,
+    ]
     lines += [f"  {_elsewhere(context, rank)}" for rank in absent[:4]]
     lines += [_RULE] if found.made.op != _AT_THE_START else []
     if not gone and all(rank in context.waits for rank in absent):  # each side waits for the other
-        return VerdictKind.MISMATCH, absent if len(absent) < len(found.there) else found.there, lines
+        return (
+            VerdictKind.MISMATCH,
+            absent if len(absent) < len(found.there) else found.there,
+            lines,
+        )
     return VerdictKind.DEAD if gone else VerdictKind.MISSING, gone or absent, lines
 
 
-# -- words -----------------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def _what(op: str, ranks: tuple[int, ...] | None) -> str:
@@ -164,7 +224,9 @@ def _what(op: str, ranks: tuple[int, ...] | None) -> str:
 
 def _elsewhere(context: Context, rank: int) -> str:
     detail = context.detail(rank)
-    verb = {State.DEAD: "has died", State.FINISHED: "has finished"}.get(context.state(rank), "is instead")
+    verb = {State.DEAD: "has died", State.FINISHED: "has finished"}.get(
+        context.state(rank), "is instead"
+    )
     said = f"rank {rank} {verb} {in_place(context.place(rank))}"
     return f"{said}: {detail}" if detail else said
 
@@ -172,4 +234,10 @@ def _elsewhere(context: Context, rank: int) -> str:
 def _facts(found: PendingGroup) -> dict[str, Any]:
     made = found.made
     ranks = list(made.ranks) if made.ranks is not None else None
-    return {"op": made.op, "number": made.number, "ranks": ranks, "there": list(found.there), "absent": list(found.absent)}
+    return {
+        "op": made.op,
+        "number": made.number,
+        "ranks": ranks,
+        "there": list(found.there),
+        "absent": list(found.absent),
+    }

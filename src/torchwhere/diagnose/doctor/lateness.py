@@ -1,8 +1,10 @@
-"""How much time each rank makes the others lose: how late it comes to the collectives of its group, round by round.
+"""How much time each rank makes the others lose: how late it comes to the collectives of its group,
+round by round.
 
-Takes a window by one clock, gives `Lost`. A round is a step or, where no steps are counted, one collective. Lateness is
-against the middle of the group (of two ranks, against the other one), and it is counted once: whoever was late at a call for
-which nobody waited (an asynchronous one, or one of a device) and is as late at the next, has lost nothing more.
+Takes a window by one clock, gives `Lost`. A round is a step or, where no steps are counted, one
+collective. Lateness is against the middle of the group (of two ranks, against the other one), and
+it is counted once: whoever was late at a call for which nobody waited (an asynchronous one, or one
+of a device) and is as late at the next, has lost nothing more.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class Lost:
     labels: npt.NDArray[np.int64]  # of each round, its step; or its number in the group
     has_steps: bool
     rounds: npt.NDArray[np.float64]  # ns, one column a round
-    starts: npt.NDArray[np.float64]  # ns, when the first rank came to each round; one more, for the end of the last
+    # ns, when the first rank came to each round; one more, for the end of the last
+    starts: npt.NDArray[np.float64]
     calls: npt.NDArray[np.float64]  # ns, one column a collective of the group
     columns: npt.NDArray[np.int64]  # of these, in the window
     begins: npt.NDArray[np.int64]  # of each round, among these; one more, for the end of the last
@@ -33,33 +36,52 @@ class Lost:
     def latest(self, row: int, chosen: npt.NDArray[np.int64]) -> list[int]:
         """Where in the window a rank lost the most, of each of the chosen rounds."""
         spans = [(int(self.begins[i]), int(self.begins[i + 1])) for i in chosen.tolist()]
-        return [int(self.columns[low + int(self.calls[row, low:high].argmax())]) for low, high in spans]
+        return [
+            int(self.columns[low + int(self.calls[row, low:high].argmax())]) for low, high in spans
+        ]
 
 
 def lost(window: CallWindow, *, waits: bool) -> Lost | None:
-    """Of the last rounds of a window. `waits`: whether a call that is not asynchronous returns when it is done."""
+    """Of the last rounds of a window. `waits`: whether a call that is not asynchronous returns when
+    it is done."""
     last = window.end - window.first
     cut = max(0, last - max(_MOST_TIMES // len(window.ranks), 2 * FEWEST_ROUNDS))
     steps = window.steps[0][cut:]
-    has_steps = bool(steps[0] != steps[-1] and (np.diff(steps) >= 0).all() and window.has_steps[cut:].all())
+    has_steps = bool(
+        steps[0] != steps[-1] and (np.diff(steps) >= 0).all() and window.has_steps[cut:].all()
+    )
     labels = steps if has_steps else np.arange(window.first + cut, window.end)
     begins = np.flatnonzero(np.diff(labels, prepend=labels[0] - 1))
     if len(begins) < FEWEST_ROUNDS + 2:
         return None
-    # The first round may be cut off, and in its time things are made and compiled. The last one may not be over.
+    # The first round may be cut off, and in its time things are made and compiled. The last one may
+    # not be over.
     low, high = int(begins[1]), int(begins[-1])
     begins = begins[1:] - low
     times = _times(window, cut + low, cut + high + 1)
-    calls = _lost(times, is_new=np.isin(np.arange(high - low), begins), is_held=_is_held(window, cut + low, cut + high, waits))
+    calls = _lost(
+        times,
+        is_new=np.isin(np.arange(high - low), begins),
+        is_held=_is_held(window, cut + low, cut + high, waits),
+    )
     rounds = np.add.reduceat(calls, begins[:-1], axis=1)
     columns = np.arange(cut + low, cut + high)
-    return Lost(labels[low:high][begins[:-1]], has_steps, rounds, times.min(axis=0)[begins], calls, columns, begins)
+    return Lost(
+        labels[low:high][begins[:-1]],
+        has_steps,
+        rounds,
+        times.min(axis=0)[begins],
+        calls,
+        columns,
+        begins,
+    )
 
 
 def _lost(
     times: npt.NDArray[np.float64], *, is_new: npt.NDArray[np.bool_], is_held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """How much later each rank is at each call than the middle, less what it was late before, if nobody waited for it there."""
+    """How much later each rank is at each call than the middle, less what it was late before, if
+    nobody waited for it there."""
     middle = times[::-1] if len(times) == 2 else np.median(times, axis=0)
     late = (times - middle)[:, :-1]
     # Nobody comes to a call before all came to the one before, if they waited there.
@@ -76,7 +98,10 @@ def _is_held(window: CallWindow, low: int, high: int, waits: bool) -> npt.NDArra
 
 
 def _times(window: CallWindow, low: int, high: int) -> npt.NDArray[np.float64]:
-    """When each rank issued some of the numbers, from the first of these on: a float cannot hold today's ns."""
-    times = np.stack([calls.times_ns(window.first + low, window.first + high) for calls in window.calls])
+    """When each rank issued some of the numbers, from the first of these on: a float cannot hold
+    today's ns."""
+    times = np.stack(
+        [calls.times_ns(window.first + low, window.first + high) for calls in window.calls]
+    )
     found: npt.NDArray[np.float64] = (times - times[0, 0]).astype(np.float64)
     return found

@@ -1,9 +1,10 @@
 """Finds ranks that issued another call than most ranks with the same calls before it.
 
-Takes the calls of some ranks in order. A call is compared by the role of its group and by its number, so that ranks of
-parallel groups (the tensor-parallel pairs of a mesh) can be compared although they share no group. Ranks with the same last
-calls vote on the next one. A rank that most of them contradict, and that never issued their call, is outvoted. Limits: a
-sample of the ranks votes, only ranks of the same pipeline stage are compared, and a tie decides nothing.
+Takes the calls of some ranks in order. A call is compared by the role of its group and by its
+number, so that ranks of parallel groups (the tensor-parallel pairs of a mesh) can be compared
+although they share no group. Ranks with the same last calls vote on the next one. A rank that most
+of them contradict, and that never issued their call, is outvoted. Limits: a sample of the ranks
+votes, only ranks of the same pipeline stage are compared, and a tie decides nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Majority:
     """The calls of a sample of ranks, read once. `ranks` are those that will be asked about."""
 
     def __init__(self, job_calls: JobCalls, *, ranks: Iterable[int]) -> None:
-        complete = [rank for rank, said in job_calls.by_rank.items() if _is_complete(job_calls, said)]
+        complete = [
+            rank for rank, said in job_calls.by_rank.items() if _is_complete(job_calls, said)
+        ]
         sample = complete[:: max(1, len(complete) // _VOTERS)][:_VOTERS]
         wanted = {*sample, *(rank for rank in ranks if rank in job_calls.by_rank)}
         self._roles = roles_of(job_calls)
@@ -48,15 +51,20 @@ class Majority:
         self._voters = frozenset(complete)
 
     def outvoted(self, cycle: list[Wait]) -> list[int]:
-        """The ranks of a circle of waits that most others contradict, since they last did what is waited for."""
+        """The ranks of a circle of waits that most others contradict, since they last did what is
+        waited for."""
         links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
         return sorted({own.rank for wait, own in links if self.is_outvoted(own, awaited_in=wait)})
 
     def is_outvoted(self, wait: Wait, *, awaited_in: Wait | None = None) -> bool:
-        """Whether a waiting rank went another way than most: to the call it waits in, or since it was last in the stream in
-        which another rank waits for it."""
+        """Whether a waiting rank went another way than most: to the call it waits in, or since it
+        was last in the stream in which another rank waits for it."""
         path = self._paths.get(wait.rank)
-        own = path.at.get((self._roles.of(wait.rank, wait.key), wait.number)) if path is not None else None
+        own = (
+            path.at.get((self._roles.of(wait.rank, wait.key), wait.number))
+            if path is not None
+            else None
+        )
         if path is None or own is None:
             return False
         start = own
@@ -68,7 +76,8 @@ class Majority:
         return any(self._loses(wait.rank, index) for index in range(start, len(path.tokens)))
 
     def _loses(self, rank: int, index: int) -> bool:
-        """Whether most issued another call here, in which this rank takes part and which it has not issued since."""
+        """Whether most issued another call here, in which this rank takes part and which it has not
+        issued since."""
         path = self._paths[rank]
         votes = Counter(self._votes(rank, index))
         own = 1 + votes.pop(path.tokens[index], 0)
@@ -76,14 +85,17 @@ class Majority:
         return most > own and token not in path.at and self._roles.takes_part(rank, token[0])
 
     def _votes(self, rank: int, index: int) -> Iterator[_Token]:
-        """What the other ranks with the same calls before issued next, if they could have issued what this rank did."""
+        """What the other ranks with the same calls before issued next, if they could have issued
+        what this rank did."""
         path = self._paths[rank]
         role, _ = path.tokens[index]
         for other, theirs in self._paths.items():
             at = theirs.at.get(path.tokens[index - 1], len(theirs.tokens)) + 1 if index else 0
             if other == rank or other not in self._voters or at >= len(theirs.tokens):
                 continue
-            has_choice = path.messages == theirs.messages and (role.direction or self._roles.takes_part(other, role))
+            has_choice = path.messages == theirs.messages and (
+                role.direction or self._roles.takes_part(other, role)
+            )
             if has_choice and _has_same_context(path, index, theirs, at):
                 yield theirs.tokens[at]
 
@@ -103,7 +115,10 @@ def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:
 def _path(said: RankCalls, roles: Roles) -> _Path:
     calls = sequence(said, _CALLS)
     streams = [roles.of(said.rank, key) for key in calls.keys]
-    tokens = [(streams[stream], number) for stream, number in zip(calls.streams, calls.numbers, strict=True)]
+    tokens = [
+        (streams[stream], number)
+        for stream, number in zip(calls.streams, calls.numbers, strict=True)
+    ]
     return _Path(
         tokens,
         {token: index for index, token in enumerate(tokens)},

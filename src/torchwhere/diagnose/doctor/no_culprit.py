@@ -1,4 +1,5 @@
-"""What there is to say where no rank is to blame: all stand together, all is well, or what was wrong does not show."""
+"""What there is to say where no rank is to blame: all stand together, all is well, or what was
+wrong does not show."""
 
 from __future__ import annotations
 
@@ -16,8 +17,14 @@ def on_together(context: Context) -> tuple[str, ...]:
     places = {in_place(context.place(rank)) for rank in context.job_calls.by_rank}
     where = places.pop() if len(places) == 1 else f"in {len(places)} places"
     return (
-        f"All {len(context.job_calls.by_rank)} ranks stand still, {where}. No rank is missing from any collective.",
-        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+        (
+            f"All {len(context.job_calls.by_rank)} ranks stand still, {where}. No rank is missing"
+            " from any collective."
+        ),
+        (
+            "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the"
+            " links and the devices."
+        ),
     )
 
 
@@ -26,24 +33,49 @@ def on_given_up(context: Context) -> tuple[str, ...]:
     first = next(rank for rank in context.job_calls.by_rank if context.exits.gave_up(rank))
     count = len(context.job_calls.by_rank)
     return (
-        f"All {count} ranks came to the same collective, and waited there until they gave up. No rank is missing from it.",
+        (
+            f"All {count} ranks came to the same collective, and waited there until they gave up."
+            " No rank is missing from it."
+        ),
         f"  rank {first}: {first_line(str(context.detail(first)))}",
-        "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the links and the devices.",
+        (
+            "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the"
+            " links and the devices."
+        ),
     )
 
 
-# -- nothing wrong ---------------------------------------------------------------------------------------------------------
+# -- nothing wrong ---------------------------------------------------------------------------------
 
 
 def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
     if context.have_finished:
         count = len(context.job_calls.by_rank)
-        return (f"{f'The {count} ranks that were heard' if context.no_data else f'All {count} ranks'} have finished. {found}",)
-    call = next(iter(context.job_calls.by_rank.values())).last_collective if context.is_unknown_end else None
+        return (
+            (
+                f"{f'The {count} ranks that were heard' if context.no_data else f'All {count} ranks'}"
+                f" have finished. {found}"
+            ),
+        )
+    call = (
+        next(iter(context.job_calls.by_rank.values())).last_collective
+        if context.is_unknown_end
+        else None
+    )
     if call is not None:
-        said = f"The job is over, and nobody watched it. At the end all ranks were in {what_text(call)}. {found}"
-        return (said, "Whether it was passing through, or hung there all together, the boxes do not say.")
-    if not context.is_over or not context.statuses or any(status.alive is None for status in context.statuses.values()):
+        said = (
+            "The job is over, and nobody watched it. At the end all ranks were in"
+            f" {what_text(call)}. {found}"
+        )
+        return (
+            said,
+            "Whether it was passing through, or hung there all together, the boxes do not say.",
+        )
+    if (
+        not context.is_over
+        or not context.statuses
+        or any(status.alive is None for status in context.statuses.values())
+    ):
         return (f"Progressing. {found}",)
     said = f"Was progressing when it was interrupted, with Ctrl-C. {found}"
     if context.exits.ended_unfinished:
@@ -53,13 +85,22 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
     if not context.all_in_one():
         return said, *_had_begun_to_wait(context)
     call = next(iter(context.job_calls.by_rank.values())).last_collective
-    return (said, f"At the end all ranks were in {what_text(call)}. A job that hung there, all together, would look the same.")
+    return (
+        said,
+        (
+            f"At the end all ranks were in {what_text(call)}. A job that hung there, all together,"
+            " would look the same."
+        ),
+    )
 
 
 def on_ended(context: Context, *, besides: list[int] | None = None) -> tuple[str, ...]:
     """How the ranks of a job ended that did not finish, all or all other ones."""
     alike: dict[str, list[int]] = {}
-    for rank in sorted({*context.exits.killed(), *context.exits.terminated(), *context.exits.failed()} - set(besides or ())):
+    for rank in sorted(
+        {*context.exits.killed(), *context.exits.terminated(), *context.exits.failed()}
+        - set(besides or ())
+    ):
         alike.setdefault(context.exits.how(rank), []).append(rank)
     lines = [f"  {ranks_text(ranks)}: {first_line(how)}" for how, ranks in list(alike.items())[:4]]
     if besides is not None:
@@ -77,12 +118,18 @@ def may_have_gone_first(context: Context) -> list[int]:
 
 
 def on_first(context: Context) -> tuple[str, ...]:
-    """Which ranks may have gone first where all were killed: those that the others had begun to wait for."""
+    """Which ranks may have gone first where all were killed: those that the others had begun to
+    wait for."""
     ranks = may_have_gone_first(context)
     if not ranks:
         return ()
     others = ranks_text(sorted(wait.rank for wait in waiting_for(context.waits, ranks)))
-    return (f"{ranks_text(ranks).capitalize()} may have gone first: {others} waited for it. All may have been killed at once.",)
+    return (
+        (
+            f"{ranks_text(ranks).capitalize()} may have gone first: {others} waited for it. All may"
+            " have been killed at once."
+        ),
+    )
 
 
 def on_quiet(context: Context, quiet_s: float, found: Pace) -> tuple[str, ...]:
@@ -93,29 +140,50 @@ def on_quiet(context: Context, quiet_s: float, found: Pace) -> tuple[str, ...]:
         places.setdefault(in_place(context.place(rank)), []).append(rank)
     shown = [f"  {ranks_text(ranks)}: {place}" for place, ranks in list(places.items())[:4]]
     return (
-        f"{over} {quiet_s:.0f} s no rank has recorded anything, and none waits for another one in a collective. {found}",
+        (
+            f"{over} {quiet_s:.0f} s no rank has recorded anything, and none waits for another one"
+            f" in a collective. {found}"
+        ),
         *shown,
         "Whether they work there, or hang, does not show. Look at: these lines.",
     )
 
 
 def _had_begun_to_wait(context: Context) -> tuple[str, ...]:
-    """That ranks waited for another one when the job ended: too short to be held against it, and long enough to be told."""
+    """That ranks waited for another one when the job ended: too short to be held against it, and
+    long enough to be told."""
     if any(group_creations := [waits_in(context, rank) for rank in context.job_calls.by_rank]):
-        ranks = [rank for rank, made in zip(context.job_calls.by_rank, group_creations, strict=True) if made is not None]
-        return (f"At the end {ranks_text(ranks)} had begun to make a process group, and waited there for others.",)
+        ranks = [
+            rank
+            for rank, made in zip(context.job_calls.by_rank, group_creations, strict=True)
+            if made is not None
+        ]
+        return (
+            (
+                f"At the end {ranks_text(ranks)} had begun to make a process group, and waited"
+                " there for others."
+            ),
+        )
     blamed = awaited(context.waits)
     wait = min(waiting_for(context.waits, blamed), key=context.issued_ns, default=None)
     waited_s = context.waited_s(wait) if wait is not None else None
     if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
         return ()
-    who = f"{ranks_text([each.rank for each in waiting_for(context.waits, blamed)])} had waited for {ranks_text(blamed)}"
+    who = (
+        f"{ranks_text([each.rank for each in waiting_for(context.waits, blamed)])} had waited for"
+        f" {ranks_text(blamed)}"
+    )
     what = what_text(context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number))
     return (f"At the end {who} for {waited_s:.0f} s, in {what}. A pause looks like that too.",)
 
 
 def on_unheard(
-    context: Context, example_rank: int | None, key: StreamKey | None, number: int, went_on: list[int], found: Pace
+    context: Context,
+    example_rank: int | None,
+    key: StreamKey | None,
+    number: int,
+    went_on: list[int],
+    found: Pace,
 ) -> tuple[str, ...]:
     """The job is over, what can be read is well, and a rank left nothing to read."""
     no_data, noun = ranks_text(sorted(context.no_data)), context.run.noun
@@ -126,11 +194,28 @@ def on_unheard(
     call = f'{what}, #{number} of group "{context.job_calls.group(key).title}"'
     if went_on:
         past = (
-            f"{ranks_text(went_on).capitalize()} went on after {call}, which takes all of its ranks: until then all was well."
+            f"{ranks_text(went_on).capitalize()} went on after {call}, which takes all of its"
+            " ranks: until then all was well."
         )
         return (ended, past, f"What {no_data} did after it is not known.")
-    came = [rank for rank in sorted(context.no_data) if context.job_calls.has_come(rank, key, number)]
+    came = [
+        rank for rank in sorted(context.no_data) if context.job_calls.has_come(rank, key, number)
+    ]
     if came:
-        who = f"{ranks_text(came).capitalize()} came to it too, by its counts: what it issued there is lost with its {noun}."
-        return (ended, f"The others came to {call}.", who, "Whether they hung there, and what was wrong, does not show.")
-    return (ended, f"The others came to {call}. Nobody is known to have got past it, and what was wrong does not show.")
+        who = (
+            f"{ranks_text(came).capitalize()} came to it too, by its counts: what it issued there"
+            f" is lost with its {noun}."
+        )
+        return (
+            ended,
+            f"The others came to {call}.",
+            who,
+            "Whether they hung there, and what was wrong, does not show.",
+        )
+    return (
+        ended,
+        (
+            f"The others came to {call}. Nobody is known to have got past it, and what was wrong"
+            " does not show."
+        ),
+    )

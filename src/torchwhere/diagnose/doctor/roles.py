@@ -1,7 +1,9 @@
-"""What a stream is for its rank: the tensor-parallel pairs of a mesh are different groups with the same role.
+"""What a stream is for its rank: the tensor-parallel pairs of a mesh are different groups with the
+same role.
 
-Takes the groups of a job, gives a `Role` for a rank and a stream. Groups of a mesh are known by their dimension. Others are
-told apart by their size and by the order in which torch made them, which is the same on all ranks.
+Takes the groups of a job, gives a `Role` for a rank and a stream. Groups of a mesh are known by
+their dimension. Others are told apart by their size and by the order in which torch made them,
+which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from torchwhere.diagnose.calls.rank_calls import JobCalls
 class Role(NamedTuple):
     """Equal for streams that do the same for their ranks."""
 
-    group: str | int  # its mesh dimension, or its place among the groups of this size that the rank is in
+    # its mesh dimension, or its place among the groups of this size that the rank is in
+    group: str | int
     size: int
     offset: int = 0  # of a message, how far the peer is from the rank within the group
     direction: str = ""
-    stage: int = -1  # of a message, the place of the rank within the group: stages of a pipeline differ
+    # of a message, the place of the rank within the group: stages of a pipeline differ
+    stage: int = -1
 
 
 class Roles:
@@ -29,10 +33,14 @@ class Roles:
     def __init__(self, job_calls: JobCalls) -> None:
         self._job_calls = job_calls
         self._of_groups: defaultdict[int, dict[str, Role]] = defaultdict(dict)  # of each rank
-        for group in sorted(job_calls.shared_ids.groups, key=lambda group: (len(group.name), group.name)):
+        for group in sorted(
+            job_calls.shared_ids.groups, key=lambda group: (len(group.name), group.name)
+        ):
             for rank in group.ranks:
                 mine, size = self._of_groups[rank], len(group.ranks)
-                mine[group.name] = Role(group.mesh_dim or sum(role.size == size for role in mine.values()), size)
+                mine[group.name] = Role(
+                    group.mesh_dim or sum(role.size == size for role in mine.values()), size
+                )
 
     def of(self, rank: int, key: StreamKey) -> Role:
         group = self._job_calls.group(key)

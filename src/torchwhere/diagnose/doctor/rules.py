@@ -1,8 +1,9 @@
 """The doctor: many boxes in, one verdict out.
 
-Takes a run and what was seen of its processes; looks, in this order, for ranks that issued something different, ranks that died
-while others wait, ranks that others wait for, ranks that wait in a circle, ranks that stand still together, and ranks that are
-late. What comes first explains what comes after. Pure: it reads no clock, no process and no file by itself.
+Takes a run and what was seen of its processes; looks, in this order, for ranks that issued
+something different, ranks that died while others wait, ranks that others wait for, ranks that wait
+in a circle, ranks that stand still together, and ranks that are late. What comes first explains
+what comes after. Pure: it reads no clock, no process and no file by itself.
 """
 
 from __future__ import annotations
@@ -42,17 +43,28 @@ def diagnose(
     is_suspicion: bool = False,
     job_calls: JobCalls | None = None,
 ) -> Verdict:
-    """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read as the last word.
+    """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read
+    as the last word.
 
-    A suspicion may be wrong: it is what there is to say before the suspects were asked for their stacks. `hearing` is what the
-    boxes say, where they have been heard already.
+    A suspicion may be wrong: it is what there is to say before the suspects were asked for their
+    stacks. `hearing` is what the boxes say, where they have been heard already.
     """
     job_calls = rebase_numbers(job_calls if job_calls is not None else heard(run))
     seen = dict(statuses or {})
     exits = Exits(job_calls, seen, now_ns, interrupted(job_calls, waited_s=stall_s / 2))
-    stopped = {rank for rank, status in seen.items() if status.is_stopped and rank in job_calls.by_rank}
-    held = stopped | {rank for rank in job_calls.by_rank if exits.is_dead(rank) and not exits.died_of_the_end(rank)}
-    failed_in_it = {rank for rank in exits.failed() if exits.was_hung_up_on(rank) or exits.gave_up(rank)} if held else ()
+    stopped = {
+        rank for rank, status in seen.items() if status.is_stopped and rank in job_calls.by_rank
+    }
+    held = stopped | {
+        rank
+        for rank in job_calls.by_rank
+        if exits.is_dead(rank) and not exits.died_of_the_end(rank)
+    }
+    failed_in_it = (
+        {rank for rank in exits.failed() if exits.was_hung_up_on(rank) or exits.gave_up(rank)}
+        if held
+        else ()
+    )
     found = waits(job_calls, held=held, failed_in_it=failed_in_it)
     context = Context(run, job_calls, seen, found, exits, now_ns, is_suspicion)
     return Rules(context, stall_s).verdict()
@@ -76,17 +88,29 @@ class Rules:
             self._deadlock,
             self._together,
         )
-        return next((verdict for check in checks if (verdict := check()) is not None), None) or self._progressing()
+        return (
+            next((verdict for check in checks if (verdict := check()) is not None), None)
+            or self._progressing()
+        )
 
-    # -- the kinds ---------------------------------------------------------------------------------------------------
+    # -- the kinds ---------------------------------------------------------------------------------
 
     def _mismatch(self) -> Verdict | None:
         if not self.parted:
             return None
         context = self.context
-        first = min(self.parted, key=lambda found: context.job_calls.by_rank[found.culprits[0]].order(found.key, found.number))
+        first = min(
+            self.parted,
+            key=lambda found: context.job_calls.by_rank[found.culprits[0]].order(
+                found.key, found.number
+            ),
+        )
         usual = first.cohorts[0][0]
-        certainty = Certainty.EXACT if first.what == "signature" and first.is_certain else Certainty.INFERRED
+        certainty = (
+            Certainty.EXACT
+            if first.what == "signature" and first.is_certain
+            else Certainty.INFERRED
+        )
         stalled_s = context.stand(self.stall_s)
         return context.verdict(
             VerdictKind.MISMATCH,
@@ -97,7 +121,10 @@ class Rules:
             certainty=certainty,
             stalled_s=stalled_s,
             explanation=wait_text.on_mismatch(context, first),
-            facts={"differs_in": wait_text.differs_in(context, first), "cohorts": wait_text.cohorts(context, first)},
+            facts={
+                "differs_in": wait_text.differs_in(context, first),
+                "cohorts": wait_text.cohorts(context, first),
+            },
         )
 
     def _splits(self) -> Verdict | None:
@@ -117,10 +144,13 @@ class Rules:
         )
 
     def _new_peer(self) -> Verdict | None:
-        """A rank that waits for a message with somebody it never dealt with, while one with whom it did waits for it."""
+        """A rank that waits for a message with somebody it never dealt with, while one with whom it
+        did waits for it."""
         context = self.context
         strays = [
-            wait for wait in new_peers(context.job_calls, context.waits.values()) if context.is_stalled(wait, self.stall_s)
+            wait
+            for wait in new_peers(context.job_calls, context.waits.values())
+            if context.is_stalled(wait, self.stall_s)
         ]
         patterns = Patterns(context.job_calls, ranks=len(strays))
         turned = [wait for wait in strays if turns_away(context.job_calls, patterns, wait)]
@@ -145,8 +175,14 @@ class Rules:
 
     def _dead(self) -> Verdict | None:
         context, exits = self.context, self.context.exits
-        ended = [rank for rank in awaited(context.waits) if context.state(rank) in (State.DEAD, State.FINISHED)]
-        gone = [rank for rank in ended if not exits.died_of_the_end(rank) and not exits.has_left(rank)]
+        ended = [
+            rank
+            for rank in awaited(context.waits)
+            if context.state(rank) in (State.DEAD, State.FINISHED)
+        ]
+        gone = [
+            rank for rank in ended if not exits.died_of_the_end(rank) and not exits.has_left(rank)
+        ]
         dead = [rank for rank in gone if not exits.is_doubtful(rank)]
         certainty = Certainty.EXACT
         if dead:
@@ -167,35 +203,52 @@ class Rules:
             number=wait.number if wait else 0,
             example_rank=wait.rank if wait else None,
             certainty=certainty if self._is_sure_of(blamed) else Certainty.INFERRED,
-            explanation=wait_text.on_dead(context, blamed, wait) or wait_text.on_dead_together(context, dead),
+            explanation=wait_text.on_dead(context, blamed, wait)
+            or wait_text.on_dead_together(context, dead),
         )
 
     def _is_sure_of(self, dead: list[int]) -> bool:
         return (
-            bool(dead) and not set(dead) & set(self.context.incomplete) and not any(map(self.context.exits.crashed_in_it, dead))
+            bool(dead)
+            and not set(dead) & set(self.context.incomplete)
+            and not any(map(self.context.exits.crashed_in_it, dead))
         )
 
     def _likely_dead(self) -> list[int]:
-        """Where all are gone, and nobody has looked since a rank said that a peer hung up on it: the one that the others wait
-        for, if they had hardly begun to, and if all others were alive after that. Had they waited long before, what they waited
-        for was missing before it was gone. A rank that waited itself may have died just as well."""
+        """Where all are gone, and nobody has looked since a rank said that a peer hung up on it:
+        the one that the others wait for, if they had hardly begun to, and if all others were alive
+        after that. Had they waited long before, what they waited for was missing before it was
+        gone. A rank that waited itself may have died just as well."""
         context, exits = self.context, self.context.exits
-        blamed = awaited(context.waits) if exits.were_killed_together and exits.failed_unseen else []
+        blamed = (
+            awaited(context.waits) if exits.were_killed_together and exits.failed_unseen else []
+        )
         wait = self._wait_for(blamed)
         if wait is None or len(blamed) > 1 or exits.has_failed(blamed[0]) or self._is_pattern(wait):
             return []
         if not exits.is_only_candidate(blamed[0]):
             return []
-        return blamed if context.recorded_s(wait) < context.patience_s(wait.rank, self.stall_s, wait.key) else []
+        return (
+            blamed
+            if context.recorded_s(wait) < context.patience_s(wait.rank, self.stall_s, wait.key)
+            else []
+        )
 
     def _gave_up(self, blamed: list[int]) -> Verdict:
-        """All that were heard waited in one collective until they gave up: for one of which nothing is known, or together."""
+        """All that were heard waited in one collective until they gave up: for one of which nothing
+        is known, or together."""
         context = self.context
         key, number, example_rank = context.last_of_all()
-        wait = Wait(example_rank, key, number, (), tuple(blamed)) if key is not None and example_rank is not None else None
+        wait = (
+            Wait(example_rank, key, number, (), tuple(blamed))
+            if key is not None and example_rank is not None
+            else None
+        )
         is_missing = bool(blamed) and wait is not None
         explanation = (
-            wait_text.on_missing(context, blamed, wait) if blamed and wait is not None else no_culprit.on_given_up(context)
+            wait_text.on_missing(context, blamed, wait)
+            if blamed and wait is not None
+            else no_culprit.on_given_up(context)
         )
         return context.verdict(
             VerdictKind.MISSING if is_missing else VerdictKind.TOGETHER,
@@ -220,15 +273,34 @@ class Rules:
             owing = self._owing()
             if owing:
                 blamed, wait = owing, self._wait_for(owing)
-        blamed = [rank for rank in blamed if rank not in context.job_calls.by_rank or waits_in(context, rank) is None]
-        if wait is None or not blamed or not context.is_stalled(wait, self.stall_s) or self._is_pattern(wait):
+        blamed = [
+            rank
+            for rank in blamed
+            if rank not in context.job_calls.by_rank or waits_in(context, rank) is None
+        ]
+        if (
+            wait is None
+            or not blamed
+            or not context.is_stalled(wait, self.stall_s)
+            or self._is_pattern(wait)
+        ):
             return None
-        if any(rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed):
+        if any(
+            rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed
+        ):
             certainty = Certainty.INFERRED
-        if not context.is_live or wait.no_data or (context.is_over and (context.waited_s(wait) or 0.0) < self.stall_s):
+        if (
+            not context.is_live
+            or wait.no_data
+            or (context.is_over and (context.waited_s(wait) or 0.0) < self.stall_s)
+        ):
             certainty = Certainty.INFERRED
         patterns = Patterns(context.job_calls, ranks=len(blamed))
-        excused = {rank: other for rank, other in context.excused(blamed).items() if not self._owes(patterns, rank)}
+        excused = {
+            rank: other
+            for rank, other in context.excused(blamed).items()
+            if not self._owes(patterns, rank)
+        }
         return context.verdict(
             VerdictKind.MISSING,
             culprits=tuple(rank for rank in blamed if rank not in excused),
@@ -241,16 +313,20 @@ class Rules:
         )
 
     def _is_pattern(self, wait: Wait) -> bool:
-        """Whether a rank of a group is always late, and the others wait no longer than they always do, as far as the boxes go.
+        """Whether a rank of a group is always late, and the others wait no longer than they always
+        do, as far as the boxes go.
 
         That counts only where it is not known when the job ended, and so how long they waited.
         """
         context = self.context
-        late = stragglers.straggler(context.job_calls, key=wait.key) if not context.is_live else None
+        late = (
+            stragglers.straggler(context.job_calls, key=wait.key) if not context.is_live else None
+        )
         return late is not None and context.recorded_s(wait) <= _USUALLY * late.late_s
 
     def _owing(self) -> list[int]:
-        """Ranks that stand in a collective with one that has no box, but came there without what others wait for from them."""
+        """Ranks that stand in a collective with one that has no box, but came there without what
+        others wait for from them."""
         context = self.context
         excused = [wait.rank for wait in context.waits.values() if not wait.missing]
         patterns = Patterns(context.job_calls, ranks=len(excused))
@@ -317,27 +393,42 @@ class Rules:
         if context.is_over and failed and not context.exits.were_killed_together:
             said = wait_text.on_dead_together(context, failed)
             return context.verdict(VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=said)
-        if context.is_over and context.no_data and not context.have_finished and not context.was_moving(self.stall_s):
+        if (
+            context.is_over
+            and context.no_data
+            and not context.have_finished
+            and not context.was_moving(self.stall_s)
+        ):
             return self._no_data_to_the_end(found)
         quiet_s = context.quiet_s(self.stall_s)
-        explanation = no_culprit.on_healthy(context, found) if quiet_s is None else no_culprit.on_quiet(context, quiet_s, found)
+        explanation = (
+            no_culprit.on_healthy(context, found)
+            if quiet_s is None
+            else no_culprit.on_quiet(context, quiet_s, found)
+        )
         return self._nothing_wrong(self._certainty(quiet_s), explanation, found)
 
     def _went_first(self, ranks: list[int]) -> Verdict:
         """Ranks are gone without an exit record, before the others, and nothing else is wrong."""
         context, exits = self.context, self.context.exits
-        codes = {rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None}
+        codes = {
+            rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None
+        }
         is_seen = all(map(exits.was_seen_to_go, ranks))
         return context.verdict(
             VerdictKind.DEAD,
             culprits=tuple(ranks),
             certainty=Certainty.EXACT if is_seen and not context.incomplete else Certainty.INFERRED,
-            explanation=(*wait_text.on_dead(context, ranks, None), *no_culprit.on_ended(context, besides=ranks)),
+            explanation=(
+                *wait_text.on_dead(context, ranks, None),
+                *no_culprit.on_ended(context, besides=ranks),
+            ),
             facts={"exit_codes": codes} if codes else {},
         )
 
     def _certainty(self, quiet_s: float | None) -> Certainty:
-        """How sure it is that a job in which nothing is wrong was well: not to its end, where that was not seen."""
+        """How sure it is that a job in which nothing is wrong was well: not to its end, where that
+        was not seen."""
         context = self.context
         makes_groups = any(waits_in(context, rank) for rank in context.job_calls.by_rank)
         is_open = not context.have_finished and (
@@ -349,24 +440,39 @@ class Rules:
         return Certainty.INFERRED if is_unsure else Certainty.EXACT
 
     def _nothing_wrong(
-        self, certainty: Certainty, explanation: tuple[str, ...], found: stragglers.Pace, **where: Any
+        self,
+        certainty: Certainty,
+        explanation: tuple[str, ...],
+        found: stragglers.Pace,
+        **where: Any,
     ) -> Verdict:
-        """Nothing is wrong in the boxes. A job that was killed, or ended with SIGTERM, was not healthy all the same."""
+        """Nothing is wrong in the boxes. A job that was killed, or ended with SIGTERM, was not
+        healthy all the same."""
         context = self.context
         if not context.exits.ended_unfinished:
             return context.verdict(
-                VerdictKind.HEALTHY, certainty=certainty, explanation=explanation, facts=found.to_dict(), **where
+                VerdictKind.HEALTHY,
+                certainty=certainty,
+                explanation=explanation,
+                facts=found.to_dict(),
+                **where,
             )
         return context.verdict(
             VerdictKind.DEAD,
             certainty=Certainty.UNKNOWN,
-            explanation=(*no_culprit.on_ended(context), *explanation, *no_culprit.on_first(context)),
-            facts=found.to_dict() | {"may_have_gone_first": no_culprit.may_have_gone_first(context)},
+            explanation=(
+                *no_culprit.on_ended(context),
+                *explanation,
+                *no_culprit.on_first(context),
+            ),
+            facts=found.to_dict()
+            | {"may_have_gone_first": no_culprit.may_have_gone_first(context)},
             **where,
         )
 
     def _no_data_to_the_end(self, found: stragglers.Pace) -> Verdict:
-        """The job is over, nothing is wrong in the boxes, and one is missing: nobody is to blame, and all may not be well."""
+        """The job is over, nothing is wrong in the boxes, and one is missing: nobody is to blame,
+        and all may not be well."""
         context = self.context
         key, number, example_rank = context.last_of_all()
         went_on = context.went_on_after(key, number) if key is not None else []
@@ -375,7 +481,11 @@ class Rules:
         if went_on:
             return self._nothing_wrong(Certainty.INFERRED, explanation, found, **where)
         return context.verdict(
-            VerdictKind.MISSING, certainty=Certainty.UNKNOWN, explanation=explanation, facts=found.to_dict(), **where
+            VerdictKind.MISSING,
+            certainty=Certainty.UNKNOWN,
+            explanation=explanation,
+            facts=found.to_dict(),
+            **where,
         )
 
     def _wait_for(self, blamed: list[int]) -> Wait | None:

@@ -1,8 +1,10 @@
-"""What a Python stack says: which line of the user's it is at, whether it stands in a collective, what holds it.
+"""What a Python stack says: which line of the user's it is at, whether it stands in a collective,
+what holds it.
 
-Takes the frames of a rank's main thread as texts, innermost first. What a rank does shows in the frames inside the innermost
-one of the user's own: those outside of it have called the user's code, and wait for it. A stack cannot show a wait that the
-user's line does in C by itself, as `work.wait()`: where it may be one, the answer is that the stack does not tell.
+Takes the frames of a rank's main thread as texts, innermost first. What a rank does shows in the
+frames inside the innermost one of the user's own: those outside of it have called the user's code,
+and wait for it. A stack cannot show a wait that the user's line does in C by itself, as
+`work.wait()`: where it may be one, the answer is that the stack does not tell.
 """
 
 from __future__ import annotations
@@ -21,18 +23,29 @@ _NOT_THE_USERS = re.compile(
 _DISTRIBUTED = "/torch/distributed/"
 _IMPORT = re.compile(r"<frozen importlib|/importlib/")
 _LOADING = "/torch/utils/data/"
-# Frames that are there while a graph is compiled. What runs a compiled one (`eval_frame.py`, `_inductor/output_code.py`), or
-# only keeps dynamo out of a function, passes through other files of both.
+# Frames that are there while a graph is compiled. What runs a compiled one (`eval_frame.py`,
+# `_inductor/output_code.py`), or only keeps dynamo out of a function, passes through other files of
+# both.
 _COMPILING = re.compile(
     r"/torch/_dynamo/(convert_frame|symbolic_convert|output_graph|bytecode_\w+)\.py|/torch/_dynamo/variables/"
     r"|/torch/_inductor/(compile_fx|graph|scheduler|lowering|codecache|async_compile|select_algorithm)\.py"
     r"|/torch/_inductor/(codegen|fx_passes)/"
 )
 _RUNS_COMPILED = frozenset({"run", "wrapper"})  # of those files, what calls the finished code
-# Functions out of which C++ waits for a collective that it has issued itself, or that was issued before.
+# Functions out of which C++ waits for a collective that it has issued itself, or that was issued
+# before.
 _WAITS = frozenset({"_engine_run_backward", "wait_tensor", "trigger_wait", "wait", "synchronize"})
-_MAKES_GROUPS = frozenset({"init_process_group", "new_group", "split_group", "new_subgroups", "new_subgroups_by_enumeration"})
-_BATON = "/torch/utils/file_baton.py"  # waits until a file is gone, however long its writer has been dead
+_MAKES_GROUPS = frozenset(
+    {
+        "init_process_group",
+        "new_group",
+        "split_group",
+        "new_subgroups",
+        "new_subgroups_by_enumeration",
+    }
+)
+# waits until a file is gone, however long its writer has been dead
+_BATON = "/torch/utils/file_baton.py"
 # What a function of a library, called by the user, waits for: a part of its file, and in words.
 _HOLDS = (
     ("/torch/utils/cpp_extension.py", "building a C++ extension"),
@@ -78,7 +91,8 @@ def user_line(stack: tuple[str, ...]) -> str | None:
 
 
 def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
-    """Whether a stack is that of a rank's last collective; None where it does not tell, or there is none."""
+    """Whether a stack is that of a rank's last collective; None where it does not tell, or there is
+    none."""
     if not status.stack:
         return None
     own = _inside(status.stack)
@@ -86,7 +100,8 @@ def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
         return False
     if _is_inside(call, own) or _waits_outside(call, own, status.stack):
         return True
-    if call.fields.get("backend") != "gloo":  # a device is waited for wherever its result is needed; it spins there
+    # a device is waited for wherever its result is needed; it spins there
+    if call.fields.get("backend") != "gloo":
         return True if status.state == "R" else None
     is_seen = call.place.thread in (None, "MainThread")
     may_wait_later = call.fields.get("async") or call.fields.get("api") is None
@@ -94,7 +109,8 @@ def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
 
 
 def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
-    """What holds a rank that others wait for, as far as its stack, its process and its last events tell."""
+    """What holds a rank that others wait for, as far as its stack, its process and its last events
+    tell."""
     if status.holds_gil and status.state in ("S", "D"):
         return "in C with the GIL held, in a call that waits: no Python thread of it can run"
     said = _called(status.stack) or _in_distributed(rank_calls, status)
@@ -109,7 +125,7 @@ def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
     return None
 
 
-# -- frames ----------------------------------------------------------------------------------------------------------------
+# -- frames ----------------------------------------------------------------------------------------
 
 
 def _inside(stack: tuple[str, ...]) -> list[StackFrame]:
@@ -132,18 +148,22 @@ def _is_inside(call: Event, own: list[StackFrame]) -> bool:
 
 
 def _waits_outside(call: Event, own: list[StackFrame], stack: tuple[str, ...]) -> bool:
-    """Whether a collective that returned at once, or that C++ issued, is waited for: by torch, or on the very line."""
+    """Whether a collective that returned at once, or that C++ issued, is waited for: by torch, or
+    on the very line."""
     is_async, is_of_python = call.fields.get("async"), call.fields.get("api") is not None
     if is_of_python and not is_async:
         return False
     if not own:
-        return bool(is_of_python and call.place.line and (user_line(stack) or "").endswith(call.place.line))
+        return bool(
+            is_of_python and call.place.line and (user_line(stack) or "").endswith(call.place.line)
+        )
     is_making = any(frame.function in _MAKES_GROUPS for frame in own)
-    first = next((frame for frame in own if "/torch/_ops.py" not in frame.where), own[0])  # an op is called through it
+    # an op is called through it
+    first = next((frame for frame in own if "/torch/_ops.py" not in frame.where), own[0])
     return not is_making and (first.function in _WAITS or _DISTRIBUTED in first.where)
 
 
-# -- what holds a rank -----------------------------------------------------------------------------------------------------
+# -- what holds a rank -----------------------------------------------------------------------------
 
 
 def _called(stack: tuple[str, ...]) -> str | None:
@@ -154,10 +174,15 @@ def _called(stack: tuple[str, ...]) -> str | None:
     own = _inside(stack)
     if _is_importing(own):
         return "importing a module"
-    if any(_COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every):
+    if any(
+        _COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every
+    ):
         return "in compilation"
     if any(_BATON in frame.where for frame in own):
-        return "waiting for another process to build a C++ extension, or for the file `lock` that a killed one left beside it"
+        return (
+            "waiting for another process to build a C++ extension, or for the file `lock` that a"
+            " killed one left beside it"
+        )
     for frame in reversed(own):  # the outermost is what the user called
         for part, words in _HOLDS:
             if part in frame.where:
@@ -167,7 +192,11 @@ def _called(stack: tuple[str, ...]) -> str | None:
 
 def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
     own = _inside(status.stack)
-    group_creation = [frame.function for frame in own if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where]
+    group_creation = [
+        frame.function
+        for frame in own
+        if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where
+    ]
     if group_creation:
         return f"in {group_creation[-1]}, which takes all ranks of the group"
     call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None

@@ -1,13 +1,14 @@
 """How fast a job goes, and which ranks hold it back.
 
-Ranks are stragglers if the job loses a good part of its time waiting for them, again and again, and for none of the others
-nearly as much. Time is what counts: 50 ms in every step, or half a second in every tenth. They may be several (a slow host),
-as long as they are fewer than the others. That somebody is late now and then is chance, on a crowded machine: it must be
-these same ranks so often that chance would hardly ever do it, and still go on.
+Ranks are stragglers if the job loses a good part of its time waiting for them, again and again, and
+for none of the others nearly as much. Time is what counts: 50 ms in every step, or half a second in
+every tenth. They may be several (a slow host), as long as they are fewer than the others. That
+somebody is late now and then is chance, on a crowded machine: it must be these same ranks so often
+that chance would hardly ever do it, and still go on.
 
-Arrivals are compared by the clocks of the ranks' hosts, aligned as far as can be: against ranks of other hosts one is called
-late only by much more than those can be off (`one_clock.py`). Who may be late for want of a CPU (`crowding.py`) is named only
-after a good while. The verdict is `inferred`.
+Arrivals are compared by the clocks of the ranks' hosts, aligned as far as can be: against ranks of
+other hosts one is called late only by much more than those can be off (`one_clock.py`). Who may be
+late for want of a CPU (`crowding.py`) is named only after a good while. The verdict is `inferred`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,12 @@ from torchwhere.diagnose.doctor.waits import members
 _ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on
 _COST = 0.15  # of its time, that a job loses: less is not worth a name
 _ALWAYS = (
-    0.9  # of the rounds. Who is late less often must cost more, for longer: on a crowded machine anyone may be for a while
+    # of the rounds. Who is late less often must cost more, for longer: on a crowded machine anyone
+    # may be for a while
+    0.9
 )
-_COST_AT_TIMES = 0.3  # (of four ranks on two busy cores one was measured to cost up to 0.25 of three seconds)
+# (of four ranks on two busy cores one was measured to cost up to 0.25 of three seconds)
+_COST_AT_TIMES = 0.3
 _LONG_NS = 5e9
 _CROWDED_NS = 30e9  # where all ranks of a host lack CPUs
 _LATE_NS = 2_000_000
@@ -52,7 +56,8 @@ _CALLS = 50  # the last so many make the pace of a job without steps
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Steps a second, and how far it has come; of a job that counts no steps, collectives a second."""
+    """Steps a second, and how far it has come; of a job that counts no steps, collectives a
+    second."""
 
     steps_per_s: float | None
     last_step: int | None
@@ -85,7 +90,8 @@ class Straggler:
     after: str | None  # the last thing it did before the time was lost
     before: str | None  # the collective it was late at
     phase: str | None
-    queued: float | None = None  # the share of the time for which it waited for a CPU; None if that is not known
+    # the share of the time for which it waited for a CPU; None if that is not known
+    queued: float | None = None
     lacks_cpu: bool = False  # whether it may be late for that
     unsure_s: float = 0.0  # by about so much the clocks of its host and of others may be off
     group: str | None = None  # whose collectives are counted where no steps are, and
@@ -101,7 +107,11 @@ def pace(job_calls: JobCalls) -> Pace:
     last = max((each.last_step for each in said if each.last_step is not None), default=None)
     if rates:
         return Pace(float(np.median(rates)), last)
-    calls = [rate for rank_calls in list(job_calls.by_rank.values())[:_CALLS] if (rate := _calls_per_s(rank_calls)) is not None]
+    calls = [
+        rate
+        for rank_calls in list(job_calls.by_rank.values())[:_CALLS]
+        if (rate := _calls_per_s(rank_calls)) is not None
+    ]
     return Pace(None, last, float(np.median(calls)) if calls else None)
 
 
@@ -114,14 +124,20 @@ def _calls_per_s(rank_calls: RankCalls) -> float | None:
 
 
 def straggler(job_calls: JobCalls, *, key: StreamKey | None = None) -> Straggler | None:
-    """The ranks that are late, in all groups or in one. The most is told of the one that costs most."""
+    """The ranks that are late, in all groups or in one. The most is told of the one that costs
+    most."""
     known = [*windows(job_calls), *(longer_windows(job_calls) if job_calls.past else ())]
     whole = [window for window in known if window.key.source == -1 and key in (None, window.key)]
     found = [late for window in whole if (late := _late_in(job_calls, window)) is not None]
     if not found:
         return None
     worst = max(found, key=lambda late: late.share)
-    rows = {late.window.ranks[row]: None for late in found if 2 * late.share >= worst.share for row in late.rows}
+    rows = {
+        late.window.ranks[row]: None
+        for late in found
+        if 2 * late.share >= worst.share
+        for row in late.rows
+    }
     return _straggler(job_calls, worst, tuple(sorted(rows)))
 
 
@@ -162,7 +178,8 @@ def _late_in(job_calls: JobCalls, window: CallWindow) -> _Late | None:
 
 
 def _long_enough_ns(crowded: CpuContention | None, share: float) -> float:
-    """How long a rank must be late, if it may be for want of a CPU: whom the scheduler lets wait changes, mostly soon."""
+    """How long a rank must be late, if it may be for want of a CPU: whom the scheduler lets wait
+    changes, mostly soon."""
     if crowded is None or not crowded.explains(share):
         return 0.0
     return _CROWDED_NS if crowded.is_everybodys else _LONG_NS
@@ -171,7 +188,10 @@ def _long_enough_ns(crowded: CpuContention | None, share: float) -> float:
 def _late_in_rounds(window: CallWindow, trust: Trust, found: Lost) -> Iterator[_Late]:
     """In the last rounds, in twice as many, and so on."""
     count = found.rounds.shape[1]
-    lengths = (*takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))), count)
+    lengths = (
+        *takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))),
+        count,
+    )
     tried = (_late_since(window, trust, found, count - length) for length in lengths)
     return (late for late in tried if late is not None)
 
@@ -189,7 +209,11 @@ def _late_since(window: CallWindow, trust: Trust, found: Lost, first: int) -> _L
     is_late = found.rounds[rows[0]] >= least
     is_always = bool(is_late[first:].mean() >= _ALWAYS)
     is_much = share >= _COST if is_always else share >= _COST_AT_TIMES and elapsed >= _LONG_NS
-    if not is_much or not _goes_on(is_late[first:]) or not _is_no_chance(rounds, rows, is_always=is_always):
+    if (
+        not is_much
+        or not _goes_on(is_late[first:])
+        or not _is_no_chance(rounds, rows, is_always=is_always)
+    ):
         return None
     if _others_had_it_too(found.rounds, rows, first):
         return None
@@ -215,13 +239,18 @@ def _the_latest(totals: npt.NDArray[np.float64], *, least: float) -> tuple[int, 
 def _goes_on(is_late: npt.NDArray[np.bool_]) -> bool:
     """Whether the last delay is not much longer ago than there is between two."""
     late = np.flatnonzero(is_late)
-    return len(late) > 1 and len(is_late) - int(late[-1]) <= _PAUSE * max(1.0, float(np.median(np.diff(late))))
+    return len(late) > 1 and len(is_late) - int(late[-1]) <= _PAUSE * max(
+        1.0, float(np.median(np.diff(late)))
+    )
 
 
-def _is_no_chance(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], *, is_always: bool) -> bool:
-    """Whether these would hardly be the latest so often if anyone was as often as any other: by Chernoff's bound, for all
-    choices of so many ranks together. Only the larger delays are counted, which make most of the time lost; of somebody who is
-    not always late, those in a row as one: whatever else a core has to do, it does for a while."""
+def _is_no_chance(
+    rounds: npt.NDArray[np.float64], rows: tuple[int, ...], *, is_always: bool
+) -> bool:
+    """Whether these would hardly be the latest so often if anyone was as often as any other: by
+    Chernoff's bound, for all choices of so many ranks together. Only the larger delays are counted,
+    which make most of the time lost; of somebody who is not always late, those in a row as one:
+    whatever else a core has to do, it does for a while."""
     worst, latest = rounds.max(axis=0), rounds.argmax(axis=0)
     order = np.argsort(-worst, kind="stable")
     sums = np.cumsum(worst[order])
@@ -233,13 +262,20 @@ def _is_no_chance(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], *, is_
     chance = len(rows) / len(rounds)
     if share <= chance:
         return False
-    entropy = share * math.log(share / chance) + ((1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0)
-    choices = math.lgamma(len(rounds) + 1) - math.lgamma(len(rows) + 1) - math.lgamma(len(rounds) - len(rows) + 1)
+    entropy = share * math.log(share / chance) + (
+        (1 - share) * math.log((1 - share) / (1 - chance)) if share < 1 else 0.0
+    )
+    choices = (
+        math.lgamma(len(rounds) + 1)
+        - math.lgamma(len(rows) + 1)
+        - math.lgamma(len(rounds) - len(rows) + 1)
+    )
     return choices - count * entropy <= math.log(_CHANCE)
 
 
 def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], first: int) -> bool:
-    """Whether two others (of two ranks, the other one) have had a stretch like this before: then it goes around."""
+    """Whether two others (of two ranks, the other one) have had a stretch like this before: then it
+    goes around."""
     length = rounds.shape[1] - first
     sums = np.cumsum(np.delete(rounds[:, :first], rows, axis=0), axis=1)
     if sums.shape[1] <= length:
@@ -248,7 +284,7 @@ def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], f
     return int((2 * stretches >= rounds[rows[0], first:].sum()).sum()) >= min(2, len(sums))
 
 
-# -- who, where, since when ------------------------------------------------------------------------------------------------
+# -- who, where, since when ------------------------------------------------------------------------
 
 
 def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Straggler:
@@ -276,31 +312,42 @@ def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Stra
 
 
 def _since(late: _Late) -> int:
-    """The round since which a rank is late, with no long pause in between, as far back as can be looked at."""
+    """The round since which a rank is late, with no long pause in between, as far back as can be
+    looked at."""
     rounds = np.flatnonzero(late.is_late)
     between = np.diff(rounds)
-    usual = max(1.0, float(np.median(between[rounds[:-1] >= late.first]))) if (rounds[:-1] >= late.first).any() else 1.0
+    usual = (
+        max(1.0, float(np.median(between[rounds[:-1] >= late.first])))
+        if (rounds[:-1] >= late.first).any()
+        else 1.0
+    )
     pauses = np.flatnonzero(between > _PAUSE * usual)
     return int(rounds[int(pauses[-1]) + 1 if len(pauses) else 0])
 
 
 def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
-    """Whether a rank came late because it waited for somebody else, in another group or for a message."""
+    """Whether a rank came late because it waited for somebody else, in another group or for a
+    message."""
     window, found = late.window, late.lost
     others = [other for other in range(len(window.ranks)) if other not in late.rows][:_ASKED]
-    columns = [column for column in found.latest(row, np.flatnonzero(late.is_late)[-_ASKED:]) if column > 0]
+    columns = [
+        column for column in found.latest(row, np.flatnonzero(late.is_late)[-_ASKED:]) if column > 0
+    ]
     dragged = 0
     for column in columns:
         more = _waited_ns(job_calls, window, row, column)
         lost_ns = float(found.calls[row, int(np.searchsorted(found.columns, column))])
         if more >= lost_ns / 2:  # as long as nobody else waited as long, and came in time
-            more -= float(np.median([_waited_ns(job_calls, window, other, column) for other in others]))
+            more -= float(
+                np.median([_waited_ns(job_calls, window, other, column) for other in others])
+            )
         dragged += more >= lost_ns / 2
     return 2 * dragged > len(columns)
 
 
 def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -> float:
-    """How long a rank waited, at most, in calls of other streams, since its call before this one."""
+    """How long a rank waited, at most, in calls of other streams, since its call before this
+    one."""
     number, own, rank = window.first + column, window.calls[row], window.ranks[row]
     span, said = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
     waited = 0
@@ -313,7 +360,9 @@ def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -
 
 
 def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> Iterator[int]:
-    ends = members(job_calls, key) if key.source == key.destination else (key.source, key.destination)
+    ends = (
+        members(job_calls, key) if key.source == key.destination else (key.source, key.destination)
+    )
     return (other for other in ends if other != rank and other in job_calls.by_rank)
 
 
@@ -331,8 +380,11 @@ def _first_after(calls: StreamCalls, record: int) -> int:
     return low
 
 
-def _where(job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]) -> tuple[str | None, str | None, str | None]:
-    """Between which two of its own records a late rank loses its time, most often, and in which phase."""
+def _where(
+    job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]
+) -> tuple[str | None, str | None, str | None]:
+    """Between which two of its own records a late rank loses its time, most often, and in which
+    phase."""
     box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
     seen: Counter[tuple[str, str, str | None]] = Counter()
     for column in columns if box is not None else ():
@@ -345,13 +397,21 @@ def _where(job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]
             continue
         end = begin + int(gaps.argmax()) + 1
         earlier, later = box.event(end - 1), box.event(end)
-        seen[_said(earlier), _said(later), earlier.fields.get("phase") if earlier.kind == "phase_begin" else None] += 1
+        seen[
+            _said(earlier),
+            _said(later),
+            earlier.fields.get("phase") if earlier.kind == "phase_begin" else None,
+        ] += 1
     return seen.most_common(1)[0][0] if seen else (None, None, None)
 
 
 def _said(event: Any) -> str:
     what = event.fields.get("op") or event.fields.get("phase") or event.kind
-    where = f" in {event.place.pass_} of {shown(event.place.module)}" if event.place.module is not None else ""
+    where = (
+        f" in {event.place.pass_} of {shown(event.place.module)}"
+        if event.place.module is not None
+        else ""
+    )
     return f"{what}{where}" + (f" at {event.place.line}" if event.place.line else "")
 
 
@@ -359,14 +419,28 @@ def sentences(found: Straggler) -> tuple[str, ...]:
     who, is_are = ranks_text(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
     rounds = "steps" if found.group is None else f'collectives of group "{found.group}"'
     since = f"step {found.since_step}" if found.group is None else f"#{found.since_number}"
-    late = f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds}, since {since}"
-    by = f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms." if found.unsure_s else ""
+    late = (
+        f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds},"
+        f" since {since}"
+    )
+    by = (
+        f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms."
+        if found.unsure_s
+        else ""
+    )
     said = f"{who} {is_are} late by {late}: that costs the job {found.share:.0%} of its time.{by}"
     if found.lacks_cpu:
         who = "it" if len(found.ranks) == 1 else f"rank {found.rank}"
-        said += f" For {found.queued:.0%} of the time {who} waited for a CPU: something else runs on those it may use."
+        said += (
+            f" For {found.queued:.0%} of the time {who} waited for a CPU: something else runs on"
+            " those it may use."
+        )
     if not found.after or not found.before:
         return (said,)
     one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for one,"
-    lost = f"{one} loses the time in phase {found.phase}, " if found.phase else f"{one} loses the time "
+    lost = (
+        f"{one} loses the time in phase {found.phase}, "
+        if found.phase
+        else f"{one} loses the time "
+    )
     return said, f"{lost}between {found.after} and {found.before}."

@@ -1,4 +1,5 @@
-"""What a verdict is: one kind, who, where, and why. The JSON names are a contract (`docs/doctor.md`)."""
+"""What a verdict is: one kind, who, where, and why. The JSON names are a contract
+(`docs/doctor.md`)."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class RankReport(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
-        found = {"state": str(self.state)} | {name: place[name] for name in ("step", "pass", "module", "call", "line")}
+        found = {"state": str(self.state)} | {
+            name: place[name] for name in ("step", "pass", "module", "call", "line")
+        }
         return found | {"last": self.last, "detail": self.detail, "stack": list(self.stack)}
 
 
@@ -53,10 +56,11 @@ class RankReport(Shown):
 class Verdict(Shown, Tabular):
     """Who, where and why.
 
-    `ranks` has every rank that was heard. As JSON it is `{rank: {state, step, pass, module, call, line, last, detail, stack}}`,
-    with every rank whole, up to 256 of them. Beyond that the culprits and one rank of each kind are whole, and all others have
-    `{state, step, like}`: `like` is the rank whose report stands for theirs, and `alike_in` says in what they are the same (as
-    of 16,384 ranks: about 1 MB). In Python all of them are always whole.
+    `ranks` has every rank that was heard. As JSON it is `{rank: {state, step, pass, module, call,
+    line, last, detail, stack}}`, with every rank whole, up to 256 of them. Beyond that the culprits
+    and one rank of each kind are whole, and all others have `{state, step, like}`: `like` is the
+    rank whose report stands for theirs, and `alike_in` says in what they are the same (as of 16,384
+    ranks: about 1 MB). In Python all of them are always whole.
     """
 
     kind: VerdictKind
@@ -68,7 +72,8 @@ class Verdict(Shown, Tabular):
     certainty: Certainty = Certainty.EXACT
     stalled_s: float | None = None
     explanation: tuple[str, ...] = ()  # sentences for people: what was found, why, what to look at
-    facts: dict[str, Any] = field(default_factory=dict)  # what only this kind has: cohorts, circle, lateness, pace
+    # what only this kind has: cohorts, circle, lateness, pace
+    facts: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -91,4 +96,8 @@ class Verdict(Shown, Tabular):
 def _as_row(rank: int, report: RankReport) -> dict[str, Any]:
     found = {"rank": rank} | report.to_dict()
     last, stack = found.pop("last") or {}, found.pop("stack")
-    return found | {f"last_{name}": last.get(name) for name in ("op", "group", "number")} | {"stack": "\n".join(stack) or None}
+    return (
+        found
+        | {f"last_{name}": last.get(name) for name in ("op", "group", "number")}
+        | {"stack": "\n".join(stack) or None}
+    )

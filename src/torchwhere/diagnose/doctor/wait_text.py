@@ -16,7 +16,12 @@ from torchwhere.diagnose.doctor.waits import Wait, members
 
 _MOST_COHORTS = 16
 _NEARBY = 64  # records before a call in which an exception may be its cause
-_FORM_WORDS = {"peer": "root", "reduce_op": "reduction", "shapes": "shape", "out_shapes": "shape of the result"}
+_FORM_WORDS = {
+    "peer": "root",
+    "reduce_op": "reduction",
+    "shapes": "shape",
+    "out_shapes": "shape of the result",
+}
 
 
 def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
@@ -29,8 +34,15 @@ def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
             spans[-1][1] = rank
         else:
             spans.append([rank, rank])
-    parts = [f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1))) for first, last in spans]
-    return "ranks " + ", ".join(parts[:12]) + (f" and {len(parts) - 12} more spans" if len(parts) > 12 else "")
+    parts = [
+        f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
+        for first, last in spans
+    ]
+    return (
+        "ranks "
+        + ", ".join(parts[:12])
+        + (f" and {len(parts) - 12} more spans" if len(parts) > 12 else "")
+    )
 
 
 def place_text(place: Place) -> str:
@@ -39,7 +51,11 @@ def place_text(place: Place) -> str:
         what = [] if place.certainty is Certainty.UNKNOWN else ["outside any module"]
     else:
         what = [place.pass_ if place.module is None else f"{place.pass_} of {shown(place.module)}"]
-    parts = [*what, *([place.line] if place.line else []), *([f"step {place.step}"] if place.step is not None else [])]
+    parts = [
+        *what,
+        *([place.line] if place.line else []),
+        *([f"step {place.step}"] if place.step is not None else []),
+    ]
     return ", ".join(parts) or "an unknown place"
 
 
@@ -71,24 +87,39 @@ def what_text(call: Event | None) -> str:
 
 def _of_text(call: Event | None) -> str:
     shapes = (call.fields.get("shapes") or []) if call is not None else []
-    return f" of {call.fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}" if call is not None and shapes else ""
+    return (
+        f" of {call.fields.get('dtype')} {shapes[0] if len(shapes) == 1 else shapes}"
+        if call is not None and shapes
+        else ""
+    )
 
 
-# -- mismatch --------------------------------------------------------------------------------------------------------------
+# -- mismatch --------------------------------------------------------------------------------------
 
 
 def differs_in(context: Context, found: Mismatch) -> list[str]:
     """In what the first two cohorts differ."""
-    one, other = (context.job_calls.by_rank[cohort[0]].issued(found.key, found.number) for cohort in found.cohorts[:2])
+    one, other = (
+        context.job_calls.by_rank[cohort[0]].issued(found.key, found.number)
+        for cohort in found.cohorts[:2]
+    )
     if one is None or other is None or found.what == "step":
         return [found.what]
     if found.what == "call_site":
         here, there = one.place, other.place
-        places = {"module": here.module != there.module, "pass": here.pass_ != there.pass_, "line": here.line != there.line}
+        places = {
+            "module": here.module != there.module,
+            "pass": here.pass_ != there.pass_,
+            "line": here.line != there.line,
+        }
         names = [name for name, differs in places.items() if differs]
         return names + ["for"] * (one.fields.get("for") != other.fields.get("for"))
     is_p2p = {one.fields.get("op"), other.fields.get("op")} == {"send", "recv"}
-    names = ["dtype", "shapes"] if is_p2p else ["op", "dtype", "shapes", "out_shapes", "reduce_op", "peer"]
+    names = (
+        ["dtype", "shapes"]
+        if is_p2p
+        else ["op", "dtype", "shapes", "out_shapes", "reduce_op", "peer"]
+    )
     differing = [name for name in names if one.fields.get(name) != other.fields.get(name)]
     return ["op"] if "op" in differing else [_FORM_WORDS.get(name, name) for name in differing]
 
@@ -98,8 +129,17 @@ def cohorts(context: Context, found: Mismatch) -> list[dict[str, Any]]:
     for cohort in found.cohorts[:_MOST_COHORTS]:
         call = context.job_calls.by_rank[cohort[0]].issued(found.key, found.number)
         issued = call_text(call) if call is not None else None
-        reduction = f", reduction {call.fields.get('reduce_op')}" if call is not None and differs == ["reduction"] else ""
-        said.append({"ranks": list(cohort), "issued": f"{issued}{reduction}" if issued is not None else None})
+        reduction = (
+            f", reduction {call.fields.get('reduce_op')}"
+            if call is not None and differs == ["reduction"]
+            else ""
+        )
+        said.append(
+            {
+                "ranks": list(cohort),
+                "issued": f"{issued}{reduction}" if issued is not None else None,
+            }
+        )
     rest = found.cohorts[_MOST_COHORTS:]
     if rest:
         ranks = sorted(rank for cohort in rest for rank in cohort)
@@ -110,15 +150,32 @@ def cohorts(context: Context, found: Mismatch) -> list[dict[str, Any]]:
 def on_mismatch(context: Context, found: Mismatch) -> tuple[str, ...]:
     group = context.job_calls.group(found.key)
     what = " and ".join(differs_in(context, found))
-    differ = f"issued something different: they differ in {what}" if found.what != "step" else "are in different steps"
+    differ = (
+        f"issued something different: they differ in {what}"
+        if found.what != "step"
+        else "are in different steps"
+    )
     said = [f'At #{found.number} of group "{group.title}" ranks {differ}.']
     said += [f"  {ranks_text(each['ranks'])}: {each['issued']}" for each in cohorts(context, found)]
-    said += consequences(context, found, who=ranks_text(found.culprits), standing=ranks_text(sorted(context.standing) or [0]))
+    said += consequences(
+        context,
+        found,
+        who=ranks_text(found.culprits),
+        standing=ranks_text(sorted(context.standing) or [0]),
+    )
     if not found.is_certain and found.deviated:
-        who, ways = ranks_text(found.deviated), "its own ways" if len(found.deviated) == 1 else "their own ways"
-        said.append(f"The cohorts are of one size, but the others do as they did before: {who} departed from {ways}.")
+        who, ways = (
+            ranks_text(found.deviated),
+            "its own ways" if len(found.deviated) == 1 else "their own ways",
+        )
+        said.append(
+            f"The cohorts are of one size, but the others do as they did before: {who} departed"
+            f" from {ways}."
+        )
     elif not found.is_certain:
-        said.append("The cohorts are of one size: the boxes alone cannot say which of them is wrong.")
+        said.append(
+            "The cohorts are of one size: the boxes alone cannot say which of them is wrong."
+        )
     said += _before(context, found.culprits, found.key, found.number)
     return tuple(said)
 
@@ -131,23 +188,34 @@ def _before(context: Context, culprits: tuple[int, ...], key: StreamKey, number:
     if rank_calls is None:
         return []
     said += _went_on(rank_calls, rank_calls.order(key, number))
-    call, before = rank_calls.issued(key, number), rank_calls.issued(key, number - 1) if number else None
+    call, before = (
+        rank_calls.issued(key, number),
+        rank_calls.issued(key, number - 1) if number else None,
+    )
     if call is not None and before is not None and before.place.line:
         said.append(
-            f"Likely: {ranks_text(culprits)} took another way after {before.place.line}{_step(before)}. "
-            f"Look at: conditions on rank, step or data {_between(before.place.line, call.place.line)}."
+            f"Likely: {ranks_text(culprits)} took another way after"
+            f" {before.place.line}{_step(before)}. Look at: conditions on rank, step or data"
+            f" {_between(before.place.line, call.place.line)}."
         )
     return said
 
 
 def _went_on(rank_calls: RankCalls, record: int) -> list[str]:
     """An exception of a rank that it survived: recorded shortly before a record."""
-    near = [error for error in rank_calls.rank_summary.exceptions if record - _NEARBY <= error.number < record]
+    near = [
+        error
+        for error in rank_calls.rank_summary.exceptions
+        if record - _NEARBY <= error.number < record
+    ]
     if not near:
         return []
     error = near[-1]
     text = first_line(str(error.fields.get("text")))
-    return [f"Rank {rank_calls.rank} had an exception before, and went on: {text} ({place_text(error.place)})."]
+    return [
+        f"Rank {rank_calls.rank} had an exception before, and went on: {text}"
+        f" ({place_text(error.place)})."
+    ]
 
 
 def _step(call: Event) -> str:
@@ -162,27 +230,58 @@ def _between(one: str, other: str | None) -> str:
     return f"before {one}" if other in (one, None) else f"between {one} and {other}"
 
 
-# -- waits -----------------------------------------------------------------------------------------------------------------
+# -- waits -----------------------------------------------------------------------------------------
 
 
 def _waiting(context: Context, wait: Wait) -> list[str]:
     """Who waits in the same call, and where."""
-    together = sorted(rank for rank, other in context.waits.items() if (other.key, other.number) == (wait.key, wait.number))
+    together = sorted(
+        rank
+        for rank, other in context.waits.items()
+        if (other.key, other.number) == (wait.key, wait.number)
+    )
     if not together:  # nobody is behind: all who can be heard wait for one who cannot
-        together = [rank for rank in members(context.job_calls, wait.key) if rank in context.job_calls.by_rank]
+        together = [
+            rank
+            for rank in members(context.job_calls, wait.key)
+            if rank in context.job_calls.by_rank
+        ]
     places = {in_place(context.place(rank)) for rank in together}
     said = f"waiting: {ranks_text(together)}"
-    return [f"  {said}, {places.pop()}" if len(places) == 1 else f"  {said}, in {len(places)} different places"]
+    return [
+        (
+            f"  {said}, {places.pop()}"
+            if len(places) == 1
+            else f"  {said}, in {len(places)} different places"
+        )
+    ]
 
 
 def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     if _is_inside(context, blamed[0], wait):
-        came = f"{ranks_text(blamed).capitalize()} came to {_awaited_text(context, wait)}, and cannot go on there."
-        return (came, *_waiting(context, wait), *_held_text(context, blamed), *_branch(context, blamed, wait))
-    never = "never" if any(context.job_calls.has_data(rank) for rank in blamed) else "may never have"
+        came = (
+            f"{ranks_text(blamed).capitalize()} came to {_awaited_text(context, wait)}, and cannot"
+            " go on there."
+        )
+        return (
+            came,
+            *_waiting(context, wait),
+            *_held_text(context, blamed),
+            *_branch(context, blamed, wait),
+        )
+    never = (
+        "never" if any(context.job_calls.has_data(rank) for rank in blamed) else "may never have"
+    )
     if all(rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed):
-        never = "has not, while it was watched," if len(blamed) == 1 else "have not, while they were watched,"
-    said = [f"{ranks_text(blamed).capitalize()} {never} issued {_awaited_text(context, wait)}.", *_waiting(context, wait)]
+        never = (
+            "has not, while it was watched,"
+            if len(blamed) == 1
+            else "have not, while they were watched,"
+        )
+    said = [
+        f"{ranks_text(blamed).capitalize()} {never} issued {_awaited_text(context, wait)}.",
+        *_waiting(context, wait),
+    ]
     for rank in blamed[:4]:
         if not context.job_calls.has_data(rank):
             said.append(_no_data_text(context, rank))
@@ -191,7 +290,10 @@ def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ..
             now = f"where it is now, its {context.run.noun} does not say"
             said.append(f"  rank {rank} was last seen {in_place(context.place(rank))}; {now}")
             continue
-        said.append(f"  rank {rank} is instead {in_place(context.place(rank))}: {context.detail(rank) or context.state(rank)}")
+        said.append(
+            f"  rank {rank} is instead {in_place(context.place(rank))}:"
+            f" {context.detail(rank) or context.state(rank)}"
+        )
     if len(blamed) > 4:
         said.append(f"  and {len(blamed) - 4} more")
     known = [rank for rank in blamed if context.job_calls.has_data(rank)]
@@ -202,7 +304,10 @@ def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ..
 
 def _no_data_text(context: Context, rank: int) -> str:
     if rank in context.job_calls.past:
-        return f"  rank {rank} was last seen {in_place(context.place(rank))}; what it did after that is not known"
+        return (
+            f"  rank {rank} was last seen {in_place(context.place(rank))}; what it did after that"
+            " is not known"
+        )
     return f"  rank {rank} has no {context.run.noun}: where it is, nobody knows"
 
 
@@ -210,11 +315,17 @@ def _doubts(context: Context, blamed: list[int], wait: Wait) -> list[str]:
     """What else it may be, as far as the data does not say."""
     if not any(context.job_calls.has_data(rank) for rank in blamed):
         who = "They are the only ones" if len(blamed) > 1 else f"Rank {blamed[0]} is the only one"
-        return [f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the network or a device."]
+        return [
+            f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the"
+            " network or a device."
+        ]
     others = [rank for rank in wait.no_data if rank not in blamed]
     said = [f"  whether {ranks_text(others)} came to it is not known"] if others else []
     if not context.is_live:
-        said.append("How long they had waited when all ended, nobody saw: a job that was well may be between two collectives.")
+        said.append(
+            "How long they had waited when all ended, nobody saw: a job that was well may be"
+            " between two collectives."
+        )
     return said
 
 
@@ -231,12 +342,16 @@ def _awaited_text(context: Context, wait: Wait) -> str:
     if key.source == key.destination:
         return f'{what_text(call)}, #{wait.number} of group "{title}"'
     op = "recv" if wait.rank == key.source else "send"
-    return f'the {op}{_of_text(call)}, #{wait.number} from rank {key.source} to rank {key.destination} on group "{title}"'
+    return (
+        f"the {op}{_of_text(call)}, #{wait.number} from rank {key.source} to rank {key.destination}"
+        f' on group "{title}"'
+    )
 
 
 def _held_text(context: Context, blamed: list[int]) -> list[str]:
     said = [
-        f"  rank {rank} is {in_place(context.place(rank))}: {context.detail(rank) or context.state(rank)}"
+        f"  rank {rank} is {in_place(context.place(rank))}:"
+        f" {context.detail(rank) or context.state(rank)}"
         for rank in blamed[:4]
     ]
     return said + ([f"  and {len(blamed) - 4} more"] if len(blamed) > 4 else [])
@@ -245,7 +360,8 @@ def _held_text(context: Context, blamed: list[int]) -> list[str]:
 def on_excused(excused: dict[int, int]) -> tuple[str, ...]:
     """Who is waited for, and may wait himself for somebody of whom nothing is known."""
     said = [
-        f"Rank {rank} may itself wait for rank {other}, of which there is nothing to read." for rank, other in excused.items()
+        f"Rank {rank} may itself wait for rank {other}, of which there is nothing to read."
+        for rank, other in excused.items()
     ]
     return (*said[:4], "Who is to blame is not known.") if said else ()
 
@@ -257,11 +373,20 @@ def _branch(context: Context, blamed: list[int], wait: Wait) -> list[str]:
     call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
     said = []
     rank_calls = context.job_calls.by_rank[blamed[0]]
-    said += _went_on(rank_calls, rank_calls.rank_summary.records) if not context.exits.was_ended_by_hand(blamed[0]) else []
+    said += (
+        _went_on(rank_calls, rank_calls.rank_summary.records)
+        if not context.exits.was_ended_by_hand(blamed[0])
+        else []
+    )
     if before is not None and call is not None and call.place.line:
-        who = f"{ranks_text(blamed)} took another way, or {'is' if len(blamed) == 1 else 'are'} held"
+        who = (
+            f"{ranks_text(blamed)} took another way, or {'is' if len(blamed) == 1 else 'are'} held"
+        )
         after = f"{before.place.line or 'its last collective'}{_step(before)}"
-        said.append(f"Likely: {who}, after {after}. Look at: conditions on rank, step or data before {call.place.line}.")
+        said.append(
+            f"Likely: {who}, after {after}. Look at: conditions on rank, step or data before"
+            f" {call.place.line}."
+        )
     return said
 
 
@@ -273,11 +398,22 @@ def on_dead(context: Context, blamed: list[int], wait: Wait | None) -> tuple[str
         what = what_text(call)
         said.append(f'The others wait for it in {what}, #{wait.number} of group "{group.title}".')
         said += _waiting(context, wait)
-        if all(rank in context.job_calls.by_rank and context.state(rank) is State.FINISHED for rank in blamed):
-            said.append("Likely: it had fewer batches, left a loop early, or skipped a step. Look at: what ends its loop.")
-    if context.exits.were_killed_together and not any(context.job_calls.by_rank[rank].end for rank in blamed):
+        if all(
+            rank in context.job_calls.by_rank and context.state(rank) is State.FINISHED
+            for rank in blamed
+        ):
+            said.append(
+                "Likely: it had fewer batches, left a loop early, or skipped a step. Look at: what"
+                " ends its loop."
+            )
+    if context.exits.were_killed_together and not any(
+        context.job_calls.by_rank[rank].end for rank in blamed
+    ):
         noticed = ranks_text(sorted(context.exits.failed()))
-        said.append(f"That a process was gone, {noticed} noticed; then all were. They may have been killed at once.")
+        said.append(
+            f"That a process was gone, {noticed} noticed; then all were. They may have been killed"
+            " at once."
+        )
     return tuple(said)
 
 
@@ -294,20 +430,34 @@ def _ends(context: Context, dead: list[int]) -> list[str]:
 
 def _end(context: Context, rank: int) -> tuple[str, ...]:
     if rank not in context.job_calls.by_rank:
-        return ("may have died first: the others say that a peer hung up on them, and it has no readable box.",)
+        return (
+            (
+                "may have died first: the others say that a peer hung up on them, and it has no"
+                " readable box."
+            ),
+        )
     rank_calls = context.job_calls.by_rank[rank]
     how = "finished" if context.state(rank) is State.FINISHED else "ended"
     error = rank_calls.exception
     where = error.place if error is not None else context.place(rank)
     text = _gist(context.detail(rank) or context.exits.how(rank)).removesuffix(".")
-    before = _went_on(rank_calls, error.number) if error is not None and context.exits.has_failed(rank) else []
+    before = (
+        _went_on(rank_calls, error.number)
+        if error is not None and context.exits.has_failed(rank)
+        else []
+    )
     return (f"{how}: {text}.", f"  its last place: {place_text(where)}", *before)
 
 
 def _gist(text: str) -> str:
-    """What an exception says: its first line; of one that holds the traceback of another one, how that ends too."""
+    """What an exception says: its first line; of one that holds the traceback of another one, how
+    that ends too."""
     first, _, rest = text.partition("\n")
-    last = rest.strip().rpartition("\n")[2].strip() if "Traceback (most recent call last)" in rest else ""
+    last = (
+        rest.strip().rpartition("\n")[2].strip()
+        if "Traceback (most recent call last)" in rest
+        else ""
+    )
     return f"{first[:200]}: {last[:200]}" if last else first_line(text)
 
 
@@ -315,13 +465,29 @@ def on_dead_together(context: Context, dead: list[int]) -> tuple[str, ...]:
     """Nobody went by himself: who was the first is not to be seen."""
     if context.exits.never_met(dead):
         return (
-            f"{ranks_text(dead).capitalize()} could not connect to another one. Whether it had ended before does not show:",
+            (
+                f"{ranks_text(dead).capitalize()} could not connect to another one. Whether it had"
+                " ended before does not show:"
+            ),
             f"  {first_line(str(context.detail(dead[0])))}",
-            "Look at: the log of the other ranks, the address and port of the rendezvous, the network interfaces.",
+            (
+                "Look at: the log of the other ranks, the address and port of the rendezvous, the"
+                " network interfaces."
+            ),
         )
-    silent = [rank for rank in context.job_calls.by_rank if rank not in dead and context.state(rank) is State.DEAD]
-    said = [f"A process ended, and it is not known whose went first. {ranks_text(dead).capitalize()} failed of it:"]
+    silent = [
+        rank
+        for rank in context.job_calls.by_rank
+        if rank not in dead and context.state(rank) is State.DEAD
+    ]
+    said = [
+        f"A process ended, and it is not known whose went first. {ranks_text(dead).capitalize()}"
+        " failed of it:"
+    ]
     said.append(f"  {first_line(str(context.detail(dead[0])))}")
     if silent:
-        said.append(f"  one of {ranks_text(silent)} was the first: they all went without a word, and no monitor saw when")
+        said.append(
+            f"  one of {ranks_text(silent)} was the first: they all went without a word, and no"
+            " monitor saw when"
+        )
     return tuple(said)

@@ -1,7 +1,8 @@
-"""Where two layouts part: the first module, unit or parameter that should be the same on both and is not.
+"""Where two layouts part: the first module, unit or parameter that should be the same on both and
+is not.
 
-`CanonicalKey` numbers modules by what should be the same on all ranks; `differences` walks two layouts together, only into what has
-different numbers.
+`CanonicalKey` numbers modules by what should be the same on all ranks; `differences` walks two
+layouts together, only into what has different numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ Branches = tuple[Branch, ...]
 
 @dataclass(frozen=True, slots=True)
 class LayoutDifference:
-    """Where two layouts part: a module or parameter, what of it, and how it is here and on the ranks compared with."""
+    """Where two layouts part: a module or parameter, what of it, and how it is here and on the
+    ranks compared with."""
 
     where: str
     what: str
@@ -34,18 +36,22 @@ class LayoutDifference:
         return {"where": self.where, "what": self.what, "here": self.here, "there": self.there}
 
 
-# -- what should be the same -----------------------------------------------------------------------------------------------
+# -- what should be the same -----------------------------------------------------------------------
 
 
 class CanonicalKey:
-    """Gives equal numbers to nodes that are laid out alike, on whatever rank: without what is a rank's own."""
+    """Gives equal numbers to nodes that are laid out alike, on whatever rank: without what is a
+    rank's own."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
 
     def key(self, layout: Layout) -> tuple[Any, ...]:
         seen: dict[int, int] = {}
-        return tuple((root.name, root.count, self._number(root.node, layout.meshes, seen)) for root in layout.roots)
+        return tuple(
+            (root.name, root.count, self._number(root.node, layout.meshes, seen))
+            for root in layout.roots
+        )
 
     def numbers(self, layout: Layout) -> dict[int, int]:
         """The numbers of all nodes of a layout, by id."""
@@ -61,17 +67,27 @@ class CanonicalKey:
                 (node.cls, node.plan, node.same_as, node.note),
                 tuple(_unit_facts(unit, meshes) for unit in node.units),
                 tuple((param.name, *_param_facts(param, meshes).values()) for param in node.params),
-                tuple(_refolded((b.name, b.count, self._number(b.node, meshes, seen)) for b in node.children)),
+                tuple(
+                    _refolded(
+                        (b.name, b.count, self._number(b.node, meshes, seen)) for b in node.children
+                    )
+                ),
             )
             known = seen[id(node)] = self._numbers.setdefault(facts, len(self._numbers))
         return known
 
 
 def _refolded(runs: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Without what is a rank's own, neighbours may be alike that were not: an FSDP1 unit is cut in the middle of a layer."""
+    """Without what is a rank's own, neighbours may be alike that were not: an FSDP1 unit is cut in
+    the middle of a layer."""
     last: tuple[str, int, int] | None = None
     for name, count, number in runs:
-        if last is not None and last[2] == number and is_number(last[0]) and name == str(int(last[0]) + last[1]):
+        if (
+            last is not None
+            and last[2] == number
+            and is_number(last[0])
+            and name == str(int(last[0]) + last[1])
+        ):
             last = last[0], last[1] + count, number
             continue
         if last is not None:
@@ -84,7 +100,11 @@ def _refolded(runs: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, 
 def _mesh(number: int | None, meshes: tuple[Mesh, ...]) -> str:
     if number is None or not 0 <= number < len(meshes):
         return "no mesh"
-    return f"{meshes[number].label} on {meshes[number].device}" if meshes[number].device else meshes[number].label
+    return (
+        f"{meshes[number].label} on {meshes[number].device}"
+        if meshes[number].device
+        else meshes[number].label
+    )
 
 
 def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> tuple[tuple[str, str], ...]:
@@ -116,7 +136,7 @@ def _param_facts(param: Param, meshes: tuple[Mesh, ...]) -> dict[str, str]:
     }
 
 
-# -- where two layouts part ------------------------------------------------------------------------------------------------
+# -- where two layouts part ------------------------------------------------------------------------
 
 
 def differences(here: Layout, there: Layout, canon: CanonicalKey) -> Iterator[LayoutDifference]:
@@ -132,12 +152,18 @@ class _Parting:
     meshes_there: tuple[Mesh, ...]
     numbers: dict[int, int]
 
-    def of_children(self, above: str, here: Branches, there: Branches) -> Iterator[LayoutDifference]:
+    def of_children(
+        self, above: str, here: Branches, there: Branches
+    ) -> Iterator[LayoutDifference]:
         for label, first, node, other in _side_by_side(here, there):
             if node is None or other is None:
                 what = "module" if label else "model"
                 kept = (node or other).cls if (node or other) else ""  # type: ignore[union-attr]
-                yield LayoutDifference(_below(above, label), what, *(("missing", kept) if node is None else (kept, "missing")))
+                yield LayoutDifference(
+                    _below(above, label),
+                    what,
+                    *(("missing", kept) if node is None else (kept, "missing")),
+                )
             elif self.numbers[id(node)] != self.numbers[id(other)]:
                 yield from self._of_nodes(_below(above, first), node, other)
 
@@ -146,31 +172,51 @@ class _Parting:
         for what in ("cls", "plan", "same_as", "note"):
             if getattr(here, what) != getattr(there, what):
                 label = {"cls": "class", "same_as": "the same module as"}.get(what, what)
-                yield LayoutDifference(shown, label, getattr(here, what) or "none", getattr(there, what) or "none")
+                yield LayoutDifference(
+                    shown, label, getattr(here, what) or "none", getattr(there, what) or "none"
+                )
         yield from self._of_units(shown, here.units, there.units)
         yield from self._of_params(name, here.params, there.params)
         yield from self.of_children(name, here.children, there.children)
 
-    def _of_units(self, name: str, here: tuple[Unit, ...], there: tuple[Unit, ...]) -> Iterator[LayoutDifference]:
+    def _of_units(
+        self, name: str, here: tuple[Unit, ...], there: tuple[Unit, ...]
+    ) -> Iterator[LayoutDifference]:
         for unit, other in itertools.zip_longest(here, there):
             if unit is None or other is None or unit.kind != other.kind:
-                yield LayoutDifference(name, "unit", unit.kind if unit else "none", other.kind if other else "none")
+                yield LayoutDifference(
+                    name, "unit", unit.kind if unit else "none", other.kind if other else "none"
+                )
                 continue
-            ours, theirs = dict(_unit_facts(unit, self.meshes_here)), dict(_unit_facts(other, self.meshes_there))
+            ours, theirs = (
+                dict(_unit_facts(unit, self.meshes_here)),
+                dict(_unit_facts(other, self.meshes_there)),
+            )
             yield from _of_facts(f"{unit.kind} unit {name}", ours, theirs)
 
-    def _of_params(self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]) -> Iterator[LayoutDifference]:
+    def _of_params(
+        self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]
+    ) -> Iterator[LayoutDifference]:
         ours, theirs = {param.name: param for param in here}, {param.name: param for param in there}
         for name in ours | theirs:
             full = _below(above, name)
             if name not in ours or name not in theirs:
-                yield LayoutDifference(full, "parameter", *(("missing", "there") if name not in ours else ("there", "missing")))
+                yield LayoutDifference(
+                    full,
+                    "parameter",
+                    *(("missing", "there") if name not in ours else ("there", "missing")),
+                )
                 continue
-            facts = _param_facts(ours[name], self.meshes_here), _param_facts(theirs[name], self.meshes_there)
+            facts = (
+                _param_facts(ours[name], self.meshes_here),
+                _param_facts(theirs[name], self.meshes_there),
+            )
             yield from _of_facts(full, *facts)
 
 
-def _of_facts(where: str, here: dict[str, str], there: dict[str, str]) -> Iterator[LayoutDifference]:
+def _of_facts(
+    where: str, here: dict[str, str], there: dict[str, str]
+) -> Iterator[LayoutDifference]:
     for what in here | there:
         if here.get(what, "none") != there.get(what, "none"):
             yield LayoutDifference(where, what, here.get(what, "none"), there.get(what, "none"))
@@ -180,9 +226,14 @@ def _below(above: str, name: str) -> str:
     return f"{above}.{name}" if above and name else above or name
 
 
-def _side_by_side(here: Branches, there: Branches) -> Iterator[tuple[str, str, Node | None, Node | None]]:
-    """Children of the same names: label, first name, and the node on either side. Runs are cut where either one ends."""
-    ours, theirs = ({b.name: b.node for b in side if not is_number(b.name)} for side in (here, there))
+def _side_by_side(
+    here: Branches, there: Branches
+) -> Iterator[tuple[str, str, Node | None, Node | None]]:
+    """Children of the same names: label, first name, and the node on either side. Runs are cut
+    where either one ends."""
+    ours, theirs = (
+        {b.name: b.node for b in side if not is_number(b.name)} for side in (here, there)
+    )
     for name in ours | theirs:
         yield name, name, ours.get(name), theirs.get(name)
     runs_here, runs_there = _runs(here), _runs(there)
@@ -195,7 +246,9 @@ def _side_by_side(here: Branches, there: Branches) -> Iterator[tuple[str, str, N
 
 def _runs(branches: Branches) -> list[tuple[int, int, Node]]:
     numbered = [branch for branch in branches if is_number(branch.name)]
-    return sorted(((int(b.name), int(b.name) + b.count, b.node) for b in numbered), key=lambda run: run[0])
+    return sorted(
+        ((int(b.name), int(b.name) + b.count, b.node) for b in numbered), key=lambda run: run[0]
+    )
 
 
 def _at(runs: list[tuple[int, int, Node]], number: int) -> Node | None:

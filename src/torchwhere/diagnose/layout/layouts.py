@@ -1,8 +1,10 @@
-"""The layouts of many ranks side by side: which are laid out alike, where the others part, and what differs because it must.
+"""The layouts of many ranks side by side: which are laid out alike, where the others part, and what
+differs because it must.
 
-Takes a run, gives `Layouts`. Ranks are put into cohorts by everything that should be the same on all of them. Local shapes and
-bytes, the ranks in the groups and the pipeline stage differ from rank to rank by design: these are said and not counted as
-differences. Linear in the number of ranks: each layout is read once and only one of each cohort is kept.
+Takes a run, gives `Layouts`. Ranks are put into cohorts by everything that should be the same on
+all of them. Local shapes and bytes, the ranks in the groups and the pipeline stage differ from rank
+to rank by design: these are said and not counted as differences. Linear in the number of ranks:
+each layout is read once and only one of each cohort is kept.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class LayoutCohort(Shown):
     ranks: list[int]
     layout: Layout
     stages: tuple[int, ...] = ()  # of a pipeline
-    differences: list[LayoutDifference] = field(default_factory=list)  # from the largest cohort with the same stages
+    # from the largest cohort with the same stages
+    differences: list[LayoutDifference] = field(default_factory=list)
     has_more: bool = False  # differences than are listed
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +62,11 @@ class Layouts(Shown, Tabular):
 
     def as_rows(self) -> list[dict[str, Any]]:
         """The parameters of every cohort, one a row, as its first rank has them."""
-        return [{"cohort": at} | row for at, cohort in enumerate(self.cohorts) for row in cohort.layout.as_rows()]
+        return [
+            {"cohort": at} | row
+            for at, cohort in enumerate(self.cohorts)
+            for row in cohort.layout.as_rows()
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -114,20 +121,37 @@ def compare(found: Iterable[Layout]) -> Layouts:
         cohort.ranks.append(layout.rank)
         cuts.setdefault(key, ShardCheck()).add(layout)
         meetings.add(layout)
-    ordered = sorted(cohorts.values(), key=lambda cohort: (cohort.stages, -len(cohort.ranks), cohort.ranks))
+    ordered = sorted(
+        cohorts.values(), key=lambda cohort: (cohort.stages, -len(cohort.ranks), cohort.ranks)
+    )
     for _, same in itertools.groupby(ordered, key=lambda cohort: cohort.stages):
         first, *others = same
         for cohort in others:
-            parts = list(itertools.islice(differences(cohort.layout, first.layout, canon), _MOST_DIFFERENCES + 1))
-            cohort.differences, cohort.has_more = parts[:_MOST_DIFFERENCES], len(parts) > _MOST_DIFFERENCES
-    expected = [*_pipeline(ordered), *meetings.expected(), *(said for cut in cuts.values() for said in cut.expected())]
+            parts = list(
+                itertools.islice(
+                    differences(cohort.layout, first.layout, canon), _MOST_DIFFERENCES + 1
+                )
+            )
+            cohort.differences, cohort.has_more = (
+                parts[:_MOST_DIFFERENCES],
+                len(parts) > _MOST_DIFFERENCES,
+            )
+    expected = [
+        *_pipeline(ordered),
+        *meetings.expected(),
+        *(said for cut in cuts.values() for said in cut.expected()),
+    ]
     remarks = [said for cut in cuts.values() for said in cut.remarks()]
     return Layouts(ordered, expected, list(meetings.disagreements()), remarks, [], [])
 
 
 def _stages(layout: Layout) -> tuple[int, ...]:
-    units = [unit for root in layout.roots for unit in root.node.units if unit.kind == "pipeline stage"]
-    return tuple(stage for unit in units if isinstance(stage := dict(unit.settings).get("stage"), int))
+    units = [
+        unit for root in layout.roots for unit in root.node.units if unit.kind == "pipeline stage"
+    ]
+    return tuple(
+        stage for unit in units if isinstance(stage := dict(unit.settings).get("stage"), int)
+    )
 
 
 def _pipeline(cohorts: list[LayoutCohort]) -> Iterator[str]:
@@ -135,7 +159,10 @@ def _pipeline(cohorts: list[LayoutCohort]) -> Iterator[str]:
     for cohort in cohorts:
         by_stage.setdefault(cohort.stages, []).extend(cohort.ranks)
     if len(by_stage) > 1:
-        each = [f"{_stage_text(stages)} on {ranks_phrase(ranks)}" for stages, ranks in sorted(by_stage.items())]
+        each = [
+            f"{_stage_text(stages)} on {ranks_phrase(ranks)}"
+            for stages, ranks in sorted(by_stage.items())
+        ]
         yield f"pipeline stages have modules of their own: {'; '.join(each)}"
 
 

@@ -1,7 +1,8 @@
-"""What differs between ranks because it must: the part of each parameter that a rank holds, and who is in its groups.
+"""What differs between ranks because it must: the part of each parameter that a rank holds, and who
+is in its groups.
 
-Says it in words, and says where it does not fit together: a part that is not the one the placements give, ranks that disagree
-about who is in a group.
+Says it in words, and says where it does not fit together: a part that is not the one the placements
+give, ranks that disagree about who is in a group.
 """
 
 from __future__ import annotations
@@ -11,9 +12,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 
-from torchwhere.core.model_layout import FLAT, Layout, Mesh, Node, Param, ranks_from_text, ranks_to_text
+from torchwhere.core.model_layout import (
+    FLAT,
+    Layout,
+    Mesh,
+    Node,
+    Param,
+    ranks_from_text,
+    ranks_to_text,
+)
 
-_MOST_KEPT = 64  # layouts with different parts that are looked at; an FSDP1 job has one for each rank
+# layouts with different parts that are looked at; an FSDP1 job has one for each rank
+_MOST_KEPT = 64
 _MOST_SAID = 4
 _RUN = re.compile(r"(\d+)(?:-(\d+)(?::([1-9]\d*))?)?")
 _SHARD = re.compile(r"(Strided)?Shard\((\d+)")
@@ -25,10 +35,12 @@ def ranks_phrase(ranks: Iterable[int]) -> str:
 
 
 def _few(texts: list[str]) -> str:
-    return "; ".join(texts[:_MOST_SAID]) + (f"; and {len(texts) - _MOST_SAID} more" if len(texts) > _MOST_SAID else "")
+    return "; ".join(texts[:_MOST_SAID]) + (
+        f"; and {len(texts) - _MOST_SAID} more" if len(texts) > _MOST_SAID else ""
+    )
 
 
-# -- parts of parameters ---------------------------------------------------------------------------------------------------
+# -- parts of parameters ---------------------------------------------------------------------------
 
 
 class ShardCheck:
@@ -54,9 +66,18 @@ class ShardCheck:
         uneven: dict[str, Param] = {}
         for other in others[:8]:
             pairs = zip(first.params(), other.params(), strict=False)
-            uneven |= {name: param for (name, param), (_, there) in pairs if param.local_shape != there.local_shape}
-        for is_flat, how in ((False, "not cut evenly"), (True, "cut as they lie one after the other")):
-            names = [name for name, param in uneven.items() if (FLAT in param.placements) is is_flat]
+            uneven |= {
+                name: param
+                for (name, param), (_, there) in pairs
+                if param.local_shape != there.local_shape
+            }
+        for is_flat, how in (
+            (False, "not cut evenly"),
+            (True, "cut as they lie one after the other"),
+        ):
+            names = [
+                name for name, param in uneven.items() if (FLAT in param.placements) is is_flat
+            ]
             if names:
                 count = f"{len(names)} parameters are" if len(names) > 1 else "1 parameter is"
                 yield f"{count} {how}: {names[0]} is {self._shapes(names[0])}"
@@ -83,7 +104,8 @@ def _parts(node: Node) -> Iterator[object]:
 
 
 def _wrong_parts(layout: Layout) -> Iterator[str]:
-    """Parts that are not what the placements give. Of parameters that stand for many only the first is looked at."""
+    """Parts that are not what the placements give. Of parameters that stand for many only the first
+    is looked at."""
     pending = [(root.name, root.node) for root in layout.roots]
     while pending:
         name, node = pending.pop()
@@ -94,18 +116,26 @@ def _wrong_parts(layout: Layout) -> Iterator[str]:
                 held, given = list(param.local_shape), list(expected or ())
                 said = f"rank {layout.rank} holds {held} of {full} {list(param.shape)}"
                 yield f"{said}; {', '.join(param.placements)} gives {given}"
-        pending += [(f"{name}.{branch.name}" if name else branch.name, branch.node) for branch in node.children]
+        pending += [
+            (f"{name}.{branch.name}" if name else branch.name, branch.node)
+            for branch in node.children
+        ]
 
 
 def expected_part(param: Param, layout: Layout) -> tuple[int, ...] | None:
-    """What this rank holds of a parameter if it is cut as `torch.chunk` cuts; None where that cannot be told."""
+    """What this rank holds of a parameter if it is cut as `torch.chunk` cuts; None where that
+    cannot be told."""
     if param.mesh is None or param.mesh >= len(layout.meshes) or FLAT in param.placements:
         return None
     mesh, shape = layout.meshes[param.mesh], list(param.shape)
     at = _coordinate(mesh, layout.rank)
     if at is None or len(param.placements) != len(at):
         return None
-    cuts = [(bool(found[1]), dim, int(found[2])) for dim, text in enumerate(param.placements) if (found := _SHARD.match(text))]
+    cuts = [
+        (bool(found[1]), dim, int(found[2]))
+        for dim, text in enumerate(param.placements)
+        if (found := _SHARD.match(text))
+    ]
     for _, dim, of in sorted(cuts):  # a strided cut is made in what the others leave
         if of >= len(shape):
             return None
@@ -116,11 +146,13 @@ def expected_part(param: Param, layout: Layout) -> tuple[int, ...] | None:
 
 def _coordinate(mesh: Mesh, rank: int) -> list[int] | None:
     found = [at for group in mesh.groups if (at := _index(group, rank)) is not None]
-    return found if len(found) == len(mesh.shape) else None  # else a mesh that this rank is not part of
+    # else a mesh that this rank is not part of
+    return found if len(found) == len(mesh.shape) else None
 
 
 def _index(group: str, rank: int) -> int | None:
-    """Where a rank is in a list of ranks given as text, without unfolding it: that would be quadratic in the ranks."""
+    """Where a rank is in a list of ranks given as text, without unfolding it: that would be
+    quadratic in the ranks."""
     before = 0
     for run in group.split(", "):
         found = _RUN.fullmatch(run)
@@ -133,14 +165,15 @@ def _index(group: str, rank: int) -> int | None:
     return None
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 class GroupMembership:
     """Who says to be together with whom, along each dimension of each mesh."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, str, int], dict[str, list[int]]] = {}  # label, dimension, which of that label
+        # label, dimension, which of that label
+        self._groups: dict[tuple[str, str, int], dict[str, list[int]]] = {}
 
     def add(self, layout: Layout) -> None:
         times: dict[str, int] = {}
@@ -148,7 +181,9 @@ class GroupMembership:
             nth = times[mesh.label] = times.get(mesh.label, -1) + 1
             for dim, group in zip(mesh.dims, mesh.groups, strict=False):
                 if group:
-                    self._groups.setdefault((mesh.label, dim, nth), {}).setdefault(group, []).append(layout.rank)
+                    self._groups.setdefault((mesh.label, dim, nth), {}).setdefault(
+                        group, []
+                    ).append(layout.rank)
 
     def expected(self) -> Iterator[str]:
         said: set[str] = set()
@@ -179,4 +214,7 @@ def _disagreements(what: str, groups: dict[str, list[int]]) -> Iterator[str]:
         for member in members:
             if said_by.get(member, group) != group:
                 say = "say" if len(ranks) > 1 else "says"
-                yield f"along {what} {ranks_phrase(ranks)} {say} {group}, but rank {member} says {said_by[member]}"
+                yield (
+                    f"along {what} {ranks_phrase(ranks)} {say} {group}, but rank {member} says"
+                    f" {said_by[member]}"
+                )

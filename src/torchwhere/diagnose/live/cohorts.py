@@ -1,7 +1,8 @@
 """Ranks that do the same, put together: a screen has fifty lines, a job ten thousand ranks.
 
-Ranks that move are together when they are in the same state and step: where exactly each was seen is chance. Ranks that stand
-still are together when they stand in the same place after the same collective.
+Ranks that move are together when they are in the same state and step: where exactly each was seen
+is chance. Ranks that stand still are together when they stand in the same place after the same
+collective.
 """
 
 from __future__ import annotations

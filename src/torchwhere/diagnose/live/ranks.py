@@ -1,8 +1,10 @@
-"""What each rank is doing now, from glances at its box: its state, its age, its speed, and whether it stands still.
+"""What each rank is doing now, from glances at its box: its state, its age, its speed, and whether
+it stands still.
 
-`LiveRanks` remembers what earlier glances saw. The time is given to it. A rank stands still when it has not moved for longer
-than it usually takes: `stall_s`, or a few of its own steps if those are longer. Who waits for whom is in `waiting.py`. All of
-it is a first impression, of every rank and at once; the verdict of the doctor says why, and comes later.
+`LiveRanks` remembers what earlier glances saw. The time is given to it. A rank stands still when it
+has not moved for longer than it usually takes: `stall_s`, or a few of its own steps if those are
+longer. Who waits for whom is in `waiting.py`. All of it is a first impression, of every rank and at
+once; the verdict of the doctor says why, and comes later.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ class RankNow:
 
     def to_dict(self) -> dict[str, Any]:
         place, issued = self.place.to_dict(), self.issued
-        last = {"op": issued.op, "group": self.group, "number": issued.number} if issued is not None else None
+        last = (
+            {"op": issued.op, "group": self.group, "number": issued.number}
+            if issued is not None
+            else None
+        )
         return {
             "rank": self.rank,
             "state": str(self.state),
@@ -99,11 +105,13 @@ class _Track:
     looked_s: float
     moved_s: float
     gap_s: float = 0.0  # the longest it stood still and went on
-    steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))  # when each was first seen
+    # when each was first seen
+    steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
 
     def look(self, now_s: float, now_ns: int, *, has_moved: bool) -> None:
         if has_moved:
-            # By the rank's own clock, but within the time since the last look: clocks of hosts differ.
+            # By the rank's own clock, but within the time since the last look: clocks of hosts
+            # differ.
             ago_s = min(max(0.0, (now_ns - self.live_box.moved_ns) / 1e9), now_s - self.looked_s)
             self.gap_s = max(self.gap_s, now_s - ago_s - self.moved_s)
             self.moved_s = now_s - ago_s
@@ -149,7 +157,8 @@ class LiveRanks:
         self._tracks: dict[int, _Track] = {}
 
     def meet(self, live_box: LiveBox, *, now_s: float, now_ns: int) -> None:
-        """A box belongs to the run: from now on it is the one of its rank. Its age is by the clock of its host, at first."""
+        """A box belongs to the run: from now on it is the one of its rank. Its age is by the clock
+        of its host, at first."""
         track = self._tracks.get(live_box.rank)
         if track is None or track.live_box is not live_box:
             moved_s = now_s - max(0.0, (now_ns - live_box.moved_ns) / 1e9)
@@ -162,15 +171,27 @@ class LiveRanks:
         if track is not None and track.live_box is live_box:
             track.look(now_s, now_ns, has_moved=has_moved)
 
-    def now(self, ranks: Iterable[int], statuses: Mapping[int, ProcessStatus], *, now_s: float) -> list[RankNow]:
+    def now(
+        self, ranks: Iterable[int], statuses: Mapping[int, ProcessStatus], *, now_s: float
+    ) -> list[RankNow]:
         """Every rank that was looked at, as it is now."""
         tracks = {rank: track for rank in ranks if (track := self._tracks.get(rank)) is not None}
-        states = {rank: _state(track.live_box, statuses.get(rank, _SEEN_NOTHING)) for rank, track in tracks.items()}
-        still = [rank for rank, track in tracks.items() if self._stands_still(track, states[rank], now_s)]
-        if all(state in (State.DEAD, State.FINISHED) for state in states.values()):  # all is over: in what did it end?
+        states = {
+            rank: _state(track.live_box, statuses.get(rank, _SEEN_NOTHING))
+            for rank, track in tracks.items()
+        }
+        still = [
+            rank for rank, track in tracks.items() if self._stands_still(track, states[rank], now_s)
+        ]
+        # all is over: in what did it end?
+        if all(state in (State.DEAD, State.FINISHED) for state in states.values()):
             still = [rank for rank, track in tracks.items() if track.live_box.ended is None]
         waiting = who_waits({rank: track.live_box for rank, track in tracks.items()}, still)
-        stalled = {rank for rank in still if self._is_stalled(tracks[rank], now_s, is_waiting=rank in waiting.waits)}
+        stalled = {
+            rank
+            for rank in still
+            if self._is_stalled(tracks[rank], now_s, is_waiting=rank in waiting.waits)
+        }
         waiting = waiting.of(stalled)
         blamed = waiting.blamed()
         found = []

@@ -1,4 +1,5 @@
-"""A run, now: what its ranks are doing, who is not there, and what can be said of all of them in one sentence."""
+"""A run, now: what its ranks are doing, who is not there, and what can be said of all of them in
+one sentence."""
 
 from __future__ import annotations
 
@@ -46,7 +47,11 @@ class RunNow:
     @property
     def troubled(self) -> tuple[tuple[int, str], ...]:
         """Who is in trouble, and in what state: another one is a reason to ask the doctor again."""
-        return tuple((rank.rank, str(rank.state)) for rank in self.ranks if rank.is_trouble or _has_ended(rank))
+        return tuple(
+            (rank.rank, str(rank.state))
+            for rank in self.ranks
+            if rank.is_trouble or _has_ended(rank)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         speed = self.steps_per_s
@@ -67,7 +72,8 @@ class RunNow:
 
 
 def is_culprit(rank: RankNow) -> bool:
-    """Whether it is the reason for trouble, as far as one sees: a rank that waits for another one is not."""
+    """Whether it is the reason for trouble, as far as one sees: a rank that waits for another one
+    is not."""
     if rank.is_blamed or rank.state is State.STOPPED:
         return True
     return (rank.is_stalled or rank.state is State.DEAD) and not rank.waits_for

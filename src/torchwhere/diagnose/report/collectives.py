@@ -1,8 +1,9 @@
-"""The collectives of a report: per group the last numbers, who arrived when, and where ranks first issued something different.
+"""The collectives of a report: per group the last numbers, who arrived when, and where ranks first
+issued something different.
 
-Takes a hearing, gives `Streams`: the groups that matter most (the verdict's, its culprits', then by bytes, of every kind of
-group some), each with its last numbers. By which clocks arrivals are compared is said in `window`. Only the chosen groups are
-looked at rank by rank.
+Takes a hearing, gives `Streams`: the groups that matter most (the verdict's, its culprits', then by
+bytes, of every kind of group some), each with its last numbers. By which clocks arrivals are
+compared is said in `window`. Only the chosen groups are looked at rank by rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from torchwhere.diagnose.report.texts import cut, milliseconds
 MOST_GROUPS = 24
 MOST_NUMBERS = 200
 MOST_RANKS = 64  # of a group, with their times
-_ROOMS = ((MOST_RANKS, MOST_NUMBERS), (16, MOST_NUMBERS), (16, 100))  # of the first four groups, the next four, all others
+# of the first four groups, the next four, all others
+_ROOMS = ((MOST_RANKS, MOST_NUMBERS), (16, MOST_NUMBERS), (16, 100))
 _MOST_STEPS = 100
 _MOST_COHORTS = 8
 _NEVER = np.iinfo(np.int64).min
@@ -68,7 +70,8 @@ class StreamRows:
     window: str
     rows: tuple[Number, ...]
     ranks: tuple[int, ...]  # whose lateness is in `late_ms`
-    late_ms: tuple[tuple[float | None, ...], ...]  # of each rank, at each number: after the first to arrive
+    # of each rank, at each number: after the first to arrive
+    late_ms: tuple[tuple[float | None, ...], ...]
     bytes_per_step: tuple[tuple[int, int], ...]
     first_difference: dict[str, Any] | None
 
@@ -107,45 +110,79 @@ def streams(job_calls: JobCalls, verdict: Verdict, when: Moments) -> Streams:
     chosen = _chosen(job_calls, said, verdict, parted)
     found = []
     for at, key in enumerate(chosen[:MOST_GROUPS]):
-        reading = _Reading(job_calls, key, said[key], verdict.culprits, when, room=_ROOMS[0 if at < 4 else 1 if at < 8 else 2])
+        reading = _Reading(
+            job_calls,
+            key,
+            said[key],
+            verdict.culprits,
+            when,
+            room=_ROOMS[0 if at < 4 else 1 if at < 8 else 2],
+        )
         found.append(reading.stream(parted.get(key)))
     return Streams(tuple(found), max(0, len(chosen) - len(found)))
 
 
-# -- which ones ------------------------------------------------------------------------------------------------------------
+# -- which ones ------------------------------------------------------------------------------------
 
 
 def _chosen(
-    job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict, parted: Container[StreamKey]
+    job_calls: JobCalls,
+    said: Mapping[StreamKey, Mapping[int, StreamCalls]],
+    verdict: Verdict,
+    parted: Container[StreamKey],
 ) -> list[StreamKey]:
-    """All streams, what matters most first: the verdict's, those in which ranks differ, its culprits'; then by bytes, taking
-    turns between kinds of groups: a thousand groups of one dimension tell no more than a few of them."""
+    """All streams, what matters most first: the verdict's, those in which ranks differ, its
+    culprits'; then by bytes, taking turns between kinds of groups: a thousand groups of one
+    dimension tell no more than a few of them."""
     culprits, of_verdict = set(verdict.culprits[:MOST_RANKS]), _of_verdict(job_calls, said, verdict)
     weights = {key: _bytes(calls) for key, calls in said.items()}
     turns: dict[tuple[str, bool], int] = {}
     ranking: list[tuple[Any, ...]] = []
-    # What a stream is, and not its number, decides between those that move as much: numbers depend on who read what.
-    place = {key: (_title(job_calls, key), job_calls.group(key).ranks, job_calls.group(key).name) for key in said}
+    # What a stream is, and not its number, decides between those that move as much: numbers depend
+    # on who read what.
+    place = {
+        key: (_title(job_calls, key), job_calls.group(key).ranks, job_calls.group(key).name)
+        for key in said
+    }
     for key in sorted(said, key=lambda key: (-weights[key], place[key])):
         kind = job_calls.group(key).title, _is_message(key)
         turns[kind] = turns.get(kind, -1) + 1
         is_alone = len(said[key]) < 2  # nobody to compare with
         is_culprits = not culprits.isdisjoint(said[key]) and not is_alone
         ranking.append(
-            (key != of_verdict, key not in parted, not is_culprits, is_alone, turns[kind], -weights[key], place[key], key)
+            (
+                key != of_verdict,
+                key not in parted,
+                not is_culprits,
+                is_alone,
+                turns[kind],
+                -weights[key],
+                place[key],
+                key,
+            )
         )
     return [order[-1] for order in sorted(ranking)]
 
 
-def _of_verdict(job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict) -> StreamKey | None:
-    """The stream that the verdict speaks of: by the group's name and ranks, and what was issued there last."""
+def _of_verdict(
+    job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict
+) -> StreamKey | None:
+    """The stream that the verdict speaks of: by the group's name and ranks, and what was issued
+    there last."""
     call, culprits = verdict.collective or {}, set(verdict.culprits)
     for key, calls in said.items():
         group = job_calls.group(key)
-        is_named = group.title == call.get("group") and call.get("group_ranks") in (list(group.ranks), len(group.ranks))
-        is_named = is_named and (len(group.ranks) <= MOST_RANKS or not culprits or not culprits.isdisjoint(group.ranks))
+        is_named = group.title == call.get("group") and call.get("group_ranks") in (
+            list(group.ranks),
+            len(group.ranks),
+        )
+        is_named = is_named and (
+            len(group.ranks) <= MOST_RANKS or not culprits or not culprits.isdisjoint(group.ranks)
+        )
         is_p2p = call.get("op") in ("send", "recv")
-        is_ours = call.get("peer") in (key.source, key.destination) and _has_last(calls, call.get("number"))
+        is_ours = call.get("peer") in (key.source, key.destination) and _has_last(
+            calls, call.get("number")
+        )
         if is_named and is_p2p == _is_message(key) and (is_ours or not is_p2p):
             return key
     return None
@@ -172,7 +209,7 @@ def _bytes(said: Mapping[int, StreamCalls]) -> int:
     return calls.of(calls.last)[0].bytes * len(calls)
 
 
-# -- one of them -----------------------------------------------------------------------------------------------------------
+# -- one of them -----------------------------------------------------------------------------------
 
 
 class _Reading:
@@ -191,7 +228,8 @@ class _Reading:
         self._job_calls, self._key, self._culprits, self._when = job_calls, key, culprits, when
         self._room, most = room
         self._members = members(job_calls, key)
-        # A rank that is not in its own group is damaged, or of another run: only where nobody is, all of them count.
+        # A rank that is not in its own group is damaged, or of another run: only where nobody is,
+        # all of them count.
         self._ranks = sorted(set(said).intersection(self._members) or said)
         self._said = [said[rank] for rank in self._ranks]
         self._end = max(calls.last for calls in self._said) + 1
@@ -205,7 +243,9 @@ class _Reading:
         for rank, row, calls in zip(self._ranks, found, self._said, strict=True):
             low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
             if low < high:
-                row[low - self._first : high - self._first] = self._when.of(rank, calls.times_ns(low, high))
+                row[low - self._first : high - self._first] = self._when.of(
+                    rank, calls.times_ns(low, high)
+                )
         return found
 
     def stream(self, parted: Mismatch | None) -> StreamRows:
@@ -224,7 +264,9 @@ class _Reading:
 
     def _window(self) -> str:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        said = f"numbers {self._first} to {self._end - 1}" + (f", the last of {issued}" if self._first else "")
+        said = f"numbers {self._first} to {self._end - 1}" + (
+            f", the last of {issued}" if self._first else ""
+        )
         return f"{said}; arrival by {self._when.said(self._ranks)}"
 
     def _rows(self, parted: Mismatch | None) -> tuple[Number, ...]:
@@ -273,13 +315,19 @@ class _Reading:
         """How many ranks have issued each number: by their counts, which outlive the ring."""
         counts = [self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks]
         below = np.sort(np.array(counts, np.int64))
-        return (len(counts) - np.searchsorted(below, np.arange(self._first, self._end), side="right")).tolist()  # type: ignore[no-any-return]
+        return (
+            len(counts) - np.searchsorted(below, np.arange(self._first, self._end), side="right")
+        ).tolist()  # type: ignore[no-any-return]
 
     def _differs(self, is_known: npt.NDArray[np.bool_], parted: Mismatch | None) -> list[bool]:
-        """Where ranks issued what does not fit together; and where the first difference of all is."""
+        """Where ranks issued what does not fit together; and where the first difference of all
+        is."""
         found = np.zeros(self._end - self._first, np.bool_)
         usual = np.full(len(found), -1, np.int64)
-        if any(calls.signature_id < 0 or calls.signature_id != self._said[0].signature_id for calls in self._said):
+        if any(
+            calls.signature_id < 0 or calls.signature_id != self._said[0].signature_id
+            for calls in self._said
+        ):
             for known, calls in zip(is_known, self._said, strict=True):
                 if known.any():
                     low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
@@ -292,13 +340,16 @@ class _Reading:
         differs: list[bool] = found.tolist()
         return differs
 
-    # -- rank by rank --------------------------------------------------------------------------------------------------
+    # -- rank by rank ------------------------------------------------------------------------------
 
     def _shown_ranks(self) -> list[int]:
-        """Rows of the ranks whose times are shown: all of a few; of many the culprits and those most often first or last."""
+        """Rows of the ranks whose times are shown: all of a few; of many the culprits and those
+        most often first or last."""
         if len(self._ranks) <= self._room:
             return list(range(len(self._ranks)))
-        culprits = [row for row, rank in enumerate(self._ranks) if rank in set(self._culprits)][: self._room // 2]
+        culprits = [row for row, rank in enumerate(self._ranks) if rank in set(self._culprits)][
+            : self._room // 2
+        ]
         is_known = self._times != _NEVER
         middle = self._usual(is_known)
         late = np.where(is_known, self._times - middle, 0).mean(axis=1)
@@ -329,7 +380,9 @@ class _Reading:
         steps = calls.steps()
         sizes: dict[int, int] = {}
         _, first, which = np.unique(calls.codes(), return_index=True, return_inverse=True)
-        size = np.array([calls.of(calls.first + at)[0].bytes for at in first.tolist()], np.int64)[which]
+        size = np.array([calls.of(calls.first + at)[0].bytes for at in first.tolist()], np.int64)[
+            which
+        ]
         for step, nbytes in zip(steps.tolist(), size.tolist(), strict=True):
             if step != NO_STEP:
                 sizes[step] = sizes.get(step, 0) + nbytes
@@ -339,6 +392,8 @@ class _Reading:
         cohorts = []
         for cohort in parted.cohorts[:_MOST_COHORTS]:
             call = self._job_calls.by_rank[cohort[0]].issued(parted.key, parted.number)
-            what = cut(call_text(call)) if call is not None else "not known: its ring no longer has it"
+            what = (
+                cut(call_text(call)) if call is not None else "not known: its ring no longer has it"
+            )
             cohorts.append({"ranks": list(cohort[:MOST_RANKS]), "count": len(cohort), "what": what})
         return {"number": parted.number, "in": parted.what, "cohorts": cohorts}

@@ -1,6 +1,8 @@
-"""The ranks of a report that can be looked at closely: culprits, one of every kind of rank, and more while there is room.
+"""The ranks of a report that can be looked at closely: culprits, one of every kind of rank, and
+more while there is room.
 
-Takes a run and the verdict on it, gives which ranks, and of each its stack, its last events and its report.
+Takes a run and the verdict on it, gives which ranks, and of each its stack, its last events and its
+report.
 """
 
 from __future__ import annotations
@@ -28,13 +30,18 @@ class Detail:
     """One rank, closely."""
 
     report: RankReport | None
-    events: tuple[tuple[float, str, str, str], ...]  # ms before the newest record of all ranks, kind, text, place
+    # ms before the newest record of all ranks, kind, text, place
+    events: tuple[tuple[float, str, str, str], ...]
 
     def to_dict(self) -> dict[str, Any]:
         report = self.report
         return {
-            "stack": [cut(line) for line in report.stack[:_MOST_STACK]] if report is not None else [],
-            "detail": cut(report.detail) if report is not None and report.detail is not None else None,
+            "stack": [cut(line) for line in report.stack[:_MOST_STACK]]
+            if report is not None
+            else [],
+            "detail": cut(report.detail)
+            if report is not None and report.detail is not None
+            else None,
             "events": [list(event) for event in self.events],
             "report": _cut_all(report.to_dict() | {"stack": []}) if report is not None else None,
         }
@@ -50,14 +57,26 @@ def _cut_all(value: Any) -> Any:
 
 
 def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
-    """Culprits, one rank of each kind (the largest first), who is in the verdict's group, and others while there is room."""
+    """Culprits, one rank of each kind (the largest first), who is in the verdict's group, and
+    others while there is room."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, report in verdict.ranks.items():
-        kinds.setdefault((report.state, report.place.pass_, report.place.module, report.place.line), []).append(rank)
-    heads = [ranks[0] for ranks in sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))]
+        kinds.setdefault(
+            (report.state, report.place.pass_, report.place.module, report.place.line), []
+        ).append(rank)
+    heads = [
+        ranks[0] for ranks in sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    ]
     around = (verdict.collective or {}).get("group_ranks")
     near = around if isinstance(around, list) else []
-    in_order = [*verdict.culprits[:_MOST_CULPRITS], *heads[: _MOST_CULPRITS // 2], *near, *heads, *verdict.culprits, *run.boxes]
+    in_order = [
+        *verdict.culprits[:_MOST_CULPRITS],
+        *heads[: _MOST_CULPRITS // 2],
+        *near,
+        *heads,
+        *verdict.culprits,
+        *run.boxes,
+    ]
     return [rank for rank in dict.fromkeys(in_order) if rank in run.boxes][:MOST_RANKS]
 
 
@@ -74,14 +93,26 @@ def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
     return found
 
 
-def details(boxes: Mapping[int, Box], verdict: Verdict, when: Moments, *, newest_ns: int) -> dict[int, Detail]:
+def details(
+    boxes: Mapping[int, Box], verdict: Verdict, when: Moments, *, newest_ns: int
+) -> dict[int, Detail]:
     """What can be looked at."""
     in_order = sorted(boxes.items())
-    return {rank: Detail(verdict.ranks.get(rank), _last_events(box, when, newest_ns)) for rank, box in in_order}
+    return {
+        rank: Detail(verdict.ranks.get(rank), _last_events(box, when, newest_ns))
+        for rank, box in in_order
+    }
 
 
-def _last_events(box: Box, when: Moments, newest_ns: int) -> tuple[tuple[float, str, str, str], ...]:
+def _last_events(
+    box: Box, when: Moments, newest_ns: int
+) -> tuple[tuple[float, str, str, str], ...]:
     return tuple(
-        (milliseconds(when.one(box.rank, event.t_ns) - newest_ns), event.kind, event_text(event), place_text(event.place))
+        (
+            milliseconds(when.one(box.rank, event.t_ns) - newest_ns),
+            event.kind,
+            event_text(event),
+            place_text(event.place),
+        )
         for event in box.events(last=_LAST_EVENTS)
     )

@@ -1,7 +1,9 @@
-"""What a report needs of a box beyond its testimony, in a few numbers: steps, module times, phases, compilations.
+"""What a report needs of a box beyond its testimony, in a few numbers: steps, module times, phases,
+compilations.
 
-A `Digest` is handed to the clerks (`diagnose/calls/load.py`), takes from every box they read, and travels home with their transcript. A box
-of a thousand records takes 0.04 ms, one with module events 0.4 ms.
+A `Digest` is handed to the clerks (`diagnose/calls/load.py`), takes from every box they read, and
+travels home with their transcript. A box of a thousand records takes 0.04 ms, one with module
+events 0.4 ms.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Summary(NamedTuple):
     steps: npt.NDArray[np.int64] = _NONE  # the last ones that are there from beginning to end
     took_ns: npt.NDArray[np.int64] = _NONE
     modules: tuple[ModuleKey, ...] = ()
-    module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)  # calls, total ns, self ns, calls in whole steps
+    # calls, total ns, self ns, calls in whole steps
+    module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)
     phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
     until_ns: int = 0  # up to when the phases are true
     compilations: tuple[CompilationRow, ...] = ()
@@ -74,7 +77,11 @@ class Digest:
         kinds = np.bincount(records["kind"], minlength=256)
         steps, took_ns = step_times(records)
         whole = (int(steps[0]), int(steps[-1])) if len(steps) else None
-        modules, numbers = self._module_times(box, whole) if kinds[Kind.MODULE_ENTER] else ((), np.empty((4, 0), np.int64))
+        modules, numbers = (
+            self._module_times(box, whole)
+            if kinds[Kind.MODULE_ENTER]
+            else ((), np.empty((4, 0), np.int64))
+        )
         phases = phase_sums(box)
         return Summary(
             path=box.path,
@@ -88,26 +95,37 @@ class Digest:
             compilations=_compilations(box) if kinds[Kind.COMPILE_BEGIN] else (),
         )
 
-    def _module_times(self, box: Box, whole: tuple[int, int] | None) -> tuple[tuple[ModuleKey, ...], Any]:
+    def _module_times(
+        self, box: Box, whole: tuple[int, int] | None
+    ) -> tuple[tuple[ModuleKey, ...], Any]:
         found = module_times(box.records, whole)
         if found is None:
             return (), np.empty((4, 0), np.int64)
         keys = tuple(
-            zip(map(box.name, found.modules), (PASS_LABELS.get(each, "outside") for each in found.fast_path), strict=True)
+            zip(
+                map(box.name, found.modules),
+                (PASS_LABELS.get(each, "outside") for each in found.fast_path),
+                strict=True,
+            )
         )
-        return self._modules.setdefault(keys, keys), found.numbers  # ranks of one stage share one tuple
+        # ranks of one stage share one tuple
+        return self._modules.setdefault(keys, keys), found.numbers
 
 
 def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The last steps that both begin and end in these records, by number, and how long each took."""
+    """The last steps that both begin and end in these records, by number, and how long each
+    took."""
     begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))
     ends = np.flatnonzero(records["kind"] == int(Kind.STEP_END))
     before = np.searchsorted(begins, ends) - 1
     begins, ends = begins[before[before >= 0]], ends[before >= 0]
-    is_same = (records["step"][begins] == records["step"][ends]) & (records["step"][ends] != NO_STEP)
+    is_same = (records["step"][begins] == records["step"][ends]) & (
+        records["step"][ends] != NO_STEP
+    )
     begins, ends = begins[is_same][-MOST_STEPS:], ends[is_same][-MOST_STEPS:]
     times = records["t_ns"].astype(np.int64)
-    steps, last = np.unique(records["step"][ends][::-1].astype(np.int64), return_index=True)  # of a step run twice, the last
+    # of a step run twice, the last
+    steps, last = np.unique(records["step"][ends][::-1].astype(np.int64), return_index=True)
     return steps, np.maximum(times[ends] - times[begins], 0)[::-1][last]
 
 

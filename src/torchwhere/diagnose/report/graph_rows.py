@@ -1,4 +1,5 @@
-"""The graphs of a report: what was compiled, on which ranks, how often, and why again. From the compilations in the boxes."""
+"""The graphs of a report: what was compiled, on which ranks, how often, and why again. From the
+compilations in the boxes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class GraphRow:
-    """One graph, by dynamo's id of it (`0/1` is the second variant of the first frame), on all ranks that compiled it."""
+    """One graph, by dynamo's id of it (`0/1` is the second variant of the first frame), on all
+    ranks that compiled it."""
 
     name: str
     part: str
@@ -39,7 +41,8 @@ class GraphRow:
 
     @property
     def recompiles(self) -> int:
-        """How often the function had been compiled before: dynamo counts the variants of a frame."""
+        """How often the function had been compiled before: dynamo counts the variants of a
+        frame."""
         variant = self.name.rpartition("/")[2].partition("_")[0]
         return int(variant) if "/" in self.name and variant.isascii() and variant.isdigit() else 0
 
@@ -70,4 +73,8 @@ def graphs(summaries: Mapping[int, Summary]) -> list[GraphRow]:
 
 
 def _order(row: GraphRow) -> tuple[Any, ...]:
-    return [int(number) for number in _NUMBERS.findall(row.name)[:8]], row.name, row.part != "forward"
+    return (
+        [int(number) for number in _NUMBERS.findall(row.name)[:8]],
+        row.name,
+        row.part != "forward",
+    )

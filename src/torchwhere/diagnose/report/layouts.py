@@ -1,7 +1,8 @@
-"""The layout of a report: how the model lies over the ranks, as text, one tree for all that are laid out alike.
+"""The layout of a report: how the model lies over the ranks, as text, one tree for all that are
+laid out alike.
 
-Takes boxes, gives `LayoutTexts`. Reading a layout takes milliseconds, so of thousands of ranks a few hundred are compared, and
-that is said.
+Takes boxes, gives `LayoutTexts`. Reading a layout takes milliseconds, so of thousands of ranks a
+few hundred are compared, and that is said.
 """
 
 from __future__ import annotations
@@ -46,9 +47,15 @@ def layout_texts(boxes: Mapping[int, Box], *, of: int) -> LayoutTexts:
     said = [] if len(boxes) == of else [f"compared on {len(boxes)} of {of} ranks"]
     said += _sentences(found)
     if len(found.cohorts) > len(shown):
-        said.append(f"{len(found.cohorts) - len(shown)} further groups of ranks that are laid out otherwise are not shown")
+        said.append(
+            f"{len(found.cohorts) - len(shown)} further groups of ranks that are laid out otherwise"
+            " are not shown"
+        )
     rooms = [_MOST_LINES if at < 2 else _MOST_LINES_OF_OTHERS for at in range(len(shown))]
-    cohorts = tuple((ranks_text(cohort.ranks), _lines(cohort, room)) for cohort, room in zip(shown, rooms, strict=True))
+    cohorts = tuple(
+        (ranks_text(cohort.ranks), _lines(cohort, room))
+        for cohort, room in zip(shown, rooms, strict=True)
+    )
     return LayoutTexts(cohorts, tuple(map(cut, said[:_MOST_SENTENCES])))
 
 
@@ -61,13 +68,20 @@ def _lines(cohort: LayoutCohort, room: int) -> tuple[str, ...]:
 
 def _sentences(found: Layouts) -> list[str]:
     """How the ranks compare: what differs first, then what differs as it must."""
-    said = [f"{ranks_phrase(cohort.ranks)}: {difference}" for cohort in found.cohorts for difference in cohort.differences[:3]]
+    said = [
+        f"{ranks_phrase(cohort.ranks)}: {difference}"
+        for cohort in found.cohorts
+        for difference in cohort.differences[:3]
+    ]
     said += [*found.disagreements, *(f"unusual: {text}" for text in found.remarks)]
     if not said and sum(len(cohort.ranks) for cohort in found.cohorts) > 1:
         said.append("all ranks are laid out alike")
     said += [f"differs as it must: {text}" for text in found.expected]
     if found.changed:
-        said.append(f"the layout of {ranks_phrase(found.changed)} changed after the first step; this is the last one")
+        said.append(
+            f"the layout of {ranks_phrase(found.changed)} changed after the first step; this is the"
+            " last one"
+        )
     if found.missing:
         said.append(f"no layout of {ranks_phrase(found.missing)}")
     return said

@@ -1,8 +1,10 @@
-"""The log of a report: notes, exceptions, ends and log lines of a few ranks side by side, and where they first differ.
+"""The log of a report: notes, exceptions, ends and log lines of a few ranks side by side, and where
+they first differ.
 
-Takes boxes and the log files of a run, gives `LogDigest`. What ranks say is brought to one row if it is the same but for its values
-(`diff/strip.py`), in the same step, and as often before in that step. Whatever a ring has lost is no difference: rows are
-compared from the first step on that all of these ranks still have.
+Takes boxes and the log files of a run, gives `LogDigest`. What ranks say is brought to one row if
+it is the same but for its values (`diff/strip.py`), in the same step, and as often before in that
+step. Whatever a ring has lost is no difference: rows are compared from the first step on that all
+of these ranks still have.
 """
 
 from __future__ import annotations
@@ -75,12 +77,20 @@ def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> LogDigest:
     """What some ranks said, side by side."""
     ranks = tuple(sorted(boxes))[:MOST_RANKS]
     strippers = {
-        rank: Stripper(rank, host if isinstance(host := boxes[rank].meta.get("host"), str) else None) for rank in ranks
+        rank: Stripper(
+            rank, host if isinstance(host := boxes[rank].meta.get("host"), str) else None
+        )
+        for rank in ranks
     }
-    from_step = max((step for rank in ranks if (step := _first_whole(boxes[rank])) is not None), default=0)
+    from_step = max(
+        (step for rank in ranks if (step := _first_whole(boxes[rank])) is not None), default=0
+    )
     events = [list(_events(boxes[rank], strippers[rank])) for rank in ranks]
     lines = [list(_lines(files.get(rank), strippers[rank])) for rank in ranks]
-    rows = [*_aligned(events, from_step), *_aligned(lines, 0, is_there=[bool(each) for each in lines])]
+    rows = [
+        *_aligned(events, from_step),
+        *_aligned(lines, 0, is_there=[bool(each) for each in lines]),
+    ]
     return LogDigest(ranks, tuple(rows[-_MOST_ROWS:]))
 
 
@@ -118,10 +128,12 @@ def log_files(paths: Sequence[Path]) -> dict[int, Path]:
         return {}
 
 
-# -- side by side ----------------------------------------------------------------------------------------------------------
+# -- side by side ----------------------------------------------------------------------------------
 
 
-def _aligned(said: Sequence[Sequence[Said]], from_step: int, *, is_there: Sequence[bool] | None = None) -> list[LogRow]:
+def _aligned(
+    said: Sequence[Sequence[Said]], from_step: int, *, is_there: Sequence[bool] | None = None
+) -> list[LogRow]:
     """What ranks said, in rows. Ranks that have nothing to compare (`is_there`) are not missed."""
     keyed = [dict(_keyed(each)) for each in said]
     rows = []
@@ -130,7 +142,13 @@ def _aligned(said: Sequence[Sequence[Said]], from_step: int, *, is_there: Sequen
         first = next(cell for cell in cells if cell is not None)
         expected = [cell for at, cell in enumerate(cells) if is_there is None or is_there[at]]
         how = _how(expected) if first.step is None or first.step >= from_step else None
-        rows.append(LogRow(first.step, tuple(None if cell is None else (cell.kind, cell.text) for cell in cells), how))
+        rows.append(
+            LogRow(
+                first.step,
+                tuple(None if cell is None else (cell.kind, cell.text) for cell in cells),
+                how,
+            )
+        )
     return rows
 
 
@@ -153,7 +171,8 @@ def _how(cells: Sequence[Said | None]) -> str | None:
 
 
 def _merged(lists: Sequence[list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """All keys, each once: by step, and in one step in an order that fits all ranks as far as there is one."""
+    """All keys, each once: by step, and in one step in an order that fits all ranks as far as there
+    is one."""
     merged: list[tuple[Any, ...]] = []
     for keys in lists:
         at = {key: index for index, key in enumerate(merged)}
@@ -164,5 +183,8 @@ def _merged(lists: Sequence[list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
                 last = max(last, at[key])
             else:
                 after.setdefault(last, []).append(key)
-        merged = [*after.get(-1, []), *(one for index, key in enumerate(merged) for one in (key, *after.get(index, [])))]
+        merged = [
+            *after.get(-1, []),
+            *(one for index, key in enumerate(merged) for one in (key, *after.get(index, []))),
+        ]
     return sorted(merged, key=lambda key: -1 if key[0] is None else key[0])

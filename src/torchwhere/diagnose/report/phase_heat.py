@@ -1,6 +1,7 @@
 """The phases of a report: the table over all ranks, and which ranks took how long in each.
 
-Takes the sums of phases of the boxes, gives `PhaseHeat`. What a phase is, and what its times mean: `diagnose/phases.py`.
+Takes the sums of phases of the boxes, gives `PhaseHeat`. What a phase is, and what its times mean:
+`diagnose/phases.py`.
 """
 
 from __future__ import annotations
@@ -25,23 +26,37 @@ class PhaseHeat:
 
     phases: Phases
     ranks: tuple[str, ...]
-    ms: tuple[tuple[float | None, ...], ...]  # of each phase: one for each text in `ranks`, the worst of them
+    # of each phase: one for each text in `ranks`, the worst of them
+    ms: tuple[tuple[float | None, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
         rows = self.phases.rows[:_MOST_PHASES]
         return {
             "rows": [_row(row) for row in rows],
-            "heat": {"phases": [_name(row) for row in rows], "ranks": list(self.ranks), "ms": [list(one) for one in self.ms]},
+            "heat": {
+                "phases": [_name(row) for row in rows],
+                "ranks": list(self.ranks),
+                "ms": [list(one) for one in self.ms],
+            },
         }
 
 
 def phase_heat(summaries: Mapping[int, Summary]) -> PhaseHeat:
     """The phases of all ranks that have any."""
-    found = table({rank: (summary.phases, summary.until_ns) for rank, summary in summaries.items() if summary.phases})
+    found = table(
+        {
+            rank: (summary.phases, summary.until_ns)
+            for rank, summary in summaries.items()
+            if summary.phases
+        }
+    )
     shared = buckets(found.ranks)
     ms = []
     for row in found.rows[:_MOST_PHASES]:
-        totals = np.array([row.by_rank[rank].total_ns if rank in row.by_rank else np.nan for rank in found.ranks], np.float64)
+        totals = np.array(
+            [row.by_rank[rank].total_ns if rank in row.by_rank else np.nan for rank in found.ranks],
+            np.float64,
+        )
         size = len(shared[0].ranks)
         padded = np.append(totals, np.full(-len(totals) % size, np.nan)).reshape(-1, size)
         ms.append(tuple(rounded(worst(padded.T))))

@@ -1,7 +1,8 @@
-"""The ranks of a report, as columns: state, place, how far behind, last collective, host, groups. An item for every rank.
+"""The ranks of a report, as columns: state, place, how far behind, last collective, host, groups.
+An item for every rank.
 
-Takes a run, a hearing and the verdict on it; gives `Ranks`. Texts that many ranks share stand in a list of their own, and the
-columns have indices into it.
+Takes a run, a hearing and the verdict on it; gives `Ranks`. Texts that many ranks share stand in a
+list of their own, and the columns have indices into it.
 """
 
 from __future__ import annotations
@@ -127,12 +128,15 @@ def _add_report(found: Ranks, rank: int, job_calls: JobCalls, verdict: Verdict) 
         found.last.of.append(None)
         found.last_number.append(None)
         return
-    found.last.add(call_text(last.get("op"), job_calls.group(rank_calls.last[0]).title, last.get("bytes")))
+    found.last.add(
+        call_text(last.get("op"), job_calls.group(rank_calls.last[0]).title, last.get("bytes"))
+    )
     found.last_number.append(rank_calls.last[1])
 
 
 def _behind_calls(known: list[int], job_calls: JobCalls) -> list[int]:
-    """How many collectives each rank is behind the furthest of a group, in the group where it is furthest behind."""
+    """How many collectives each rank is behind the furthest of a group, in the group where it is
+    furthest behind."""
     most: dict[StreamKey, int] = {}
     for rank_calls in job_calls.by_rank.values():
         for key, count in rank_calls.counts.items():
@@ -148,14 +152,19 @@ def _behind_calls(known: list[int], job_calls: JobCalls) -> list[int]:
 
 def _used_groups(job_calls: JobCalls) -> list[Group]:
     """Those in which something was issued; a job may have made others. All, where there is none."""
-    used = {key.group for rank_calls in job_calls.by_rank.values() for key, count in rank_calls.counts.items() if count}
+    used = {
+        key.group
+        for rank_calls in job_calls.by_rank.values()
+        for key, count in rank_calls.counts.items()
+        if count
+    }
     groups = list(job_calls.shared_ids.groups)
     return [groups[number] for number in sorted(used)] or groups
 
 
 def meshes(known: list[int], groups: Iterable[Group]) -> list[MeshAxes]:
-    """The dimensions along which ranks are grouped, named ones first. A family whose groups overlap is none, and neither is
-    one that has all ranks in one group."""
+    """The dimensions along which ranks are grouped, named ones first. A family whose groups overlap
+    is none, and neither is one that has all ranks in one group."""
     at = {rank: index for index, rank in enumerate(known)}
     families: dict[str, dict[tuple[int, ...], Group]] = {}  # two groups of the same ranks are one
     for group in groups:
@@ -171,5 +180,12 @@ def meshes(known: list[int], groups: Iterable[Group]) -> list[MeshAxes]:
                     of[at[rank]] = number
         if size == sum(number is not None for number in of):
             is_named = any(group.mesh_dim for group in family.values())
-            found.append((not is_named, -size, title, MeshAxes(title, of, [str(number) for number in range(len(family))])))
+            found.append(
+                (
+                    not is_named,
+                    -size,
+                    title,
+                    MeshAxes(title, of, [str(number) for number in range(len(family))]),
+                )
+            )
     return [mesh for *_, mesh in sorted(found, key=lambda one: one[:3])[:_MOST_MESHES]]

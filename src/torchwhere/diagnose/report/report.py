@@ -1,8 +1,10 @@
-"""All that the report page shows of a run, as data: `make_report` puts the parts together, `Report.to_dict` is its JSON.
+"""All that the report page shows of a run, as data: `make_report` puts the parts together,
+`Report.to_dict` is its JSON.
 
-Takes a run, what its ranks said (`JobCalls`, with the `Digest`s that were taken on the way) and the verdict; reads a few of the
-boxes once more, those that can be looked at closely. Linear in the number of ranks; the JSON of 10,000 ranks is about 2 MB,
-because what exists per rank is a column of numbers, and everything else is bounded. `docs/report.md` has the fields.
+Takes a run, what its ranks said (`JobCalls`, with the `Digest`s that were taken on the way) and the
+verdict; reads a few of the boxes once more, those that can be looked at closely. Linear in the
+number of ranks; the JSON of 10,000 ranks is about 2 MB, because what exists per rank is a column of
+numbers, and everything else is bounded. `docs/report.md` has the fields.
 """
 
 from __future__ import annotations
@@ -59,7 +61,11 @@ class Report(Shown):
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        return cut(self.verdict.explanation[0].strip()) if self.verdict.explanation else str(self.verdict.kind)
+        return (
+            cut(self.verdict.explanation[0].strip())
+            if self.verdict.explanation
+            else str(self.verdict.kind)
+        )
 
     def __repr__(self) -> str:
         return printable(f"<Report on {len(self.ranks.rank)} ranks: {self.headline}>")
@@ -92,9 +98,11 @@ class Report(Shown):
         }
 
 
-def make_report(run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, made_at: datetime | None = None) -> Report:
-    """All parts. `hearing` comes with digests (`clerks.hear_folder(..., aside=Digest)`): without them there are no steps,
-    times, phases and graphs."""
+def make_report(
+    run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, made_at: datetime | None = None
+) -> Report:
+    """All parts. `hearing` comes with digests (`clerks.hear_folder(..., aside=Digest)`): without
+    them there are no steps, times, phases and graphs."""
     summaries = _summaries(run, job_calls.extras)
     near = read_boxes(run, chosen_ranks(run, verdict))
     when = moments(run)
@@ -118,14 +126,23 @@ def make_report(run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, 
 
 def _left_out(run: RunSummary[Any]) -> list[str]:
     count = len(run.earlier)
-    return [f"{count} box{'es' * (count > 1)} of earlier runs or restarts in the same folder: left out"] if count else []
+    return (
+        [
+            f"{count} box{'es' * (count > 1)} of earlier runs or restarts in the same folder:"
+            " left out"
+        ]
+        if count
+        else []
+    )
 
 
 def _summaries(run: RunSummary[Any], extras: Sequence[Any]) -> dict[int, Summary]:
     """Those of the run's boxes, by rank."""
     digests = [extra for extra in extras if isinstance(extra, Digest)]
     by_path = {summary.path: summary for digest in digests for summary in digest.summaries}
-    return {rank: by_path[box.path] for rank, box in sorted(run.boxes.items()) if box.path in by_path}
+    return {
+        rank: by_path[box.path] for rank, box in sorted(run.boxes.items()) if box.path in by_path
+    }
 
 
 def _layout(run: RunSummary[Any], near: dict[int, Box]) -> LayoutTexts:
@@ -143,10 +160,16 @@ def _for_log(run: RunSummary[Any], near: dict[int, Box], verdict: Verdict) -> di
     return {rank: near[rank] for rank in list(dict.fromkeys([*blamed, *chosen]))[:MOST_RANKS]}
 
 
-def settings(run: RunSummary[Any], boxes: dict[int, Box], summaries: dict[int, Summary]) -> dict[str, str | int]:
+def settings(
+    run: RunSummary[Any], boxes: dict[int, Box], summaries: dict[int, Summary]
+) -> dict[str, str | int]:
     """What the run was made with, as far as a box says it."""
     hosts = {str(box.meta.get("host")) for box in run.boxes.values() if box.meta.get("host")}
-    found: dict[str, str | int] = {"world size": run.world_size, "boxes": len(run.boxes), "hosts": len(hosts)}
+    found: dict[str, str | int] = {
+        "world size": run.world_size,
+        "boxes": len(run.boxes),
+        "hosts": len(hosts),
+    }
     box = next(iter(boxes.values()), None)
     meta = box.meta if box is not None else {}
     for name in ("torch", "python", "torchwhere"):
@@ -154,10 +177,21 @@ def settings(run: RunSummary[Any], boxes: dict[int, Box], summaries: dict[int, S
             found[name] = cut(meta[name])
     if box is not None and box.geometry is not None:
         found["ring"] = f"{box.geometry.capacity:,} records"
-    found["module events"] = "on" if any(summary.modules for summary in summaries.values()) else "off"
-    started = min((ns for one in run.boxes.values() if isinstance(ns := one.meta.get("started_ns"), int) and ns > 0), default=0)
+    found["module events"] = (
+        "on" if any(summary.modules for summary in summaries.values()) else "off"
+    )
+    started = min(
+        (
+            ns
+            for one in run.boxes.values()
+            if isinstance(ns := one.meta.get("started_ns"), int) and ns > 0
+        ),
+        default=0,
+    )
     if 0 < started < 1 << 62:
-        found["started"] = datetime.fromtimestamp(started // 10**9, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        found["started"] = datetime.fromtimestamp(started // 10**9, UTC).strftime(
+            "%Y-%m-%dT%H:%M:%SZ"
+        )
     if isinstance(meta.get("folder"), str):
         found["folder"] = cut(meta["folder"])
     if isinstance(meta.get("argv"), list):

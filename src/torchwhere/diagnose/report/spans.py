@@ -1,8 +1,9 @@
 """How long modules ran: their enter and exit records, paired.
 
-Takes the records of one box, gives a row for each module and pass. Calls nest, thread by thread. What the ring has lost, and
-what had not ended, has no length; a call inside a call of the same module is part of it and not added once more. Works on
-columns only: about 0.2 ms for a thousand records.
+Takes the records of one box, gives a row for each module and pass. Calls nest, thread by thread.
+What the ring has lost, and what had not ended, has no length; a call inside a call of the same
+module is part of it and not added once more. Works on columns only: about 0.2 ms for a thousand
+records.
 """
 
 from __future__ import annotations
@@ -27,16 +28,19 @@ class ModuleTimes(NamedTuple):
 
 
 class _Nested(NamedTuple):
-    """Enters, exits and levels, sorted by thread, level and time: a call's two records stand side by side."""
+    """Enters, exits and levels, sorted by thread, level and time: a call's two records stand side
+    by side."""
 
     is_enter: npt.NDArray[np.bool_]
-    where: Numbers  # what is compared when looking for the call around one: thread and level above, order below
+    # what is compared when looking for the call around one: thread and level above, order below
+    where: Numbers
     of: Numbers  # row of the records
     room: int  # of the order
 
 
 def module_times(records: npt.NDArray[Any], whole: tuple[int, int] | None) -> ModuleTimes | None:
-    """None where no module was recorded. `whole` is the first and the last step that the box has from beginning to end."""
+    """None where no module was recorded. `whole` is the first and the last step that the box has
+    from beginning to end."""
     kinds = records["kind"]
     is_module = (kinds == int(Kind.MODULE_ENTER)) | (kinds == int(Kind.MODULE_EXIT))
     rows = records[is_module & (records["pass"] != int(Pass.SHAPE_INFERENCE))]
@@ -50,7 +54,9 @@ def module_times(records: npt.NDArray[Any], whole: tuple[int, int] | None) -> Mo
     first, last = whole or (1, 0)
     is_whole = is_enter & (rows["step"] >= first) & (rows["step"] <= last)
     sums = [np.bincount(which, weights, len(keys)) for weights in (is_enter, total, own, is_whole)]
-    return ModuleTimes((keys >> 8).tolist(), (keys & 0xFF).tolist(), np.rint(np.stack(sums)).astype(np.int64))
+    return ModuleTimes(
+        (keys >> 8).tolist(), (keys & 0xFF).tolist(), np.rint(np.stack(sums)).astype(np.int64)
+    )
 
 
 def _nested(rows: npt.NDArray[Any]) -> _Nested:
@@ -67,7 +73,8 @@ def _nested(rows: npt.NDArray[Any]) -> _Nested:
 
 
 def _lengths(rows: npt.NDArray[Any], nested: _Nested, what: Numbers) -> tuple[Numbers, Numbers]:
-    """Of each record that is the enter of a call whose end is known: how long it took, and without the calls inside it."""
+    """Of each record that is the enter of a call whose end is known: how long it took, and without
+    the calls inside it."""
     at, of = nested.where // nested.room, nested.of
     begins = np.flatnonzero(nested.is_enter[:-1] & ~nested.is_enter[1:] & (at[:-1] == at[1:]))
     enters, exits = of[begins], of[begins + 1]

@@ -1,7 +1,9 @@
-"""The steps of a report: how long each step took, rank by rank; neighbours share a row where there are many.
+"""The steps of a report: how long each step took, rank by rank; neighbours share a row where there
+are many.
 
-Takes the summaries of the boxes and a hearing, gives `Steps`. A step that all ranks wait through together takes as long on
-each of them: who holds the others back is found by when ranks come to their collectives (`doctor/pace.py`).
+Takes the summaries of the boxes and a hearing, gives `Steps`. A step that all ranks wait through
+together takes as long on each of them: who holds the others back is found by when ranks come to
+their collectives (`doctor/pace.py`).
 """
 
 from __future__ import annotations
@@ -90,14 +92,17 @@ def steps(job_calls: JobCalls, summaries: Mapping[int, Summary], verdict: Verdic
     at = {rank: row for row, rank in enumerate(ranks)}
     return Steps(
         steps=tuple(numbers.tolist()),
-        rows=tuple(_row(bucket, took[[at[rank] for rank in bucket.ranks]]) for bucket in buckets(ranks)),
+        rows=tuple(
+            _row(bucket, took[[at[rank] for rank in bucket.ranks]]) for bucket in buckets(ranks)
+        ),
         median_ms=tuple(rounded(np.nanmedian(took, axis=0))),
         stragglers=tuple(dict.fromkeys([*late_ranks, *_slow(ranks, took)])),
     )
 
 
 def _late(job_calls: JobCalls, verdict: Verdict) -> list[int]:
-    """Who comes late to collectives, again and again. A calm verdict has looked for that already."""
+    """Who comes late to collectives, again and again. A calm verdict has looked for that
+    already."""
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
     found = straggler(job_calls)
@@ -120,10 +125,13 @@ def rounded(ns: npt.NDArray[np.float64]) -> Iterator[float | None]:
 
 
 def _slow(ranks: Sequence[int], took: npt.NDArray[np.float64]) -> list[int]:
-    """Ranks whose steps take longer than those of the others, again and again: there nobody waits for them."""
+    """Ranks whose steps take longer than those of the others, again and again: there nobody waits
+    for them."""
     usual = np.nanmedian(took, axis=0)
     is_slow = (took > _SLOW * usual) & (took > usual + _SLOW_NS)
     count = (~np.isnan(took)).sum(axis=1)
     slow = np.flatnonzero((count >= _FEWEST_STEPS) & (is_slow.sum(axis=1) >= _SHARE * count))
-    worst_first = np.argsort(-np.nansum(np.where(is_slow, took - usual, 0), axis=1)[slow], kind="stable")
+    worst_first = np.argsort(
+        -np.nansum(np.where(is_slow, took - usual, 0), axis=1)[slow], kind="stable"
+    )
     return [ranks[row] for row in slow[worst_first][:_MOST_STRAGGLERS].tolist()]

@@ -1,7 +1,7 @@
 """The short texts of a report: places, collectives, events; and how long a text may be.
 
-Names come from a user's program and may hold anything. They are passed on as they are, cut at `MOST_CHARACTERS`: whoever shows
-them makes them harmless.
+Names come from a user's program and may hold anything. They are passed on as they are, cut at
+`MOST_CHARACTERS`: whoever shows them makes them harmless.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def event_text(event: Event) -> str:
     fields: dict[str, Any] = event.fields
     if event.kind == "collective":
         title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
-        return call_text(f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes"))
+        return call_text(
+            f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes")
+        )
     said = next((str(fields[name]) for name in _DETAILS if fields.get(name) is not None), "")
     return cut(said)

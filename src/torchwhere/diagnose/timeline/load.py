@@ -1,7 +1,8 @@
 """Reads a folder as often as a timeline needs it, one box at a time.
 
-Clocks can be aligned when all ranks have been heard, and a call is complete when all have come to it: so the boxes are read
-once for the clocks, once for the calls, and once more to be drawn. What is kept in between is small.
+Clocks can be aligned when all ranks have been heard, and a call is complete when all have come to
+it: so the boxes are read once for the clocks, once for the calls, and once more to be drawn. What
+is kept in between is small.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, 
 Progress = Callable[[int, int], None]
 
 _PASSES = 3
-_TAIL = 0.05  # of the trace: what is unfinished must be seen to be; nobody knows how long it has been going on
+# of the trace: what is unfinished must be seen to be; nobody knows how long it has been going on
+_TAIL = 0.05
 _LEAST_TAIL_NS = 1_000_000
 
 
@@ -47,7 +49,16 @@ class Survey:
         """Of each rank, its box and what it did."""
         for rank, within in self.windows.items():
             box = self._reader.read(self.run.boxes[rank].path)
-            yield box, timeline(box, clocks=self.clocks, meetings=self.meetings, within=within, end_ns=self.end_ns)
+            yield (
+                box,
+                timeline(
+                    box,
+                    clocks=self.clocks,
+                    meetings=self.meetings,
+                    within=within,
+                    end_ns=self.end_ns,
+                ),
+            )
             self._told()
 
 
@@ -58,16 +69,26 @@ def survey(
     steps: range | None = None,
     on_progress: Progress | None = None,
 ) -> Survey:
-    """Look over the newest run in a folder. Raises `TorchwhereError` when there is nothing there to draw."""
+    """Look over the newest run in a folder. Raises `TorchwhereError` when there is nothing there to
+    draw."""
     files = box_files(folder)
     reader, told = BoxReader(), _Told(len(files), on_progress)
     run, kept = _heard(Path(folder), files, reader, told)
     unknown = sorted((ranks or set()) - set(run.boxes))
     if unknown:
-        raise TorchwhereError(f"{folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}")
+        raise TorchwhereError(
+            f"{folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}"
+        )
     clocks = Aligner(kept).clocks()
     met = Meetings(clocks)
-    found = Survey(run, clocks, met, met if ranks is None and steps is None else Meetings(clocks), _reader=reader, _told=told)
+    found = Survey(
+        run,
+        clocks,
+        met,
+        met if ranks is None and steps is None else Meetings(clocks),
+        _reader=reader,
+        _told=told,
+    )
     every: set[int] = set()
     for rank, each in run.boxes.items():
         box = reader.read(each.path)
@@ -83,7 +104,9 @@ def survey(
     return found
 
 
-def _heard(folder: Path, files: list[Path], reader: BoxReader, told: _Told) -> tuple[RunSummary[BoxSummary], list[Arrivals]]:
+def _heard(
+    folder: Path, files: list[Path], reader: BoxReader, told: _Told
+) -> tuple[RunSummary[BoxSummary], list[Arrivals]]:
     labels, by_path = [], {}
     for path in files:
         try:
@@ -129,7 +152,10 @@ def _nothing(folder: str | Path, steps: range | None, every: set[int]) -> str:
         return f"{folder} holds no events to draw"
     asked = f"step {steps.start} was not recorded, or is overwritten"
     if len(steps) > 1:
-        asked = f"none of the steps {steps.start} to {steps.stop - 1} was recorded, or all are overwritten"
+        asked = (
+            f"none of the steps {steps.start} to {steps.stop - 1} was recorded, or all are"
+            " overwritten"
+        )
     return f"{asked}: {folder} has steps {min(every)} to {max(every)}"
 
 

@@ -1,11 +1,14 @@
-"""What one rank did, as slices with a beginning and an end: steps, phases, modules, compilations, collectives; and instants.
+"""What one rank did, as slices with a beginning and an end: steps, phases, modules, compilations,
+collectives; and instants.
 
-Takes a box and what is known of its calls on other ranks, gives a `Timeline` in aligned time. The slices of a lane lie inside
-each other or beside each other, never across: those that would (phases of coroutines that take turns) get a lane of their own.
+Takes a box and what is known of its calls on other ranks, gives a `Timeline` in aligned time. The
+slices of a lane lie inside each other or beside each other, never across: those that would (phases
+of coroutines that take turns) get a lane of their own.
 
-A box knows when a collective was issued and not when it ended. A call that waits ends when the last rank has come to it, and
-not after the next thing that its thread did; where not all ranks are known, at the next thing, or after `CAP_NS`.
-One that does not wait is drawn for `ISSUE_NS`: how long it was under way is not known. All these ends are marked as estimated.
+A box knows when a collective was issued and not when it ended. A call that waits ends when the last
+rank has come to it, and not after the next thing that its thread did; where not all ranks are
+known, at the next thing, or after `CAP_NS`. One that does not wait is drawn for `ISSUE_NS`: how
+long it was under way is not known. All these ends are marked as estimated.
 """
 
 from __future__ import annotations
@@ -40,14 +43,30 @@ ISSUE_NS = 10_000
 AFTER_NS = 1_000  # a call ends at least so long after the last rank has come
 STEPS = -1  # instead of a thread, for the steps: an optimizer may step in the middle of a phase
 
-_BEGINS = {Kind.STEP_BEGIN: "step", Kind.PHASE_BEGIN: "phase", Kind.MODULE_ENTER: "module", Kind.COMPILE_BEGIN: "compile"}
-_ENDS = {Kind.STEP_END: "step", Kind.PHASE_END: "phase", Kind.MODULE_EXIT: "module", Kind.COMPILE_END: "compile"}
+_BEGINS = {
+    Kind.STEP_BEGIN: "step",
+    Kind.PHASE_BEGIN: "phase",
+    Kind.MODULE_ENTER: "module",
+    Kind.COMPILE_BEGIN: "compile",
+}
+_ENDS = {
+    Kind.STEP_END: "step",
+    Kind.PHASE_END: "phase",
+    Kind.MODULE_EXIT: "module",
+    Kind.COMPILE_END: "compile",
+}
 _INSTANTS = {Kind.START, Kind.END, Kind.OPTIMIZER, Kind.NOTE, Kind.EXCEPTION}
-_KEYS = {"step": ("step",), "phase": ("subject",), "module": ("module", "call", "pass"), "compile": ("subject",)}
+_KEYS = {
+    "step": ("step",),
+    "phase": ("subject",),
+    "module": ("module", "call", "pass"),
+    "compile": ("subject",),
+}
 
 
 class Mark:
-    """What is to be known of a slice, as bits. Not an enum: to look at one of these takes ten times as long."""
+    """What is to be known of a slice, as bits. Not an enum: to look at one of these takes ten times
+    as long."""
 
     NONE = 0
     EARLY = 1  # it began before the ring does
@@ -87,7 +106,8 @@ class Timeline:
     rank: int
     slices: list[Slice]
     instants: list[Instant]
-    step_bytes: list[tuple[int, int]] = field(default_factory=list)  # when a step began, and what was issued in it
+    # when a step began, and what was issued in it
+    step_bytes: list[tuple[int, int]] = field(default_factory=list)
     has_modules: bool = False
 
 
@@ -101,10 +121,15 @@ class TimeWindow:
 
 
 def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
-    """When a rank was in some steps; None if its box has none of them. Without steps, from its first record to its last."""
+    """When a rank was in some steps; None if its box has none of them. Without steps, from its
+    first record to its last."""
     times = clocks.aligned_ns(box.rank, times_ns(box))
     step = box.records["step"].astype(np.int64)
-    inside = np.ones(len(times), np.bool_) if steps is None else (step >= steps.start) & (step < steps.stop)
+    inside = (
+        np.ones(len(times), np.bool_)
+        if steps is None
+        else (step >= steps.start) & (step < steps.stop)
+    )
     if not inside.any():
         return None
     begin, last = int(times[inside].min()), int(times[inside].max())
@@ -112,11 +137,17 @@ def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
     if has_ended or (steps is not None and (step[times >= last] >= steps.stop).any()):
         return TimeWindow(begin, last + 1, last)
     newest = int(times_ns(box).max())
-    cursors = [clocks.aligned_ns(box.rank, cursor.t_ns) for cursor in box.cursors() if has_moved(cursor.t_ns, newest)]
+    cursors = [
+        clocks.aligned_ns(box.rank, cursor.t_ns)
+        for cursor in box.cursors()
+        if has_moved(cursor.t_ns, newest)
+    ]
     return TimeWindow(begin, NEVER, max([last, *cursors]))
 
 
-def timeline(box: Box, *, clocks: Clocks, meetings: Meetings, within: TimeWindow, end_ns: int) -> Timeline:
+def timeline(
+    box: Box, *, clocks: Clocks, meetings: Meetings, within: TimeWindow, end_ns: int
+) -> Timeline:
     """All that a rank did within a window; what had not ended goes on to `end_ns`."""
     found = arrivals(box)
     wall = times_ns(box)
@@ -126,14 +157,27 @@ def timeline(box: Box, *, clocks: Clocks, meetings: Meetings, within: TimeWindow
     is_last = later == NEVER
     later = np.where(is_last, end_ns, clocks.aligned_ns(box.rank, np.where(is_last, wall, later)))
     near = (times < stop_ns) & (later >= within.begin_ns)
-    spans = [*_spans(box, times, end_ns), *_collectives(box, found, meetings, times, later, is_last, near)]
+    spans = [
+        *_spans(box, times, end_ns),
+        *_collectives(box, found, meetings, times, later, is_last, near),
+    ]
     cut = [each for span in spans if (each := _cut(span, within.begin_ns, stop_ns)) is not None]
     kinds = box.records["kind"]
-    at = np.flatnonzero(np.isin(kinds, list(_INSTANTS)) & (times >= within.begin_ns) & (times <= stop_ns))
-    rows = zip(times[at].tolist(), map(Kind, kinds[at].tolist()), at.tolist(), box.records["thread"][at].tolist(), strict=True)
+    at = np.flatnonzero(
+        np.isin(kinds, list(_INSTANTS)) & (times >= within.begin_ns) & (times <= stop_ns)
+    )
+    rows = zip(
+        times[at].tolist(),
+        map(Kind, kinds[at].tolist()),
+        at.tolist(),
+        box.records["thread"][at].tolist(),
+        strict=True,
+    )
     has_modules = bool(np.isin(kinds, (Kind.MODULE_ENTER, Kind.MODULE_EXIT)).any())
     counter = [point for point in _step_bytes(box, times) if within.begin_ns <= point[0] < stop_ns]
-    return Timeline(box.rank, list(_in_lanes(cut)), [Instant(*row) for row in rows], counter, has_modules)
+    return Timeline(
+        box.rank, list(_in_lanes(cut)), [Instant(*row) for row in rows], counter, has_modules
+    )
 
 
 def _cut(span: Slice, begin_ns: int, end_ns: int) -> Slice | None:
@@ -146,20 +190,28 @@ def _cut(span: Slice, begin_ns: int, end_ns: int) -> Slice | None:
     return span._replace(begin_ns=begin, end_ns=end, marks=span.marks | marks)
 
 
-# -- what begins and ends --------------------------------------------------------------------------------------------------
+# -- what begins and ends --------------------------------------------------------------------------
 
 
 def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
-    """Beginnings with their ends. Each thread has its own, but for steps: those may end on another thread."""
+    """Beginnings with their ends. Each thread has its own, but for steps: those may end on another
+    thread."""
     records, begun_ns = box.records, int(times.min(initial=end_ns))
     at = np.flatnonzero(np.isin(records["kind"], [*_BEGINS, *_ENDS]))
     is_over = bool((records["kind"] == Kind.END).any())
-    columns = {name: records[name][at].tolist() for name in ("kind", "thread", "step", "subject", "module", "call", "pass")}
+    columns = {
+        name: records[name][at].tolist()
+        for name in ("kind", "thread", "step", "subject", "module", "call", "pass")
+    }
     open_: dict[tuple[object, ...], list[tuple[int, int, int]]] = {}
     for row, (index, t_ns) in enumerate(zip(at.tolist(), times[at].tolist(), strict=True)):
         kind, thread = Kind(columns["kind"][row]), columns["thread"][row]
         name = _BEGINS.get(kind) or _ENDS[kind]
-        key = (name, None if name == "step" else thread, *(columns[part][row] for part in _KEYS[name]))
+        key = (
+            name,
+            None if name == "step" else thread,
+            *(columns[part][row] for part in _KEYS[name]),
+        )
         if kind in _BEGINS:
             open_.setdefault(key, []).append((t_ns, index, thread))
         elif begun := open_.get(key):
@@ -170,27 +222,47 @@ def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
     last_ns = int(times.max(initial=begun_ns))
     for key, left in open_.items():
         for begin_ns, first, where in left:
-            # A watch that ended in order ends the last step. What else is open then has lost its end to an error.
+            # A watch that ended in order ends the last step. What else is open then has lost its
+            # end to an error.
             marks = Mark.NONE if is_over and key[0] == "step" else Mark.UNFINISHED
             end = last_ns if is_over else end_ns
             yield Slice(begin_ns, max(end, begin_ns), str(key[0]), first, where, marks)
 
 
 def _collectives(
-    box: Box, found: Arrivals, meetings: Meetings, times: Times, later: Times, is_last: Bools, near: Bools
+    box: Box,
+    found: Arrivals,
+    meetings: Meetings,
+    times: Times,
+    later: Times,
+    is_last: Bools,
+    near: Bools,
 ) -> Iterator[Slice]:
-    """Those that are `near`; `later` is when their threads went on, for what `is_last` the end of the trace."""
+    """Those that are `near`; `later` is when their threads went on, for what `is_last` the end of
+    the trace."""
     is_over = bool((box.records["kind"] == Kind.END).any())
     threads = box.records["thread"]
     for stream, calls in found.streams.items():
         chosen, size = near[calls.at], stream.size
         at = calls.at[chosen]
-        columns = (each.tolist() for each in (at, times[at], later[at], is_last[at], calls.waits[chosen], threads[at]))
+        columns = (
+            each.tolist()
+            for each in (at, times[at], later[at], is_last[at], calls.waits[chosen], threads[at])
+        )
         rows = zip(meetings.of(stream, calls.numbers[chosen]), *columns, strict=True)
         for meeting, index, t_ns, next_ns, is_newest, waits, thread in rows:
             is_met = meeting is not None and 0 < size <= meeting.came
             if is_newest and not is_met and not is_over:
-                yield Slice(t_ns, max(t_ns, next_ns), "collective", index, thread, Mark.UNFINISHED, stream, meeting)
+                yield Slice(
+                    t_ns,
+                    max(t_ns, next_ns),
+                    "collective",
+                    index,
+                    thread,
+                    Mark.UNFINISHED,
+                    stream,
+                    meeting,
+                )
                 continue
             if not waits:
                 end = t_ns + ISSUE_NS
@@ -198,7 +270,16 @@ def _collectives(
                 end = max(meeting.last_ns, t_ns) + AFTER_NS
             else:
                 end = t_ns + CAP_NS
-            yield Slice(t_ns, max(t_ns, min(end, next_ns)), "collective", index, thread, Mark.ESTIMATED, stream, meeting)
+            yield Slice(
+                t_ns,
+                max(t_ns, min(end, next_ns)),
+                "collective",
+                index,
+                thread,
+                Mark.ESTIMATED,
+                stream,
+                meeting,
+            )
     near = near & (box.records["kind"] == Kind.COLLECTIVE)
     for calls in found.streams.values():
         near[calls.at] = False
@@ -216,9 +297,16 @@ def _step_bytes(box: Box, times: Times) -> list[tuple[int, int]]:
     packed_ids, of_what = np.unique(records["subject"][at], return_inverse=True)
     sizes = np.array([_bytes(box.value(what)) for what in packed_ids.tolist()], np.float64)
     steps, of_step = np.unique(records["step"][at], return_inverse=True)
-    totals = np.bincount(of_step, weights=sizes[of_what], minlength=len(steps)) if len(at) else np.zeros(0)
+    totals = (
+        np.bincount(of_step, weights=sizes[of_what], minlength=len(steps))
+        if len(at)
+        else np.zeros(0)
+    )
     by_step = dict(zip(steps.tolist(), totals.tolist(), strict=True))
-    return [(int(times[begin]), int(by_step.get(int(records["step"][begin]), 0))) for begin in begins.tolist()]
+    return [
+        (int(times[begin]), int(by_step.get(int(records["step"][begin]), 0)))
+        for begin in begins.tolist()
+    ]
 
 
 def _bytes(signature: object) -> float:
@@ -226,7 +314,7 @@ def _bytes(signature: object) -> float:
     return float(size) if isinstance(size, int) and 0 <= size < 1 << 62 else 0.0
 
 
-# -- lanes -----------------------------------------------------------------------------------------------------------------
+# -- lanes -----------------------------------------------------------------------------------------
 
 
 def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
@@ -237,7 +325,9 @@ def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
     for each in slices:
         thread = STEPS if each.kind == "step" else each.thread
         lane = _room(lanes.setdefault(thread, []), each.begin_ns, each.end_ns)
-        yield each if (lane, thread) == (0, each.thread) else each._replace(lane=lane, thread=thread)
+        yield (
+            each if (lane, thread) == (0, each.thread) else each._replace(lane=lane, thread=thread)
+        )
 
 
 def _room(lanes: list[list[int]], begin_ns: int, end_ns: int) -> int:

@@ -1,6 +1,7 @@
 """Texts from outside, made harmless for a page: `texts.js` does the same for what the script shows.
 
-Control and direction characters become visible signs; markup is escaped; absurd lengths are cut, with the whole in the title.
+Control and direction characters become visible signs; markup is escaped; absurd lengths are cut,
+with the whole in the title.
 """
 
 from __future__ import annotations

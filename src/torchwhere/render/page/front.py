@@ -1,4 +1,5 @@
-"""The parts of the report page that are there before any script runs: the verdict, what was missing, the settings.
+"""The parts of the report page that are there before any script runs: the verdict, what was
+missing, the settings.
 
 Takes the report, gives HTML in which every text from outside is inert.
 """
@@ -40,12 +41,14 @@ def front_html(report: Mapping[str, Any]) -> str:
         f'<span class="title">{name_html(str(report.get("title") or ""))}</span>'
         f'<span class="made">{inert_html(str(report.get("made_at") or ""))}</span>'
         '<button type="button" id="theme" hidden>Dark</button></div>'
-        f'<p class="kind-of"><span class="badge"><span aria-hidden="true">{sign}</span> {inert_html(word)}</span> '
+        f'<p class="kind-of"><span class="badge"><span aria-hidden="true">{sign}</span>'
+        f" {inert_html(word)}</span> "
         f"{inert_html(of)}</p>"
         f"<h1>{name_html(_sentence(headline), longest=_LONGEST_LINE)}</h1>"
         f"{_culprits(verdict.get('culprits') or ())}{_evidence(evidence)}"
         f"{''.join(_stack(title, lines, folder) for title, lines in stacks)}{_unknown(unknown)}"
-        "<noscript><p>Everything below needs the page's own script, which this browser does not run.</p></noscript>"
+        "<noscript><p>Everything below needs the page's own script, which this browser does not"
+        " run.</p></noscript>"
         "</header>\n"
     )
 
@@ -55,7 +58,9 @@ def _sentence(headline: str) -> str:
     return f"{headline[:-1]}." if headline.endswith(":") else headline
 
 
-def _sorted(lines: Sequence[str], headline: str) -> tuple[list[str], list[tuple[str, list[str]]], list[str]]:
+def _sorted(
+    lines: Sequence[str], headline: str
+) -> tuple[list[str], list[tuple[str, list[str]]], list[str]]:
     """The lines of a verdict's text: what it rests on, the stacks, what is not known."""
     evidence: list[str] = []
     stacks: list[tuple[str, list[str]]] = []
@@ -76,7 +81,10 @@ def _culprits(culprits: Sequence[Any]) -> str:
     """Links to the cells of the ranks that are named."""
     if not culprits:
         return ""
-    links = " ".join(f'<a href="#ranks" data-rank="{int(rank)}">rank {int(rank)}</a>' for rank in culprits[:_MOST_LINKS])
+    links = " ".join(
+        f'<a href="#ranks" data-rank="{int(rank)}">rank {int(rank)}</a>'
+        for rank in culprits[:_MOST_LINKS]
+    )
     more = f" and {len(culprits) - _MOST_LINKS:,} more" if len(culprits) > _MOST_LINKS else ""
     return f'<p class="culprits">Look at {links}{more}</p>'
 
@@ -89,13 +97,17 @@ def _evidence(lines: Sequence[str]) -> str:
 def _stack(title: str, lines: Sequence[str], folder: str) -> str:
     """Its lines as in the job's own folder."""
     shown = "".join(f"<li>{name_html(line.removeprefix(folder))}</li>" for line in lines)
-    return f'<details><summary>{inert_html(title[:1].upper() + title[1:])}</summary><ol class="stack">{shown}</ol></details>'
+    return (
+        f"<details><summary>{inert_html(title[:1].upper() + title[1:])}</summary><ol"
+        f' class="stack">{shown}</ol></details>'
+    )
 
 
 def _unknown(lines: Sequence[str]) -> str:
     shown = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
     return (
-        f"<details><summary>What the verdict could not rest on ({len(lines)})</summary><ul>{shown}</ul></details>"
+        "<details><summary>What the verdict could not rest on"
+        f" ({len(lines)})</summary><ul>{shown}</ul></details>"
         if lines
         else ""
     )
@@ -118,4 +130,7 @@ def settings_html(report: Mapping[str, Any]) -> str:
         for key, value in settings.items()
         if value not in (None, "")
     )
-    return f'<table class="settings"><caption class="unseen">Settings</caption><tbody>{"".join(rows)}</tbody></table>'
+    return (
+        '<table class="settings"><caption'
+        f' class="unseen">Settings</caption><tbody>{"".join(rows)}</tbody></table>'
+    )

@@ -1,8 +1,9 @@
 """Puts the report page together: one HTML file that needs nothing else and lets nothing else in.
 
-Takes the report as `Report.to_dict()` gives it, gives the page's text. The verdict, what was missing and the settings are plain
-HTML, there before any script runs; all other sections are built by the page's own script (`script/`) from the JSON in it. Its
-policy names that script and that style sheet by their hashes: nothing else runs, nothing is loaded, nothing is sent.
+Takes the report as `Report.to_dict()` gives it, gives the page's text. The verdict, what was
+missing and the settings are plain HTML, there before any script runs; all other sections are built
+by the page's own script (`script/`) from the JSON in it. Its policy names that script and that
+style sheet by their hashes: nothing else runs, nothing is loaded, nothing is sent.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ def page_html(report: Mapping[str, Any]) -> str:
     """The whole page."""
     script, style = _script(), _part("report.css")
     policy = (
-        f"default-src 'none'; script-src 'sha256-{_hash(script)}'; style-src 'sha256-{_hash(style)}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'sha256-{_hash(script)}'; style-src"
+        f" 'sha256-{_hash(style)}'; base-uri 'none'; form-action 'none'"
     )
     title = inert_html(str(report.get("title") or "run"))
     body = {"missing": missing_html(report), "settings": settings_html(report)}
@@ -66,7 +67,10 @@ def page_html(report: Mapping[str, Any]) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            '<meta name="color-scheme" content="light dark">\n<meta name="referrer" content="no-referrer">\n',
+            (
+                '<meta name="color-scheme" content="light dark">\n<meta name="referrer"'
+                ' content="no-referrer">\n'
+            ),
             f"<title>{title} · torchwhere</title>\n<style>{style}</style>\n</head>\n<body>\n",
             '<a class="skip" href="#ranks">Skip to the ranks</a>\n',
             front_html(report),
@@ -81,8 +85,11 @@ def page_html(report: Mapping[str, Any]) -> str:
 
 
 def page_json(report: Mapping[str, Any]) -> str:
-    """The data of the page. It may stand inside a script element: whatever it holds, it cannot end it."""
-    return json.dumps(_finite(report), separators=(",", ":"), allow_nan=False, default=str).translate(_ESCAPES)
+    """The data of the page. It may stand inside a script element: whatever it holds, it cannot end
+    it."""
+    return json.dumps(
+        _finite(report), separators=(",", ":"), allow_nan=False, default=str
+    ).translate(_ESCAPES)
 
 
 def _finite(value: Any) -> Any:
@@ -102,7 +109,10 @@ def _navigation() -> str:
 def _section(key: str, label: str, body: str | None) -> str:
     wait = '<p class="nothing">This part needs the page\'s script.</p>'
     heading = f'<h2 id="{key}-heading">{label}</h2>'
-    return f'<section id="{key}" aria-labelledby="{key}-heading">{heading}<div class="body">{body or wait}</div></section>\n'
+    return (
+        f'<section id="{key}" aria-labelledby="{key}-heading">{heading}<div'
+        f' class="body">{body or wait}</div></section>\n'
+    )
 
 
 def _hash(text: str) -> str:
