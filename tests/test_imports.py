@@ -1,5 +1,4 @@
-"""What importing costs and changes, and which part of torchwhere may know of which: imports flow
-one way."""
+"""What importing costs and changes, and the order of the packages: imports flow one way."""
 
 from __future__ import annotations
 
@@ -13,140 +12,54 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src" / "torchwhere"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# What each part may import of torchwhere. A part is a file or a folder directly below the package.
-MAY_IMPORT = {
-    "version": set(),
-    "errors": set(),
-    "collector": set(),
-    # a result shows itself when it is asked to; only then is that imported
-    "results": {"errors", "show"},
-    "place": {"results"},
-    "events": {"place", "results"},
-    "blackbox": {"errors", "events", "place", "results"},
-    "inspect": {"blackbox", "collector", "events", "place", "results", "sharding", "show"},
-    "native": {"errors"},
-    "sense": {"blackbox", "errors", "events", "inspect", "place"},
-    "identity": {"host", "sense", "version"},
-    "recorder": {"blackbox", "errors", "events", "inspect", "place", "sense"},
-    "heart": {"blackbox", "host", "sense"},
-    "session": (
-        {
-            "blackbox",
-            "errors",
-            "events",
-            "heart",
-            "identity",
-            "inspect",
-            "monitor",
-            "native",
-            "place",
-            "recorder",
-        }
-        | {"sense"}
-    ),
-    # a layout shows itself when it is printed; only then is that imported
-    "sharding": {"results", "show"},
-    "diagnose": {"blackbox", "errors", "events", "place", "results", "sharding"},
-    "show": {"blackbox", "diagnose", "errors", "events", "place", "sharding", "version"},
-    "process": {"blackbox", "errors", "sense", "session"},
-    "autograd": {"errors", "inspect", "place", "process", "sense", "wrapping"},
-    "compiled": {"inspect", "process", "sense"},
-    "live": {"blackbox", "diagnose", "process", "sense", "session", "show"},
-    "callbacks": {"process", "sense", "wrapping"},
-    "marks": {"blackbox", "identity", "place", "process", "sense", "wrapping"},
-    "host": {"blackbox", "diagnose"},
-    "clerks": {"blackbox", "diagnose", "errors"},
-    "recollection": {"blackbox", "diagnose"},
-    "keeping": {"blackbox", "diagnose", "recollection"},
-    "consultation": {
-        "blackbox",
-        "clerks",
-        "collector",
-        "diagnose",
-        "flight_recorder",
-        "host",
-        "keeping",
-        "recollection",
-    },
-    "reporting": {"clerks", "collector", "consultation", "diagnose", "show", "version"},
-    "flight_recorder": {"blackbox", "collector", "diagnose", "errors", "events", "place"},
-    "top": {"blackbox", "consultation", "diagnose", "errors", "host", "show"},
-    "monitor": {
-        "blackbox",
-        "clerks",
-        "consultation",
-        "diagnose",
-        "errors",
-        "host",
-        "keeping",
-        "place",
-        "recollection",
-        "show",
-    },
-    "launch": {"errors", "host", "native", "process", "sense"},
-    "trial": {"errors", "native"},
-    "timing": {"blackbox", "diagnose", "errors", "sense"},
-    "recordings": {"blackbox", "consultation", "diagnose", "errors", "events", "results"},
-    "destination": {"errors"},
-    "exporting": {"blackbox", "destination", "errors", "events", "parquet", "results"},
-    "parquet": {"blackbox", "destination", "errors", "sharding", "version"},
-    "wrapping": set(),
-    "whole_lines": set(),
-    "ranks": {"errors", "place", "sense", "session", "whole_lines"},
-    "place_logging": {"place", "ranks", "whole_lines"},
-    "drop_in": (
-        {
-            "blackbox",
-            "errors",
-            "events",
-            "identity",
-            "inspect",
-            "live",
-            "marks",
-            "place",
-            "process",
-            "ranks",
-        }
-        | {"sense", "session"}
-    ),
-}
-KNOWS_NO_TORCH = (
-    "collector",
-    "destination",
-    "exporting",
-    "parquet",
-    "recordings",
-    "results",
-    "clerks",
-    "host",
-    "consultation",
-    "keeping",
-    "reporting",
+# The packages from the bottom to the top: each imports only packages that stand before it.
+PACKAGES = (
+    "core",
+    "blackbox",
+    "processes",
+    "diagnose.calls",
+    "diagnose.clocks",
+    "diagnose.doctor",
+    "diagnose.groups",
+    "diagnose.phases",
+    "diagnose.comms",
+    "diagnose.diff",
+    "diagnose.layout",
+    "diagnose.live",
+    "diagnose.timeline",
+    "diagnose.report",
+    "snapshots",
     "flight_recorder",
+    "render",
+    "pipeline",
     "monitor",
     "top",
-    "version",
-    "errors",
-    "place",
-    "events",
-    "sharding",
-    "blackbox",
-    "diagnose",
-    "show",
-    "timing",
-    "whole_lines",
+    "native",
+    "model",
+    "hooks",
+    "recorder",
+    "api",
+    "drop_in",
+    "commands",
 )
-# imports torch when monitors have to write to each other
-HAS_A_STORE = SOURCE / "monitor" / "correspondence.py"
-MAY_IMPORT_AT_TOP = {
-    "__init__": {"errors", "place", "version"},
+# These packages run in the training process and may import torch; all others read runs without it.
+KNOWS_TORCH = {"native", "model", "hooks", "recorder", "api", "drop_in"}
+# Files of those packages that read recorded runs, so they must work without torch too.
+READS_RUNS = {"api/export.py", "api/parquet.py", "api/phases.py", "api/run.py"}
+# Monitors of several hosts talk through a c10d store: this file imports torch when they do.
+HAS_A_STORE = "monitor/transport.py"
+# Importing these must be cheap: everything else is imported when a command runs.
+LIGHT = {
+    "__init__": {"core"},
     "__main__": {"cli"},
-    "cli": {"commands", "version"},
-    "commands": {"commands", "destination", "errors", "events"},
+    "cli": {"commands", "core"},
+    "commands": {"commands", "core"},
 }
+RUNS_THE_SCRIPT = "commands.launch"  # `torchwhere run` imports it when it starts the script
+ENTRY_POINT = re.compile(r"Entry points?: `")
 
 PRIVATE = re.compile(r"torch\._(C|dynamo|functorch|inductor|guards|ops)\b")
-HOME_OF_PRIVATE_NAMES = SOURCE / "sense" / "_torch.py"
+HOME_OF_PRIVATE_NAMES = SOURCE / "hooks" / "_torch.py"
 # Names of classes and modules as plain text, compared and never resolved: nothing is imported or
 # touched through them.
 ONLY_COMPARED = {
@@ -224,8 +137,14 @@ def test_reading_loads_no_torch() -> None:
 # -- layers ----------------------------------------------------------------------------------------
 
 
-def part_of(path: Path) -> str:
-    return path.relative_to(SOURCE).with_suffix("").parts[0]
+def package_of(name: str) -> str:
+    """The package of a module, given by its dotted name below `torchwhere`."""
+    parts = name.split(".")
+    return ".".join(parts[:2]) if parts[0] == "diagnose" else parts[0]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
 
 
 def imported(tree: ast.AST) -> set[str]:
@@ -240,9 +159,9 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
-def parts_imported(tree: ast.AST) -> set[str]:
-    own = {name.split(".")[1] for name in imported(tree) if name.startswith("torchwhere.")}
-    return {name for name in own if (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()}
+def packages_imported(tree: ast.AST) -> set[str]:
+    own = {name.partition(".")[2] for name in imported(tree) if name.startswith("torchwhere.")}
+    return {package_of(name) for name in own if (SOURCE / name.split(".")[0]).is_dir()}
 
 
 def at_top(tree: ast.Module) -> ast.Module:
@@ -254,28 +173,61 @@ def at_top(tree: ast.Module) -> ast.Module:
     return ast.Module(body=kept, type_ignores=[])
 
 
-def test_layers() -> None:
-    """A lower layer never imports a higher one, not even inside a function; the command imports
-    what it needs when asked."""
+def test_packages_import_downwards_only() -> None:
+    """A package imports only packages below it, also inside functions: so there is no cycle."""
     wrong = []
     for path in FILES:
-        tree, part = ast.parse(path.read_text()), part_of(path)
-        if part in MAY_IMPORT_AT_TOP:
-            found = parts_imported(at_top(tree)) - MAY_IMPORT_AT_TOP[part]
-        else:
-            found = parts_imported(tree) - MAY_IMPORT[part] - {part}
-        wrong += [f"{path.relative_to(SOURCE)} imports torchwhere.{name}" for name in sorted(found)]
+        package = package_of(name_of(path))
+        if package in PACKAGES:
+            below = set(PACKAGES[: PACKAGES.index(package) + 1])
+            found = packages_imported(ast.parse(path.read_text())) - below
+            wrong += [f"{name_of(path)} imports torchwhere.{name}" for name in sorted(found)]
     assert wrong == []
 
 
-def test_what_reads_knows_no_torch() -> None:
+def test_entry_points_import_little() -> None:
+    """`import torchwhere` and `torchwhere --help` import only what stands at the top of a file."""
+    wrong = []
+    for path in FILES:
+        allowed = LIGHT.get(name_of(path).partition(".")[0])
+        if allowed is not None and name_of(path) != RUNS_THE_SCRIPT:
+            found = imported(at_top(ast.parse(path.read_text())))
+            own = {name.split(".")[1] for name in found if name.startswith("torchwhere.")}
+            wrong += [f"{name_of(path)} imports torchwhere.{name}" for name in own - allowed]
+    assert wrong == []
+
+
+def test_every_package_says_its_job() -> None:
+    """Every package is in the list, and its docstring says its job and its entry point."""
+    folders = {path.parent for path in SOURCE.rglob("__init__.py")} - {SOURCE}
+    names = {".".join(path.relative_to(SOURCE).parts) for path in folders}
+    listed = {name for name in PACKAGES if (SOURCE / name.replace(".", "/")).is_dir()}
+    assert names - {"diagnose", "render.page"} == listed
+    silent = [
+        folder.relative_to(SOURCE).as_posix()
+        for folder in folders
+        if not ENTRY_POINT.search(ast.get_docstring(_parsed(folder / "__init__.py")) or "")
+    ]
+    assert sorted(silent) == []
+
+
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def test_few_modules_lie_beside_the_packages() -> None:
+    """At most 5 modules lie at the top of the package: what is there is an entry point."""
+    assert {path.stem for path in SOURCE.glob("*.py")} == {"__init__", "__main__", "cli"}
+
+
+def test_reading_needs_no_torch() -> None:
     """The format, the diagnosis and the views never import torch: a run can be read anywhere."""
-    files = [path for path in FILES if part_of(path) in KNOWS_NO_TORCH]
+    files = {path.relative_to(SOURCE).as_posix(): path for path in FILES}
+    reading = {name for name in files if name.partition("/")[0] not in KNOWS_TORCH} | READS_RUNS
     assert [
-        path
-        for path in files
-        if path != HAS_A_STORE
-        and "torch" in {name.partition(".")[0] for name in imported(ast.parse(path.read_text()))}
+        name
+        for name in sorted(reading - {HAS_A_STORE})
+        if "torch" in {found.partition(".")[0] for found in imported(_parsed(files[name]))}
     ] == []
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty, Place
+from torchwhere.core.results import Renderer, set_renderer
 from torchwhere.core.version import __version__
 
 if TYPE_CHECKING:
@@ -70,6 +71,15 @@ __all__ = [
     "watch",
     "where",
 ]
+
+
+def _load_renderer() -> Renderer:
+    from torchwhere.render import reprs
+
+    return reprs
+
+
+set_renderer(_load_renderer)
 
 _HOME = {
     "Event": "torchwhere.core.events",

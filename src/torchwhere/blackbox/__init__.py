@@ -1,6 +1,7 @@
-"""The black box: one memory-mapped file per rank that outlives its writer.
+"""The black box: one memory-mapped file per rank that outlives its process.
 
-`layout` is the format, `writer` makes a box, `reader` reads one (any time, from anywhere, without
-torch), `run` reads a folder of them, `claim` takes a file name for a new box, `guard` keeps a
-foreign truncation from killing the writer.
+`file_format` defines the bytes, `writer` writes a box, `reader` reads one at any time and without
+torch, `run` reads the boxes of a folder, `live_box` polls a box that is being written.
+
+Entry points: `writer.BoxWriter` to record, `run.read_run` to read.
 """

@@ -1,1 +1,4 @@
-"""The commands, a file each: `add` puts it on the parser, the rest does it."""
+"""The subcommands of `torchwhere`, one file each.
+
+Entry point: `add`, in each file, adds the subcommand to the parser that `cli.py` builds.
+"""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
-from torchwhere.core.results import Tabular
+from torchwhere.core.results import Shown, Tabular
 
 Facts = tuple[tuple[str, Any], ...]  # a dictionary that can be compared and hashed
 
@@ -176,7 +176,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout(Tabular):
+class Layout(Shown, Tabular):
     """How a model lies over the ranks, as `rank` sees it. `str()` is the tree as text, notebooks
     show it as HTML."""
 
@@ -263,16 +263,6 @@ class Layout(Tabular):
             f"Layout(rank {self.rank} of {self.world_size}: {what}; {self.local_bytes:,} of"
             f" {self.bytes:,} bytes here)"
         )
-
-    def __str__(self) -> str:
-        from torchwhere.render.layout import layout_text
-
-        return layout_text(self)
-
-    def _repr_html_(self) -> str:
-        from torchwhere.render.layout_html import layout_html
-
-        return layout_html(self)
 
 
 def _each(branches: Iterable[Branch]) -> Iterator[tuple[str, Node]]:

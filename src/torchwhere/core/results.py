@@ -1,22 +1,43 @@
-"""What every result can do: say itself on one line, as text and in a notebook; and, if it is a
-table, be a data frame.
+"""What every result can do: `repr`, `str`, notebook HTML, and for tables a data frame.
 
-The classes here have no data and import nothing until they are asked: how a result looks is known
-in `render/reprs.py` alone.
+The classes here hold no data. How a result looks is the job of `render/reprs.py`, which lies above
+this package: `torchwhere/__init__.py` connects the two with `set_renderer`.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torchwhere.core.errors import TorchwhereError
 
 _NEEDS = (
-    "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives the"
-    " same without it"
+    "to_pandas() needs pandas, which is not installed: pip install pandas. "
+    "as_rows() returns the same rows without it"
 )
+
+
+class Renderer(Protocol):
+    """Turns results into text. `render/reprs.py` is the only implementation."""
+
+    def one_line(self, result: object) -> str: ...
+
+    def text(self, result: object) -> str: ...
+
+    def html(self, result: object) -> str: ...
+
+
+_load_renderer: list[Callable[[], Renderer]] = []
+
+
+def set_renderer(load: Callable[[], Renderer]) -> None:
+    """Register the function that imports the renderer; results call it when they are shown."""
+    _load_renderer[:] = [load]
+
+
+def renderer() -> Renderer:
+    return _load_renderer[0]()
 
 
 class Shown:
@@ -26,19 +47,13 @@ class Shown:
     __slots__ = ()
 
     def __repr__(self) -> str:
-        from torchwhere.render.reprs import one_line
-
-        return one_line(self)
+        return renderer().one_line(self)
 
     def __str__(self) -> str:
-        from torchwhere.render.reprs import text
-
-        return text(self)
+        return renderer().text(self)
 
     def _repr_html_(self) -> str:
-        from torchwhere.render.reprs import html
-
-        return html(self)
+        return renderer().html(self)
 
 
 class Tabular:
@@ -47,7 +62,7 @@ class Tabular:
     __slots__ = ()
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The table, a dictionary a row."""
+        """The table as a list of dictionaries, one for each row."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
@@ -56,7 +71,7 @@ class Tabular:
 
 
 def pandas() -> Any:
-    """The library, where it is installed."""
+    """Import pandas, or say how to install it."""
     try:
         return importlib.import_module("pandas")
     except ModuleNotFoundError as error:

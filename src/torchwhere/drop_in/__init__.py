@@ -1,2 +1,4 @@
-"""The names people already use, on top of torchwhere: change one import line, the rest of the
-program stays."""
+"""Replacements for five debugging toolboxes: change one import line, keep the program.
+
+Entry points: `comm_mode`, `mod_tracker`, `deepspeed_debug`, `fsdp_debug` and `aot_logging`.
+"""

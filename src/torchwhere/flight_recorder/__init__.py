@@ -1,2 +1,4 @@
-"""PyTorch's flight recorder, both ways: the doctor reads its dumps; a run is written as dumps that
-its own tool reads."""
+"""Reads PyTorch's flight recorder dumps as a run, and writes a run as dumps.
+
+Entry points: `verdict.py` diagnoses dumps, `write.write_dumps` writes them.
+"""

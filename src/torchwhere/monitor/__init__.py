@@ -1,1 +1,4 @@
-"""Watches a run while it runs, with the monitors of other hosts."""
+"""Watches a running job from outside, together with the monitors of other hosts.
+
+Entry point: `monitor.Monitor`.
+"""

@@ -1,2 +1,4 @@
-"""The hot paths once more in C++, for jobs whose step waits for the CPU: built by the user, used
-where it is there."""
+"""The hot paths again in C++: built on the user's machine, optional, tested before use.
+
+Entry point: `load.py` finds the built library.
+"""

@@ -1,1 +1,4 @@
-"""What can be seen of the ranks' processes on this host, from outside. Reads /proc; no torch."""
+"""Observes the processes of the ranks on this host from outside, through /proc.
+
+Entry point: `look.look` returns a `ProcessStatus` for each rank.
+"""

@@ -1,1 +1,4 @@
-"""One watch: turns what the hooks notice into records, keeps the box, sends the heartbeat."""
+"""One watch of one process: the hooks, the recorder, the box and the heartbeat.
+
+Entry point: `session.Session`.
+"""

@@ -1,1 +1,4 @@
-"""Formats what others computed. No torch."""
+"""Makes everything that a person reads: text, tables, HTML, and the sentences of verdicts.
+
+Entry point: `reprs.py` knows the view of every result.
+"""

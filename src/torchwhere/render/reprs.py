@@ -15,6 +15,7 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.core.events import Event
+from torchwhere.core.model_layout import Layout
 from torchwhere.core.place import Place, shown
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
 from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
@@ -26,7 +27,7 @@ from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.render import html as page
 from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
-from torchwhere.render.layout import layouts_lines
+from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.phases import phases_lines, phases_remarks, phases_table, phases_title
 from torchwhere.render.text import Cell, Column, Line, amount, as_text, duration, plain, plural
@@ -309,6 +310,16 @@ def _(result: Layouts) -> str:
     count = sum(len(cohort.ranks) for cohort in result.cohorts)
     verdict = "laid out alike" if result.is_alike else f"in {len(result.cohorts)} cohorts"
     return f"<Layouts of {plural(count, 'rank')}: {verdict if count else 'none recorded'}>"
+
+
+@text.register
+def _(result: Layout) -> str:
+    return layout_text(result)
+
+
+@html.register
+def _(result: Layout) -> str:
+    return layout_html(result)
 
 
 @brief.register

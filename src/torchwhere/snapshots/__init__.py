@@ -1,1 +1,4 @@
-"""Snapshots of a running job: `doctor` still works after the job ended or lost a box."""
+"""Saves snapshots of a running job, so that `doctor` still works after it ended or lost a box.
+
+Entry points: `write.SnapshotWriter` and `read.fill_from_snapshots`.
+"""

@@ -1,1 +1,4 @@
-"""The live screen: visits the ranks, has a doctor on call."""
+"""The live screen of `torchwhere top`.
+
+Entry point: `app.watch_screen`.
+"""

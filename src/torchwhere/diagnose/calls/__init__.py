@@ -1,1 +1,4 @@
-"""What each rank says, brought into one language."""
+"""Loads the collectives of all ranks into arrays, with ids that all ranks share.
+
+Entry point: `load.load_calls` reads a folder in worker processes and returns `JobCalls`.
+"""

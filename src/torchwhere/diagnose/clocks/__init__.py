@@ -1,1 +1,4 @@
-"""Aligns the clocks of hosts by the collectives that their ranks took part in."""
+"""Aligns the clocks of hosts by the collectives that their ranks took part in.
+
+Entry point: `clocks.aligned`.
+"""

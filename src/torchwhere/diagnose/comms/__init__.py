@@ -1,1 +1,4 @@
-"""Which collectives each part of a model causes, and whether they are as a test says."""
+"""Counts the collectives that each module causes, and checks them against expectations.
+
+Entry point: `tree.comms`.
+"""

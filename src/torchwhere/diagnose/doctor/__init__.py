@@ -1,1 +1,4 @@
-"""Who hangs, who differs, who died, and why."""
+"""Finds which ranks hang, differ, exited or are late, and why.
+
+Entry point: `rules.diagnose` runs the rules in order and returns a `Verdict`.
+"""

@@ -1,1 +1,4 @@
-"""How the layouts of many ranks compare."""
+"""Compares how the model is laid out on each rank.
+
+Entry point: `layouts.layouts`.
+"""

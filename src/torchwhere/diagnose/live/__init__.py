@@ -1,1 +1,4 @@
-"""What each rank of a running job is doing now: who moves, who stands still, who waits for whom."""
+"""Computes what each rank of a running job is doing now: moving, standing still, or waiting.
+
+Entry point: `ranks.LiveRanks`.
+"""

@@ -1,1 +1,4 @@
-"""All that the report page shows, computed: one file a part, `report.py` puts them together."""
+"""Computes everything that the report page shows, one file for each section.
+
+Entry point: `report.report` puts the sections together.
+"""

@@ -315,9 +315,9 @@ class _Reading:
         """How many ranks have issued each number: by their counts, which outlive the ring."""
         counts = [self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks]
         below = np.sort(np.array(counts, np.int64))
-        return (
-            len(counts) - np.searchsorted(below, np.arange(self._first, self._end), side="right")
-        ).tolist()  # type: ignore[no-any-return]
+        numbers = np.arange(self._first, self._end)
+        arrived: list[int] = (len(counts) - np.searchsorted(below, numbers, side="right")).tolist()
+        return arrived
 
     def _differs(self, is_known: npt.NDArray[np.bool_], parted: Mismatch | None) -> list[bool]:
         """Where ranks issued what does not fit together; and where the first difference of all

@@ -1,1 +1,4 @@
-"""What ranks did, over time: slices, instants, counters and the arrows between them."""
+"""Turns the events of ranks into slices, instants and arrows on one clock.
+
+Entry point: `load.survey`.
+"""

@@ -1,1 +1,4 @@
-"""The report page: one file that opens from disk, with everything a run's boxes know."""
+"""The report page: one HTML file that opens from disk.
+
+Entry point: `page.page_html`.
+"""
