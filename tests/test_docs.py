@@ -104,6 +104,15 @@ def test_every_command_and_option_is_explained(name: str) -> None:
             )
 
 
+def test_every_promise_names_the_test_that_holds_it() -> None:
+    """Each promise in the README names a test that exists."""
+    rows = re.findall(r"^\| .+? \| (`tests/.+) \|$", text_of(ROOT / "README.md"), re.MULTILINE)
+    assert len(rows) >= 9
+    for path, name in re.findall(r"`(tests/\w+\.py)(?:::(\w+))?`", " ".join(rows)):
+        assert (ROOT / path).is_file(), path
+        assert not name or f"def {name}(" in text_of(ROOT / path), f"{path}::{name}"
+
+
 def test_the_site_knows_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """The site says which version it is about."""
     import torchwhere
