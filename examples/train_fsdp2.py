@@ -1,5 +1,4 @@
-"""A small FSDP2 training job. Nothing in it knows of torchwhere: torchrun -m torchwhere run --out
-run/ train_fsdp2.py"""
+"""A small FSDP2 job, unchanged: torchrun -m torchwhere run --out run/ examples/train_fsdp2.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,10 +1,8 @@
-"""A training with a planted bug: from step 14 on, the data of one rank never comes.
+"""A training job with a planted bug: after step 14, one rank gets no more data.
 
-    torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 --out run/demo
-    examples/train_stuck.py
+    torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 examples/train_stuck.py
 
-Three ranks then wait in an all-reduce for the fourth. torchwhere's monitor says which, and where it
-is.
+Three ranks then wait in an all-reduce for the fourth. The monitor says which rank and where it is.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
         )
         backwards, _ = Signatures().read(json.dumps(dict(reversed(fields.items()))))
         assert backwards is not None
-        assert signature.form == backwards.form
+        assert signature.signature_id == backwards.signature_id
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_roots_must_agree_and_peers_need_not() -> None:
     def form(**change: Any) -> Any:
         signature, _ = reader.read(json.dumps(FIELDS | change))
         assert signature is not None
-        return signature.form
+        return signature.signature_id
 
     assert form(peer=1) == form(peer=2) == form(op="recv", peer=2)
     assert form(op="broadcast", peer=1) != form(op="broadcast", peer=2)

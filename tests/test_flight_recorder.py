@@ -577,7 +577,7 @@ def test_lines_of_the_user() -> None:
         "/home/user/pytorch/torch/_tensor.py",
         "/tmp/torchinductor_root/ab/cab.py",
         "<frozen runpy>",
-        "/src/torchwhere/sense/collectives.py",
+        "/src/torchwhere/hooks/collectives.py",
     )
     assert {user_line({"filename": file, "line": 1}) for file in others} == {None}
     assert (

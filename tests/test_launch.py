@@ -265,7 +265,7 @@ def without_module_calls(traceback: str) -> str:
     """A traceback without what happens between a call of a module and its forward: we stand in
     there, torch does too."""
     frames = "|".join(
-        FRAME.format(file=file) for file in ("torchwhere/sense/", "torch/nn/modules/module.py")
+        FRAME.format(file=file) for file in ("torchwhere/hooks/", "torch/nn/modules/module.py")
     )
     return re.sub(frames, "", traceback, flags=re.MULTILINE)
 

@@ -704,7 +704,7 @@ def test_a_difference_is_marked(made: Made) -> None:
     assert (first["group"], victim in first["members"]) == ("tp", True)
     difference = first["first_difference"]
     assert (difference["in"], [cohort["count"] for cohort in difference["cohorts"]]) == (
-        "form",
+        "signature",
         [TP - 1, 1],
     )
     assert difference["cohorts"][1]["ranks"] == [victim]
@@ -783,7 +783,7 @@ def test_processes_that_read_bring_the_same_home(made: Made) -> None:
     folder = made("missing")
 
     def report(processes: int) -> str:
-        run, job_calls = load_calls(folder, processes=processes, aside=Digest)
+        run, job_calls = load_calls(folder, processes=processes, extra=Digest)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         made_at = datetime(2026, 1, 1, tzinfo=UTC)
         return json.dumps(
@@ -811,7 +811,7 @@ def test_work_grows_as_the_ranks_do(made: Made) -> None:
     work = {}
     for count in (256, RANKS):
         profile = cProfile.Profile()
-        run, job_calls = load_calls(made("missing", ranks=count), processes=0, aside=Digest)
+        run, job_calls = load_calls(made("missing", ranks=count), processes=0, extra=Digest)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         profile.runcall(make_report, run, job_calls=job_calls, verdict=verdict)
         work[count] = int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]

@@ -327,8 +327,8 @@ for made in (run.comms().to_pandas, run.to_pandas):
         timeout=60,
     )
     said = (
-        "to_pandas() needs pandas, which is not installed here: pip install pandas. as_rows() gives"
-        " the same without it"
+        "to_pandas() needs pandas, which is not installed: pip install pandas. as_rows() returns"
+        " the same rows without it"
     )
     assert done.stdout.splitlines() == ["1", said, said]
 

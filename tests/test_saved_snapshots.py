@@ -125,7 +125,7 @@ def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, 30_000)
     for run, job_calls in (load_calls(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
-        counts = job_calls.nameless[VICTIM]
+        counts = job_calls.unnamed_counts[VICTIM]
         key = next(
             key for key in job_calls.by_rank[0].counts if key.source == key.destination == -1
         )

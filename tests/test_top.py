@@ -320,7 +320,7 @@ def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
 
     def visit() -> RunNow:
         poller._list_at = 0.0  # look at the folder now
-        return poller.visit()
+        return poller.poll()
 
     assert visit().problem == f"there is no folder {tmp_path / 'run'} yet"
     (tmp_path / "run").mkdir()
@@ -340,7 +340,7 @@ def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer
     old = ranks(2)
     old[0].step(40, 1)
     poller = RunPoller(tmp_path)
-    assert [rank.step for rank in poller.visit().ranks] == [40, None]
+    assert [rank.step for rank in poller.poll().ranks] == [40, None]
     for writer in old:
         writer.box.close()
         assert writer.box.path is not None
@@ -348,7 +348,7 @@ def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer
     new = Writer(tmp_path, 0, restart=1, started_ns=START_NS + S)
     new.step(3, 1)
     poller._list_at = 0.0
-    found = poller.visit()
+    found = poller.poll()
     assert ([(rank.rank, rank.step) for rank in found.ranks], found.missing) == ([(0, 3)], (1,))
     new.box.close()
 
@@ -357,7 +357,7 @@ def test_ward_reads_in_slices(tmp_path: Path) -> None:
     """Given no time it reads one box a visit, and says how many it has not seen."""
     make(Job(16, steps=1, records=16), tmp_path)
     poller = RunPoller(tmp_path)
-    assert [(len(run.ranks), run.unread) for run in (poller.visit(most_s=0) for _ in range(3))] == [
+    assert [(len(run.ranks), run.unread) for run in (poller.poll(most_s=0) for _ in range(3))] == [
         (1, 15),
         (2, 14),
         (3, 13),
@@ -517,7 +517,7 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
     (writer,) = ranks(1, host=EVIL)
     writer.enter(EVIL, 1)
     writer.issue(EVIL, 1, line=EVIL)
-    run = RunPoller(tmp_path).visit()
+    run = RunPoller(tmp_path).poll()
     verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
     for snapshots in (Charset(), Charset(is_ascii=True)):
         lines = screen_lines(

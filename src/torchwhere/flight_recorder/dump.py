@@ -38,7 +38,7 @@ _COMPRESSED = {
 # compilers wrote, torchwhere.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|torchinductor_|/torch/(?:_\w+|autograd|distributed|fx|nn|optim|utils)/"
-    r"|/torch/_\w+\.py$|/torchwhere/(?:\w+\.py|(?:sense|commands|drop_in|inspect)/)"
+    r"|/torch/_\w+\.py$|/torchwhere/(?:\w+\.py|(?:hooks|recorder|api|commands|drop_in|model|native)/)"
 )
 Shapes = tuple[tuple[int, ...], ...]
 

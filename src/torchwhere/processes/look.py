@@ -294,7 +294,7 @@ def _shown(frames: list[PySpyFrame]) -> tuple[str, ...]:
     """A stack without what runs the script, and without torchwhere's own."""
     while frames and any(part in frames[-1].file for part in _LAUNCHERS):
         frames.pop()
-    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/sense/" not in frame.file]
+    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/hooks/" not in frame.file]
     return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)
 
 
