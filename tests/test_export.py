@@ -426,7 +426,7 @@ def test_bad_input(jobs: Path, tmp_path: Path) -> None:
         assert (code, out) == (2, "")
         assert err.startswith(f"torchwhere: {said}")
         assert err.count("\n") == 1
-    with pytest.raises(ValueError, match=r"^there is no kind 'nope'; there are start, end, "):
+    with pytest.raises(ValueError, match=r"^unknown kind 'nope'; the kinds are start, end, "):
         export(run, out=tmp_path / "x.parquet", kinds=["nope"])
     with pytest.raises(TypeError, match=r"^export\(out=\.\.\.\): expected a path, got int$"):
         export(run, out=3)  # type: ignore[arg-type]

@@ -25,7 +25,8 @@ from torch import nn
 import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
-from torchwhere.core.model_layout import Layout, Param, Unit, ranks_from_text, ranks_to_text
+from torchwhere.core.model_layout import Layout, Param, Unit
+from torchwhere.core.rank_text import ranks_from_text, ranks_to_text
 
 GOLDEN = Path(__file__).parent / "golden"
 CPU = torch.device("cpu")

@@ -795,7 +795,7 @@ def test_command_bad_places(call: Call, boxes: Path, tmp_path: Path) -> None:
         (
             "no/report.html",
             (
-                "cannot write no/report.html: there is no folder no; make it first, or give another"
+                "cannot write no/report.html: there is no folder no; create it, or give another"
                 " name"
             ),
         ),

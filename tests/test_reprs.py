@@ -382,7 +382,7 @@ def test_bad_input(results: dict[str, Any]) -> None:
     for answer in (run.comms, run.phases, run.layout, run.groups, run.diff, run.to_pandas):
         with pytest.raises(torchwhere.TorchwhereError, match=r" has no box of rank 7$"):
             answer(ranks=[7])
-    with pytest.raises(ValueError, match=r"^there is no kind 'nope'; there are start, end, "):
+    with pytest.raises(ValueError, match=r"^unknown kind 'nope'; the kinds are start, end, "):
         run.to_pandas(kinds=["nope"])
     with pytest.raises(KeyError, match="nope"):
         run.groups()["nope"]

@@ -589,14 +589,14 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["-o", "{tmp}/none/t.json"],
             (
-                "cannot write {tmp}/none/t.json: there is no folder {tmp}/none; make it first, or"
+                "cannot write {tmp}/none/t.json: there is no folder {tmp}/none; create it, or"
                 " give another name"
             ),
         ),
         (
             ["-o", "{tmp}/none/ranks/"],
             (
-                "cannot write {tmp}/none/ranks: there is no folder {tmp}/none; make it first, or"
+                "cannot write {tmp}/none/ranks: there is no folder {tmp}/none; create it, or"
                 " give another name"
             ),
         ),

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchwhere.api import names as naming
-from torchwhere.core.model_layout import ranks_to_text
 from torchwhere.core.place import Certainty, shown
+from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.model import parameters, watched
 from torchwhere.model.fsdp import class_name
 from torchwhere.model.module_names import NameTable, innermost

@@ -22,7 +22,7 @@ from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, label
-from torchwhere.core.atomic_file import destination, part_of, refusing
+from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
 from torchwhere.core.results import Shown
@@ -104,7 +104,7 @@ def export(
     wanted = known_kinds(kinds)
     files = box_files(os.fspath(folder))
     _refuse(target, force=force)
-    with refusing(target):
+    with write_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with _writer(target, wanted) as writer:
             run = RunSummary(Path(folder), *choose(Path(folder), _labels(files, on_progress)))
@@ -158,7 +158,7 @@ def _writer(target: Path, kinds: set[str] | None) -> Writer:
 def _refuse(target: Path, *, force: bool) -> None:
     """Never write over what is not an export, and over one only when told to."""
     is_folder = target.suffix == ".parquet"
-    for path in (target, *[part_of(target)] * is_folder):
+    for path in (target, *[partial_path(target)] * is_folder):
         if (path.exists() or path.is_symlink()) and not _is_export(path, is_folder=is_folder):
             raise TorchwhereError(f"{path} is there already, and is no export: give another name")
     if target.exists() and not force:

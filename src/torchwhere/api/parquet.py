@@ -22,9 +22,9 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import COLUMNS, FLAG, NUMBER, Column, Texts, columns, rows_of
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.core.atomic_file import part_of, take_room
+from torchwhere.core.atomic_file import check_space, partial_path
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.model_layout import ranks_to_text
+from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.core.version import __version__
 
 BATCH = 1 << 16  # events that are turned into columns together, and a row group
@@ -45,7 +45,7 @@ class ParquetFolder:
             self._pq: Any = importlib.import_module("pyarrow.parquet")
         except ModuleNotFoundError:
             raise TorchwhereError(_NEEDS) from None
-        self._target, self._part, self._kinds = target, part_of(target), kinds
+        self._target, self._part, self._kinds = target, partial_path(target), kinds
         self._members: dict[tuple[int, ...], str] = {}
         types = {NUMBER: self._pa.int64(), FLAG: self._pa.bool_()}
         text = self._pa.dictionary(self._pa.int32(), self._pa.string())
@@ -57,7 +57,7 @@ class ParquetFolder:
         self._part.mkdir(exist_ok=True)
         try:
             with tempfile.TemporaryFile(dir=self._part) as file:
-                take_room(file)
+                check_space(file)
         except OSError as error:
             self.__exit__(error)
             raise

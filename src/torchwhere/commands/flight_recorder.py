@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.commands.arguments import print_json, reading, say
-from torchwhere.core.atomic_file import destination_folder, refusing
+from torchwhere.core.atomic_file import destination_folder, write_errors
 
 
 def add(commands: Any) -> None:
@@ -38,7 +38,7 @@ def _flight_recorder(arguments: argparse.Namespace) -> int:
 
     out = Path(arguments.out)
     check_empty(out)
-    with refusing(out):
+    with write_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
     with destination_folder(out) as part, progress_bar("writing dumps") as on_progress:
         run = read_run(arguments.folder, on_progress=on_progress)

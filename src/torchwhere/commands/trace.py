@@ -104,11 +104,11 @@ def _trace(arguments: argparse.Namespace) -> int:
 def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
     """The run, looked through once, with what is to be said of it; a bar on a terminal as long as
     it is gone through."""
-    from torchwhere.core.gc_pause import nothing_collected
+    from torchwhere.core.gc_pause import gc_paused
     from torchwhere.diagnose.timeline.load import survey
     from torchwhere.render.progress import progress_bar
 
-    with nothing_collected(), progress_bar("reading boxes") as on_progress:
+    with gc_paused(), progress_bar("reading boxes") as on_progress:
         found = survey(
             arguments.folder,
             ranks=ranks_asked(arguments),

@@ -1,10 +1,11 @@
-"""Where a command writes to: known to be writable before minutes are spent on what is to be
-written, and whole or not there.
+"""Writes output files atomically: a reader finds the whole new file, or the one before it.
 
-Takes the name of a file, gives an open one beside it, which takes the name when all of it is
-written. Until then, and when that fails or is interrupted, what had the name before keeps it. Room
-is asked for a little in advance: a full disk is noticed at once, one that becomes full is not. A
-pipe or a device is written to as it is.
+`destination` checks that a path is writable before a command spends minutes on the output, and
+gives an open temporary file in the same folder. The temporary file replaces the path when the block
+ends. If the block fails or is interrupted, the path keeps its old content. `destination` reserves a
+little disk space at the start: it notices a full disk at once, but not a disk that fills up later.
+Pipes and devices are written directly. `replace_file` is the short form for small files, which
+torchwhere writes again and again.
 """
 
 from __future__ import annotations
@@ -17,55 +18,59 @@ from typing import IO
 
 from torchwhere.core.errors import TorchwhereError
 
-_ROOM = 1 << 16  # bytes that must be free
+_SPACE_BYTES = 1 << 16  # must be free
+
+
+def replace_file(path: Path, content: str | bytes) -> bool:
+    """Write a file atomically. Returns False, and raises nothing, if the system refuses."""
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with _replacing(path) as part:
+            part.write_bytes(data)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
 def destination(out: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """What is written to the file that this gives stands under the name `out` when the block has
-    ended, and not before.
+    """Open a file that takes the name `out` when the block ends, and not before.
 
-    Raises `TorchwhereError` at the beginning if it cannot be written to, and at the end if it could
-    not be.
+    Raises `TorchwhereError` at the start if `out` is not writable, and at the end if the write
+    failed.
     """
     path = Path(out)
-    with refusing(path):
+    with write_errors(path):
         if path.exists() and not path.is_file() and not path.is_dir():
             with path.open("wb") as device:
-                os.write(device.fileno(), b"")  # asks it: /dev/full says here that it is
+                os.write(device.fileno(), b"")  # /dev/full fails here
                 yield device
             return
-        _check(path)
-        path = path.resolve()  # where a link leads, the link stays
-        part = beside(path)
-        try:
+        _check_file(path)
+        path = path.resolve()  # replace the target of a symbolic link, not the link
+        with _replacing(path) as part:
             with part.open("xb") as file:
-                take_room(file)
+                check_space(file)
                 yield file
             with contextlib.suppress(FileNotFoundError):
                 part.chmod(path.stat().st_mode & 0o7777)
-            part.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
 
 
 @contextlib.contextmanager
 def destination_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
-    """What is put into the folder that this gives lies in `out` when the block has ended, beside
-    what was there before."""
+    """Give a temporary folder. Its files move into `out` when the block ends, beside the files that
+    `out` already holds."""
     folder = Path(out)
-    with refusing(folder):
+    with write_errors(folder):
         _check_parent(folder)
         is_new = not folder.exists()
         folder.mkdir(exist_ok=True)
-        part = beside(folder / "files")
+        part = _temporary_path(folder / "files")
         try:
             part.mkdir()
-            with (part / "room").open("xb") as file:
-                take_room(file)
-            (part / "room").unlink()
+            with (part / "space").open("xb") as file:
+                check_space(file)
+            (part / "space").unlink()
             yield part
             for path in list(part.iterdir()):
                 path.replace(folder / path.name)
@@ -81,46 +86,59 @@ def destination_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def refusing(path: Path) -> Iterator[None]:
-    """What the system says when it cannot be written, as a `TorchwhereError`."""
+def write_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into a `TorchwhereError` that names `path`."""
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever reads it has seen enough
+        raise  # the reader of the pipe has closed it
     except FileExistsError as error:
-        raise TorchwhereError(f"cannot write {path}: {error.filename} is no folder") from None
+        raise TorchwhereError(f"cannot write {path}: {error.filename} is not a folder") from None
     except OSError as error:
         raise TorchwhereError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def part_of(path: Path) -> Path:
-    """The name of what is not whole and may be gone on with: always the same."""
+def partial_path(path: Path) -> Path:
+    """Stable name of a partial output, so that an interrupted export can resume."""
     return path.with_name(f"{path.name}.part")
 
 
-def beside(path: Path) -> Path:
-    """A name in the same folder that nobody else has, however long the name is."""
-    return path.with_name(f".{path.name[:32]}.{os.urandom(4).hex()}.part")
-
-
-def take_room(file: IO[bytes]) -> None:
-    """See that there is some room, and give it back."""
-    os.posix_fallocate(file.fileno(), 0, _ROOM)
+def check_space(file: IO[bytes]) -> None:
+    """Reserve a little disk space and release it. Raises `OSError` on a full disk."""
+    os.posix_fallocate(file.fileno(), 0, _SPACE_BYTES)
     os.ftruncate(file.fileno(), 0)
 
 
-def _check(path: Path) -> None:
-    """What the system would say in words that do not tell what to do."""
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary path that replaces `path` when the block ends; delete it on failure."""
+    part = _temporary_path(path)
+    try:
+        yield part
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+
+
+def _temporary_path(path: Path) -> Path:
+    """A unique name in the same folder. It stays short enough where `path` has a long name."""
+    return path.with_name(f".{path.name[:32]}.{os.urandom(4).hex()}.part")
+
+
+def _check_file(path: Path) -> None:
+    """Raise errors that say what to do, where those of the system do not."""
     if path.is_dir():
         raise TorchwhereError(f"cannot write {path}: it is a folder; give the name of a file")
     _check_parent(path)
     if path.exists() and not os.access(path, os.W_OK):
-        raise TorchwhereError(f"cannot write {path}: it may not be changed")
+        raise TorchwhereError(f"cannot write {path}: it is read-only")
 
 
 def _check_parent(path: Path) -> None:
     if not path.parent.exists():
         raise TorchwhereError(
-            f"cannot write {path}: there is no folder {path.parent}; make it first, or give another"
+            f"cannot write {path}: there is no folder {path.parent}; create it, or give another"
             " name"
         )

@@ -1,28 +1,26 @@
-"""The one exception of torchwhere's own: something about a *run* (its folder, its boxes, its
-process) is not as needed.
+"""The exception class of torchwhere: a *run* (its folder, boxes or process) cannot be used.
 
-Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python. Nothing in here is ever
-raised into a training step: the senses catch, count and say their own errors (see
-`hooks/error_limiter.py`).
+Wrong arguments raise `ValueError` or `TypeError`, as elsewhere in Python. torchwhere never raises
+into a training step: the hooks catch, count and log their own errors (`hooks/error_limiter.py`).
 """
 
 from __future__ import annotations
 
 
 class TorchwhereError(Exception):
-    """A run cannot be recorded or read as asked; the message says what happened and what to do."""
+    """A run cannot be recorded or read. The message says what happened and what to do."""
 
 
-FAILED = "exception: "  # begins the reason for which a watch ended, if it was one
+FAILED = "exception: "  # the end reason of a watch starts with this if an exception ended it
 
 
 def failure(error: BaseException) -> str:
-    """The reason for which a watch ended that an exception has left."""
+    """End reason of a watch that an exception has ended."""
     return f"{FAILED}{described(error)}"
 
 
 def described(error: BaseException) -> str:
-    """An exception of the user's in one line, also one whose own `__str__` raises."""
+    """A user's exception in one line, even if its own `__str__` raises."""
     try:
         return f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:

@@ -1,6 +1,6 @@
-"""What can be recorded: the kinds of event, and how an event looks as JSON.
+"""Recorded events: their kinds, and their form as JSON.
 
-The JSON field names are a contract (`docs/format.md`). This file knows no torch.
+The JSON field names are a public contract (`docs/format.md`). This file does not import torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torchwhere.core.results import Shown
 
 
 class Kind(IntEnum):
-    """The kinds of event; the values are those of the file format and never change their
-    meaning."""
+    """Kinds of events. The file format stores these values; they never change their meaning."""
 
     START = 1
     END = 2
@@ -44,7 +43,7 @@ class Kind(IntEnum):
 
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
-# Kinds whose record points at a text; the JSON field that text goes into.
+# Kinds whose record points at a text, and the JSON field that holds the text.
 TEXT_FIELD = {
     Kind.START: "text",
     Kind.END: "reason",
@@ -55,16 +54,18 @@ TEXT_FIELD = {
 
 
 def known_kinds(kinds: Iterable[str] | None) -> set[str] | None:
-    """Kinds as a set; ValueError for one that there is not."""
-    wanted = None if kinds is None else {kinds} if isinstance(kinds, str) else set(kinds)
-    unknown = sorted(map(str, (wanted or set()) - set(KIND_LABELS)))
+    """Kinds as a set. Raises ValueError for an unknown kind."""
+    if kinds is None:
+        return None
+    wanted = {kinds} if isinstance(kinds, str) else set(kinds)
+    unknown = sorted(map(str, wanted - set(KIND_LABELS)))
     if unknown:
-        raise ValueError(f"there is no kind {unknown[0]!r}; there are {', '.join(KIND_LABELS)}")
+        raise ValueError(f"unknown kind {unknown[0]!r}; the kinds are {', '.join(KIND_LABELS)}")
     return wanted
 
 
 def json_text(value: Any, *, separators: tuple[str, str] | None = None) -> str:
-    """A value as JSON, on one line. NaN and infinities, which JSON does not have, become texts."""
+    """A value as JSON on one line. NaN and infinities become strings, as JSON has none."""
     try:
         return json.dumps(value, allow_nan=False, separators=separators)
     except ValueError:
@@ -81,19 +82,19 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Event(Shown):
-    """One recorded event: its kind, when, where, and what only this kind has."""
+    """One recorded event: its kind, time and place, and the fields of its kind."""
 
     kind: str
-    number: int  # of the record within its box: the order of events on one rank
+    number: int  # of its record in the box: the order of events on one rank
     t_ns: int  # wall clock of the rank's host
     place: Place
     fields: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """One JSON object. A field that came with a note and has a name of ours gets an underscore:
-        nothing is lost."""
+        """The event as one JSON object. A user's field with a name that torchwhere uses gets an
+        underscore at its end."""
         place = self.place
-        found = {
+        common = {
             "kind": self.kind,
             "rank": place.rank,
             "step": place.step,
@@ -107,6 +108,6 @@ class Event(Shown):
             "param": place.param,
             "t_ns": self.t_ns,
         }
-        return found | {
-            f"{key}_" if key in found else key: value for key, value in self.fields.items()
+        return common | {
+            f"{key}_" if key in common else key: value for key, value in self.fields.items()
         }

@@ -1,5 +1,5 @@
-"""Holds back Python's cycle collector while much is made and kept: it would go through millions of
-objects in vain."""
+"""Pauses Python's cycle collector while code creates millions of objects without cycles: the
+collector would traverse them in vain."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def nothing_collected() -> Iterator[None]:
-    """For code that makes no cycles. What was on before is on again afterwards."""
+def gc_paused() -> Iterator[None]:
+    """Disable the collector in this block. Restores the setting found at the start."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,34 +1,34 @@
-"""What a layout is: how a model lies over the ranks, as one of them sees it. A tree of modules,
-with units and parameters.
+"""A model layout: how a model is distributed over the ranks, as one rank sees it. It is a tree of
+modules with units and parameters.
 
-`torchwhere.layout(model)` makes one from a live model, the black box keeps it, `from_dict` gives it
-back. Siblings that are laid out alike are one `Branch` with a count: a model of 100,000 modules is
-as large in here as what differs in it. This file knows no torch.
+`torchwhere.layout(model)` reads a layout from a live model, the black box stores it as JSON, and
+`Layout.from_dict` reads the JSON. Siblings with the same layout are one `Branch` with a count, so a
+model of 100,000 modules takes only as much memory as its different modules. This file does not
+import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
+from torchwhere.core.layout_json import Facts, fields_of, read_fields, text_or_none
 from torchwhere.core.results import Shown, Tabular
 
-Facts = tuple[tuple[str, Any], ...]  # a dictionary that can be compared and hashed
-
-FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 cut the flattened parameters, wherever the cut falls
+FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 shard the flattened parameters at any element
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a grid. `ranks` and `groups` are texts like `0-3` or `0-12:4` (every fourth); empty
-    where not known.
+    """Ranks in a grid. `ranks` and `groups` are texts like `0-3` or `0-12:4` (every fourth rank);
+    empty if unknown.
 
-    `groups` has the ranks that this rank is together with along each dimension.
+    `groups` holds, for each dimension, the ranks in this rank's group.
     """
 
     shape: tuple[int, ...]
-    dims: tuple[str, ...]  # names; empty ones where the mesh has none
+    dims: tuple[str, ...]  # names; empty strings for dimensions without a name
     device: str = ""
     ranks: str = ""
     groups: tuple[str, ...] = ()
@@ -38,23 +38,23 @@ class Mesh:
     def label(self) -> str:
         """`dp=2 x tp=4`; `4 ranks` for a group without a name."""
         if not any(self.dims):
-            return " x ".join(map(str, self.shape)) + (" rank" if self.shape == (1,) else " ranks")
+            noun = "rank" if self.shape == (1,) else "ranks"
+            return f"{' x '.join(map(str, self.shape))} {noun}"
         return " x ".join(
             f"{dim}={size}" if dim else str(size)
             for dim, size in zip(self.dims, self.shape, strict=True)
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return _as_dict(self)
+        return fields_of(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter as a module holds it. `shape` is that of the whole, `local_shape` that of this
-    rank's part.
+    """A parameter of a module. `shape` is the global shape, `local_shape` the shape on this rank.
 
-    `unit` says who manages it: 0 the innermost unit around it, 1 the one around that; None: no unit
-    does. A tied parameter is counted where it comes first; elsewhere `tied` has that name.
+    `unit` says which unit manages it: 0 for the innermost unit around it, 1 for the next one, None
+    for no unit. A tied parameter is counted under its first name; elsewhere `tied` is that name.
     """
 
     name: str
@@ -65,58 +65,55 @@ class Param:
     local_bytes: int = 0
     requires_grad: bool = True
     device: str = ""
-    mesh: int | None = None  # which of the layout's meshes the placements are on
+    mesh: int | None = None  # index into the meshes of the layout
     placements: tuple[str, ...] = ()
     unit: int | None = None
     tied: str | None = None
     note: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return _as_dict(self)
+        return fields_of(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What manages parameters together: an FSDP unit, DDP, ZeRO; or holds a part of the model: a
-    pipeline stage.
+    """Manages parameters together (an FSDP unit, DDP, ZeRO) or holds a part of the model (a
+    pipeline stage).
 
-    `params`, `bytes` and `local_bytes` are of the parameters it manages itself, those of units
-    inside it not among them.
+    `params`, `bytes` and `local_bytes` cover the parameters that it manages itself, without those
+    of nested units.
     """
 
     kind: str  # FSDP1, FSDP2, replicate, DDP, DataParallel, ZeRO-1, ZeRO-2, ZeRO-3, pipeline stage
     mesh: int | None = None
-    # what it does with a parameter along each dimension of its mesh
-    placements: tuple[str, ...] = ()
+    placements: tuple[str, ...] = ()  # of its parameters, one for each dimension of its mesh
     dtypes: Facts = ()  # mixed precision: param, reduce, output, buffer, master
-    reshard: str | None = None  # what becomes of gathered parameters after forward
+    reshard: str | None = None  # how it reshards gathered parameters after forward
     offload: str | None = None
-    settings: Facts = ()  # what only this kind has
-    also: tuple[str, ...] = ()  # other modules that are in this unit, by name
+    settings: Facts = ()  # of this kind only
+    also: tuple[str, ...] = ()  # names of other modules in this unit
     params: int = 0
     bytes: int = 0
     local_bytes: int = 0
-    padding_bytes: int = 0  # allocated on this rank beyond its part
-    state_bytes: int | None = None  # of the optimizer on this rank, where the unit has it
+    padding_bytes: int = 0  # allocated on this rank beyond its shard
+    state_bytes: int | None = None  # optimizer state on this rank, if the unit holds it
 
     def to_dict(self) -> dict[str, Any]:
-        return _as_dict(self)
+        return fields_of(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A module: the units that begin at it (the outermost first), the parameters it holds itself,
-    and what is below it."""
+    """A module: the units that start at it (outermost first), its own parameters, its children."""
 
     cls: str
     units: tuple[Unit, ...] = ()
-    # how its inputs and outputs are distributed: the style given to parallelize_module
-    plan: str = ""
+    plan: str = ""  # the style given to parallelize_module
     params: tuple[Param, ...] = ()
     children: tuple[Branch, ...] = ()
-    same_as: str | None = None  # another name of a module that is walked elsewhere
+    same_as: str | None = None  # name under which the tree describes this shared module
     note: str = ""
-    # of this one and all below it; so are the next three
+    # the next four are totals of this module and all modules below it
     modules: int = field(init=False, default=1, compare=False)
     count: int = field(init=False, default=0, compare=False)
     bytes: int = field(init=False, default=0, compare=False)
@@ -137,7 +134,7 @@ class Node:
             object.__setattr__(self, name, value)
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "class": self.cls,
             "params": [param.to_dict() for param in self.params],
             "children": [branch.to_dict() for branch in self.children],
@@ -145,16 +142,27 @@ class Node:
             "local_bytes": self.local_bytes,
         }
         if self.units:
-            found["units"] = [unit.to_dict() for unit in self.units]
-        return found | {
-            key: value for key in ("plan", "same_as", "note") if (value := getattr(self, key))
-        }
+            data["units"] = [unit.to_dict() for unit in self.units]
+        texts = {"plan": self.plan, "same_as": self.same_as, "note": self.note}
+        return data | {key: text for key, text in texts.items() if text}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Node:
+        return cls(
+            cls=str(data["class"]),
+            units=tuple(read_fields(Unit, unit) for unit in data.get("units", ())),
+            plan=str(data.get("plan", "")),
+            params=tuple(read_fields(Param, param) for param in data.get("params", ())),
+            children=tuple(map(Branch.from_dict, data.get("children", ()))),
+            same_as=text_or_none(data.get("same_as")),
+            note=str(data.get("note", "")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A child, or `count` of them that are laid out alike: then `name` is the first number of the
-    run."""
+    """A child module, or `count` numbered siblings with the same layout: then `name` is the first
+    number."""
 
     name: str
     node: Node
@@ -164,25 +172,31 @@ class Branch:
     def label(self) -> str:
         return self.name if self.count == 1 else f"{self.name}-{int(self.name) + self.count - 1}"
 
-    def names(self) -> Iterator[str]:
-        yield from (
-            [self.name]
-            if self.count == 1
-            else (str(int(self.name) + at) for at in range(self.count))
-        )
+    def names(self) -> list[str]:
+        if self.count == 1:
+            return [self.name]
+        first = int(self.name)
+        return [str(first + index) for index in range(self.count)]
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "count": self.count, **self.node.to_dict()}
 
+    @classmethod
+    def from_dict(cls, data: Any) -> Branch:
+        name, count = str(data.get("name", "")), int(data.get("count", 1))
+        if count < 1 or (count > 1 and not is_number(name)):
+            raise ValueError(f"a branch {name!r} of {count}")
+        return cls(name, Node.from_dict(data), count)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout(Shown, Tabular):
-    """How a model lies over the ranks, as `rank` sees it. `str()` is the tree as text, notebooks
-    show it as HTML."""
+    """How a model is distributed over the ranks, as `rank` sees it. `str()` returns the tree as
+    text, notebooks show it as HTML."""
 
     rank: int
     world_size: int
-    roots: tuple[Branch, ...]  # one model, or the stages and models that this rank has
+    roots: tuple[Branch, ...]  # one model, or all models and pipeline stages on this rank
     meshes: tuple[Mesh, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -197,30 +211,31 @@ class Layout(Shown, Tabular):
     def params(self) -> Iterator[tuple[str, Param]]:
         """Every parameter with its full name, unfolded, in the order of the model."""
         for name, node in self.modules():
-            yield from (
-                (f"{name}.{param.name}" if name else param.name, param) for param in node.params
-            )
+            for param in node.params:
+                yield f"{name}.{param.name}" if name else param.name, param
 
     def units(self) -> Iterator[tuple[str, Unit]]:
-        """Every unit with the full name of the module it begins at, unfolded."""
+        """Every unit with the full name of the module it starts at, unfolded."""
         for name, node in self.modules():
-            yield from ((name, unit) for unit in node.units)
+            for unit in node.units:
+                yield name, unit
 
     def modules(self) -> Iterator[tuple[str, Node]]:
         """Every module with its full name, unfolded."""
-        pending = [("", _each(self.roots))]
+        pending = [("", _unfolded(self.roots))]
         while pending:
-            above, children = pending[-1]
-            for name, node in children:
-                full = f"{above}.{name}" if above and name else above or name
-                yield full, node
-                pending.append((full, _each(node.children)))
-                break
-            else:
+            parent, children = pending[-1]
+            name_and_node = next(children, None)
+            if name_and_node is None:
                 pending.pop()
+                continue
+            name, node = name_and_node
+            full_name = f"{parent}.{name}" if parent and name else parent or name
+            yield full_name, node
+            pending.append((full_name, _unfolded(node.children)))
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The parameters, one a row, with their full names and the mesh they lie on."""
+        """One row for each parameter, with its full name and its mesh."""
         return [self._as_row(name, param) for name, param in self.params()]
 
     def _as_row(self, name: str, param: Param) -> dict[str, Any]:
@@ -241,33 +256,34 @@ class Layout(Shown, Tabular):
 
     @classmethod
     def from_dict(cls, data: Any) -> Layout:
-        """A layout as `to_dict` gave it: unknown keys are skipped, absent ones are as if empty.
-        ValueError for other things."""
+        """Read the result of `to_dict`. Skips unknown keys; missing keys count as empty. Raises
+        ValueError for anything else."""
         try:
             return cls(
                 rank=int(data["rank"]),
                 world_size=int(data["world_size"]),
-                roots=tuple(map(_branch, data["roots"])),
-                meshes=tuple(_made(Mesh, mesh) for mesh in data.get("meshes", ())),
+                roots=tuple(map(Branch.from_dict, data["roots"])),
+                meshes=tuple(read_fields(Mesh, mesh) for mesh in data.get("meshes", ())),
                 notes=tuple(map(str, data.get("notes", ()))),
             )
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(
-                f"not a layout as Layout.to_dict() gives it ({type(error).__name__}: {error})"
+                f"not the result of Layout.to_dict() ({type(error).__name__}: {error})"
             ) from None
 
     def __repr__(self) -> str:
         kinds = dict.fromkeys(unit.kind for unit in _distinct_units(self.roots))
-        what = ", ".join([*(root.node.cls for root in self.roots), *kinds])
+        contents = ", ".join([*(root.node.cls for root in self.roots), *kinds])
         return (
-            f"Layout(rank {self.rank} of {self.world_size}: {what}; {self.local_bytes:,} of"
+            f"Layout(rank {self.rank} of {self.world_size}: {contents}; {self.local_bytes:,} of"
             f" {self.bytes:,} bytes here)"
         )
 
 
-def _each(branches: Iterable[Branch]) -> Iterator[tuple[str, Node]]:
+def _unfolded(branches: Iterable[Branch]) -> Iterator[tuple[str, Node]]:
     for branch in branches:
-        yield from ((name, branch.node) for name in branch.names())
+        for name in branch.names():
+            yield name, branch.node
 
 
 def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:
@@ -276,154 +292,5 @@ def _distinct_units(branches: Iterable[Branch]) -> Iterator[Unit]:
         yield from _distinct_units(branch.node.children)
 
 
-# -- siblings that are alike -----------------------------------------------------------------------
-
-
-class TreeFolder:
-    """Folds a tree while it is built from below: equal nodes become one object, runs of equal
-    numbered siblings one branch.
-
-    Linear in the number of modules: nodes are compared by the identity of what is below them, which
-    is already folded.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[object, Node] = {}
-
-    def node(self, cls: str, *, children: Iterable[tuple[str, Node]], **facts: Any) -> Node:
-        folded = tuple(_folded(children))
-        key = (cls, *sorted(facts.items()), tuple((b.name, b.count, id(b.node)) for b in folded))
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = Node(cls, children=folded, **facts)
-        return known
-
-
-def _folded(children: Iterable[tuple[str, Node]]) -> Iterator[Branch]:
-    run: Branch | None = None
-    for name, node in children:
-        if run is not None and run.node is node and is_number(name) and _follows(run, name):
-            run = Branch(run.name, node, run.count + 1)
-            continue
-        if run is not None:
-            yield run
-        run = Branch(name, node)
-    if run is not None:
-        yield run
-
-
-def _follows(run: Branch, name: str) -> bool:
-    return is_number(run.name) and int(name) == int(run.name) + run.count
-
-
 def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10 and (name == "0" or name[0] != "0")
-
-
-# -- ranks as text ---------------------------------------------------------------------------------
-
-
-def ranks_to_text(ranks: Iterable[int]) -> str:
-    """Ranks in their order, runs of equal steps folded: `0-3`, `0-12:4, 1`."""
-    runs: list[list[int]] = []  # first, last, step, how many
-    for rank in ranks:
-        if runs:
-            run = runs[-1]
-            step = rank - run[1]
-            if step > 0 and (run[3] == 1 or step == run[2]):
-                run[1:] = [rank, step, run[3] + 1]
-                continue
-        runs.append([rank, rank, 1, 1])
-    return ", ".join(_run_text(*run) for run in runs)
-
-
-def _run_text(first: int, last: int, step: int, count: int) -> str:
-    if count == 1:
-        return str(first)
-    if count == 2 and step > 1:
-        return f"{first}, {last}"
-    return f"{first}-{last}" if step == 1 else f"{first}-{last}:{step}"
-
-
-def ranks_from_text(text: str) -> list[int]:
-    """The ranks that `ranks_to_text` wrote; ValueError for another text."""
-    found: list[int] = []
-    for run in text.split(", ") if text else ():
-        span, _, step = run.partition(":")
-        first, _, last = span.partition("-")
-        found += range(int(first), int(last or first) + 1, int(step or 1))
-    return found
-
-
-# -- to and from JSON ------------------------------------------------------------------------------
-
-
-def _as_dict(thing: Mesh | Param | Unit) -> dict[str, Any]:
-    found = {name: getattr(thing, name) for name in _NAMES[type(thing)]}
-    plain = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in found.items()
-    }
-    return plain | {name: dict(found[name]) for name in ("dtypes", "settings") if name in found}
-
-
-def _branch(data: Any) -> Branch:
-    name, count = str(data.get("name", "")), int(data.get("count", 1))
-    if count < 1 or (count > 1 and not is_number(name)):
-        raise ValueError(f"a branch {name!r} of {count}")
-    return Branch(name, _node(data), count)
-
-
-def _node(data: Any) -> Node:
-    return Node(
-        cls=str(data["class"]),
-        units=tuple(_made(Unit, unit) for unit in data.get("units", ())),
-        plan=str(data.get("plan", "")),
-        params=tuple(_made(Param, param) for param in data.get("params", ())),
-        children=tuple(map(_branch, data.get("children", ()))),
-        same_as=_text(data.get("same_as")),
-        note=str(data.get("note", "")),
-    )
-
-
-def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, value))
-
-
-def _ints(value: Any) -> tuple[int, ...]:
-    return tuple(map(int, value))
-
-
-def _facts(value: Any) -> Facts:
-    return tuple((str(key), fact) for key, fact in value.items())
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
-
-
-def _int(value: Any) -> int | None:
-    return None if value is None else int(value)
-
-
-# How a field is read; the same name means the same thing in every class. What is not here is a text
-# or None.
-_READ: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("shape", "local_shape"), _ints),
-    **dict.fromkeys(("dims", "groups", "placements", "also"), _texts),
-    **dict.fromkeys(("dtypes", "settings"), _facts),
-    **dict.fromkeys(
-        ("bytes", "local_bytes", "padding_bytes", "state_bytes", "params", "mesh", "unit"), _int
-    ),
-    **dict.fromkeys(("requires_grad", "is_gone"), bool),
-}
-_NAMES: dict[Any, list[str]] = {
-    cls: [one.name for one in fields(cls)] for cls in (Mesh, Param, Unit)
-}
-Made = TypeVar("Made", Mesh, Param, Unit)
-
-
-def _made(cls: Callable[..., Made], data: Any) -> Made:
-    as_text: Callable[[Any], Any] = _text
-    return cls(
-        **{name: _READ.get(name, as_text)(data[name]) for name in _NAMES[cls] if name in data}
-    )

@@ -1,7 +1,7 @@
-"""What a place is: the answer to "where is it?", carried by everything torchwhere keeps or prints.
+"""A place: the answer to "where is it?", part of everything that torchwhere records or prints.
 
-A place is made in two ways: live, by `torchwhere.where()`, and from a record of a black box. Both
-give the same `Place`. This file knows no torch.
+`torchwhere.where()` returns the place of the running code, and a black box holds places in its
+records. Both use the same `Place`. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from dataclasses import dataclass, fields
 from enum import IntEnum, StrEnum
 
 from torchwhere.core.results import Shown
+from torchwhere.core.sanitize import printable
 
 
 class Pass(IntEnum):
-    """Which part of a step is running.
+    """The part of a step that runs.
 
-    The values are those of the file format. `RECOMPUTE` is `FORWARD` with one more bit, so that the
-    hot path turns a forward word into a recompute word with a single `|`. `SHAPE_INFERENCE` is a
-    forward that only finds out shapes (a pipeline's metadata inference, fake tensors): it is shown
-    as forward, and its calls are not counted.
+    The file format stores these values. `RECOMPUTE` is `FORWARD` with one more bit, so that the hot
+    path turns a packed forward place into a recompute place with a single `|`. `SHAPE_INFERENCE` is
+    a forward that only computes shapes (a pipeline's metadata inference, fake tensors): torchwhere
+    shows it as forward and does not count its calls.
     """
 
     OUTSIDE = 0
@@ -34,7 +35,7 @@ class Pass(IntEnum):
 
 
 class Certainty(StrEnum):
-    """How a place was found: read off the program, concluded from it, or not to be known."""
+    """How torchwhere knows a place: read from the program, inferred from it, or not at all."""
 
     EXACT = "exact"
     INFERRED = "inferred"
@@ -42,26 +43,17 @@ class Certainty(StrEnum):
 
 
 ROOT = "<root>"
-_MOST_NAME = 60  # characters of a name in a `repr`
-
-
-def printable(text: str) -> str:
-    """A text as a terminal may have it: names may hold anything, and none of it is obeyed."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    )
+_MAX_NAME = 60  # characters of a name in a `repr`
 
 
 def _cut(value: object) -> object:
     if not isinstance(value, str):
         return value
-    return str(value) if len(value) <= _MOST_NAME else f"{value[: _MOST_NAME - 1]}…"
+    return str(value) if len(value) <= _MAX_NAME else f"{value[: _MAX_NAME - 1]}…"
 
 
 def shown(module: str | None) -> str:
-    """A module's name as people see it: the root has the empty name, which would be invisible."""
+    """A module's name for display: the root module has an empty name, shown as `<root>`."""
     if module is None:
         return "-"
     return module or ROOT
@@ -71,9 +63,9 @@ def shown(module: str | None) -> str:
 class Place(Shown):
     """Where one thread of one rank is, or was.
 
-    `module` is `None` outside any module and `""` in the root itself. `call` counts the calls of
-    that module within the step. `param` is set where a parameter's gradient is being accumulated.
-    `line` is the user's `file:line` that led here.
+    `module` is `None` outside any module and `""` in the root module. `call` counts the calls of
+    that module within the step. `param` is set while a parameter's gradient is accumulated. `line`
+    is the `file:line` of user code that led here.
     """
 
     rank: int
@@ -88,21 +80,21 @@ class Place(Shown):
     param: str | None = None
 
     def __repr__(self) -> str:
-        """As it would be made, without what is not known. Long names are cut: `str` and `to_dict()`
-        have them whole."""
+        """The call that creates it, without unknown fields. It cuts long names; `str()` and
+        `to_dict()` keep them."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        known = [
+        arguments = [
             f"{name}={_cut(value)!r}"
             for name, value in values
             if value is not None and value is not Certainty.EXACT
         ]
-        return f"Place({', '.join(known)})"
+        return f"Place({', '.join(arguments)})"
 
     def __str__(self) -> str:
         parts = [f"rank {self.rank}"]
         if self.step is not None:
             parts.append(f"step {self.step}")
-        parts.append(self._what())
+        parts.append(self._activity())
         if self.graph is not None:
             parts.append(f"graph {self.graph}")
         if self.line is not None:
@@ -113,7 +105,7 @@ class Place(Shown):
             parts.append(f"({self.certainty})")
         return printable(", ".join(parts))
 
-    def _what(self) -> str:
+    def _activity(self) -> str:
         if self.module is None and self.param is None:
             return "outside any module" if self.pass_ == "outside" else f"{self.pass_} (no module)"
         name = self.param if self.param is not None else shown(self.module)
@@ -121,7 +113,7 @@ class Place(Shown):
         return f"{self.pass_} of {name}{call}"
 
     def to_dict(self) -> dict[str, object]:
-        """The place as JSON knows it; `pass_` is `pass` there, the name of the event field."""
+        """The place as JSON; the field `pass_` is called `pass` there."""
         return {
             "rank": self.rank,
             "step": self.step,

@@ -6,7 +6,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def printable(text: object) -> str:
-    """Replace control characters, line breaks and direction marks, so that a terminal obeys none."""
+    """Replace control characters, line breaks and direction marks: a terminal would obey them."""
     shown = str(text)
     if shown.isprintable():
         return shown

@@ -1,28 +1,30 @@
-"""Bytes and times as people read them: `4.2 MB`, `1.3 ms`."""
+"""Bytes and durations as short text: `4.2 MB`, `1.3 ms`."""
 
 from __future__ import annotations
 
 
 def amount(nbytes: float) -> str:
-    """Bytes as people read them."""
+    """`512 B`, `4.2 MB`, `310 GB`."""
     for unit in ("B", "KB", "MB", "GB"):
         if nbytes < 999.5:
-            return (
-                f"{nbytes:.0f} {unit}" if unit == "B" or nbytes >= 99.95 else f"{nbytes:.1f} {unit}"
-            )
+            return _text(nbytes, unit, is_whole=unit == "B")
         nbytes /= 1000
     return f"{nbytes:.1f} TB"
 
 
 def duration(ns: float) -> str:
-    """Nanoseconds as people read them."""
+    """`80 ns`, `1.3 ms`, `12.50 s`, `3.4 h`."""
     for unit, size in (("ns", 1), ("us", 1e3), ("ms", 1e6)):
         if ns < 999.5 * size:
-            value = ns / size
-            return (
-                f"{value:.0f} {unit}" if unit == "ns" or value >= 99.95 else f"{value:.1f} {unit}"
-            )
+            return _text(ns / size, unit, is_whole=unit == "ns")
     seconds = ns / 1e9
+    if seconds < 99.995:
+        return f"{seconds:.2f} s"
     if seconds < 999.5:
-        return f"{seconds:.2f} s" if seconds < 99.995 else f"{seconds:.0f} s"
+        return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5999.5 else f"{seconds / 3600:.1f} h"
+
+
+def _text(value: float, unit: str, *, is_whole: bool) -> str:
+    digits = 0 if is_whole or value >= 99.95 else 1
+    return f"{value:.{digits}f} {unit}"

@@ -1,3 +1,3 @@
-"""The version, where everything that needs it can import it without cost."""
+"""The version, in a module that costs nothing to import."""
 
 __version__ = "0.1.0"

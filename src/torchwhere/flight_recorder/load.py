@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchwhere.core.gc_pause import nothing_collected
+from torchwhere.core.gc_pause import gc_paused
 from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
 from torchwhere.flight_recorder.unpickle import Caps, RefusedFileError
@@ -46,7 +46,7 @@ def read_all(
     )
     shares = [files[start::processes] for start in range(processes)]
     found: list[DumpBox | str] = [""] * len(files)
-    with nothing_collected(), contextlib.ExitStack() as stack:
+    with gc_paused(), contextlib.ExitStack() as stack:
         helpers = [_started(share, caps, stack) for share in shares[1:]]
         for done, file in enumerate(shares[0], 1):
             found[(done - 1) * processes] = _read(file, caps)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.core.model_layout import FLAT, Facts
+from torchwhere.core.layout_json import Facts
+from torchwhere.core.model_layout import FLAT
 from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.model.meshes import Meshes, placement_texts
 from torchwhere.model.module_names import wrapped

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchwhere.core.model_layout import Mesh, ranks_to_text
+from torchwhere.core.model_layout import Mesh
+from torchwhere.core.rank_text import ranks_to_text
 
 
 class Meshes:

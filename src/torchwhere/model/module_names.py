@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from torchwhere.core.gc_pause import nothing_collected
+from torchwhere.core.gc_pause import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
 from torchwhere.model.tensors import Slot, TensorNames
 
@@ -154,7 +154,7 @@ class NameTable:
     def _scan(self, root: nn.Module, prefix: str) -> None:
         remember, note, classes, units = self._remember, self._note, unit_classes(), []
         has_buffers = self.buffers is not None
-        with nothing_collected():
+        with gc_paused():
             for name, module in walk(root, prefix=prefix):
                 ref = remember(module, name)
                 if module._parameters or (has_buffers and module._buffers) or ref.tensors:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.core.model_layout import Branch, Layout, Node, Param, TreeFolder
+from torchwhere.core.model_layout import Branch, Layout, Node, Param
+from torchwhere.core.tree_folder import TreeFolder
 from torchwhere.model import units
 from torchwhere.model.fsdp import UNSETTLED, Held, class_name
 from torchwhere.model.meshes import Meshes

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torchwhere.core.gc_pause import nothing_collected
+from torchwhere.core.gc_pause import gc_paused
 from torchwhere.core.version import __version__
 from torchwhere.diagnose.calls.load import Progress, load_calls
 from torchwhere.diagnose.doctor.rules import STALL_S
@@ -29,7 +29,7 @@ def report_on(
     `on_progress` is told how many boxes have been read, of how many; `stall_s` is how long a wait
     is a hang.
     """
-    with nothing_collected():
+    with gc_paused():
         run, job_calls = load_calls(folder, on_progress=on_progress, extra=Digest)
         verdict = diagnose_run(
             run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls

@@ -18,7 +18,7 @@ from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, progress_of
-from torchwhere.core.gc_pause import nothing_collected
+from torchwhere.core.gc_pause import gc_paused
 from torchwhere.diagnose.calls.load import Progress, load_calls
 from torchwhere.diagnose.calls.rank_calls import JobCalls, heard
 from torchwhere.diagnose.clocks.host_clocks import moments
@@ -42,7 +42,7 @@ def diagnose_folder(
 ) -> Verdict:
     """The verdict on the run in a folder, now. `on_progress` is told how many boxes have been read,
     of how many."""
-    with nothing_collected():
+    with gc_paused():
         run, job_calls = load_calls(folder, on_progress=on_progress)
         verdict = diagnose_run(
             run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls

@@ -18,9 +18,8 @@ from torchwhere.core.model_layout import (
     Mesh,
     Node,
     Param,
-    ranks_from_text,
-    ranks_to_text,
 )
+from torchwhere.core.rank_text import ranks_from_text, ranks_to_text
 
 # layouts with different parts that are looked at; an FSDP1 job has one for each rank
 _MOST_KEPT = 64

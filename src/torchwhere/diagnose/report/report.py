@@ -17,8 +17,8 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.place import printable
 from torchwhere.core.results import Shown
+from torchwhere.core.sanitize import printable
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import moments
 from torchwhere.diagnose.diff.comparison import find_logs
