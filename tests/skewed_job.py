@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchwhere.blackbox.file_format import FLAG_ASYNC, EntryType
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.file_names import box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 
 WALL_NS = 1_800_000_000_000_000_000

@@ -26,9 +26,10 @@ from torchwhere import Certainty, TorchwhereError
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP, EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.phase_sums import phase_sums
 from torchwhere.blackbox.reader import parse_box, read_box
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
@@ -140,7 +141,7 @@ def test_overwritten_texts_are_never_mistaken(box: BoxWriter) -> None:
     for number in range(3 * 64):
         # equal lengths: every lap hits the same offsets
         position = box.text(json.dumps({"text": f"{number:05d}" * 1000}))
-        written[box.record(NOTE, number + 1, more=position)] = f"{number:05d}" * 1000
+        written[box.record(NOTE, number + 1, extra=position)] = f"{number:05d}" * 1000
     found = read_box(box.path or "")
     shown = {event.number: event.fields["text"] for event in found.events()}
     lost = [number for number, text in shown.items() if text is None]
@@ -164,7 +165,7 @@ def test_huge_texts_are_cut_between_characters(box: BoxWriter) -> None:
 
 def test_a_cut_note_shows_what_is_left(box: BoxWriter) -> None:
     """A note whose JSON was cut is shown as it stands in the file."""
-    box.record(NOTE, 1, more=box.text(json.dumps({"text": "a" * 100_000})))
+    box.record(NOTE, 1, extra=box.text(json.dumps({"text": "a" * 100_000})))
     (event,) = read_box(box.path or "").events()
     assert event.fields["text"].startswith('{"text": "aaaa')
 

@@ -389,7 +389,7 @@ def test_truncated_by_somebody_else(tmp_path: Path, size: int, how: str) -> None
     once."""
     (answer,), _ = run(TRUNCATED, tmp_path, size, how)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box was truncated by somebody else; the job goes on, this rank is no"
+        f"{tmp_path}/rank0.box was truncated by another process; the job continues, this rank is no"
         " longer recorded"
     ]
     assert answer["size"] == size
@@ -474,13 +474,13 @@ def test_deleted_file(tmp_path: Path) -> None:
     (tmp_path / "rank0.box").unlink()
     for _ in range(2):
         assert (
-            box.intern(EntryType.MODULE, f"module {box.record(NOTE, 1, more=box.text('{}'))}") > 0
+            box.intern(EntryType.MODULE, f"module {box.record(NOTE, 1, extra=box.text('{}'))}") > 0
         )
         box.check_file()
     box.rename(tmp_path / "rank1.box")
     box.close()
     assert lost == [
-        f"{tmp_path}/rank0.box was deleted; the job goes on, this rank is no longer recorded"
+        f"{tmp_path}/rank0.box was deleted; the job continues, this rank is no longer recorded"
     ]
     assert list(tmp_path.iterdir()) == []
 
@@ -572,7 +572,7 @@ def test_table_that_cannot_grow(tmp_path: Path) -> None:
     shown that is not whole."""
     (answer,), _ = run(GROWN, tmp_path)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box cannot grow (File too large); the job goes on, this rank is no"
+        f"{tmp_path}/rank0.box cannot grow (File too large); the job continues, this rank is no"
         " longer recorded"
     ]
     box = read_box(tmp_path / "rank0.box")

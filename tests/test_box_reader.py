@@ -191,7 +191,7 @@ def everything(box: Box) -> dict[str, Any]:
         "events": list(box.events()),
         "cursors": box.cursors(),
         "tallies": box.counters(),
-        "pulse": box.progress,
+        "checksum": box.checksum,
     }
 
 
@@ -241,14 +241,14 @@ def test_no_such_box(tmp_path: Path) -> None:
 
 def test_a_pulse_changes_with_a_record(boxes: list[Path], tmp_path: Path) -> None:
     """The pulse is that of the file as long as nothing is written to it."""
-    from torchwhere.blackbox.summary import label, progress_of
+    from torchwhere.blackbox.summary import read_checksum, summarize
 
     path = tmp_path / "rank0.box"
     path.write_bytes(boxes[0].read_bytes())
-    known = label(BoxReader().read(path))
-    assert progress_of(path) == known.progress != 0
+    known = summarize(BoxReader().read(path))
+    assert read_checksum(path) == known.checksum != 0
     words = np.memmap(path, "<u8", mode="r+", offset=4096, shape=(8,))
     words[5] += 1
     words.flush()
-    assert progress_of(path) != known.progress
-    assert progress_of(tmp_path / "gone.box") == 0
+    assert read_checksum(path) != known.checksum
+    assert read_checksum(tmp_path / "gone.box") == 0

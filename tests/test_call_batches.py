@@ -18,7 +18,7 @@ from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.reader import BoxReader, read_box
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.blackbox.summary import label
+from torchwhere.blackbox.summary import summarize
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.encode import Encoder
@@ -162,9 +162,9 @@ def test_counts_without_names(folder: Path) -> None:
     """A box whose table is cut off has counted what it cannot name: its label says so, and it is
     not heard at all."""
     box = read_box(folder / "rank3.box")
-    assert not label(box).lacks_counts
+    assert not summarize(box).lacks_counts
     box.names.clear()
-    assert label(box).lacks_counts
+    assert summarize(box).lacks_counts
     assert (heard(box).counts, heard(box).calls) == ({}, {})
     run = BoxRun(folder, {3: box, 4: read_box(folder / "rank4.box")})
     assert list(hear_run(run).by_rank) == [4]

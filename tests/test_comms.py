@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.diagnose.comms.outline import OutlineLine, outline

@@ -31,8 +31,9 @@ from synthetic_job import Job
 from torchwhere import TorchwhereError, cli
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
 from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_named
@@ -331,12 +332,12 @@ class Rank:
         thread = more.pop("thread", 0)
         what = self.box.intern(EntryType.COLLECTIVE, json.dumps(fields | more))
         self.record(
-            Kind.COLLECTIVE, thread=thread, line=line, module=module, what=what, more=number
+            Kind.COLLECTIVE, thread=thread, line=line, module=module, subject=what, extra=number
         )
         return self
 
     def note(self, text: str, **options: Any) -> Rank:
-        self.record(Kind.NOTE, more=self.box.text(json.dumps({"text": text})), **options)
+        self.record(Kind.NOTE, extra=self.box.text(json.dumps({"text": text})), **options)
         return self
 
     def next_step(self) -> Rank:
@@ -346,7 +347,7 @@ class Rank:
         return self
 
     def end(self, reason: str = "exit 0") -> None:
-        self.record(Kind.END, more=self.box.text(json.dumps({"reason": reason})))
+        self.record(Kind.END, extra=self.box.text(json.dumps({"reason": reason})))
         self.box.close()
 
     def killed(self) -> None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import torchwhere
 from rank_pool import Pool
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.doctor.rules import diagnose

@@ -23,15 +23,16 @@ from rank_pool import Pool
 from synthetic_boxes import WALL_NS, make
 from synthetic_job import Job
 from torchwhere.blackbox.file_format import (
-    CURSOR_HEART,
+    CURSOR_HEARTBEAT,
     CURSOR_TIME,
     HEADER_BYTES,
     HEADER_COPIES,
     RECORD,
 )
+from torchwhere.blackbox.file_names import STALL_MARK
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import STALL_MARK, BoxWriter
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.look import look
 from torchwhere.recorder.heartbeat import BEAT_S, Heartbeat
@@ -165,7 +166,7 @@ def test_it_beats_on_where_there_is_no_room(
 
     heartbeat = Heartbeat(box, on_stall=fail)
     heartbeat.start()
-    at = box.cursor_at(0) + CURSOR_HEART
+    at = box.cursor_at(0) + CURSOR_HEARTBEAT
     while len(rests) < 3:
         time.sleep(0.01)
     third = box.words[at]
@@ -247,7 +248,7 @@ def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
     """Of three that share a core each waits most of the time, and the box says so, beat by beat."""
     path = tmp_path / "rank0.box"
     subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=60)
-    beats = read_box(path).queued()
+    beats = read_box(path).cpu_delays()
     lasted, waited = (beats[-1][0] - beats[0][0]) / 1e9, sum(wait for _, wait in beats[1:]) / 1e9
     assert len(beats) >= 2
     assert lasted > BEAT_S
@@ -262,11 +263,11 @@ def test_the_last_waits_are_kept(tmp_path: Path) -> None:
     for beat in range(40):
         box.beat(begin + beat * 10**9, cpu_delay_ns=beat * 10**6)
     expected = [(WALL_NS + begin + beat * 10**9, beat * 10**6) for beat in range(25, 40)]
-    assert read_box(tmp_path / "rank0.box").queued() == expected
+    assert read_box(tmp_path / "rank0.box").cpu_delays() == expected
     box.close()
     untold = BoxWriter(tmp_path / "rank1.box", meta={"rank": 1})
     untold.beat(10**9)
-    assert read_box(tmp_path / "rank1.box").queued() == []
+    assert read_box(tmp_path / "rank1.box").cpu_delays() == []
     untold.close()
 
 
@@ -283,7 +284,7 @@ def afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def beat_at(box: Path, t_ns: int) -> None:
     with box.open("r+b") as file:
-        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_HEART)
+        file.seek(HEADER_BYTES * HEADER_COPIES + 8 * CURSOR_HEARTBEAT)
         file.write(t_ns.to_bytes(8, "little"))
 
 
@@ -326,7 +327,7 @@ def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None
     """The stack that a rank left when it came to rest is its place, on any machine, unless it has
     moved since."""
     killed_job(tmp_path, after_s=40)
-    boxes = read_run(tmp_path).labels
+    boxes = read_run(tmp_path).summaries
     frames = (
         '  File "/home/me/train.py", line 7 in load\n  File "/home/me/train.py", line 9 in main\n'
     )
@@ -351,7 +352,7 @@ def test_a_witness_sees_its_neighbours(
     was written stays."""
     killed_job(tmp_path, after_s=40)
     whole = diagnose_folder(tmp_path)
-    host = str(read_run(tmp_path).labels[0].meta["host"])
+    host = str(read_run(tmp_path).summaries[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     stall_snapshot = StallSnapshot(tmp_path / "rank0.box", rank=0)
     stall_snapshot.take()
@@ -375,7 +376,7 @@ def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Who finds that another rank has just written does not write; nor does one that is alone, or
     whose own box is gone."""
     killed_job(tmp_path, after_s=40)
-    host = str(read_run(tmp_path).labels[0].meta["host"])
+    host = str(read_run(tmp_path).summaries[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     StallSnapshot(tmp_path / "rank0.box", rank=0).take()
     snapshot = tmp_path / f"stall-{host}.snapshot"
@@ -451,7 +452,7 @@ def test_another_container_is_not_looked_into(
     """A process of another PID namespace cannot be seen from here: that its number is not found
     does not mean it is gone."""
     with torchwhere.watch(out=tmp_path):
-        (box,) = read_run(tmp_path).labels.values()
+        (box,) = read_run(tmp_path).summaries.values()
         assert look({0: box})[0].alive is True
         monkeypatch.setattr("torchwhere.processes.look.pid_namespace", lambda: -1)
         assert look({0: box})[0].alive is None
@@ -461,7 +462,7 @@ def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
     """What a witness could not find may be there all the same: a beat that came after it says
     so."""
     killed_job(tmp_path, after_s=0.05)
-    box = read_run(tmp_path).labels[VICTIM]
+    box = read_run(tmp_path).summaries[VICTIM]
     seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
     kept = tmp_path / "witness-elsewhere.json"
     kept.write_text(json.dumps({"ranks": {VICTIM: seen}}))

@@ -202,7 +202,7 @@ def test_from_dict_is_tolerant_and_strict() -> None:
         data | {"roots": [3]},
         data | {"roots": [{"class": "M", "name": "x", "count": 2}]},
     ):
-        with pytest.raises(ValueError, match=r"^not a layout as Layout\.to_dict\(\) gives it \("):
+        with pytest.raises(ValueError, match=r"^not the result of Layout\.to_dict\(\) \("):
             Layout.from_dict(junk)
 
 

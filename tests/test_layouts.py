@@ -25,10 +25,11 @@ from models import Model, batch
 from rank_pool import Pool
 from torchwhere.blackbox import stored_layouts as packing
 from torchwhere.blackbox.file_format import ENTRY_MOST_BYTES, EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.reader import parse_box, read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.stored_layouts import layouts_in, pack
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.diagnose.layout.layouts import Layouts, compare, layouts

@@ -1107,7 +1107,10 @@ def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     assert [json.loads(line) for line in out.splitlines()] == [{"more": 18}, {"alive": True}]
-    assert "was truncated by somebody else; the job goes on, this rank is no longer recorded" in err
+    assert (
+        "was truncated by another process; the job continues, this rank is no longer recorded"
+        in err
+    )
 
 
 def test_forked(children: dict[str, Child]) -> None:

@@ -794,10 +794,7 @@ def test_command_bad_places(call: Call, boxes: Path, tmp_path: Path) -> None:
         ("folder", "cannot write folder: it is a folder; give the name of a file"),
         (
             "no/report.html",
-            (
-                "cannot write no/report.html: there is no folder no; create it, or give another"
-                " name"
-            ),
+            ("cannot write no/report.html: there is no folder no; create it, or give another name"),
         ),
         ("/dev/full", "cannot write /dev/full: No space left on device"),
     ):

@@ -596,7 +596,7 @@ def test_logging_inside_a_watch_never_recurses_nor_hangs(
             logger.error("outer")
         from torchwhere.api.watch import current
 
-        with current()._box._lock:  # type: ignore[union-attr]
+        with current()._box._file.lock:  # type: ignore[union-attr]
             thread = threading.Thread(target=own.warning, args=("while it is locked",))
             thread.start()
             thread.join(10)

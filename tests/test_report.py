@@ -25,12 +25,12 @@ from rank_pool import Pool
 from synthetic_boxes import LATE_NS, RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere import TorchwhereError
-from torchwhere.blackbox.box import PASS_LABELS
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.reader import read_box
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Pass
+from torchwhere.core.place import PASS_LABELS, Pass
 from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.clocks import host_clocks
@@ -511,7 +511,7 @@ def test_hostile_names(tmp_path: Path) -> None:
                 0,
                 0,
                 box.intern(EntryType.LINE, name),
-                more=box.text(json.dumps({"text": name})),
+                extra=box.text(json.dumps({"text": name})),
             )
     found = report_json(report_on(tmp_path))
     shown = [row["name"] for row in found["modules"]["rows"]]
@@ -566,7 +566,13 @@ def test_what_a_ring_has_lost_is_no_difference(tmp_path: Path) -> None:
         )
         for step in range(40):
             box.record(
-                Kind.NOTE, 10**9 + step, 0, 0, 0, step, more=box.text(json.dumps({"text": "saved"}))
+                Kind.NOTE,
+                10**9 + step,
+                0,
+                0,
+                0,
+                step,
+                extra=box.text(json.dumps({"text": "saved"})),
             )
         box.close()
     rows = log({rank: read_box(tmp_path / box_name(rank)) for rank in (0, 1)}, {}).rows

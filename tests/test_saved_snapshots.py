@@ -142,7 +142,7 @@ def test_sightings_of_a_rank_without_a_box(tmp_path: Path) -> None:
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    own = {"alive": True, "pid": 7, "run": list(next(iter(run.labels.values())).run)}
+    own = {"alive": True, "pid": 7, "run": list(next(iter(run.summaries.values())).run)}
     assert is_of(run, VICTIM, own)
     assert not is_of(run, VICTIM, own | {"run": ["another", 0]})
     assert not is_of(run, RANKS, own)

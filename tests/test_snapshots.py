@@ -109,7 +109,7 @@ def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> N
             box.run,
             box.counts,
         )
-        assert (told.box, told.label.meta["told_by"]) == (None, "b")
+        assert (told.box, told.label.meta["source_host"]) == (None, "b")
 
 
 def test_the_end_comes_through(snapshot: HostSnapshot) -> None:

@@ -91,7 +91,9 @@ class Writer:
         assert self.counter is not None
         what = self.box.intern(EntryType.COLLECTIVE, json.dumps({"op": op, "group": "0"}))
         t_ns, line_id = self._at(at_s), self.box.intern(EntryType.LINE, line)
-        number = self.box.record(Kind.COLLECTIVE, t_ns, line=line_id, what=what, more=self.count)
+        number = self.box.record(
+            Kind.COLLECTIVE, t_ns, line=line_id, subject=what, extra=self.count
+        )
         self.count += 1
         for word, value in (
             (file_format.COUNTER_COUNT, self.count),
@@ -103,7 +105,7 @@ class Writer:
 
     def end(self, reason: str, at_s: float) -> None:
         number = self.box.record(
-            Kind.END, self._at(at_s), more=self.box.text(json.dumps({"reason": reason}))
+            Kind.END, self._at(at_s), extra=self.box.text(json.dumps({"reason": reason}))
         )
         self.box.words[self.cursor + file_format.CURSOR_RECORD] = number
 
@@ -222,7 +224,7 @@ def test_glance_at_damage(tmp_path: Path) -> None:
         live_box.look()
         live_box.look()
         assert {live_box.place().module, live_box.place().line} <= modules
-        live_box.issued(), live_box.counts(), live_box.label(), live_box.phase(), live_box.ended
+        live_box.issued(), live_box.counts(), live_box.summary(), live_box.phase(), live_box.ended
     path.unlink()
     assert not live_box.look()
     assert live_box.problem == "cannot be read: No such file or directory"

@@ -30,8 +30,9 @@ from skewed_job import Act, Player, Skew, call, mark, work
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import read_run
-from torchwhere.blackbox.writer import BoxWriter, box_name
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.core.events import Kind
 from trace_format import checked, ns
@@ -318,12 +319,12 @@ def test_ring_that_went_round(tmp_path: Path, trace: Trace) -> None:
     """What began before the ring does is drawn from where the ring begins."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1}, records=8)
     module, phase = box.intern(EntryType.MODULE, "layers.0"), box.intern(EntryType.PHASE, "epoch")
-    box.record(Kind.PHASE_BEGIN, 1 * MS, what=phase)
+    box.record(Kind.PHASE_BEGIN, 1 * MS, subject=phase)
     box.record(Kind.MODULE_ENTER, 2 * MS, 1, module=module)
     for index in range(6):
         box.record(Kind.NOTE, (10 + index) * MS)
     box.record(Kind.MODULE_EXIT, 20 * MS, 1, module=module)
-    box.record(Kind.PHASE_END, 30 * MS, what=phase, more=29 * MS)
+    box.record(Kind.PHASE_END, 30 * MS, subject=phase, extra=29 * MS)
     box.close()
     early = [e for e in trace(tmp_path / "run") if e["ph"] == "X"]
     assert [(e["name"], e["args"]["began"]) for e in early] == [
@@ -441,15 +442,15 @@ def test_exceptions_and_compilations(tmp_path: Path, trace: Trace) -> None:
     box.record(
         Kind.COMPILE_BEGIN,
         1 * MS,
-        what=graph,
-        more=box.text(json.dumps({"part": "forward", "because": "a size"})) or 0,
+        subject=graph,
+        extra=box.text(json.dumps({"part": "forward", "because": "a size"})) or 0,
     )
     box.record(
         Kind.EXCEPTION,
         2 * MS,
-        more=box.text(json.dumps({"text": "ValueError: no", "type": "ValueError", "last": []})),
+        extra=box.text(json.dumps({"text": "ValueError: no", "type": "ValueError", "last": []})),
     )
-    box.record(Kind.COMPILE_END, 3 * MS, what=graph)
+    box.record(Kind.COMPILE_END, 3 * MS, subject=graph)
     box.close()
     events = trace(tmp_path / "run")
     (compiled,) = slices(events, "compile")
@@ -466,8 +467,8 @@ def test_hostile_names(tmp_path: Path, trace: Trace) -> None:
         records=8,
     )
     for name in ('</script>"rank": 7', "x" * 10_000, "\u202e\ud800", ""):
-        box.record(Kind.PHASE_BEGIN, 1 * MS, what=box.intern(EntryType.PHASE, name))
-    box.record(Kind.NOTE, 2 * MS, more=box.text('{"text": "\\"rank\\": 9", "value": Infinity}'))
+        box.record(Kind.PHASE_BEGIN, 1 * MS, subject=box.intern(EntryType.PHASE, name))
+    box.record(Kind.NOTE, 2 * MS, extra=box.text('{"text": "\\"rank\\": 9", "value": Infinity}'))
     box.close()
     events = trace(tmp_path / "run")
     assert [len(e["name"]) for e in slices(events, "phase")][1] == 256
@@ -477,7 +478,7 @@ def test_hostile_names(tmp_path: Path, trace: Trace) -> None:
 def test_collectives_whose_names_are_lost(tmp_path: Path, trace: Trace) -> None:
     """A collective of which only the time and the place are left is drawn all the same."""
     box = BoxWriter(tmp_path / "run" / box_name(0), meta={"rank": 0, "world_size": 1}, records=8)
-    box.record(Kind.COLLECTIVE, 1 * MS, what=77)
+    box.record(Kind.COLLECTIVE, 1 * MS, subject=77)
     box.record(Kind.NOTE, 2 * MS)
     box.close()
     (lost,) = slices(trace(tmp_path / "run"), "collective")

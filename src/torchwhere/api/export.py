@@ -21,7 +21,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.columns import rows_of
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
-from torchwhere.blackbox.summary import BoxSummary, label
+from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.atomic_file import destination, partial_path, write_errors
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import json_text, known_kinds
@@ -181,7 +181,7 @@ def _labels(files: list[Path], on_progress: Progress | None) -> list[BoxSummary]
     memory."""
     reader, found = BoxReader(), []
     for done, path in enumerate(files, 1):
-        found.append(label(_box(reader, path)))
+        found.append(summarize(_box(reader, path)))
         if on_progress is not None:
             on_progress(done, 2 * len(files))
     return found

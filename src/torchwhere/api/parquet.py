@@ -103,7 +103,7 @@ class ParquetFolder:
         said = [
             *box.run,
             box.rank,
-            box.progress,
+            box.checksum,
             box.counts.good,
             sorted(self._kinds) if self._kinds is not None else None,
         ]

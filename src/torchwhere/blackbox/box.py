@@ -1,12 +1,10 @@
-"""What one rank's file holds, once it was read: records, names, cursors, counters, and an account
-of what is not good.
+"""The content of one rank's box: records, names, cursors, counters, and a count of bad records.
 
-`events()` makes `Event`s of the records one at a time. Nothing here raises on content.
+`events()` decodes the records into `Event`s one at a time. Nothing here raises on content.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,22 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
+from torchwhere.blackbox.cursor_place import cursor_place
 from torchwhere.blackbox.file_format import (
-    HEADER_BYTES,
-    HEADER_COPIES,
+    CPU_DELAY_MASK,
+    CPU_DELAY_SHIFT,
+    CURSOR_BYTES,
+    CURSOR_HEARTBEAT,
     NO_CALL,
     NO_STEP,
     EntryType,
     Geometry,
+    sealed_crc,
+    unpack_stream,
 )
 from torchwhere.blackbox.ring import RECORD_DTYPE
+from torchwhere.blackbox.string_table import json_object, json_value
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
-from torchwhere.core.place import Certainty, Pass, Place
+from torchwhere.core.place import PASS_LABELS, Certainty, Place
 from torchwhere.core.results import Shown
 
-PASS_LABELS = {int(p): p.label for p in Pass}
 _KINDS = {int(k): k for k in Kind}
-_SIGNATURE = (
+SIGNATURE_KEYS = (  # of a COLLECTIVE entry
     "op",
     "raw_op",
     "group",
@@ -44,24 +47,24 @@ _SIGNATURE = (
     "reduce_op",
     "api",
 )
-_MOST_RANKS_SHOWN = 64  # a group's members in every one of its events; larger groups: `Box.groups`
+_MAX_RANKS_SHOWN = 64  # in every event of a group; `Box.groups` has the ranks of larger groups
 
 
 @dataclass(slots=True)
 class Counts:
-    """An account of every record slot and table byte of a file."""
+    """Counts of all record slots and table bytes of a file."""
 
     good: int = 0
-    torn: int = 0  # begun and not finished, or damaged
-    unknown: int = 0  # of a kind this version does not know
+    torn: int = 0  # not finished, or damaged
+    unknown: int = 0  # of kinds that this version does not know
     overwritten: int = 0  # older than the ring
     torn_entries: int = 0
-    lost_texts: int = 0  # asked for, and overwritten or damaged
+    lost_texts: int = 0  # overwritten or damaged when they were read
 
 
 @dataclass(slots=True)
 class Cursor:
-    """What a thread was doing when the file was read."""
+    """What a thread did when the file was read."""
 
     place: Place
     t_ns: int
@@ -71,7 +74,7 @@ class Cursor:
 
 @dataclass(slots=True, repr=False)
 class Box(Shown):
-    """What one rank's file holds."""
+    """The content of one rank's file."""
 
     path: Path
     meta: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +83,7 @@ class Box(Shown):
     counts: Counts = field(default_factory=Counts)
     problems: list[str] = field(default_factory=list)
     geometry: Geometry | None = None
-    _head: bytes = b""  # all before the ring of texts
+    _head: bytes = b""  # the sections before the ring of texts
     _texts: bytes | None = b""  # None: not read yet
     _json: dict[int, Any] = field(default_factory=dict)
     _threads: dict[str, str] | None = None
@@ -95,8 +98,7 @@ class Box(Shown):
 
     @property
     def run(self) -> tuple[str, int]:
-        """Which run this box belongs to: run id and restart count. Elastic restarts renumber
-        ranks."""
+        """The run of this box: run id and restart count. Elastic restarts renumber ranks."""
         restart = self.meta.get("restart")
         return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
 
@@ -113,83 +115,76 @@ class Box(Shown):
 
     @property
     def beat_ns(self) -> int:
-        """Wall clock of the last moment at which its process was there, by its own heart; 0 if it
-        has none."""
-        at = file_format.CURSOR_HEART * 8 + (self.geometry.cursors_at if self.geometry else 0)
-        beat = (
-            int.from_bytes(self._head[at : at + 8], "little")
-            if self.geometry and self.geometry.cursors
-            else 0
-        )
-        return self.wall_ns(beat) if beat else 0
+        """Wall clock of its last heartbeat; 0 without one."""
+        if self.geometry is None or not self.geometry.cursors:
+            return 0
+        at = self.geometry.cursors_at + CURSOR_HEARTBEAT * 8
+        t_ns = int.from_bytes(self._head[at : at + 8], "little")
+        return self.wall_ns(t_ns) if t_ns else 0
 
-    def queued(self) -> list[tuple[int, int]]:
-        """For how long its main thread waited for a CPU, as its heart found: (wall clock of a beat,
-        ns since the one before), of the last few beats. Empty where the kernel does not tell."""
+    def cpu_delays(self) -> list[tuple[int, int]]:
+        """How long the main thread waited for a CPU: (wall clock of a heartbeat, ns since the one
+        before), for the last heartbeats. Empty if the kernel does not report it."""
         geometry, beat_ns = self.geometry, self.beat_ns
         if geometry is None or not beat_ns:
             return []
-        cursors = self._head[geometry.cursors_at + file_format.CURSOR_BYTES : geometry.counters_at]
-        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")[
-            file_format.CURSOR_HEART :: file_format.CURSOR_BYTES // 8
-        ]
+        cursors = self._head[geometry.cursors_at + CURSOR_BYTES : geometry.counters_at]
+        words = memoryview(cursors[: len(cursors) // 8 * 8]).cast("Q")
         beat_ms = (beat_ns - self.wall_ns(0)) // 10**6
-        known = [
-            (
-                (beat_ms - (word >> file_format.QUEUED_SHIFT)) & file_format.QUEUED_MASK,
-                word & file_format.QUEUED_MASK,
-            )
-            for word in words
-            if word
-        ]
-        return sorted((beat_ns - age_ms * 10**6, waited_us * 1000) for age_ms, waited_us in known)
+        delays = []
+        for word in words[CURSOR_HEARTBEAT :: CURSOR_BYTES // 8]:
+            if word:
+                age_ms = (beat_ms - (word >> CPU_DELAY_SHIFT)) & CPU_DELAY_MASK
+                delays.append((beat_ns - age_ms * 10**6, (word & CPU_DELAY_MASK) * 1000))
+        return sorted(delays)
 
     @property
-    def progress(self) -> int:
-        """A sum of its cursors and counters: another one as soon as something is recorded."""
-        return (
-            zlib.crc32(memoryview(self._head)[HEADER_BYTES * HEADER_COPIES : self.geometry.ring_at])
-            if self.geometry
-            else 0
-        )
+    def checksum(self) -> int:
+        """Checksum of the cursors and counters: it changes whenever the box is written."""
+        if self.geometry is None:
+            return 0
+        return zlib.crc32(memoryview(self._head)[self.geometry.cursors_at : self.geometry.ring_at])
 
     def name(self, entry_id: int) -> str | None:
         entry = self.names.get(entry_id)
         return entry[1] if entry else None
 
+    def entry_type(self, entry_id: int) -> int:
+        """Type of a table entry; 0 if it is lost."""
+        return self.names.get(entry_id, (0, ""))[0]
+
     def value(self, entry_id: int) -> Any:
         """A JSON entry of the table, parsed once."""
         if entry_id not in self._json:
-            self._json[entry_id] = loaded(self.name(entry_id))
+            self._json[entry_id] = json_value(self.name(entry_id))
         return self._json[entry_id]
 
     @property
     def lacks_counts(self) -> bool:
-        """Whether the file was cut before the end of its counters, or the groups they count are
-        lost with the table: what this rank has issued is not known then."""
+        """Whether it is unknown how many collectives this rank has issued: the file ends inside
+        the counters, or the table has lost their groups."""
         if self.geometry is None or not self._head:
             return False
-        return len(self._head) < self.geometry.ring_at or any(
-            who >> 40 not in self.names for who, *_ in self.counter_words()
-        )
+        if len(self._head) < self.geometry.ring_at:
+            return True
+        return any(unpack_stream(words[0])[0] not in self.names for words in self.counter_words())
 
     def groups(self) -> dict[str, dict[str, Any]]:
-        """The process groups this rank knew, by name; the latest entry of a name wins."""
-        if self._groups is not None:
-            return self._groups
-        known = self._groups = {}
-        for entry_id, (sort, _) in sorted(self.names.items()):
-            value = self.value(entry_id) if sort == EntryType.GROUP else None
-            if isinstance(value, dict) and isinstance(value.get("name"), str):
-                known[value["name"]] = value
-        return known
+        """The process groups of this rank, by name; the latest entry of a name wins."""
+        if self._groups is None:
+            self._groups = {}
+            for entry_id, (entry_type, _) in sorted(self.names.items()):
+                value = self.value(entry_id) if entry_type == EntryType.GROUP else None
+                if isinstance(value, dict) and isinstance(value.get("name"), str):
+                    self._groups[value["name"]] = value
+        return self._groups
 
     def wall_ns(self, t_ns: int) -> int:
         offset = self.meta.get("clock_offset_ns", 0)
         return int(t_ns) + (offset if isinstance(offset, int) else 0)
 
     def text(self, start: int) -> str | None:
-        """A text by its position, or None if it was overwritten since."""
+        """The text at a position; None if it was overwritten or is damaged."""
         if self.geometry is None:
             return None
         if self._texts is None:
@@ -198,19 +193,16 @@ class Box(Shown):
         body = at + file_format.TEXT.size
         if body <= len(data):
             position, length, crc = file_format.TEXT.unpack_from(data, at)
-            end = body + length
-            if (
-                position == start
-                and end <= len(data)
-                and _sealed(data[at : body - 4], data[body:end]) == crc
-            ):
-                return data[body : body + length].decode("utf-8", "replace")
+            payload = data[body : body + length]
+            is_whole = position == start and len(payload) == length
+            if is_whole and sealed_crc(data[at : body - 4], payload) == crc:
+                return payload.decode("utf-8", "replace")
         self._lost_texts.add(start)
         self.counts.lost_texts = len(self._lost_texts)
         return None
 
     def events(self, *, kinds: set[str] | None = None, last: int | None = None) -> Iterator[Event]:
-        """The events in order, oldest first; only those of `kinds`, only the `last` so many."""
+        """The events in order, oldest first; only of these kinds, only the last ones."""
         records = self.records
         if kinds is not None:
             wanted = [int(k) for k in Kind if k.label in kinds]
@@ -221,7 +213,7 @@ class Box(Shown):
             yield self._event(row)
 
     def event(self, index: int) -> Event:
-        """One event, by its index among the records."""
+        """The event of the record at an index."""
         return self._event(self.records[index])
 
     def _event(self, row: Any) -> Event:
@@ -252,7 +244,7 @@ class Box(Shown):
 
     def _certainty(self, row: Any, module: str | None) -> Certainty:
         flags = int(row["flags"])
-        # the name is not in the table: not the same as outside any module
+        # a module whose name is not in the table is not the same as "outside any module"
         is_lost = row["module"] and module is None
         if flags & file_format.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
             return Certainty.UNKNOWN
@@ -260,10 +252,11 @@ class Box(Shown):
 
     def thread(self, number: int) -> str | None:
         if self._threads is None:
-            texts = [text for sort, text in self.names.values() if sort == EntryType.THREAD]
-            self._threads = {
-                found: name for found, _, name in (text.partition("\t") for text in texts)
-            }
+            self._threads = {}
+            for entry_type, text in self.names.values():
+                if entry_type == EntryType.THREAD:
+                    thread, _, name = text.partition("\t")
+                    self._threads[thread] = name
         return self._threads.get(str(number))
 
     def _fields(self, kind: Kind, row: Any) -> dict[str, Any]:
@@ -275,103 +268,85 @@ class Box(Shown):
             return {"phase": self.name(int(row["subject"]))}
         if kind is Kind.PHASE_END:
             return {"phase": self.name(int(row["subject"])), "duration_ns": int(row["extra"])}
-        if kind in (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END):
-            known = (
-                loaded(self.text(int(row["extra"])))
-                if kind is Kind.COMPILE_BEGIN and row["extra"]
-                else None
-            )
-            return {"what": self.name(int(row["subject"]))} | (
-                known if isinstance(known, dict) else {}
-            )
+        if kind in (Kind.OPTIMIZER, Kind.COMPILE_END):
+            return {"what": self.name(int(row["subject"]))}
+        if kind is Kind.COMPILE_BEGIN:
+            fields = json_object(self.text(int(row["extra"]))) if row["extra"] else {}
+            return {"what": self.name(int(row["subject"]))} | fields
         return {}
 
     def _text_fields(self, kind: Kind, start: int) -> dict[str, Any]:
-        """A text is a JSON object: the text itself and the fields that came with it. One that was
-        cut is given as it is."""
+        """The JSON object of a text: the text itself and its fields. A text that was cut is no JSON
+        and is returned as it is."""
         text = self.text(start)
-        fields = loaded(text)
+        fields = json_value(text)
         return fields if isinstance(fields, dict) else {TEXT_FIELD[kind]: text}
 
     def _collective_fields(self, row: Any) -> dict[str, Any]:
         signature = self.value(int(row["subject"]))
-        fields = dict(signature) if isinstance(signature, dict) else dict.fromkeys(_SIGNATURE)
+        fields = dict(signature) if isinstance(signature, dict) else dict.fromkeys(SIGNATURE_KEYS)
         group = self.groups().get(str(fields.get("group")), {})
-        members = ranks if isinstance(ranks := group.get("ranks"), list) else []
+        ranks = group.get("ranks")
+        members = ranks if isinstance(ranks, list) else []
         fields["group_desc"] = group.get("desc")
         fields["mesh_dim"] = group.get("mesh_dim")
         fields["backend"] = group.get("backend")
         fields["group_size"] = len(members) or None
-        fields["group_ranks"] = members if len(members) <= _MOST_RANKS_SHOWN else None
+        fields["group_ranks"] = members if len(members) <= _MAX_RANKS_SHOWN else None
         fields["number"] = int(row["extra"])
         fields["for"] = self.value(int(row["beneficiary"])) if row["beneficiary"] else None
         fields["async"] = bool(row["flags"] & file_format.FLAG_ASYNC)
         return fields
 
     def cursors(self) -> list[Cursor]:
-        """Where each thread was, one per thread that was ever seen."""
+        """Where each thread was, for each thread with a cursor."""
         geometry = self.geometry
         if geometry is None:
             return []
-        words = _rows(
-            self._head, geometry.cursors_at, geometry.counters_at, file_format.CURSOR_BYTES
-        ).view("<u8")
+        words = _rows(self._head, geometry.cursors_at, geometry.counters_at, CURSOR_BYTES)
         used = np.flatnonzero(words[:, file_format.CURSOR_TIME]).tolist()
         return [self._cursor(slot, words[slot].tolist()) for slot in used]
 
-    def _cursor(self, slot: int, row: Any) -> Cursor:
-        word, call = (
-            int(row[file_format.CURSOR_PLACE]),
-            int(row[file_format.CURSOR_PLACE]) & file_format.CALL_MASK,
-        )
-        module, pass_ = (
-            self.name(word >> file_format.MODULE_SHIFT),
-            word >> file_format.PASS_SHIFT & file_format.PASS_MASK,
-        )
-        is_lost = pass_ not in PASS_LABELS or (word >> file_format.MODULE_SHIFT and module is None)
+    def _cursor(self, slot: int, words: list[int]) -> Cursor:
         place = Place(
             rank=self.rank,
-            step=int(row[file_format.CURSOR_STEP]),
-            pass_=PASS_LABELS.get(pass_, "outside"),
-            module=module,
-            # A recomputed call is not resolved in the cursor: what stands there is not a call
-            # number.
-            call=None if module is None or call == NO_CALL or pass_ == Pass.RECOMPUTE else call,
-            line=self.name(int(row[file_format.CURSOR_LINE])),
-            thread=self.thread(int(row[file_format.CURSOR_THREAD] or slot + 1) - 1),
-            certainty=Certainty.UNKNOWN if is_lost else Certainty.EXACT,
+            step=words[file_format.CURSOR_STEP],
+            line=self.name(words[file_format.CURSOR_LINE]),
+            thread=self.thread((words[file_format.CURSOR_THREAD] or slot + 1) - 1),
+            **cursor_place(words[file_format.CURSOR_PLACE], name=self.name),
         )
         return Cursor(
             place=place,
-            t_ns=self.wall_ns(int(row[file_format.CURSOR_TIME])),
-            phase=self.name(int(row[file_format.CURSOR_PHASE])),
-            last_record=int(row[file_format.CURSOR_RECORD]),
+            t_ns=self.wall_ns(words[file_format.CURSOR_TIME]),
+            phase=self.name(words[file_format.CURSOR_PHASE]),
+            last_record=words[file_format.CURSOR_RECORD],
         )
 
     def counters(self) -> dict[tuple[int, int, int], int]:
-        """How many collectives were issued per stream: (group id, source, destination), -1 for a
-        whole group."""
-        found = {}
-        for who, count, _, _ in self.counter_words():
-            if self.names.get(who >> 40, (0, ""))[0] != EntryType.PHASE_PATH:
-                found[who >> 40, (who >> 20 & 0xFFFFF) - 1, (who & 0xFFFFF) - 1] = count
-        return found
+        """Number of issued collectives by stream: (group id, source, destination), -1 for the whole
+        group."""
+        counts = {}
+        for stream, count, _, _ in self.counter_words():
+            key = unpack_stream(stream)
+            if self.entry_type(key[0]) != EntryType.PHASE_PATH:
+                counts[key] = count
+        return counts
 
     def counter_words(self) -> list[list[int]]:
-        """The counters that are used, four words each; `phase_sums.py` knows those of phases."""
+        """The used counters, four words each. `phase_sums.py` decodes the counters of phases."""
         if self._counter_words is None:
             geometry = self.geometry
             if geometry is None:
                 return []
             words = _rows(
                 self._head, geometry.counters_at, geometry.ring_at, file_format.COUNTER_BYTES
-            ).view("<u8")
+            )
             self._counter_words = words[words[:, 0] != 0].tolist()
         return self._counter_words
 
 
 def _section(path: Path, at: int, length: int) -> bytes:
-    """A part of a file, or as much of it as there is."""
+    """A section of a file, as far as it exists."""
     try:
         with path.open("rb") as file:
             file.seek(at)
@@ -380,20 +355,8 @@ def _section(path: Path, at: int, length: int) -> bytes:
         return b""
 
 
-def loaded(text: str | None) -> Any:
-    """What a JSON text says; None where it says nothing."""
-    try:
-        return json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return None
-
-
-def _sealed(head: bytes, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(head))
-
-
-def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint8]:
-    """A section as rows of bytes, without a copy; of a file that was cut, the rows that are
-    there."""
+def _rows(data: bytes, start: int, end: int, width: int) -> npt.NDArray[np.uint64]:
+    """A section as rows of words, without a copy; of a truncated file, the rows that exist."""
     section = memoryview(data)[start:end]
-    return np.frombuffer(section[: len(section) // width * width], np.uint8).reshape(-1, width)
+    rows = np.frombuffer(section[: len(section) // width * width], "<u8")
+    return rows.reshape(-1, width // 8)

@@ -1,10 +1,9 @@
-"""The events of a box as columns: what Parquet files and data frames are made of.
+"""The events of a box as columns, for Parquet files and data frames.
 
-Takes a box and which of its records, gives a `Column` for each name in `COLUMNS`. Nothing is done
-event by event where it can be helped: a record holds numbers that point into the box's table, so
-each text is looked up once, whatever the number of records that use it. Only events with a text of
-their own (notes, exceptions, starts and ends) are read one at a time. A nested value (shapes,
-several names) is its JSON text. Like the reader, this never raises on content.
+Takes a box and indices of records, and returns a `Column` for each name in `COLUMNS`. Records hold
+ids of table entries, so each text is looked up once, however many records use it. Only events with
+their own text (notes, exceptions, starts and ends) are decoded one at a time. Nested values
+(shapes, lists of names) become JSON text. Like the reader, this never raises on content.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.box import PASS_LABELS, Box
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Box
 from torchwhere.core.events import TEXT_FIELD, Event, Kind, json_text
-from torchwhere.core.place import Certainty
+from torchwhere.core.place import PASS_LABELS, Certainty
 
 TEXT, NUMBER, FLAG = "text", "number", "flag"
 COLUMNS = {
@@ -60,25 +59,12 @@ COLUMNS = {
     "type": TEXT,
     "fields": TEXT,
 }
-_OF_CALL = (
-    "op",
-    "raw_op",
-    "group",
-    "dtype",
-    "shapes",
-    "out_shapes",
-    "bytes",
-    "peer",
-    "reduce_op",
-    "api",
-)
-_OF_GROUP = {"group_desc": "desc", "mesh_dim": "mesh_dim", "backend": "backend"}
-_OF_TEXT = ("text", "reason", "type")
-_NAMED = {
-    Kind.OPTIMIZER: "what",
-    Kind.COMPILE_BEGIN: "what",
-    Kind.COMPILE_END: "what",
-} | dict.fromkeys((Kind.PHASE_BEGIN, Kind.PHASE_END), "phase")
+_GROUP_KEYS = {"group_desc": "desc", "mesh_dim": "mesh_dim", "backend": "backend"}
+_TEXT_KEYS = ("text", "reason", "type")
+_SUBJECT_KINDS = {  # kinds whose subject is the name in a column
+    "what": (Kind.OPTIMIZER, Kind.COMPILE_BEGIN, Kind.COMPILE_END),
+    "phase": (Kind.PHASE_BEGIN, Kind.PHASE_END),
+}
 _HAS_TEXT = (*TEXT_FIELD, Kind.COMPILE_BEGIN)
 _LARGEST = (1 << 63) - 1
 
@@ -87,7 +73,7 @@ Rows = npt.NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Each text once, and for each row the number of its own; -1: it has none."""
+    """Each text once, and for each row the index of its text; -1: none."""
 
     codes: npt.NDArray[np.int32]
     values: list[str]
@@ -98,7 +84,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Numbers, or truth values, and which rows have none."""
+    """Numbers or booleans, and which rows have none."""
 
     values: npt.NDArray[Any]
     missing: npt.NDArray[np.bool_]
@@ -111,42 +97,41 @@ Column = Texts | Numbers
 
 
 def rows_of(box: Box, *, kinds: set[str] | None = None) -> Rows:
-    """Which records are of some kinds; all of them for None."""
+    """Indices of the records of these kinds; of all records for None."""
     if kinds is None:
         return np.arange(len(box.records))
-    found: Rows = np.flatnonzero(
-        np.isin(box.records["kind"], [int(kind) for kind in Kind if kind.label in kinds])
-    )
-    return found
+    numbers = [int(kind) for kind in Kind if kind.label in kinds]
+    rows: Rows = np.flatnonzero(np.isin(box.records["kind"], numbers))
+    return rows
 
 
 def columns(box: Box, rows: Rows) -> dict[str, Column]:
-    """The columns of some records of a box, each in the order of `COLUMNS`."""
+    """The columns of these records, in the order of `COLUMNS`."""
     records = box.records[rows]
-    found: dict[str, Column] = dict(_place(box, records))
-    found |= _call(box, records)
-    found |= _named(box, records)
-    found |= _told(box, records, rows)
-    return {name: found[name] for name in COLUMNS}
+    by_name: dict[str, Column] = dict(_place_columns(box, records))
+    by_name |= _collective_columns(box, records)
+    by_name |= _subject_columns(box, records)
+    by_name |= _text_columns(box, records, rows)
+    return {name: by_name[name] for name in COLUMNS}
 
 
 def joined(parts: Sequence[Mapping[str, Column]]) -> dict[str, Column]:
     """The columns of several boxes, one below the other."""
-    found: dict[str, Column] = {}
-    for name, sort in COLUMNS.items():
+    by_name: dict[str, Column] = {}
+    for name, column_type in COLUMNS.items():
         columns = [part[name] for part in parts]
-        if sort == TEXT:
-            found[name] = _joined_texts([one for one in columns if isinstance(one, Texts)])
+        if column_type == TEXT:
+            by_name[name] = _joined_texts(
+                [column for column in columns if isinstance(column, Texts)]
+            )
         else:
-            numbers, dtype = (
-                [one for one in columns if isinstance(one, Numbers)],
-                np.bool_ if sort == FLAG else np.int64,
+            dtype = np.bool_ if column_type == FLAG else np.int64
+            numbers = [column for column in columns if isinstance(column, Numbers)]
+            by_name[name] = Numbers(
+                np.concatenate([np.empty(0, dtype), *(column.values for column in numbers)]),
+                np.concatenate([np.empty(0, np.bool_), *(column.missing for column in numbers)]),
             )
-            values = np.concatenate([np.empty(0, dtype), *(one.values for one in numbers)])
-            found[name] = Numbers(
-                values, np.concatenate([np.empty(0, np.bool_), *(one.missing for one in numbers)])
-            )
-    return found
+    return by_name
 
 
 def _joined_texts(columns: Sequence[Texts]) -> Texts:
@@ -162,36 +147,37 @@ def _joined_texts(columns: Sequence[Texts]) -> Texts:
 
 
 def _distinct(ids: npt.NDArray[Any], among: Rows | None = None) -> tuple[list[int], Rows]:
-    """The ids that occur, and for each row which of them it has; -1 in rows that are not `among`
-    those looked at."""
+    """The distinct ids, and for each row the index of its id; -1 for rows that are not in
+    `among`."""
     if among is None:
-        seen, which = np.unique(ids, return_inverse=True)
-        return seen.tolist(), which
+        distinct, which = np.unique(ids, return_inverse=True)
+        return distinct.tolist(), which
     which = np.full(len(ids), -1)
-    seen, which[among] = np.unique(ids[among], return_inverse=True)
-    return seen.tolist(), which
+    distinct, which[among] = np.unique(ids[among], return_inverse=True)
+    return distinct.tolist(), which
 
 
-def _texts(found: Sequence[Any], which: Rows) -> Texts:
-    """What was found for each id, as the texts of the rows that have it."""
+def _texts(values: Sequence[Any], which: Rows) -> Texts:
+    """The text of each row, given one value for each distinct id."""
     numbers: dict[str, int] = {}
-    codes = [
-        -1 if (text := _text(value)) is None else numbers.setdefault(text, len(numbers))
-        for value in found
-    ]
+    codes = []
+    for value in values:
+        text = _text(value)
+        codes.append(-1 if text is None else numbers.setdefault(text, len(numbers)))
     return Texts(np.array([*codes, -1], np.int32)[which], list(numbers))
 
 
-def _numbers(found: Sequence[Any], which: Rows) -> Numbers:
-    known = [
-        value if type(value) is int and -_LARGEST <= value <= _LARGEST else None for value in found
+def _numbers(values: Sequence[Any], which: Rows) -> Numbers:
+    """The number of each row, given one value for each distinct id."""
+    missing = [type(value) is not int or abs(value) > _LARGEST for value in values]
+    present = [
+        0 if is_missing else value for value, is_missing in zip(values, missing, strict=True)
     ]
-    values = np.array([*(0 if value is None else value for value in known), 0], np.int64)
-    return Numbers(values[which], np.array([*(value is None for value in known), True])[which])
+    return Numbers(np.array([*present, 0], np.int64)[which], np.array([*missing, True])[which])
 
 
 def _text(value: Any) -> str | None:
-    """A text as UTF-8 can hold it; anything else as JSON."""
+    """A text without characters that UTF-8 lacks; any other value as JSON."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json_text(value)
@@ -199,7 +185,7 @@ def _text(value: Any) -> str | None:
 
 
 def _some(values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> Numbers:
-    """Numbers of 64 bits; one that is too large for a sign is not known."""
+    """Numbers of 64 bits. A number that does not fit into a signed one counts as missing."""
     present = present & (values <= _LARGEST)
     return Numbers(np.where(present, values, 0).astype(np.int64), ~present)
 
@@ -207,48 +193,39 @@ def _some(values: npt.NDArray[Any], present: npt.NDArray[np.bool_]) -> Numbers:
 # -- where -----------------------------------------------------------------------------------------
 
 
-def _place(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
-    """What every event has."""
+def _place_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
+    """Columns of all events."""
     everywhere = np.ones(len(records), np.bool_)
     yield "record", _some(records["number"], everywhere)
     kinds, which = _distinct(records["kind"])
     yield "kind", _texts([Kind(kind).label for kind in kinds], which)
     yield "step", _some(records["step"], records["step"] != file_format.NO_STEP)
-    fast_path, which = _distinct(records["pass"])
-    yield "pass", _texts([PASS_LABELS.get(one, "outside") for one in fast_path], which)
+    passes, which = _distinct(records["pass"])
+    yield "pass", _texts([PASS_LABELS.get(pass_, "outside") for pass_ in passes], which)
     for name in ("line", "graph", "param"):
         ids, which = _distinct(records[name])
-        yield name, _texts([box.name(one) for one in ids], which)
+        yield name, _texts([box.name(entry_id) for entry_id in ids], which)
     ids, which = _distinct(records["module"])
-    module = _texts([box.name(one) for one in ids], which)
+    module = _texts([box.name(entry_id) for entry_id in ids], which)
     yield "module", module
-    yield (
-        "call",
-        _some(records["call"], (module.codes >= 0) & (records["call"] != file_format.NO_CALL)),
-    )
+    has_call = (module.codes >= 0) & (records["call"] != file_format.NO_CALL)
+    yield "call", _some(records["call"], has_call)
     yield "certainty", _certainty(records, is_lost=(module.codes < 0) & (records["module"] != 0))
     threads, which = _distinct(records["thread"])
-    yield "thread", _texts([box.thread(one) for one in threads], which)
+    yield "thread", _texts([box.thread(number) for number in threads], which)
     yield "t_ns", Numbers(_wall_ns(box, records), ~everywhere)
 
 
 def _certainty(records: npt.NDArray[Any], *, is_lost: npt.NDArray[np.bool_]) -> Texts:
     flags = records["flags"]
-    unknown = (
-        (flags & file_format.FLAG_UNKNOWN != 0)
-        | is_lost
-        | ~np.isin(records["pass"], list(PASS_LABELS))
-    )
-    codes = np.where(unknown, 2, np.where(flags & file_format.FLAG_INFERRED != 0, 1, 0)).astype(
-        np.int32
-    )
-    return Texts(
-        codes, [str(one) for one in (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN)]
-    )
+    has_unknown_pass = ~np.isin(records["pass"], list(PASS_LABELS))
+    codes = (flags & file_format.FLAG_INFERRED != 0).astype(np.int32)
+    codes[(flags & file_format.FLAG_UNKNOWN != 0) | is_lost | has_unknown_pass] = 2
+    return Texts(codes, list(map(str, (Certainty.EXACT, Certainty.INFERRED, Certainty.UNKNOWN))))
 
 
 def _wall_ns(box: Box, records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """By the wall clock of the rank's host. An absurd offset gives absurd times and not an
+    """Times by the wall clock of the rank's host. An absurd offset gives absurd times, not an
     error."""
     offset = np.array([box.wall_ns(0) & (2 * _LARGEST + 1)], np.uint64)
     times: npt.NDArray[np.int64] = (records["t_ns"] + offset).view(np.int64)
@@ -258,55 +235,59 @@ def _wall_ns(box: Box, records: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def _call(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
-    """What a collective has."""
-    is_call = records["kind"] == Kind.COLLECTIVE
-    among = np.flatnonzero(is_call)
+def _collective_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
+    """Columns of collectives."""
+    is_collective = records["kind"] == Kind.COLLECTIVE
+    among = np.flatnonzero(is_collective)
     ids, which = _distinct(records["subject"], among)
-    calls = [value if isinstance(value := box.value(one), dict) else {} for one in ids]
-    for name in _OF_CALL:
+    values = [box.value(entry_id) for entry_id in ids]
+    signatures = [value if isinstance(value, dict) else {} for value in values]
+    for name in SIGNATURE_KEYS:
         make = _texts if COLUMNS[name] == TEXT else _numbers
-        yield name, make([call.get(name) for call in calls], which)
-    groups = [box.groups().get(str(call.get("group")), {}) for call in calls]
-    for name, key in _OF_GROUP.items():
+        yield name, make([signature.get(name) for signature in signatures], which)
+    groups = [box.groups().get(str(signature.get("group")), {}) for signature in signatures]
+    for name, key in _GROUP_KEYS.items():
         yield name, _texts([group.get(key) for group in groups], which)
-    members = [
-        len(ranks) if isinstance(ranks := group.get("ranks"), list) else 0 for group in groups
-    ]
-    yield "group_size", _numbers([size or None for size in members], which)
-    yield "number", _some(records["extra"], is_call)
+    yield "group_size", _numbers([_group_size(group) for group in groups], which)
+    yield "number", _some(records["extra"], is_collective)
     beneficiaries, which = _distinct(records["beneficiary"], among)
-    yield "for", _texts([box.value(one) if one else None for one in beneficiaries], which)
-    yield "async", Numbers(is_call & (records["flags"] & file_format.FLAG_ASYNC != 0), ~is_call)
+    names = [box.value(entry_id) if entry_id else None for entry_id in beneficiaries]
+    yield "for", _texts(names, which)
+    is_async = is_collective & (records["flags"] & file_format.FLAG_ASYNC != 0)
+    yield "async", Numbers(is_async, ~is_collective)
+
+
+def _group_size(group: Mapping[str, Any]) -> int | None:
+    ranks = group.get("ranks")
+    return len(ranks) or None if isinstance(ranks, list) else None
 
 
 # -- the other kinds -------------------------------------------------------------------------------
 
 
-def _named(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
-    """What is named by a number: optimizers, compiled graphs, phases; and how long a phase took."""
-    for name in ("what", "phase"):
-        kinds = [int(kind) for kind, field in _NAMED.items() if field == name]
-        ids, which = _distinct(records["subject"], np.flatnonzero(np.isin(records["kind"], kinds)))
-        yield name, _texts([box.name(one) for one in ids], which)
+def _subject_columns(box: Box, records: npt.NDArray[Any]) -> Iterator[tuple[str, Column]]:
+    """Names of optimizers, compiled graphs and phases, and durations of phases."""
+    for name, kinds in _SUBJECT_KINDS.items():
+        among = np.flatnonzero(np.isin(records["kind"], [int(kind) for kind in kinds]))
+        ids, which = _distinct(records["subject"], among)
+        yield name, _texts([box.name(entry_id) for entry_id in ids], which)
     yield "duration_ns", _some(records["extra"], records["kind"] == Kind.PHASE_END)
 
 
-def _told(box: Box, records: npt.NDArray[Any], rows: Rows) -> Iterator[tuple[str, Column]]:
-    """What is in the texts: those of fields that have a column, and the rest as JSON."""
+def _text_columns(box: Box, records: npt.NDArray[Any], rows: Rows) -> Iterator[tuple[str, Column]]:
+    """Fields of the texts: those with their own column, and the others as JSON."""
     among = np.flatnonzero(np.isin(records["kind"], [int(kind) for kind in _HAS_TEXT]))
-    fields = [_own(box.event(int(row))) for row in rows[among]]
+    fields = [_text_fields(box.event(int(row))) for row in rows[among]]
     which = np.full(len(records), -1)
     which[among] = np.arange(len(among))
-    for name in _OF_TEXT:
-        yield name, _texts([one.pop(name, None) for one in fields], which)
-    yield "fields", _texts([one or None for one in fields], which)
+    for name in _TEXT_KEYS:
+        yield name, _texts([event_fields.pop(name, None) for event_fields in fields], which)
+    yield "fields", _texts([event_fields or None for event_fields in fields], which)
 
 
-def _own(event: Event) -> dict[str, Any]:
-    """The fields of an event; a compiled graph's `what` is in its record, and has its column
-    already."""
-    is_compile = event.kind == Kind.COMPILE_BEGIN.label
-    return {
-        name: value for name, value in event.fields.items() if not (is_compile and name == "what")
-    }
+def _text_fields(event: Event) -> dict[str, Any]:
+    """The fields of an event, without the `what` of a compiled graph, which has its own column."""
+    fields = dict(event.fields)
+    if event.kind == Kind.COMPILE_BEGIN.label:
+        fields.pop("what", None)
+    return fields

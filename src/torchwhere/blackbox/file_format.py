@@ -1,11 +1,12 @@
-"""The file format of a black box, version 1. `docs/format.md` says the same in words.
+"""The file format of a black box, version 2. `docs/format.md` describes it in full.
 
-    header (twice) | cursors | counters | ring of records | ring of texts | table, growing to the
-    end of the file
+    header (twice) | cursors | counters | ring of records | ring of texts | table, up to the end of
+    the file
 
-All numbers are little-endian. Everything but the table has a fixed size, is allocated when the box
-is made and written through one memory map. The table is appended to with ordinary writes, so it can
-grow without remapping, and a full disk is an error code there instead of a signal.
+All numbers are little-endian. The sections before the table have a fixed size. The writer allocates
+them when it creates the box, and writes them through one memory map. It appends to the table with
+ordinary writes: the table grows without remapping, and a full disk is an error code instead of a
+signal.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import struct
 import zlib
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 MAGIC = b"TRCHWHRE"
-VERSION = 1
+VERSION = 2
 
 HEADER_BYTES = 2048
 HEADER_COPIES = 2
@@ -30,33 +32,32 @@ CURSOR_BYTES = 64
 CURSORS = 16
 COUNTER_BYTES = 32
 COUNTERS = 512
-COUNTER_RANKS = (1 << 20) - 1  # ranks are below this: a counter keeps rank + 1 in 20 bits
+COUNTER_RANKS = (1 << 20) - 1  # ranks are smaller: a counter stores rank + 1 in 20 bits
 
-# number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, what, aim, param, more;
-# the CRC follows
+# number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, subject, beneficiary,
+# param, extra; the CRC follows
 RECORD = struct.Struct("<QQ BBBB IIIIIIII Q")
-RECORD_OF_PLACE = struct.Struct("<QQ BBBB III 28x")  # the same, all after the call being 0
+PLACE_RECORD = struct.Struct("<QQ BBBB III 28x")  # the same with zeros after the call
 RECORD_BYTES = 64
 RECORD_CRC_AT = RECORD_BYTES - 4
 
-# position, length, CRC of everything before it and the text. Without the position a text that was
-# overwritten by one of the same length, a lap later, would pass for it.
+# position, length, CRC of everything before it and the text. The position tells a text from one of
+# the same length that overwrote it one turn of the ring later.
 TEXT = struct.Struct("<QII")
 TEXT_BYTES = 1 << 18
 
-# mark, id, sort, length, CRC of everything before it and the payload
+# mark, id, type, length, CRC of everything before it and the payload
 ENTRY = struct.Struct("<4s II I I")
 ENTRY_MARK = b"\xa7tw\xb6"
 ENTRY_MOST_BYTES = 1 << 20
 
-NO_CALL = 0xFFFFFFFF  # a call number that is not known
+NO_CALL = 0xFFFFFFFF  # an unknown call number
 NO_STEP = 0xFFFFFFFF
 
-# Words of a cursor slot, 8 bytes each, each written in one store.
-# The thread is its number + 1: 0 says that it was not written.
-# The last is not the thread's but the heart's: in the first slot it is when the process was last
-# there; 0 if it has none. In the others, one after another and again from the first, for how long
-# the main thread waited for a CPU before a beat.
+# Words of a cursor slot, 8 bytes each; one store writes each word.
+# The thread word is its number + 1; 0: not written.
+# The heartbeat thread writes the last word. In the first slot it is the time of the last heartbeat,
+# 0 without heartbeats. The other slots hold CPU delays of the last heartbeats, in turn.
 (
     CURSOR_PLACE,
     CURSOR_TIME,
@@ -65,13 +66,18 @@ NO_STEP = 0xFFFFFFFF
     CURSOR_LINE,
     CURSOR_RECORD,
     CURSOR_PHASE,
-    CURSOR_HEART,
+    CURSOR_HEARTBEAT,
 ) = range(8)
-# Such a wait in one word: the beat in ms, by the monotonic clock, above; below, µs. Both go round.
-QUEUED_SHIFT = 32
-QUEUED_MASK = 0xFFFFFFFF
+# A CPU delay in one word: the upper half is the heartbeat's monotonic clock in ms, the lower half
+# the delay in µs. Both wrap around.
+CPU_DELAY_SHIFT = 32
+CPU_DELAY_MASK = 0xFFFFFFFF
 # Words of a counter slot.
-COUNTER_WHO, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
+COUNTER_STREAM, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
+# The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
+STREAM_ID_SHIFT = 40
+STREAM_SOURCE_SHIFT = 20
+STREAM_RANK_MASK = 0xFFFFF
 
 # A place in one word: module (table id) above, then the pass, then the call.
 PASS_SHIFT = 32
@@ -85,27 +91,47 @@ FLAG_UNKNOWN = 4
 FLAG_SHADOW = 8
 
 
-class EntryType(IntEnum):
-    """What a table entry is. An entry's id is unique over all sorts, so a record needs no sort
-    beside an id."""
+class Record(NamedTuple):
+    """The fields of a record, in the order of the format."""
 
-    META = 1  # JSON object: what did not fit into the header
-    MODULE = 2  # the name of a module
+    number: int
+    t_ns: int
+    kind: int
+    pass_: int
+    flags: int
+    thread: int
+    step: int
+    module: int
+    call: int
+    line: int
+    graph: int
+    subject: int
+    beneficiary: int
+    param: int
+    extra: int
+
+
+class EntryType(IntEnum):
+    """Types of table entries. Ids are unique over all types, so a record needs no type beside an
+    id."""
+
+    META = 1  # JSON object: the whole meta if it does not fit into the header
+    MODULE = 2  # name of a module
     LINE = 3  # file:line
     GROUP = 4  # JSON object: a process group
-    COLLECTIVE = 5  # JSON object: everything of a collective that repeats
-    BENEFICIARY = 6  # JSON: the beneficiary of a collective, a unit's name or a list of parameters
-    PARAM = 7  # the name of a parameter
+    COLLECTIVE = 5  # JSON object: the fields of a collective that repeat
+    BENEFICIARY = 6  # JSON: whose parameters a collective moves; a unit's name or parameter names
+    PARAM = 7  # name of a parameter
     GRAPH = 8  # a compiled graph
-    THREAD = 9  # the name of a thread
-    PHASE = 10  # the name of a phase
-    PHASE_PATH = 11  # JSON: a phase by its path, names from the outermost on
+    THREAD = 9  # name of a thread
+    PHASE = 10  # name of a phase
+    PHASE_PATH = 11  # JSON: the path of a phase, outermost name first
     LAYOUT = 12  # a part of a layout of the watched models, compressed JSON
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where everything is in one file."""
+    """Offsets of the sections in one file."""
 
     capacity: int
     cursors: int = CURSORS
@@ -134,7 +160,7 @@ class Geometry:
 
 
 def pack_header(geometry: Geometry, meta: bytes) -> bytes:
-    """One header block, padded to its full size, sealed with a CRC."""
+    """One header copy in its full size, with its CRC."""
     if len(meta) > META_BYTES:
         raise ValueError(f"header meta of {len(meta)} bytes; at most {META_BYTES} fit")
     fixed = HEADER.pack(
@@ -154,21 +180,50 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
 
 
 def mask_heartbeat(words: bytes, *, cursors: int) -> bytes:
-    """Cursors, and what follows them, without the words that a heart writes: a rank that stands
-    still beats on, and that is no move."""
-    found, end = bytearray(words), min(len(words), cursors * CURSOR_BYTES)
-    for at in range(CURSOR_HEART * 8, CURSOR_HEART * 8 + 8):
-        found[at:end:CURSOR_BYTES] = bytes(len(range(at, end, CURSOR_BYTES)))
-    return bytes(found)
+    """Zero the heartbeat words in a section that starts with the cursors: a heartbeat is not
+    progress."""
+    masked, end = bytearray(words), min(len(words), cursors * CURSOR_BYTES)
+    for byte in range(CURSOR_HEARTBEAT * 8, CURSOR_HEARTBEAT * 8 + 8):
+        masked[byte:end:CURSOR_BYTES] = bytes(len(range(byte, end, CURSOR_BYTES)))
+    return bytes(masked)
 
 
-def pack_entry(entry_id: int, sort: int, payload: bytes) -> bytes:
+def unpack_record(data: bytes) -> Record | None:
+    """The record in a slot; None if it is torn."""
+    if len(data) < RECORD_BYTES or zlib.crc32(data[:-4]) != CRC.unpack(data[-4:])[0]:
+        return None
+    return Record._make(RECORD.unpack(data[:-4]))
+
+
+def pack_entry(entry_id: int, entry_type: int, payload: bytes) -> bytes:
     """One entry of the table."""
-    head = ENTRY.pack(ENTRY_MARK, entry_id, sort, len(payload), 0)[: -CRC.size]
-    return head + CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
+    return _sealed(ENTRY.pack(ENTRY_MARK, entry_id, entry_type, len(payload), 0), payload)
 
 
 def pack_text(position: int, payload: bytes) -> bytes:
     """One text of the ring of texts."""
-    head = TEXT.pack(position, len(payload), 0)[: -CRC.size]
-    return head + CRC.pack(zlib.crc32(payload, zlib.crc32(head))) + payload
+    return _sealed(TEXT.pack(position, len(payload), 0), payload)
+
+
+def _sealed(head: bytes, payload: bytes) -> bytes:
+    """Set the CRC at the end of a head, which covers the rest of the head and the payload."""
+    fields = head[: -CRC.size]
+    return fields + CRC.pack(sealed_crc(fields, payload)) + payload
+
+
+def sealed_crc(fields: bytes, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(fields))
+
+
+def stream_word(entry_id: int, source: int, destination: int) -> int:
+    """The stream of a counter in one word; -1 as source and destination: the whole group."""
+    return entry_id << STREAM_ID_SHIFT | (source + 1) << STREAM_SOURCE_SHIFT | (destination + 1)
+
+
+def unpack_stream(word: int) -> tuple[int, int, int]:
+    """Entry id, source and destination of a counter."""
+    return (
+        word >> STREAM_ID_SHIFT,
+        (word >> STREAM_SOURCE_SHIFT & STREAM_RANK_MASK) - 1,
+        (word & STREAM_RANK_MASK) - 1,
+    )

@@ -1,7 +1,7 @@
-"""The boxes of a large job: each is read when it is asked for, and the last few are kept.
+"""The boxes of a large job: each is read when it is used, and the last few stay in memory.
 
-Thousands of boxes at once are gigabytes. Whoever goes through them rank by rank reads each one once
-more, and holds one.
+Thousands of boxes at once take gigabytes. A pass over all ranks reads each box again and holds only
+a few.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ _KEPT = 16
 
 
 class LazyBoxes(Mapping[int, Box]):
-    """Boxes by rank. One that is gone by now, or another rank's, is an empty one that says so."""
+    """Boxes by rank. A box that is gone, or that belongs to another rank by now, is empty and has a
+    problem."""
 
     def __init__(
         self,
-        labels: Mapping[int, BoxSummary],
+        summaries: Mapping[int, BoxSummary],
         *,
         on_read: Callable[[int], None] | None = None,
         kept: int = _KEPT,
     ) -> None:
-        self.labels = labels
+        self.summaries = summaries
         self._most = kept
-        self._on_read = on_read  # told how many have been read
+        self._on_read = on_read  # gets the number of boxes read so far
         self._count = 0
         self._reader = BoxReader()
         self._kept: OrderedDict[int, Box] = OrderedDict()
 
     def __getitem__(self, rank: int) -> Box:
-        found = self._kept.get(rank)
-        if found is None:
-            found = self._kept[rank] = self._read(rank)
+        box = self._kept.get(rank)
+        if box is None:
+            box = self._kept[rank] = self._read(rank)
             if len(self._kept) > self._most:
                 self._kept.popitem(last=False)
-        return found
+        return box
 
     def _read(self, rank: int) -> Box:
-        label = self.labels[rank]
+        summary = self.summaries[rank]
         self._count += 1
         if self._on_read is not None:
             self._on_read(self._count)
         try:
-            box = self._reader.read(label.path)
+            box = self._reader.read(summary.path)
         except TorchwhereError as error:
-            return Box(path=label.path, meta={"rank": rank}, problems=[str(error)])
+            return Box(path=summary.path, meta={"rank": rank}, problems=[str(error)])
         if box.rank == rank:
             return box
         return Box(
-            path=label.path,
+            path=summary.path,
             meta={"rank": rank},
             problems=["it was replaced while the run was read"],
         )
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.labels)
+        return iter(self.summaries)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.summaries)
 
     def __contains__(self, rank: object) -> bool:
-        return rank in self.labels
+        return rank in self.summaries

@@ -1,25 +1,23 @@
-"""The names that a glance at a box needs: what its table says of modules, lines, threads, groups
-and collectives.
+"""The names that a live view of a box needs: modules, lines, phases, threads, groups, collectives.
 
-`NameReader` reads the tables of many boxes, and keeps what they have in common once: ranks of one
-job have nearly the same table.
+A `NameReader` reads the tables of many boxes and shares equal parts: the ranks of one job have
+almost the same table.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchwhere.blackbox.file_format import ENTRY, ENTRY_MARK, EntryType
-from torchwhere.blackbox.string_table import TableReader
+from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.string_table import Name, TableReader, json_object
 
 UNKNOWN_OP: tuple[str, str | None] = ("a collective", None)
-_PLACE_SORTS = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)
+_PLACE_TYPES = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)
 
 
 class GroupEntry(NamedTuple):
-    """A process group as a box has it."""
+    """A process group as a box describes it."""
 
     name: str
     desc: str
@@ -29,21 +27,20 @@ class GroupEntry(NamedTuple):
 
 @dataclass(slots=True)
 class BoxNames:
-    """The table of one box, as far as a glance needs it."""
+    """The parts of one box's table that a live view needs."""
 
-    places: dict[int, str]  # shared with the boxes that have the same
-    grown: dict[int, str]  # what came later
+    places: dict[int, str]  # shared with boxes that have the same names
+    later: dict[int, str]  # names added since
     groups: dict[int, GroupEntry]
-    # of what is issued again and again: the op, and the name of its group
-    ops: dict[int, tuple[str, str | None]]
-    steps_id: int = 0  # of the counter that counts steps
+    ops: dict[int, tuple[str, str | None]]  # by COLLECTIVE id: the op and the name of its group
+    steps_id: int = 0  # id in the counter of steps
 
-    def name(self, entry: int) -> str | None:
-        return self.grown.get(entry, self.places.get(entry))
+    def name(self, entry_id: int) -> str | None:
+        return self.later.get(entry_id, self.places.get(entry_id))
 
 
 class NameReader:
-    """Reads the tables of many boxes; equal ones are kept once."""
+    """Reads the tables of many boxes and keeps equal ones once."""
 
     def __init__(self) -> None:
         self._tables = TableReader()
@@ -52,70 +49,60 @@ class NameReader:
         self._ops: dict[str, tuple[str, str | None]] = {}
 
     def read(self, data: bytes) -> BoxNames:
-        names = self._tables.read(data).names
-        places = {entry: text for entry, (sort, text) in names.items() if sort in _PLACE_SORTS}
-        known = BoxNames(self._places.setdefault(tuple(places.items()), places), {}, {}, {})
-        self._add_others(known, names)
-        return known
+        entries = self._tables.read(data).names
+        places = _place_names(entries)
+        names = BoxNames(self._places.setdefault(tuple(places.items()), places), {}, {}, {})
+        self._add_others(names, entries)
+        return names
 
-    def grow(self, known: BoxNames, data: bytes) -> None:
-        names = TableReader().read(data).names
-        known.grown.update(
-            (entry, text) for entry, (sort, text) in names.items() if sort in _PLACE_SORTS
-        )
-        self._add_others(known, names)
+    def extend(self, names: BoxNames, data: bytes) -> None:
+        """Add the entries that were appended to a table."""
+        entries = TableReader().read(data).names
+        names.later.update(_place_names(entries))
+        self._add_others(names, entries)
 
-    def _add_others(self, known: BoxNames, names: dict[int, tuple[int, str]]) -> None:
-        for entry, (sort, text) in names.items():
-            if sort == EntryType.GROUP:
+    def _add_others(self, names: BoxNames, entries: dict[int, Name]) -> None:
+        for entry_id, (entry_type, text) in entries.items():
+            if entry_type == EntryType.GROUP:
                 if text not in self._groups:
-                    self._groups[text] = _group(loaded(text))
-                if (group := self._groups[text]) is not None:
-                    known.groups[entry] = group
-            elif sort == EntryType.COLLECTIVE:
+                    self._groups[text] = _group(json_object(text))
+                group = self._groups[text]
+                if group is not None:
+                    names.groups[entry_id] = group
+            elif entry_type == EntryType.COLLECTIVE:
                 if text not in self._ops:
-                    self._ops[text] = _op(loaded(text))
-                known.ops[entry] = self._ops[text]
-            elif sort == EntryType.PHASE_PATH and text == "[]":
-                known.steps_id = entry
+                    self._ops[text] = _op(json_object(text))
+                names.ops[entry_id] = self._ops[text]
+            elif entry_type == EntryType.PHASE_PATH and text == "[]":
+                names.steps_id = entry_id
 
 
-def half_written(data: bytes) -> int:
-    """Bytes at the end of a table that are no whole entry yet."""
-    at = data.rfind(ENTRY_MARK)
-    if at < 0:
-        return len(data)
-    if at + ENTRY.size > len(data):
-        return len(data) - at
-    end = at + ENTRY.size + int(ENTRY.unpack_from(data, at)[3])
-    return len(data) - at if end > len(data) else len(data) - end
-
-
-def loaded(text: str | None) -> dict[str, Any]:
-    try:
-        found = json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _place_names(entries: dict[int, Name]) -> dict[int, str]:
+    return {
+        entry_id: text
+        for entry_id, (entry_type, text) in entries.items()
+        if entry_type in _PLACE_TYPES
+    }
 
 
 def _op(entry: dict[str, Any]) -> tuple[str, str | None]:
-    op, group = entry.get("op"), entry.get("group")
-    return op if isinstance(op, str) and op else UNKNOWN_OP[0], group if isinstance(
-        group, str
-    ) else None
+    op = _text(entry, "op") or UNKNOWN_OP[0]
+    return op, _text(entry, "group")
 
 
 def _group(entry: dict[str, Any]) -> GroupEntry | None:
-    name, desc, mesh_dim, ranks = (entry.get(key) for key in ("name", "desc", "mesh_dim", "ranks"))
-    if not isinstance(name, str):
+    name, ranks = _text(entry, "name"), entry.get("ranks")
+    if name is None:
         return None
-    members = (
-        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
-    )
+    members = ranks if isinstance(ranks, list) else []
     return GroupEntry(
         name,
-        desc if isinstance(desc, str) else "",
-        mesh_dim if isinstance(mesh_dim, str) else None,
-        members,
+        _text(entry, "desc") or "",
+        _text(entry, "mesh_dim"),
+        tuple(rank for rank in members if isinstance(rank, int)),
     )
+
+
+def _text(entry: dict[str, Any], key: str) -> str | None:
+    value = entry.get(key)
+    return value if isinstance(value, str) else None

@@ -1,16 +1,15 @@
-"""Claims a file name for a new box: what stood there is kept under another name, a live writer is
-never disturbed.
+"""Creates and locks the file of a new box. Renames an older box of that name, and refuses to touch
+the box of a live writer.
 
-A writer holds a lock on its box for as long as it lives. A box that can be locked is therefore that
-of a dead writer, and is set aside. Several processes may try at once (a spawned job whose processes
-do not know their ranks yet): one gets the name, the others a `TorchwhereError`.
+A writer holds a lock on its box as long as it lives. If the lock is free, the writer of the box has
+exited, and the box is renamed. Several processes may try at once (a spawned job whose processes do
+not know their ranks yet): one gets the name, the others a `TorchwhereError`.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import os
 import time
 from pathlib import Path
@@ -22,14 +21,14 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 
 def lock_new_file(path: Path) -> int:
-    """A new empty file at `path`, locked: its descriptor. An older box there is set aside, a live
-    one is an error."""
+    """Create an empty file at `path`, lock it and return its descriptor. Renames an older box;
+    raises `TorchwhereError` for one that is being written."""
     while True:
-        _set_aside(path)
+        _move_old_box(path)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         except FileExistsError:
-            continue  # another process was faster; the next round tells whether it lives
+            continue  # another process was faster; the next round finds out whether it lives
         try:
             _lock(fd, fcntl.LOCK_EX)
             if _is_at(path, fd):
@@ -38,22 +37,21 @@ def lock_new_file(path: Path) -> int:
             path.unlink(missing_ok=True)
             os.close(fd)
             raise
-        os.close(fd)  # before it was locked, another process took it for the remains of a dead one
+        os.close(fd)  # another process renamed the file before it was locked
 
 
-def _set_aside(path: Path) -> None:
-    """Make room for a new box at `path`: an older one keeps its evidence under another name, a live
-    one is an error."""
+def _move_old_box(path: Path) -> None:
+    """Rename an older box at `path`; raise `TorchwhereError` for one that is being written."""
     try:
-        # For writing: NFS grants exclusive locks to nobody else. No links: a dangling one is there
-        # and not there.
+        # For writing: NFS grants exclusive locks only on such descriptors. No symbolic links: a
+        # dangling one exists for some calls and not for others.
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return
     try:
         _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not _is_at(path, fd):
-            return  # somebody else has set it aside meanwhile
+            return  # another process has renamed it meanwhile
         if os.fstat(fd).st_size:
             os.rename(path, _free_name(path, os.fstat(fd).st_ctime))
         else:
@@ -69,8 +67,8 @@ def _set_aside(path: Path) -> None:
 
 
 def _lock(fd: int, operation: int) -> None:
-    """Lock a box for its writer. On a file system without locks two writers are not noticed; the
-    older keeps its file."""
+    """Lock a box for its writer. On a file system without locks, two writers go unnoticed; the
+    older one keeps its file."""
     try:
         fcntl.flock(fd, operation)
     except OSError as error:
@@ -79,7 +77,7 @@ def _lock(fd: int, operation: int) -> None:
 
 
 def _is_at(path: Path, fd: int) -> bool:
-    """Whether `path` is the name of this very file. Only who holds its lock moves a box."""
+    """Whether `path` names this open file. Only the holder of its lock renames a box."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -87,9 +85,9 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 def _free_name(path: Path, changed: float) -> Path:
-    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(changed))
-    names = (
-        path.with_name(f"{path.stem}.{stamp}{f'.{attempt}' if attempt else ''}.box")
-        for attempt in itertools.count()
-    )
-    return next(name for name in names if not name.exists())
+    stem = f"{path.stem}.{time.strftime('%Y%m%dT%H%M%S', time.gmtime(changed))}"
+    name, attempt = path.with_name(f"{stem}.box"), 0
+    while name.exists():
+        attempt += 1
+        name = path.with_name(f"{stem}.{attempt}.box")
+    return name

@@ -1,10 +1,10 @@
-"""The sums over phases that a box keeps: how often each phase ran, how long in all, how long at
-most, and what still runs.
+"""Sums over phases in a box: how often each phase ran, its total and longest time, and the phases
+that still run.
 
-They stand in the counters, two slots a phase, so they are exact however often the ring has gone
-round, and readable at any time. `phase_sums` reads them from a box; `hooks/phases.py` writes them.
-A phase is known by its *path*: the names of the phases around it, outermost first, and its own. The
-empty path is the step itself.
+The sums are in the counters, two slots for each phase. They stay exact when the ring of records
+wraps around, and are readable at any time. `phase_sums` reads them from a box; `hooks/phases.py`
+writes them. The key of a phase is its *path*: the names of the enclosing phases, outermost first,
+and its own name. The empty path is the step.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.file_format import EntryType
+from torchwhere.blackbox.file_format import EntryType, unpack_stream
 
-# What a slot holds: the "source" of its `who`. Its thread is the main one, or any other.
+# Content of a slot: the "source" in its stream word. Main thread first, then all other threads.
 ENDED, RUNNING, ENDED_ELSEWHERE, RUNNING_ELSEWHERE = range(4)
 
-MOST_PATHS = 192  # two slots each: the streams keep at least a quarter of all
-OTHERS = "<other phases>"  # where those beyond go
+MOST_PATHS = 192  # two slots each: at least a quarter of the slots stays free for streams
+OTHERS = "<other phases>"  # counts all further phases
 
 
 class PhaseKey(NamedTuple):
-    """Which phase: its path, and whether it ran on the main thread."""
+    """Identifies a phase: its path, and whether it ran on the main thread."""
 
     path: tuple[str, ...]
     is_main: bool
@@ -31,34 +31,35 @@ class PhaseKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PhaseSum:
-    """What one phase took on one rank."""
+    """Times of one phase on one rank."""
 
-    count: int = 0  # how often it ended
-    total_ns: int = 0  # of those
+    count: int = 0  # of ended runs
+    total_ns: int = 0  # of ended runs
     max_ns: int = 0
-    running: int = 0  # begun and not ended
-    begun_ns: int = 0  # when those began, by the clock of the records, added up
+    running: int = 0  # number of runs that have not ended
+    begun_ns: int = 0  # sum of their start times, by the clock of the records
 
 
 def phase_sums(box: Box) -> dict[PhaseKey, PhaseSum]:
-    """The sums of a box, in the order the phases were first seen. Words of different moments may
-    not fit together."""
-    found: dict[PhaseKey, PhaseSum] = {}
-    for who, *words in sorted(box.counter_words(), key=lambda words: words[0] >> 40):
-        path, which = _path(box, who >> 40), (who >> 20 & 0xFFFFF) - 1
-        if path is None or not 0 <= which <= RUNNING_ELSEWHERE or who & 0xFFFFF:
+    """The sums of a box, in the order of first use. The words of one slot may come from different
+    moments."""
+    sums: dict[PhaseKey, PhaseSum] = {}
+    for stream, *words in sorted(box.counter_words(), key=lambda words: unpack_stream(words[0])[0]):
+        entry_id, content, destination = unpack_stream(stream)
+        path = _path(box, entry_id)
+        if path is None or not 0 <= content <= RUNNING_ELSEWHERE or destination != -1:
             continue
-        key = PhaseKey(path, which < ENDED_ELSEWHERE)
-        known = found.get(key, PhaseSum())
-        if which in (ENDED, ENDED_ELSEWHERE):
-            found[key] = replace(known, count=words[0], total_ns=words[1], max_ns=words[2])
+        key = PhaseKey(path, content < ENDED_ELSEWHERE)
+        phase_sum = sums.get(key, PhaseSum())
+        if content in (ENDED, ENDED_ELSEWHERE):
+            sums[key] = replace(phase_sum, count=words[0], total_ns=words[1], max_ns=words[2])
         else:
-            found[key] = replace(known, running=words[0], begun_ns=words[1])
-    return found
+            sums[key] = replace(phase_sum, running=words[0], begun_ns=words[1])
+    return sums
 
 
 def _path(box: Box, entry_id: int) -> tuple[str, ...] | None:
-    if box.names.get(entry_id, (0, ""))[0] != EntryType.PHASE_PATH:
+    if box.entry_type(entry_id) != EntryType.PHASE_PATH:
         return None
     names = box.value(entry_id)
     return tuple(map(str, names)) if isinstance(names, list) else None

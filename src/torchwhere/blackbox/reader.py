@@ -1,10 +1,9 @@
-"""Reads one black box: while its process runs, is stuck, stopped, or long dead; whole, cut, or
-damaged.
+"""Reads one black box at any time: while its process runs, is stuck or stopped, or after it exited.
 
-Takes the bytes of a file once (a file that shrinks under a map would kill the reader) and gives
-back what is good. It never raises on content: what is not good is counted in `Box.counts` and said
-in `Box.problems`. A `BoxReader` reads many boxes, and leaves the ring of texts, the largest, in the
-file until it is asked.
+The file may be truncated or damaged. The reader copies it once (a file that shrinks under a memory
+map would kill the reader) and returns what is intact. It never raises on content: `Box.counts`
+counts bad records, `Box.problems` describes the rest. A `BoxReader` reads many boxes, and leaves
+the ring of texts, the largest section, in the file until it is needed.
 """
 
 from __future__ import annotations
@@ -14,17 +13,28 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox import file_format
-from torchwhere.blackbox.box import Box, Counts, loaded
-from torchwhere.blackbox.file_format import HEADER, HEADER_BYTES, HEADER_COPIES, EntryType, Geometry
+from torchwhere.blackbox.box import Box, Counts
+from torchwhere.blackbox.file_format import (
+    CRC,
+    HEADER,
+    HEADER_BYTES,
+    HEADER_COPIES,
+    MAGIC,
+    VERSION,
+    EntryType,
+    Geometry,
+)
 from torchwhere.blackbox.ring import parse_ring
-from torchwhere.blackbox.string_table import TableReader
+from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
+
+WRITTEN_BY = "written by"  # starts the problem of a box in another format
+HEADERS_BYTES = HEADER_BYTES * HEADER_COPIES
 
 
 def read_box(path: str | Path) -> Box:
-    """Read one file. Raises `TorchwhereError` only when there is no file to read; content never
-    raises."""
+    """Read one file. Raises `TorchwhereError` only if the file is not readable, never on
+    content."""
     path = Path(path)
     try:
         data = path.read_bytes()
@@ -34,101 +44,116 @@ def read_box(path: str | Path) -> Box:
 
 
 def read_header(path: Path) -> Box:
-    """Who wrote a file, and nothing of what it holds; of one that cannot be read, an empty box."""
-    box = Box(path=path)
+    """Read the header only: which rank and process wrote the file. Empty if it is not readable."""
     try:
         with path.open("rb") as file:
-            _parse_header(
-                box, file.read(HEADER_BYTES * HEADER_COPIES), os.fstat(file.fileno()).st_size
-            )
+            data = file.read(HEADERS_BYTES)
+            return parse_header(data, size=os.fstat(file.fileno()).st_size, path=path)
     except OSError:
-        pass
-    return box
+        return Box(path=path)
 
 
 def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
-    box = Box(path=path)
-    _parse_header(box, data, len(data))
+    box = parse_header(data, size=len(data), path=path)
     if box.geometry is not None:
         texts_at, table_at = box.geometry.texts_at, box.geometry.table_at
         box._head, box._texts = data[:texts_at], data[texts_at:table_at]
-        _parse_rest(box, data[table_at:], TableReader())
+        _parse_sections(box, data[table_at:], TableReader())
     return box
 
 
 class BoxReader:
-    """Reads the boxes of one job, one after another, and what their tables have in common once."""
+    """Reads the boxes of one job; decodes the parts that their tables share only once."""
 
     def __init__(self) -> None:
         self._tables = TableReader()
 
     def read(self, path: Path) -> Box:
-        """As `read_box`, but the texts stay in the file."""
-        box = Box(path=path, _texts=None)
+        """Like `read_box`, but leaves the texts in the file."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
         try:
-            size = os.fstat(fd).st_size
-            head = os.pread(fd, HEADER_BYTES * HEADER_COPIES, 0)
-            _parse_header(box, head, size)
-            if box.geometry is not None:
-                box._head = os.pread(fd, box.geometry.texts_at, 0)
-                # The table comes last: a name is in the file before the first record that uses it.
-                table = os.pread(
-                    fd, max(0, os.fstat(fd).st_size - box.geometry.table_at), box.geometry.table_at
-                )
-                _parse_rest(box, table, self._tables)
+            return self._read(fd, path)
         except OSError as error:
             raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
         finally:
             os.close(fd)
+
+    def _read(self, fd: int, path: Path) -> Box:
+        header = os.pread(fd, HEADERS_BYTES, 0)
+        box = parse_header(header, size=os.fstat(fd).st_size, path=path)
+        box._texts = None
+        if box.geometry is not None:
+            box._head = os.pread(fd, box.geometry.texts_at, 0)
+            # The table comes last: a name is in the file before the first record that uses it.
+            _parse_sections(box, read_table(fd, start=box.geometry.table_at), self._tables)
         return box
 
 
-def _parse_rest(box: Box, table: bytes, tables: TableReader) -> None:
-    """All but the header."""
-    geometry = box.geometry
-    assert geometry is not None
-    read = tables.read(table)
-    ring = parse_ring(
-        memoryview(box._head)[geometry.ring_at : geometry.texts_at], geometry.capacity
-    )
-    box.names, box.records = read.names, ring.records
-    box.counts = Counts(len(ring.records), ring.torn, ring.unknown, ring.overwritten, read.torn)
-    whole: dict[str, Any] = {}  # what did not fit into the header
-    for sort, text in box.names.values():
-        if sort == EntryType.META and isinstance(meta := loaded(text), dict):
-            whole |= meta
-    box.meta = whole | box.meta
+def read_table(fd: int, *, start: int) -> bytes:
+    """The table of an open file, from an offset on."""
+    length = os.fstat(fd).st_size - start
+    return os.pread(fd, length, start) if length > 0 else b""
 
 
-def _parse_header(box: Box, data: bytes, size: int) -> None:
+def parse_header(data: bytes, *, size: int, path: Path) -> Box:
+    """A box with the content of its header, given the size of its file."""
+    box = Box(path=path)
     for copy in range(HEADER_COPIES):
         block = data[copy * HEADER_BYTES : (copy + 1) * HEADER_BYTES]
-        if block[:8] != file_format.MAGIC or len(block) < HEADER_BYTES:
+        if block[:8] != MAGIC or len(block) < HEADER_BYTES:
             continue
-        _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = HEADER.unpack(
-            block[: HEADER.size]
-        )
-        if zlib.crc32(block[:-4]) != int.from_bytes(block[-4:], "little"):
+        if zlib.crc32(block[:-4]) != CRC.unpack(block[-4:])[0]:
             continue
-        if version != file_format.VERSION:
-            box.problems.append(
-                f"written in format {version}, this torchwhere reads {file_format.VERSION}: use the"
-                " other version"
-            )
-            return
-        box.geometry = Geometry(
-            capacity=max(capacity, 1),
-            cursors=cursors,
-            counters=counters,
-            text_bytes=max(text_bytes, 1),
-        )
-        meta = loaded(block[HEADER.size : HEADER.size + meta_bytes].decode("utf-8", "replace"))
-        box.meta = meta if isinstance(meta, dict) else {}
-        if size < box.geometry.table_at:
-            box.problems.append(f"cut short: {size} of at least {box.geometry.table_at} bytes")
-        return
+        _parse_header_copy(box, block, size)
+        return box
     box.problems.append("no readable header: not a black box, or damaged")
+    return box
+
+
+def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
+    fields = HEADER.unpack(block[: HEADER.size])
+    _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = fields
+    if version != VERSION:
+        box.problems.append(_wrong_version(version))
+        return
+    box.geometry = Geometry(
+        capacity=max(capacity, 1),
+        cursors=cursors,
+        counters=counters,
+        text_bytes=max(text_bytes, 1),
+    )
+    meta = block[HEADER.size : HEADER.size + meta_bytes]
+    box.meta = json_object(meta.decode("utf-8", "replace"))
+    if size < box.geometry.table_at:
+        box.problems.append(f"cut short: {size} of at least {box.geometry.table_at} bytes")
+
+
+def _wrong_version(version: int) -> str:
+    if version < VERSION:
+        writer, advice = "an older torchwhere", "Record the run again."
+    else:
+        writer, advice = "a newer torchwhere", "Update torchwhere."
+    return (
+        f"{WRITTEN_BY} {writer} (format {version}); this version reads format {VERSION}. {advice}"
+    )
+
+
+def _parse_sections(box: Box, table: bytes, tables: TableReader) -> None:
+    """Parse everything but the header."""
+    geometry = box.geometry
+    assert geometry is not None
+    string_table = tables.read(table)
+    ring_section = memoryview(box._head)[geometry.ring_at : geometry.texts_at]
+    ring = parse_ring(ring_section, geometry.capacity)
+    box.names, box.records = string_table.names, ring.records
+    box.counts = Counts(
+        len(ring.records), ring.torn, ring.unknown, ring.overwritten, string_table.torn
+    )
+    whole_meta: dict[str, Any] = {}  # if it did not fit into the header
+    for entry_type, text in box.names.values():
+        if entry_type == EntryType.META:
+            whole_meta |= json_object(text)
+    box.meta = whole_meta | box.meta

@@ -1,9 +1,9 @@
-"""The ring of a box: its records in the order they were written, and an account of every slot.
+"""Reads the ring of a box: its records in the order they were written, and a count of the others.
 
-Takes the bytes of the section, gives the good records and counts. Every record is checked against
-its CRC. That is cheap where all is well: a CRC is linear, so a sealed record has the same effect on
-a running CRC whatever it holds, and so many of them in a row have one CRC that is known beforehand.
-Only where a block does not have it is each of its records looked at.
+Takes the bytes of the section and returns the good records with counts. It checks the CRC of every
+record. That is cheap for an intact ring: a CRC is linear, so a record that ends with its own CRC
+has the same effect on a running CRC, whatever its content. A block of such records has a CRC that
+is known in advance. Only the records of a block with another CRC are checked one by one.
 """
 
 from __future__ import annotations
@@ -35,45 +35,40 @@ RECORD_DTYPE = np.dtype(
     ]
     + [("extra", "<u8"), ("crc", "<u4")]
 )
-_BLOCK = 256  # records that are checked at once
-_KNOWN = np.isin(np.arange(256), list(Kind))
+_BLOCK = 256  # records in one check
+_IS_KNOWN = np.isin(np.arange(256), list(Kind))  # by kind
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """What the slots hold."""
+    """Content of the slots."""
 
     records: npt.NDArray[Any]
-    torn: int  # begun and not finished, or damaged
-    unknown: int  # of a kind this version does not know
+    torn: int  # not finished, or damaged
+    unknown: int  # of kinds that this version does not know
     overwritten: int
 
 
 def parse_ring(section: memoryview, capacity: int) -> Ring:
-    """Of a file that was cut, the slots that are there."""
+    """Read a section; of a truncated file, the slots that exist."""
     usable = section[: len(section) // RECORD_BYTES * RECORD_BYTES]
     slots = np.frombuffer(usable, np.uint8).reshape(-1, RECORD_BYTES)
     used = _used(slots)
     raw = slots[: len(used)] if _is_prefix(used) else slots[used]
-    rows, whole = as_records(raw), _whole(raw)
-    numbers, known = rows["number"].astype(np.int64), _KNOWN[rows["kind"]]
+    rows, whole = as_records(raw), _have_right_crc(raw)
+    numbers, known = rows["number"].astype(np.int64), _IS_KNOWN[rows["kind"]]
     written = _written(numbers, capacity)
     if written is not None and whole.all() and known.all():
-        turn = written % capacity if written > capacity else 0
-        in_order = np.concatenate([raw[turn:], raw[:turn]]) if turn else raw
+        oldest = written % capacity if written > capacity else 0
+        in_order = np.concatenate([raw[oldest:], raw[:oldest]]) if oldest else raw
         return Ring(as_records(in_order), 0, 0, max(0, written - capacity))
-    return _damaged(
-        raw,
-        used,
-        whole & (rows["number"] % np.uint64(capacity) == used.astype(np.uint64)),
-        known,
-        capacity,
-    )
+    is_in_its_slot = rows["number"] % np.uint64(capacity) == used.astype(np.uint64)
+    return _damaged(raw, used, whole & is_in_its_slot, known, capacity)
 
 
 def _written(numbers: npt.NDArray[np.int64], capacity: int) -> int | None:
-    """How many records were written, if each stands where it belongs: the last lap, then what is
-    left of the one before."""
+    """Number of records written, if each is in its slot: the current turn of the ring, then the
+    rest of the turn before."""
     count = len(numbers)
     last = int(numbers.max(initial=-1))
     if (last + 1 != count and count != capacity) or last + 1 < count:
@@ -91,10 +86,10 @@ def _damaged(
     known: npt.NDArray[np.bool_],
     capacity: int,
 ) -> Ring:
-    """Slot by slot: what is whole, and what is not."""
+    """Sort out slots that are torn, unknown or out of order."""
     numbers = as_records(raw)["number"]
     written = int(numbers[whole].max()) + 1 if whole.any() else 0
-    # A slot that must have been written and is empty was begun and not finished, or is cut off.
+    # An empty slot below the last written one was not finished, or is truncated.
     empty = min(written, capacity) - int((used < written).sum())
     good = raw[whole & known]
     return Ring(
@@ -106,15 +101,15 @@ def _damaged(
 
 
 def _used(slots: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """The slots that are not all zero. A sealed record nearly never has a zero for its CRC: mostly
-    those words are enough."""
+    """The slots that are not all zero. A record almost never has a CRC of zero, so in most cases
+    the CRC words are enough."""
     words = slots.view("<u8")
-    sealed = np.flatnonzero(words[:, -1] >> np.uint64(32))
-    rest = words[len(sealed) :]
-    if _is_prefix(sealed) and not rest.any():
-        return sealed
-    found: npt.NDArray[np.int64] = np.flatnonzero(words.any(axis=1))
-    return found
+    have_crc = np.flatnonzero(words[:, -1] >> np.uint64(32))
+    rest = words[len(have_crc) :]
+    if _is_prefix(have_crc) and not rest.any():
+        return have_crc
+    used: npt.NDArray[np.int64] = np.flatnonzero(words.any(axis=1))
+    return used
 
 
 def _is_prefix(used: npt.NDArray[np.int64]) -> bool:
@@ -122,34 +117,34 @@ def _is_prefix(used: npt.NDArray[np.int64]) -> bool:
 
 
 def as_records(raw: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Rows of bytes or words as records. To move rows about is many times faster than to move
+    """View rows of bytes or words as records. Moving rows is many times faster than moving
     records."""
     return raw.view(RECORD_DTYPE)[:, 0]
 
 
 def as_words(records: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-    """Records as rows of eight words."""
+    """View records as rows of eight words."""
     return records.view("<u8").reshape(-1, RECORD_BYTES // 8)
 
 
 # -- CRCs ------------------------------------------------------------------------------------------
 
 
-def _whole(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Which records have the CRC that they are sealed with."""
-    found = np.ones(len(raw), np.bool_)
+def _have_right_crc(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """Which records match their own CRC."""
+    are_right = np.ones(len(raw), np.bool_)
     data = np.ascontiguousarray(raw).data.cast("B") if len(raw) else memoryview(b"")
     for start in range(0, len(raw), _BLOCK):
         block = data[start * RECORD_BYTES : (start + _BLOCK) * RECORD_BYTES]
-        if zlib.crc32(block) != _crc_of_sealed(len(block) // RECORD_BYTES):
+        if zlib.crc32(block) != _crc_of_block(len(block) // RECORD_BYTES):
             part = raw[start : start + _BLOCK]
-            found[start : start + _BLOCK] = _crcs(part) == as_records(part)["crc"]
-    return found
+            are_right[start : start + _BLOCK] = _crcs(part) == as_records(part)["crc"]
+    return are_right
 
 
 @cache
-def _crc_of_sealed(count: int) -> int:
-    """The CRC of so many sealed records in a row, whatever they hold."""
+def _crc_of_block(count: int) -> int:
+    """The CRC of this many intact records in a row, whatever their content."""
     data = bytes(file_format.RECORD_CRC_AT)
     return zlib.crc32((data + file_format.CRC.pack(zlib.crc32(data))) * count)
 
@@ -170,7 +165,7 @@ def _crc_tables() -> tuple[npt.NDArray[np.uint32], int]:
 def _crcs(columns: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
     """The CRC of every record, all at once."""
     tables, zero = _crc_tables()
-    found = np.full(len(columns), zero, np.uint32)
+    crcs = np.full(len(columns), zero, np.uint32)
     for position in range(file_format.RECORD_CRC_AT):
-        found ^= tables[position][columns[:, position]]
-    return found
+        crcs ^= tables[position][columns[:, position]]
+    return crcs

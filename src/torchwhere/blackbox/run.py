@@ -1,57 +1,55 @@
-"""Reads a run: the folder of boxes that one job left, or is writing.
+"""Reads a run: the folder with the boxes of one job, running or ended.
 
-Takes a folder, gives a `BoxRun`: one box per rank of the newest run in it. Boxes of earlier runs or
-restarts are kept apart and counted, missing ranks are named. A `RunSummary` is the same with labels
-instead of boxes, for those who do not need them.
+Takes a folder and returns a `BoxRun`: one box for each rank of the newest run in it. It lists boxes
+of earlier runs and restarts separately, and names missing ranks. A `RunSummary` is the same with
+summaries instead of boxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
-from torchwhere.blackbox.reader import BoxReader, read_box
-from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, label
+from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box
+from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.results import Shown
+from torchwhere.core.sanitize import plural
 
-_LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may begin this far apart
-_FEW = 256  # boxes that are kept in memory together
-_MOST_CAVEATS = 32  # about single ranks
+_LATE_START_NS = 60 * 1_000_000_000  # ranks of one run may start this far apart
+_FEW = 256  # at most this many boxes are in memory together
+_MAX_CAVEATS = 32  # about single ranks
 
 B = TypeVar("B", bound=BoxOrSummary)
 
 
 @dataclass(slots=True, repr=False)
 class RunSummary(Shown, Generic[B]):
-    """One job: its boxes, or their labels, by rank; and what is not there."""
+    """One job: its boxes or their summaries by rank, and what is missing."""
 
-    noun: ClassVar[str] = "box"  # what a rank leaves
+    noun: ClassVar[str] = "box"  # the kind of file that a rank leaves
 
     folder: Path
     boxes: Mapping[int, B]
-    # boxes of earlier runs or restarts in the same folder
-    earlier: list[Path] = field(default_factory=list)
+    earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts
     unreadable: list[B] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:
-        sizes = [
-            size
-            for box in self.labels.values()
-            if isinstance(size := box.meta.get("world_size"), int)
-        ]
-        return max([*sizes, len(self.boxes)])
+        sizes = [box.meta.get("world_size") for box in self.summaries.values()]
+        return max([*(size for size in sizes if isinstance(size, int)), len(self.boxes)])
 
     @property
-    def labels(self) -> Mapping[int, BoxOrSummary]:
-        """What is known of every box without reading one."""
-        return self.boxes.labels if isinstance(self.boxes, LazyBoxes) else self.boxes
+    def summaries(self) -> Mapping[int, BoxOrSummary]:
+        """Summaries of all boxes, without reading one; the boxes themselves if they are in
+        memory."""
+        return self.boxes.summaries if isinstance(self.boxes, LazyBoxes) else self.boxes
 
     def in_order(self) -> Iterator[tuple[int, B]]:
         """The boxes by rank, one at a time."""
@@ -63,34 +61,31 @@ class RunSummary(Shown, Generic[B]):
         return [rank for rank in range(self.world_size) if rank not in self.boxes]
 
     def caveats(self) -> list[str]:
-        """What a reader should know before trusting the rest: missing ranks, torn records, foreign
-        files."""
-        said = []
+        """What to know before trusting the rest: missing ranks, torn records, unreadable files."""
+        caveats = []
         missing = self.missing
         if missing:
-            said.append(
-                f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of rank"
-                f" {_few(missing)}"
+            caveats.append(
+                f"{len(self.boxes)} of {self.world_size} ranks: no {self.noun} of"
+                f" {ranks_phrase(missing, most=8)}"
             )
         of_ranks = []
-        for rank, box in sorted(self.labels.items()):
+        for rank, box in sorted(self.summaries.items()):
             of_ranks += [f"rank {rank}: {problem}" for problem in box.problems]
-            if torn := box.counts.torn + box.counts.torn_entries:
-                of_ranks.append(
-                    f"rank {rank}: {torn} torn or damaged record{'s' * (torn > 1)} left out"
-                )
-        of_ranks += [
-            f"{box.path.name}: {problem}" for box in self.unreadable for problem in box.problems
-        ]
-        said += of_ranks[:_MOST_CAVEATS]
-        if len(of_ranks) > _MOST_CAVEATS:
-            said.append(f"and {len(of_ranks) - _MOST_CAVEATS} more of this kind")
-        return said
+            torn = box.counts.torn + box.counts.torn_entries
+            if torn:
+                of_ranks.append(f"rank {rank}: {plural(torn, 'torn or damaged record')} left out")
+        for box in self.unreadable:
+            of_ranks += [f"{box.path.name}: {problem}" for problem in box.problems]
+        caveats += of_ranks[:_MAX_CAVEATS]
+        if len(of_ranks) > _MAX_CAVEATS:
+            caveats.append(f"and {len(of_ranks) - _MAX_CAVEATS} more of this kind")
+        return caveats
 
 
 @dataclass(slots=True, repr=False)
 class BoxRun(RunSummary[Box]):
-    """One job, with all that its boxes hold."""
+    """One job with the content of its boxes."""
 
     def events(
         self,
@@ -99,7 +94,7 @@ class BoxRun(RunSummary[Box]):
         kinds: set[str] | None = None,
         last: int | None = None,
     ) -> Iterator[Event]:
-        """Events rank by rank, each rank's in its own order: clocks of different hosts do not order
+        """Events rank by rank, each rank's in order. Clocks of different hosts do not order
         them."""
         for rank, box in self.in_order():
             if ranks is None or rank in ranks:
@@ -109,59 +104,58 @@ class BoxRun(RunSummary[Box]):
 def read_run(
     folder: str | Path, *, on_progress: Callable[[int, int], None] | None = None
 ) -> BoxRun:
-    """Read the newest run in a folder. Raises `TorchwhereError` when there is nothing there to
-    read.
+    """Read the newest run in a folder. Raises `TorchwhereError` if it holds no readable box.
 
-    The boxes of a large one are read when they are asked for: to go through it twice takes twice
-    the time, not the memory. `on_progress` is told how many boxes have been read, of how many; of a
-    large run, also while somebody goes through it.
+    Reads the boxes of a large run only when they are used: a second pass takes time again, but no
+    memory. `on_progress` gets the number of boxes read so far and the total; for a large run also
+    during the first pass.
     """
     files = box_files(folder)
-    is_small, tell = len(files) <= _FEW, on_progress or (lambda _done, _of: None)
-    reader, found = BoxReader(), []
+    report = on_progress or (lambda _done, _total: None)
+    if len(files) > _FEW:
+        return _read_large_run(Path(folder), files, report)
+    boxes = []
     for count, path in enumerate(files, 1):
-        found.append(_box(path) if is_small else _label(reader, path))
-        tell(count, len(files) if is_small else 2 * len(files))
-    if is_small:
-        return BoxRun(
-            Path(folder), *choose(Path(folder), [box for box in found if isinstance(box, Box)])
-        )
-    chosen, earlier, unreadable = choose(
-        Path(folder), [label for label in found if isinstance(label, BoxSummary)]
-    )
-    lazy_boxes = LazyBoxes(
-        chosen, on_read=lambda count: tell(min(len(files) + count, 2 * len(files)), 2 * len(files))
-    )
-    return BoxRun(
-        Path(folder),
-        lazy_boxes,
-        earlier,
-        [Box(one.path, problems=list(one.problems)) for one in unreadable],
-    )
+        boxes.append(_read_box(path))
+        report(count, len(files))
+    return BoxRun(Path(folder), *choose(Path(folder), boxes))
 
 
-def _box(path: Path) -> Box:
+def _read_large_run(folder: Path, files: list[Path], report: Callable[[int, int], None]) -> BoxRun:
+    reader, summaries, total = BoxReader(), [], 2 * len(files)
+    for count, path in enumerate(files, 1):
+        summaries.append(_read_summary(reader, path))
+        report(count, total)
+    chosen, earlier, unreadable = choose(folder, summaries)
+    boxes = LazyBoxes(chosen, on_read=lambda count: report(min(len(files) + count, total), total))
+    unreadable_boxes = [
+        Box(summary.path, problems=list(summary.problems)) for summary in unreadable
+    ]
+    return BoxRun(folder, boxes, earlier, unreadable_boxes)
+
+
+def _read_box(path: Path) -> Box:
     try:
         return read_box(path)
-    except TorchwhereError as error:  # not ours to read, or deleted since the folder was listed
+    except TorchwhereError as error:  # no permission, or deleted since the folder was listed
         return Box(path=path, problems=[str(error)])
 
 
-def _label(reader: BoxReader, path: Path) -> BoxSummary:
+def _read_summary(reader: BoxReader, path: Path) -> BoxSummary:
     try:
-        return label(reader.read(path))
+        return summarize(reader.read(path))
     except TorchwhereError as error:  # deleted since the folder was listed
-        return label(Box(path=path, problems=[str(error)]))
+        return summarize(Box(path=path, problems=[str(error)]))
 
 
 def box_files(folder: str | Path) -> list[Path]:
-    """The boxes in a folder, by rank. Raises `TorchwhereError` when there is none."""
+    """The boxes in a folder, by rank. Raises `TorchwhereError` if there is none."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TorchwhereError(
             f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py"
         )
-    # a pipe of that name would be waited for
+    # opening a pipe of that name would block
     files = [path for path in folder.glob("*.box") if path.is_file()]
     files.sort(key=lambda path: (len(path.name.partition(".")[0]), path.name))
     if not files:
@@ -173,82 +167,79 @@ def box_files(folder: str | Path) -> list[Path]:
 
 
 def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list[B]]:
-    """Of the boxes in a folder, those of the newest run by rank, the paths of earlier ones, and
-    what cannot be read."""
+    """The boxes of the newest run by rank, the paths of earlier boxes, and the unreadable boxes."""
     readable = [box for box in boxes if box.is_readable]
     unreadable = [box for box in boxes if not box.is_readable]
     if not readable:
-        problems = "; ".join(sorted({problem for box in unreadable for problem in box.problems}))
-        raise TorchwhereError(f"none of the {len(boxes)} boxes in {folder} can be read: {problems}")
+        raise TorchwhereError(_nothing_readable(folder, unreadable))
     readable.sort(key=_started_ns)
     newest = readable[-1]
-    chosen = _last_life([box for box in readable if _is_of_one_job(box, newest)])
+    chosen = _last_restart([box for box in readable if _is_of_one_job(box, newest)])
     earlier = [box.path for box in readable if chosen.get(box.rank) is not box]
     return chosen, earlier, unreadable
 
 
+def _nothing_readable(folder: Path, boxes: Sequence[BoxOrSummary]) -> str:
+    problems = sorted({problem for box in boxes for problem in box.problems})
+    if len(problems) == 1 and problems[0].startswith(WRITTEN_BY):
+        return f"{boxes[0].path.name} was {problems[0]}"
+    return f"none of the {len(boxes)} boxes in {folder} can be read: {'; '.join(problems)}"
+
+
 def _is_of_one_job(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
-    """Whether two boxes are of one job, by what their launcher said."""
+    """Whether two boxes belong to one job, from what the launcher set."""
     ports = {port_of(box), port_of(newest)} - {""}
-    if (
-        box.run[0] != newest.run[0]
-        or box.meta.get("world_size") != newest.meta.get("world_size")
-        or len(ports) > 1
-    ):
+    if box.run[0] != newest.run[0] or len(ports) > 1:
         return False
-    return not _was_over(box, newest)
+    if box.meta.get("world_size") != newest.meta.get("world_size"):
+        return False
+    return not _had_ended(box, newest)
 
 
 def port_of(box: BoxOrSummary) -> str:
-    """The port of the job's own store: of each life another one, with most launchers. Its address
-    may have several names."""
+    """Port of the job's own store. Most launchers choose a new one for each restart. Without the
+    address, which may have several names."""
     return str(box.meta.get("store", "")).rpartition(":")[2]
 
 
-def _was_over(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
-    """Whether a box was last written well before the newest one began: a rank of an earlier run
-    under the same name."""
+def _had_ended(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
+    """Whether the last record of a box is much older than the start of the newest box: then it
+    belongs to an earlier run of the same name."""
     return box.last_ns < _started_ns(newest) - _LATE_START_NS
 
 
-def _last_life(boxes: list[B]) -> dict[int, B]:
-    """Of the boxes of one job, in the order of their start, those since its last restart.
+def _last_restart(boxes: list[B]) -> dict[int, B]:
+    """The boxes of one job since its last restart, given all its boxes in the order of their start.
 
-    Each agent of torchrun counts its own failures, so in one life hosts may be at different counts
-    (pytorch issue 135712), and at the same one in two lives. But all ranks end before one begins
-    again: a life is over when a rank is there anew, in another process, or when the count of a host
-    goes up.
+    Each torchrun agent counts its own failures. So hosts may have different restart counts at the
+    same time (pytorch issue 135712), or the same count before and after a restart. But all ranks
+    end before the first one starts again: a restart has happened if a rank has a new process, or if
+    the count of a host goes up.
     """
     last = max(box.run[1] for box in boxes)
     newest = {box.rank: box for box in boxes if box.run[1] == last}
     processes = {(box.rank, _process(box)) for box in boxes if box.run[1] == last}
-    # all hosts count the same: no clock is needed
+    # all hosts have the same count: no clock is needed
     if len(newest) == len(processes) == boxes[-1].meta.get("world_size"):
         return newest
-    life: dict[int, B] = {}
-    counts: dict[str, int] = {}
+    current: dict[int, B] = {}
+    counts: dict[str, int] = {}  # by host
     for box in boxes:
-        host, before = str(box.meta.get("host")), life.get(box.rank)
-        if (before is not None and _process(before) != _process(box)) or box.run[1] > counts.get(
-            host, box.run[1]
-        ):
-            life, counts = {}, {}
-        life[box.rank] = box
-        counts[host] = box.run[1]
-    return life
+        host, count = str(box.meta.get("host")), box.run[1]
+        before = current.get(box.rank)
+        has_new_process = before is not None and _process(before) != _process(box)
+        if has_new_process or count > counts.get(host, count):
+            current, counts = {}, {}
+        current[box.rank] = box
+        counts[host] = count
+    return current
 
 
 def _process(box: BoxOrSummary) -> tuple[str, str]:
-    # what stands in a box may be anything
+    # as text: a box may hold anything
     return str(box.meta.get("host")), str(box.meta.get("pid"))
 
 
 def _started_ns(box: BoxOrSummary) -> int:
     started = box.meta.get("started_ns", 0)
     return started if isinstance(started, int) else 0
-
-
-def _few(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )

@@ -1,19 +1,19 @@
-"""Keeps a job alive when somebody truncates its box.
+"""Keeps a job alive if another process truncates its box.
 
-A store into a mapped page whose file has shrunk is SIGBUS: a dead job. No check before the store
-can help, the file may shrink between the two. So while a box is open, a signal handler stands by: a
-fault inside the box's own map puts anonymous memory there, the store is repeated by the processor
-and succeeds, and the box is marked lost. Any other fault goes to whoever handled SIGBUS before
-(faulthandler, the default action), by putting that handler back and letting the fault repeat.
+A store into a mapped page whose file has shrunk raises SIGBUS and kills the job. A check before the
+store does not help: the file may shrink in between. So a signal handler is installed while a box is
+open. On a fault inside the box's map, it maps anonymous memory there, the processor repeats the
+store, and the box is marked lost. For any other fault, it restores the previous handler
+(faulthandler, the default action) and lets the fault repeat.
 
-A signal that was sent rather than caused (`kill -BUS`, or faulthandler passing on the fault it was
-told of first) carries no address: it is ours if the file has really shrunk.
+A signal that was sent, not caused (`kill -BUS`, or faulthandler forwarding a fault that it handled
+first), carries no address. It belongs to this handler if the file has really shrunk.
 
-The handler is a ctypes callback. That is sound here and only here: the faulting store is our own,
-made by a thread that holds the GIL, inside a C function that may call back into Python anyway. The
-native part stores without the GIL: there the callback waits for it, and nobody who holds it waits
-for that thread, which holds no lock while it stores (`native/reductions.h`). Linux with a 64-bit
-glibc or musl; elsewhere a box is simply not guarded.
+The handler is a ctypes callback. That is sound only here: the store that faults is torchwhere's
+own, in a thread that holds the GIL, inside a C function that may call back into Python. The native
+extension stores without the GIL: there the callback waits for the GIL. No holder of the GIL waits
+for that thread, because it holds no lock while it stores (`native/reductions.h`). Supports Linux
+with a 64-bit glibc or musl; elsewhere boxes are not guarded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 def guard_region(
     region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]
 ) -> SigbusGuard | None:
-    """Guard a mapped region; None where that is not possible (another system, or one that forbids
-    callbacks from C)."""
+    """Guard a mapped region. None if the system does not support it or forbids callbacks from
+    C."""
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != 8:
         return None
     try:
@@ -56,8 +56,7 @@ def guard_region(
 
 
 class SigbusGuard:
-    """Guards one mapped region until `close`. `lost` says whether the file behind it was taken
-    away."""
+    """Guards one mapped region until `close`. `lost` is True once its file was truncated."""
 
     def __init__(
         self, region: mmap.mmap, *, is_short: Callable[[], bool], on_lost: Callable[[], None]
@@ -74,7 +73,9 @@ class SigbusGuard:
         self._libc.mmap.argtypes = (
             ctypes.c_void_p,
             ctypes.c_size_t,
-            *(ctypes.c_int,) * 3,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
             ctypes.c_long,
         )
         self._callback = _Handler(self._on_signal)
@@ -94,12 +95,12 @@ class SigbusGuard:
         if (self._is_short() if was_sent else self._holds(info)) and self.detach():
             if not self.lost:
                 self.lost = True
-                # Not from in here: logging takes locks that the interrupted thread may hold.
+                # Not in the handler: logging takes locks that the interrupted thread may hold.
                 threading.Timer(0, self._on_lost).start()
             return
-        # the fault repeats and meets the handler that was there before us
+        # the fault repeats and goes to the previous handler
         self._sigaction(self._before, None)
-        if was_sent:  # nothing repeats: send it again; it waits until this handler has returned
+        if was_sent:  # no fault repeats: send the signal again, for after this handler
             getattr(self._libc, "raise")(signum)
 
     def _holds(self, info: int) -> bool:
@@ -107,37 +108,37 @@ class SigbusGuard:
         return self._start <= address < self._start + self._length
 
     def detach(self) -> bool:
-        """Put memory of our own in the place of the file's. The kernel does it in one go, whoever
-        is storing there now."""
+        """Replace the mapped file by private memory. The kernel does this atomically, also while
+        other threads store there."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS
-        found = self._libc.mmap(
+        address = self._libc.mmap(
             self._start, self._length, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0
         )
-        return bool(found == self._start)
+        return bool(address == self._start)
 
     def close(self) -> None:
-        """Put back the handler found at the start, unless somebody has installed another one
-        since."""
+        """Restore the previous handler, unless other code has installed another one since."""
         now = _Action()
         self._sigaction(None, now)
         if now.handler == self._address:
             self._sigaction(self._before, None)
-            self._take_away_closed_ones()
+            self._remove_closed_guards()
         else:
-            _outlived.append(self)  # somebody may have kept our address to chain to
-        self._length = 0  # from here on no fault is ours, whatever gets mapped there next
+            _closed_but_installed.append(self)  # other code may chain to this callback
+        self._length = 0  # from now on, no fault belongs to this guard
         self._is_short = lambda: False
 
-    def _take_away_closed_ones(self) -> None:
-        """What was put back may be the handler of a guard that was closed while a later one stood
-        before it."""
+    def _remove_closed_guards(self) -> None:
+        """The restored handler may be that of a guard that was closed while a later one was
+        installed: remove it too."""
         now = _Action()
         self._sigaction(None, now)
-        below = next((guard for guard in _outlived if guard._address == now.handler), None)
-        if below is not None:
-            _outlived.remove(below)
-            self._sigaction(below._before, None)
-            self._take_away_closed_ones()
+        for guard in _closed_but_installed:
+            if guard._address == now.handler:
+                _closed_but_installed.remove(guard)
+                self._sigaction(guard._before, None)
+                self._remove_closed_guards()
+                return
 
 
-_outlived: list[SigbusGuard] = []
+_closed_but_installed: list[SigbusGuard] = []

@@ -1,49 +1,64 @@
-"""The table of a box: what the ids in its records stand for.
+"""Reads the table of a box: the names that the ids in its records refer to.
 
-Takes the bytes of the section, gives the names by id, and counts what is torn. A `TableReader`
-reads the tables of many boxes: ranks of one job have nearly the same table, so what is byte for
-byte as in a table it knows is taken from there, already checked and decoded. (Of 16,384 ranks, each
-one's table lists all 16,384 as the members of the world.)
+Takes the bytes of the section, returns the names by id, and counts torn entries. A `TableReader`
+reads the tables of many boxes. The ranks of one job have almost the same table, so it keeps the
+last one, and takes equal bytes from there, already checked and decoded. (Of 16,384 ranks, each
+table lists all 16,384 as the members of the default group.)
 """
 
 from __future__ import annotations
 
-import zlib
+import json
 from dataclasses import dataclass, field
+from typing import Any
 
-from torchwhere.blackbox.file_format import ENTRY, ENTRY_MARK, ENTRY_MOST_BYTES
+from torchwhere.blackbox.file_format import ENTRY, ENTRY_MARK, ENTRY_MOST_BYTES, sealed_crc
 
-Name = tuple[int, str]  # what sort of thing, and its text
+Name = tuple[int, str]  # entry type and text
 Entry = tuple[int, Name]
 _HEAD = ENTRY.size
-_BLOCK = 32  # entries that are compared at once
-_ALIKE = 0.5  # a table of which less was known is the one to know from now on
+_BLOCK = 32  # entries in one comparison
+_ALIKE = 0.5  # a table that shares less than this with the kept one replaces it
+
+
+def json_value(text: str | None) -> Any:
+    """The value of a JSON text; None if it is not JSON."""
+    try:
+        return json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_object(text: str | None) -> dict[str, Any]:
+    """The object of a JSON text; empty if it is not one."""
+    value = json_value(text)
+    return value if isinstance(value, dict) else {}
 
 
 @dataclass(slots=True)
 class StringTable:
-    """What was read: names by id, in the order they were written."""
+    """The names by id, in the order they were written."""
 
     names: dict[int, Name] = field(default_factory=dict)
     torn: int = 0
 
 
 class TableReader:
-    """Reads tables, and knows one of them."""
+    """Reads tables, and keeps one to compare the next with."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
         self._raw: list[bytes] = []  # of each entry
-        self._blocks: list[bytes] = []  # of so many entries each
+        self._blocks: list[bytes] = []  # of `_BLOCK` entries each
 
     def read(self, data: bytes) -> StringTable:
         entries: list[Entry] = []
-        at = index = known = torn = 0
+        at = index = shared = torn = 0
         while at + _HEAD <= len(data):
-            count, end = self._same(data, at, index)
+            count, end = self._equal_entries(data, at, index)
             if count:
                 entries += self._entries[index : index + count]
-                known += count
+                shared += count
                 index += count
             else:
                 entry, end = _entry(data, at)
@@ -54,13 +69,12 @@ class TableReader:
                     torn += 1
             at = end
         torn += at < len(data)
-        if not torn and known < _ALIKE * len(entries):
-            self._know(data, entries)
+        if not torn and shared < _ALIKE * len(entries):
+            self._keep(data, entries)
         return StringTable(dict(entries), torn)
 
-    def _same(self, data: bytes, at: int, index: int) -> tuple[int, int]:
-        """How many of the known entries, from `index` on, stand at a position; and where they
-        end."""
+    def _equal_entries(self, data: bytes, at: int, index: int) -> tuple[int, int]:
+        """How many kept entries, from `index` on, are also at this position, and their end."""
         if index >= len(self._raw):
             return 0, at
         if index % _BLOCK == 0 and data.startswith(self._blocks[index // _BLOCK], at):
@@ -69,7 +83,7 @@ class TableReader:
         raw = self._raw[index]
         return (1, at + len(raw)) if data.startswith(raw, at) else (0, at)
 
-    def _know(self, data: bytes, entries: list[Entry]) -> None:
+    def _keep(self, data: bytes, entries: list[Entry]) -> None:
         self._entries, self._raw, at = entries, [], 0
         for _ in entries:
             end = at + _HEAD + int(ENTRY.unpack_from(data, at)[3])
@@ -80,16 +94,24 @@ class TableReader:
         ]
 
 
+def half_written(data: bytes) -> int:
+    """Number of bytes at the end of a table that are not a whole entry yet."""
+    at = data.rfind(ENTRY_MARK)
+    if at < 0:
+        return len(data)
+    if at + ENTRY.size > len(data):
+        return len(data) - at
+    end = at + ENTRY.size + int(ENTRY.unpack_from(data, at)[3])
+    return len(data) - at if end > len(data) else len(data) - end
+
+
 def _entry(data: bytes, at: int) -> tuple[Entry | None, int]:
-    """The entry at a position and where the next one is looked for; without an entry, where the
-    next mark stands."""
-    mark, entry_id, sort, length, crc = ENTRY.unpack_from(data, at)
+    """The entry at a position and the position after it. For a torn entry, None and the position of
+    the next mark."""
+    mark, entry_id, entry_type, length, crc = ENTRY.unpack_from(data, at)
     payload = data[at + _HEAD : at + _HEAD + min(length, ENTRY_MOST_BYTES)]
-    if (
-        mark == ENTRY_MARK
-        and len(payload) == length
-        and zlib.crc32(payload, zlib.crc32(data[at : at + _HEAD - 4])) == crc
-    ):
-        return (entry_id, (sort, payload.decode("utf-8", "replace"))), at + _HEAD + length
-    found = data.find(ENTRY_MARK, at + 1)
-    return None, found if found >= 0 else len(data)
+    is_whole = mark == ENTRY_MARK and len(payload) == length
+    if is_whole and sealed_crc(data[at : at + _HEAD - 4], payload) == crc:
+        return (entry_id, (entry_type, payload.decode("utf-8", "replace"))), at + _HEAD + length
+    next_mark = data.find(ENTRY_MARK, at + 1)
+    return None, next_mark if next_mark >= 0 else len(data)

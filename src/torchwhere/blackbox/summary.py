@@ -1,66 +1,50 @@
-"""The label of a box: what is known of it without its records. Enough to sort boxes into runs and
-to find their processes."""
+"""Summaries of boxes, without their records: enough to group boxes into runs, to find their
+processes, and to see whether a box has changed."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from torchwhere.blackbox.box import Box, Counts
-from torchwhere.blackbox.file_format import Geometry
-
-# cursors and counters lie before the ring, at the same place in every box
-_USUAL = Geometry(capacity=1)
-_KEPT = (
-    *(
-        "rank",
-        "world_size",
-        "run_id",
-        "store",
-        "restart",
-        "host",
-        "pid",
-        "pid_started",
-        "pid_namespace",
-        "stack_signal",
-    ),
-    *("started_ns", "folder", "oom_counter", "oom_kills", "flight_recorder", "counted"),
+from torchwhere.blackbox.file_format import (
+    COUNTER_BYTES,
+    COUNTER_COUNT,
+    CURSOR_BYTES,
+    CURSOR_RECORD,
+    CURSOR_STEP,
+    Geometry,
 )
 
-
-class BoxOrSummary(Protocol):
-    """A box, or the label of one."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def meta(self) -> dict[str, Any]: ...
-    @property
-    def counts(self) -> Counts: ...
-    @property
-    def problems(self) -> Sequence[str]: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def run(self) -> tuple[str, int]: ...
-    @property
-    def is_readable(self) -> bool: ...
-    @property
-    def last_ns(self) -> int: ...
-    @property
-    def lacks_counts(self) -> bool: ...
-    @property
-    def progress(self) -> int: ...
-    @property
-    def beat_ns(self) -> int: ...
+# the cursors and counters are before the ring, at the same offsets in every box of this version
+_USUAL = Geometry(capacity=1)
+_META_KEYS = (
+    "rank",
+    "world_size",
+    "run_id",
+    "store",
+    "restart",
+    "host",
+    "pid",
+    "pid_started",
+    "pid_namespace",
+    "stack_signal",
+    "started_ns",
+    "folder",
+    "oom_counter",
+    "oom_kills",
+    "flight_recorder",
+    "counted",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class BoxSummary:
-    """Of a box that is in its file: where, whose, and how well it was read."""
+    """Path, owner and state of a box whose content stays in its file."""
 
     path: Path
     rank: int
@@ -68,15 +52,17 @@ class BoxSummary:
     is_readable: bool
     last_ns: int  # wall clock of its last record, or of its start
     lacks_counts: bool
-    progress: int  # what its cursors and counters came to: another one if it was written to since
+    checksum: int  # of its cursors and counters: another one if it was written since
     meta: dict[str, Any] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
     problems: tuple[str, ...] = ()
     beat_ns: int = 0  # wall clock of its last heartbeat
 
 
-def label(box: Box) -> BoxSummary:
-    meta = {name: box.meta[name] for name in _KEPT if name in box.meta}
+BoxOrSummary = Box | BoxSummary
+
+
+def summarize(box: Box) -> BoxSummary:
     return BoxSummary(
         path=box.path,
         rank=box.rank,
@@ -84,19 +70,47 @@ def label(box: Box) -> BoxSummary:
         is_readable=box.is_readable,
         last_ns=box.last_ns,
         lacks_counts=box.lacks_counts,
-        progress=box.progress,
-        meta=meta,
+        checksum=box.checksum,
+        meta={name: box.meta[name] for name in _META_KEYS if name in box.meta},
         counts=box.counts,
         problems=tuple(box.problems),
         beat_ns=box.beat_ns,
     )
 
 
-def progress_of(path: Path) -> int:
-    """The pulse of a box as it is now: a few KB are read."""
+def read_checksum(path: Path) -> int:
+    """`Box.checksum` of a file, from a few KB; 0 if it is not readable."""
+    data = _read_words(path)
+    return zlib.crc32(data) if data else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Two equal ones: no collective, step or record was counted in between."""
+
+    counts: bytes
+
+
+def read_progress(path: Path) -> Progress:
+    """The progress of a box, from a few KB; empty if it is not readable.
+
+    Cursor moves do not count: a rank in an endless loop moves without making progress.
+    """
+    data = _read_words(path)
+    if len(data) < _USUAL.ring_at - _USUAL.cursors_at:
+        return Progress(b"")
+    split = _USUAL.counters_at - _USUAL.cursors_at
+    cursors = np.frombuffer(data[:split], "<u8").reshape(-1, CURSOR_BYTES // 8)
+    counters = np.frombuffer(data[split:], "<u8").reshape(-1, COUNTER_BYTES // 8)
+    steps = cursors[:, (CURSOR_STEP, CURSOR_RECORD)]
+    return Progress(steps.tobytes() + counters[:, COUNTER_COUNT].tobytes())
+
+
+def _read_words(path: Path) -> bytes:
+    """The cursors and counters of a box."""
     try:
         with path.open("rb") as file:
             file.seek(_USUAL.cursors_at)
-            return zlib.crc32(file.read(_USUAL.ring_at - _USUAL.cursors_at))
+            return file.read(_USUAL.ring_at - _USUAL.cursors_at)
     except OSError:
-        return 0
+        return b""

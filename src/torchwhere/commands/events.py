@@ -54,5 +54,5 @@ def _events(arguments: argparse.Namespace) -> int:
 
 
 def _started_ns(run: BoxRun) -> int:
-    started = [box.meta.get("started_ns") for box in run.labels.values()]
+    started = [box.meta.get("started_ns") for box in run.summaries.values()]
     return min((value for value in started if isinstance(value, int)), default=0)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
 from typing import Any, TypeVar
 
 Facts = tuple[tuple[str, Any], ...]  # a dictionary that is hashable
 
 T = TypeVar("T")
 _DICTIONARIES = ("dtypes", "settings")
+_names: dict[Any, tuple[str, ...]] = {}  # of the fields, by class
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def fields_of(value: Any) -> dict[str, Any]:
 def read_fields(cls: Callable[..., T], data: Any) -> T:
     """Create an object from the result of `fields_of`. Skips unknown keys."""
     names = [name for name in _field_names(cls) if name in data]
-    return cls(**{name: _READERS.get(name, text_or_none)(data[name]) for name in names})
+    return cls(**{name: _reader(name)(data[name]) for name in names})
 
 
 def text_or_none(value: Any) -> str | None:
@@ -37,9 +37,14 @@ def _plain(name: str, value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-@cache
 def _field_names(cls: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))
+    if cls not in _names:
+        _names[cls] = tuple(field.name for field in fields(cls))
+    return _names[cls]
+
+
+def _reader(name: str) -> Callable[[Any], Any]:
+    return _READERS.get(name, text_or_none)
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -34,6 +34,9 @@ class Pass(IntEnum):
         return "forward" if self is Pass.SHAPE_INFERENCE else self.name.lower()
 
 
+PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
+
+
 class Certainty(StrEnum):
     """How torchwhere knows a place: read from the program, inferred from it, or not at all."""
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from torchwhere.blackbox.writer import STALL_MARK
+from torchwhere.blackbox.file_names import STALL_MARK
 
 _MOST_FRAMES = 64
 

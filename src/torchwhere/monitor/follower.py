@@ -71,13 +71,13 @@ class Follower(SingleHost):
             # The file system may have a clock of its own: by that one, an earlier run's files are
             # older than our own boxes.
             self._since_ns = max(
-                [self._since_ns, *(_changed_ns(box.path) for box in run.labels.values())]
+                [self._since_ns, *(_changed_ns(box.path) for box in run.summaries.values())]
             )
         if run is not None:
             self._span.meet(run)
-            self._own = frozenset(run.labels)
+            self._own = frozenset(run.summaries)
             self._rendezvous = self._rendezvous or Rendezvous.at(
-                next(iter(run.labels.values())).meta.get("store")
+                next(iter(run.summaries.values())).meta.get("store")
             )
         grace_s = GRACE_S if self._in_file is None else SHARED_GRACE_S
         # a script may say it only when it starts

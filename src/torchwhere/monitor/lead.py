@@ -76,7 +76,7 @@ class Lead(SingleHost):
             self._run, self._is_shared = run, not run.missing
             self._span.meet(run)
             self._rendezvous = self._rendezvous or Rendezvous.at(
-                next(iter(run.labels.values())).meta.get("store")
+                next(iter(run.summaries.values())).meta.get("store")
             )
         is_settled = run is not None and now - self._began > GRACE_S
         if (
@@ -291,7 +291,7 @@ class Lead(SingleHost):
         """Whether a snapshot is about ranks that never were there together with those of this host.
         Hosts may count restarts differently."""
         own, told = (
-            list(run.labels.values()),
+            list(run.summaries.values()),
             [said.label for said in snapshot.batch.rank_summaries],
         )
         job = {_job(label) for label in own}
@@ -300,7 +300,7 @@ class Lead(SingleHost):
         began_ns = min((label.meta["started_ns"] for label in told), default=0)
         own_ns = min((label.meta.get("started_ns", 0) for label in own), default=0)
         seen = {
-            rank: status for rank, status in snapshot.statuses.items() if rank not in run.labels
+            rank: status for rank, status in snapshot.statuses.items() if rank not in run.summaries
         }
         last_ns = max((each.alive_ns or 0 for each in seen.values()), default=0)
         are_gone = bool(seen) and not any(each.alive for each in seen.values())

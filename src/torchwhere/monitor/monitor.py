@@ -23,9 +23,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.progress import Progress, read_progress
 from torchwhere.blackbox.run import BoxRun, read_run
-from torchwhere.blackbox.summary import BoxOrSummary
+from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.exits import ended_well
@@ -133,7 +132,7 @@ class Monitor:
     def _look(self) -> bool:
         """See the processes; whether one has gone since."""
         if self._run is None or set(self._paths()) != {
-            box.path for box in self._run.labels.values()
+            box.path for box in self._run.summaries.values()
         }:
             self._take(self._read())
         if self._run is None:
@@ -166,7 +165,7 @@ class Monitor:
         """A run that was just read. A process whose box is gone is still there to be looked at."""
         if run is not None:
             is_same = self._run is not None and _is_one_life(run, self._run)
-            self._labels = (self._labels if is_same else {}) | dict(run.labels)
+            self._labels = (self._labels if is_same else {}) | dict(run.summaries)
             self._statuses = self._statuses if is_same else {}
             self._run = run
 
@@ -186,7 +185,7 @@ class Monitor:
 
     def _own_paths(self) -> list[Path]:
         """Boxes of this host: in a shared folder, those of others are looked at by others."""
-        boxes = self._run.labels if self._run is not None else {}
+        boxes = self._run.summaries if self._run is not None else {}
         return [
             boxes[rank].path
             for rank, seen in self._statuses.items()
@@ -217,9 +216,11 @@ class Monitor:
         came before or after it. If it has no box, as on a full disk, ranks that began with it are
         watched."""
         here = (socket.gethostname(), self.launcher)
-        if any((box.meta.get("host"), box.meta.get("pid")) == here for box in run.labels.values()):
+        if any(
+            (box.meta.get("host"), box.meta.get("pid")) == here for box in run.summaries.values()
+        ):
             return True
-        newest = max(int(box.meta.get("started_ns", 0)) for box in run.labels.values())
+        newest = max(int(box.meta.get("started_ns", 0)) for box in run.summaries.values())
         is_old = (
             time.time_ns() - self._started_ns > _BOX_NS
             and self.launcher is not None
@@ -293,7 +294,7 @@ class Monitor:
             return
         own = {
             rank: box
-            for rank, box in self._run.labels.items()
+            for rank, box in self._run.summaries.items()
             if self._statuses.get(rank, _UNSEEN).alive is not None
         }
         seen = look(own, stacks=[rank for rank in self.others.stacks if rank in own])
@@ -410,7 +411,11 @@ class Monitor:
 def _is_one_life(run: BoxRun, other: BoxRun) -> bool:
     """Whether two readings are of one run, with no restart in between: no rank of both is another
     process."""
-    common = [(box, other.labels[rank]) for rank, box in run.labels.items() if rank in other.labels]
+    common = [
+        (box, other.summaries[rank])
+        for rank, box in run.summaries.items()
+        if rank in other.summaries
+    ]
     return all(_who(one) == _who(another) for one, another in common)
 
 

@@ -67,7 +67,7 @@ class Lifetime:
         host, now = socket.gethostname(), time.monotonic()
         own = [
             box.meta.get("started_ns")
-            for box in run.labels.values()
+            for box in run.summaries.values()
             if box.meta.get("host") == host
         ]
         ages = [(time.time_ns() - started) / 1e9 for started in own if isinstance(started, int)]
@@ -150,7 +150,8 @@ def with_hosts(verdict: Verdict, run: RunSummary[Any]) -> Verdict:
     """The verdict with where its culprits are, if the job has several hosts: somebody has to go
     there."""
     hosts = {
-        rank: box.meta.get("told_by") or box.meta.get("host") for rank, box in run.labels.items()
+        rank: box.meta.get("source_host") or box.meta.get("host")
+        for rank, box in run.summaries.items()
     }
     if len(set(hosts.values())) < 2:
         return verdict

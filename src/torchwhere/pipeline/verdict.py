@@ -17,7 +17,7 @@ from typing import Any
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, progress_of
+from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, read_checksum
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.diagnose.calls.load import Progress, load_calls
 from torchwhere.diagnose.calls.rank_calls import JobCalls, heard
@@ -86,12 +86,12 @@ def diagnose_run(
     of `ask`, on other hosts."""
     job_calls = job_calls if job_calls is not None else heard(run)
     kept = {rank: value for rank, value in kept.items() if is_of(run, rank, value)}
-    labels = dict(run.labels) | summaries_of(kept, run)
+    labels = dict(run.summaries) | summaries_of(kept, run)
     seen = _known_to_be_over(merged(look(labels), _not_outdated(kept, job_calls)), labels)
     _read_again(run, job_calls, [rank for rank, status in seen.items() if status.alive is False])
     job_calls, said = fill_from_snapshots(run, job_calls)
     job_calls.kept["moments"] = moments(
-        RunSummary(run.folder, run.labels)
+        RunSummary(run.folder, run.summaries)
     )  # one clock for all hosts: who is late is told by it
     verdict = _diagnose(run, job_calls, kept, seen, labels, stall_s, ask)
     return replace(verdict, missing_data=(*verdict.missing_data, *said)) if said else verdict
@@ -118,7 +118,7 @@ def _diagnose(
     if verdict.kind in _CALM:
         return verdict
     if now_ns is None:
-        return with_evidence(verdict, run.labels, run.folder, may_ask=False)
+        return with_evidence(verdict, run.summaries, run.folder, may_ask=False)
     suspects = (
         tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
     )
@@ -128,7 +128,7 @@ def _diagnose(
     )
     verdict = diagnose(run, statuses=seen, now_ns=now_ns, stall_s=stall_s, job_calls=job_calls)
     is_there = any(status.alive for status in seen.values())
-    return with_evidence(verdict, run.labels, run.folder, may_ask=is_there)
+    return with_evidence(verdict, run.summaries, run.folder, may_ask=is_there)
 
 
 def _known_to_be_over(
@@ -175,10 +175,13 @@ def _read_again(run: RunSummary[Any], job_calls: JobCalls, gone: list[int]) -> N
     """A process may have written its last words between the reading of its box and the look that
     found it gone."""
     for rank in gone:
-        if rank in run.boxes and progress_of(run.labels[rank].path) != run.labels[rank].progress:
-            box = read_box(run.labels[rank].path)
+        if (
+            rank in run.boxes
+            and read_checksum(run.summaries[rank].path) != run.summaries[rank].checksum
+        ):
+            box = read_box(run.summaries[rank].path)
             # not of a restart
-            if box.rank == rank and box.meta.get("pid") == run.labels[rank].meta.get("pid"):
+            if box.rank == rank and box.meta.get("pid") == run.summaries[rank].meta.get("pid"):
                 job_calls.hear(rank, box)
 
 

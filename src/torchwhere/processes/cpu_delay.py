@@ -1,17 +1,17 @@
-"""How long this process's main thread was ready to run without a CPU to run on, by the kernel's
-scheduler: another one had it, or the share that its container may use was used up."""
+"""How long this process's main thread was ready to run but had no CPU, from the kernel's scheduler:
+another process used the CPU, or the container's CPU quota was used up."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-_OF_MAIN_THREAD = Path("/proc/self/schedstat")  # whoever reads it
+_MAIN_THREAD = Path("/proc/self/schedstat")  # of the main thread, also for other threads
 
 
 def cpu_delay_ns() -> int | None:
-    """Since it began; None where the kernel does not tell."""
+    """Total since the process started; None if the kernel does not report it."""
     try:
-        _ran, queued, _times = _OF_MAIN_THREAD.read_bytes().split()
+        _ran, queued, _slices = _MAIN_THREAD.read_bytes().split()
         return int(queued)
     except (OSError, ValueError):
         return None

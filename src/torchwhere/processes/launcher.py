@@ -1,10 +1,10 @@
-"""What the launcher of this process says of it: its rank, how many there are, and its place among
-those of its host.
+"""Reads from the launcher's environment variables which process this is: rank, world size, local
+rank, host.
 
-Reads the variables of torchrun, Open MPI, MPICH and Intel MPI, and SLURM, in this order: a job that
-mpirun starts inside a SLURM allocation has SLURM's too, of something else. What one of them leaves
-out another one may say, unless it speaks of another rank or world; so with `RANK=$SLURM_PROCID` in
-a script of srun.
+Reads the variables of torchrun, Open MPI, MPICH and Intel MPI, and SLURM, in this order: mpirun
+inside a SLURM allocation also has SLURM's variables, which describe another process. A later
+launcher fills in missing values (`RANK=$SLURM_PROCID` in an srun script), unless its rank or world
+size differs.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 _Names = tuple[str, ...]
-_WHO = ("rank", "world_size")  # who differs in these speaks of another process
+_IDENTITY = ("rank", "world_size")  # launchers that differ here describe different processes
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One process, as its launcher counts; None for what nobody says."""
+    """One process as its launcher describes it; None for unknown values."""
 
     rank: int | None = None
     world_size: int | None = None
-    local_rank: int | None = None  # among those of its host
+    local_rank: int | None = None
     local_world_size: int | None = None
-    host: int | None = None  # the number of its host
+    host: int | None = None  # number of its host
     hosts: int | None = None
 
     @property
     def is_first_of_host(self) -> bool:
-        """A process that no launcher has started is the first of its host."""
+        """Whether this is local rank 0. True without a launcher."""
         return not self.local_rank
 
     @property
@@ -67,7 +67,7 @@ _LAUNCHERS: tuple[dict[str, _Names], ...] = (
         "local_rank": ("MPI_LOCALRANKID",),
         "local_world_size": ("MPI_LOCALNRANKS",),
     },
-    {  # a step, which is what srun starts, may have fewer tasks and nodes than the job
+    {  # srun starts a step, which may have fewer tasks and nodes than the job
         "rank": ("SLURM_PROCID",),
         "world_size": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
         "local_rank": ("SLURM_LOCALID",),
@@ -78,37 +78,35 @@ _LAUNCHERS: tuple[dict[str, _Names], ...] = (
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Of this process."""
-    known = Launch()
+    """Describe this process."""
+    merged = Launch()
     for names in _LAUNCHERS:
-        said = _read(names, environment)
-        if all(
-            getattr(known, name) in (None, getattr(said, name)) or getattr(said, name) is None
-            for name in _WHO
-        ):
-            told = {
-                name: value for name, value in asdict(said).items() if getattr(known, name) is None
-            }
-            known = replace(known, **told)
-    return known
+        launcher = _read(names, environment)
+        if all(_agree(getattr(merged, name), getattr(launcher, name)) for name in _IDENTITY):
+            values = asdict(launcher).items()
+            merged = replace(
+                merged, **{name: value for name, value in values if getattr(merged, name) is None}
+            )
+    return merged
+
+
+def _agree(value: int | None, other: int | None) -> bool:
+    return value is None or other is None or value == other
 
 
 def _read(names: Mapping[str, _Names], environment: Mapping[str, str]) -> Launch:
     if "SLURM_PROCID" in names["rank"] and _is_batch_script(environment):
         return Launch()
-    return Launch(**{field: _number(each, environment) for field, each in names.items()})
+    return Launch(**{field: _number(variables, environment) for field, variables in names.items()})
 
 
 def _number(names: _Names, environment: Mapping[str, str]) -> int | None:
-    return next(
-        (int(value) for name in names if (value := environment.get(name, "")).isdecimal()), None
-    )
+    values = (environment.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """Whether this is what sbatch itself runs: one process, with the variables of tasks that it has
-    yet to start."""
-    return environment.get("ENVIRONMENT") == "BATCH" and not environment.keys() & {
-        "SLURM_STEP_ID",
-        "SLURM_STEPID",
-    }
+    """Whether this is the script of sbatch itself: one process with the variables of tasks that it
+    has yet to start."""
+    is_step = bool(environment.keys() & {"SLURM_STEP_ID", "SLURM_STEPID"})
+    return environment.get("ENVIRONMENT") == "BATCH" and not is_step

@@ -1,12 +1,9 @@
-"""Looks at the processes of a run from outside: are they there, do they run, where are their Python
+"""Looks at the processes of a run from outside: do they exist, do they run, what are their Python
 stacks.
 
-Reads /proc and asks a rank for its stack by a signal that its watch has made harmless (see
-`hooks/fault_stack.py`). A process is only ever signalled if its box names it, it has not been
-replaced by another one of the same number, and it catches that signal. Of one that cannot answer
-`py-spy` reads the stack, where it is installed. That a process was killed for want of memory is
-told by its cgroup: the kernel's count of such kills went up since the process began, or since it
-was last seen.
+Reads /proc and requests stacks (`processes/stacks.py`). If a process is gone, its cgroup tells
+whether the kernel killed it because memory ran out: the kernel's count of such kills has grown
+since the process started, or since the last look.
 """
 
 from __future__ import annotations
@@ -22,300 +19,206 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.file_names import fault_file, stall_file
 from torchwhere.blackbox.summary import BoxOrSummary
-from torchwhere.blackbox.writer import STALL_MARK, fault_file, stall_file
 from torchwhere.processes import py_spy
 from torchwhere.processes.cgroup import limit_bytes, oom_kills
 from torchwhere.processes.namespace import pid_namespace
-from torchwhere.processes.py_spy import MainThread, PySpyFrame
+from torchwhere.processes.py_spy import MainThread
+from torchwhere.processes.stacks import (
+    Stack,
+    crash_stack,
+    read_text,
+    request_stacks,
+    stall_stack,
+    without_own_frames,
+)
 from torchwhere.processes.status import ProcessStatus
 
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_MOST_FRAMES = 64
 _UNSEEN = ProcessStatus()
-_LAUNCHERS = ("/torchwhere/", "<frozen runpy>", "/runpy.py")  # what runs a script, outside it
+_EXITED = ("Z", "X")  # zombie, dead
 
 
 def look(
     boxes: Mapping[int, BoxOrSummary], *, stacks: Iterable[int] = (), patience_s: float = 1.0
 ) -> dict[int, ProcessStatus]:
-    """See every process of this host, and ask those of the ranks in `stacks` for their Python
-    stack."""
+    """Status of every process on this host, with the Python stacks of the ranks in `stacks`."""
     wanted = set(stacks)
-    asked = {
-        rank: size
+    can_answer = {
+        rank: box
         for rank, box in boxes.items()
-        if rank in wanted and (size := _ask(box)) is not None
+        if rank in wanted and _state(box) not in (None, *_EXITED, "T", "t")
     }
-    deadline = time.monotonic() + patience_s
-    found: dict[int, tuple[str, ...]] = {}
-    while len(found) < len(asked) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        for rank, size in asked.items():
-            if rank not in found and (stack := _answer(boxes[rank], size)):
-                found[rank] = stack
-    # of the whole look: who is found gone was gone while the others were there
+    rank_stacks = request_stacks(can_answer, patience_s=patience_s)
+    # one time for the whole look: a process that is gone was gone while the others existed
     now_ns = time.time_ns()
     host = socket.gethostname() if Path("/proc/self/stat").exists() else None
-    here = {
-        rank
-        for rank, box in boxes.items()
-        if host is not None and box.meta.get("host") == host and _is_near(box)
-    }
+    here = {rank for rank, box in boxes.items() if _is_visible(box, host)}
     spied = _spied({rank: boxes[rank] for rank in sorted(wanted & here)})
-    found = {rank: _shown(main.frames) for rank, main in spied.items()} | found
-    counts: dict[str, int | None] = {}  # ranks of one cgroup share a counter
-    notes = _Notes()
-    seen = {
-        rank: (
-            _status(box, found.get(rank, ()), counts, notes, now_ns)
-            if rank in here
-            else _unseen(box, notes)
-        )
+    for rank, main in spied.items():
+        rank_stacks.setdefault(rank, without_own_frames(main.frames))
+    observer = _Observer(now_ns)
+    statuses = {
+        rank: observer.status(box, rank_stacks.get(rank, ())) if rank in here else observer.far(box)
         for rank, box in boxes.items()
     }
-    return seen | {
-        rank: replace(seen[rank], holds_gil=main.holds_gil) for rank, main in spied.items()
-    }
+    for rank, main in spied.items():
+        statuses[rank] = replace(statuses[rank], holds_gil=main.holds_gil)
+    return statuses
 
 
-class _Notes:
-    """What ranks have written beside their boxes. Most have written nothing: their folder is listed
-    once, instead of asking for two files of each."""
+def merged(
+    seen: Mapping[int, ProcessStatus], saved: Mapping[int, dict[str, Any]]
+) -> dict[int, ProcessStatus]:
+    """The current statuses. Where a process is gone or out of reach, adds what a monitor saved."""
+    statuses = dict(seen)
+    for rank, value in saved.items():
+        now, earlier = statuses.get(rank, ProcessStatus()), ProcessStatus.from_dict(value)
+        if not now.alive:
+            statuses[rank] = now.after(earlier)
+    return statuses
 
-    def __init__(self) -> None:
-        self._names: dict[str, frozenset[str]] = {}  # by folder
 
-    def of(self, box: BoxOrSummary, name_of: Callable[[Path], Path]) -> str:
+def is_running(pid: int) -> bool:
+    stat = _stat(pid)
+    return bool(stat) and stat[0] not in _EXITED
+
+
+class _Observer:
+    """One look. Reads each OOM counter and lists each folder once: ranks share them."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._now_ns = now_ns
+        self._oom_kills: dict[str, int | None] = {}  # by counter file
+        self._side_files: dict[str, frozenset[str]] = {}  # names by folder
+
+    def status(self, box: BoxOrSummary, stack: Stack) -> ProcessStatus:
+        """Status of a process on this host."""
+        stat, now_ns = _own_stat(box), self._now_ns
+        state = stat[0] if stat else None
+        alive = state not in (None, *_EXITED)
+        kills = self._kills(box)
+        ended: str | None = None
+        crashed_at: Stack = ()
+        stalled_at: Stack = ()
+        stalled_ns: int | None = None
+        if state in (None, "Z"):
+            ended, crashed_at = crash_stack(self._side_file(box, fault_file))
+            if ended is None:
+                stalled_at, stalled_ns = self._stall(box)
+        is_killed = not alive or _has_sigkill(box.meta.get("pid"))
+        return ProcessStatus(
+            alive=alive,
+            state=state,
+            ended=ended,
+            stack=stack or crashed_at or stalled_at,
+            alive_ns=now_ns if alive else None,
+            gone_ns=None if alive else now_ns,
+            stack_ns=now_ns if stack else stalled_ns,
+            oom_kills=kills,
+            out_of_memory=_out_of_memory(box, kills) if is_killed else None,
+            exit_code=_zombie_exit_code(stat) if state == "Z" else None,
+        )
+
+    def far(self, box: BoxOrSummary) -> ProcessStatus:
+        """Status of a process on another host: only its stall file is known."""
+        stack, stack_ns = self._stall(box)
+        return ProcessStatus(stack=stack, stack_ns=stack_ns) if stack else _UNSEEN
+
+    def _stall(self, box: BoxOrSummary) -> tuple[Stack, int | None]:
+        return stall_stack(self._side_file(box, stall_file), last_ns=box.last_ns)
+
+    def _kills(self, box: BoxOrSummary) -> int | None:
+        counter = box.meta.get("oom_counter")
+        if not isinstance(counter, str):
+            return None
+        if counter not in self._oom_kills:
+            self._oom_kills[counter] = oom_kills(counter)
+        return self._oom_kills[counter]
+
+    def _side_file(self, box: BoxOrSummary, name_of: Callable[[Path], Path]) -> str:
+        """Text of a file that a rank may have written beside its box. Most ranks have none: one
+        listing of the folder replaces two failing reads for each rank."""
         folder, _ = os.path.split(box.path)
-        if folder not in self._names:
+        if folder not in self._side_files:
             with contextlib.suppress(OSError):
-                self._names[folder] = frozenset(
+                self._side_files[folder] = frozenset(
                     name for name in os.listdir(folder or ".") if not name.endswith(".box")
                 )
-        path = name_of(box.path) if self._names.get(folder) else None
-        return _read(path) if path is not None and path.name in self._names[folder] else ""
-
-
-def _status(
-    box: BoxOrSummary,
-    stack: tuple[str, ...],
-    counts: dict[str, int | None],
-    notes: _Notes,
-    now_ns: int,
-) -> ProcessStatus:
-    state, exit_code = _stat(box)
-    alive = state not in (None, "Z", "X")
-    counter = box.meta.get("oom_counter")
-    if isinstance(counter, str) and counter not in counts:
-        counts[counter] = oom_kills(counter)
-    kills = counts.get(counter) if isinstance(counter, str) else None
-    ended, crashed_at = _last_words(box, notes) if state in (None, "Z") else (None, ())
-    rested_at, rested_ns = (
-        _rest(box, notes) if state in (None, "Z") and ended is None else ((), None)
-    )
-    return ProcessStatus(
-        alive=alive,
-        state=state,
-        ended=ended,
-        stack=stack or crashed_at or rested_at,
-        alive_ns=now_ns if alive else None,
-        gone_ns=None if alive else now_ns,
-        stack_ns=now_ns if stack else rested_ns,
-        oom_kills=kills,
-        out_of_memory=(
-            None if alive and not _is_dying(box.meta.get("pid")) else _out_of_memory(box, kills)
-        ),
-        exit_code=exit_code,
-    )
+        names = self._side_files.get(folder)
+        if not names:
+            return ""
+        path = name_of(box.path)
+        return read_text(path) if path.name in names else ""
 
 
 def _out_of_memory(box: BoxOrSummary, kills: int | None) -> str | None:
-    """That a process which is gone was killed for want of memory: since it began, a process of its
-    cgroup was."""
+    """Sentence for a killed process, if its cgroup has seen an OOM kill since it started."""
     counter, before = box.meta.get("oom_counter"), box.meta.get("oom_kills")
-    if (
-        kills is None
-        or not isinstance(counter, str)
-        or not isinstance(before, int)
-        or kills <= before
-    ):
+    if not isinstance(counter, str) or not isinstance(before, int):
         return None
-    most = limit_bytes(counter)
-    limit = (
-        f"cgroup limit {most / 1e6:.0f} MB" if most is not None else "no limit but the machine's"
-    )
+    if kills is None or kills <= before:
+        return None
+    limit = limit_bytes(counter)
+    limited = f"cgroup limit {limit / 1e6:.0f} MB" if limit is not None else "no cgroup limit"
     return (
-        f"killed by the system: out of memory ({limit}, its oom_kill count went from {before} to"
+        f"killed by the system: out of memory ({limited}, its oom_kill count went from {before} to"
         f" {kills})"
     )
 
 
-def _is_dying(pid: Any) -> bool:
-    """Whether a process that is there was killed already: the system counts one that it kills
-    first, and a large one takes long to go. It has SIGKILL before it, or its memory is gone."""
-    status = _read(Path(f"/proc/{pid}/status"))
-    pending = (
-        int(bits, 16)
-        for bits in re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE)
-    )
-    return any(bits >> (signal.SIGKILL - 1) & 1 for bits in pending) or "VmSize:" not in status
+def _has_sigkill(pid: Any) -> bool:
+    """Whether an existing process was already killed: the kernel counts a kill first, and a large
+    process takes long to exit. SIGKILL is pending, or its memory is gone."""
+    status = read_text(Path(f"/proc/{pid}/status"))
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", status, re.MULTILINE)
+    is_pending = any(int(bits, 16) >> (signal.SIGKILL - 1) & 1 for bits in pending)
+    return is_pending or "VmSize:" not in status
 
 
-def _is_near(box: BoxOrSummary) -> bool:
-    """Whether the processes that this one sees are those that the writer of a box saw: not so from
-    another container."""
+def _is_visible(box: BoxOrSummary, host: str | None) -> bool:
+    """Whether the writer of a box runs on this host and in this PID namespace, not in another
+    container."""
+    if host is None or box.meta.get("host") != host:
+        return False
     namespace = box.meta.get("pid_namespace")
     return namespace is None or namespace == pid_namespace()
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def _state(box: BoxOrSummary) -> str | None:
-    """R, S, D, T ... of the process that wrote a box; None if it is gone, or its number is
-    another's now."""
-    return _stat(box)[0]
+    """State (R, S, D, T, ...) of the process that wrote a box; None if it is gone."""
+    stat = _own_stat(box)
+    return stat[0] if stat else None
 
 
-def _stat(box: BoxOrSummary) -> tuple[str | None, int | None]:
-    """The same, and the exit code of a process that has ended and that its parent has not yet asked
-    for it."""
-    pid = box.meta.get("pid")
-    if not isinstance(pid, int):
-        return None, None
+def _own_stat(box: BoxOrSummary) -> list[str]:
+    """`_stat` of the process that wrote a box; empty if another process has its number now."""
+    pid, started = box.meta.get("pid"), box.meta.get("pid_started")
+    stat = _stat(pid) if isinstance(pid, int) else []
+    is_writer = bool(stat) and (started is None or int(stat[19]) == started)
+    return stat if is_writer else []
+
+
+def _zombie_exit_code(stat: list[str]) -> int | None:
+    """Exit code of a process that its parent has not collected yet. The kernel shows 0 to a user
+    who may not read it, so 0 means unknown."""
+    return os.waitstatus_to_exitcode(int(stat[49])) or None
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/<pid>/stat from the state on; empty for a process that is gone."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None, None
-    started = box.meta.get("pid_started")
-    if started is not None and int(stat[19]) != started:
-        return None, None
-    # The kernel says 0 to a user who may not know the exit code.
-    return stat[0], (os.waitstatus_to_exitcode(int(stat[49])) or None) if stat[0] == "Z" else None
-
-
-def _last_words(box: BoxOrSummary, notes: _Notes) -> tuple[str | None, tuple[str, ...]]:
-    """How a process says it crashed, if it could: what Python's fault handler wrote for it, and the
-    stack of that thread."""
-    text = notes.of(box, fault_file)
-    crash = re.search(r"^Fatal Python error: (.*)$", text, re.MULTILINE)
-    if crash is None:
-        return None, ()
-    current = re.search(
-        r"^Current thread 0x[0-9a-f]+.*\n((?:  .*\n)*)", text[crash.end() :], re.MULTILINE
-    )
-    return crash[1], _shown(_frames(current[1])) if current is not None else ()
-
-
-def _rest(box: BoxOrSummary, notes: _Notes) -> tuple[tuple[str, ...], int | None]:
-    """Where a process stood when it last came to rest, by its own words, and when that was; nothing
-    if it has moved since."""
-    first, _, text = notes.of(box, stall_file).partition("\n")
-    moment = first.removeprefix(STALL_MARK)
-    # of a box that is gone it is not known when it last moved
-    is_last = moment.isdecimal() and int(moment) > box.last_ns > 0
-    return (_shown(_frames(text)), int(moment)) if is_last else ((), None)
-
-
-def _unseen(box: BoxOrSummary, notes: _Notes) -> ProcessStatus:
-    """A process of another host: all there is are its own words."""
-    rested_at, rested_ns = _rest(box, notes)
-    return ProcessStatus(stack=rested_at, stack_ns=rested_ns) if rested_at else _UNSEEN
-
-
-def _read(path: Path, *, start: int = 0) -> str:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(1 << 20).decode("utf-8", "replace")
-    except OSError:
-        return ""
-
-
-# -- stacks ----------------------------------------------------------------------------------------
-
-
-def _ask(box: BoxOrSummary) -> int | None:
-    """Have a process write its stack; the size of its file before it does. None where it cannot be
-    asked."""
-    number, pid = box.meta.get("stack_signal"), box.meta.get("pid")
-    if (
-        not isinstance(number, int)
-        or not isinstance(pid, int)
-        or box.meta.get("host") != socket.gethostname()
-    ):
-        return None
-    if _state(box) in (None, "Z", "X", "T", "t") or not _catches(pid, number):
-        return None
-    try:
-        size = fault_file(box.path).stat().st_size
-        os.kill(pid, number)
-    except OSError:
-        return None
-    return size
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal: sent to one that has none, it would end it."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught.group(1), 16) >> (number - 1) & 1)
-
-
-def _answer(box: BoxOrSummary, size: int) -> tuple[str, ...]:
-    """The main thread's frames, once they are written."""
-    return main_thread(_read(fault_file(box.path), start=size))
-
-
-def main_thread(text: str) -> tuple[str, ...]:
-    """`file:line in function`, innermost first, of the thread that Python's fault handler prints
-    last: the main one."""
-    blocks = re.split(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", text, flags=re.MULTILINE)
-    return _shown(_frames(blocks[-1])) if len(blocks) > 1 else ()
-
-
-def _frames(text: str) -> list[PySpyFrame]:
-    return [
-        PySpyFrame(match[1], int(match[2]), match[3])
-        for line in text.splitlines()
-        if (match := _FRAME.match(line))
-    ]
-
-
-def _shown(frames: list[PySpyFrame]) -> tuple[str, ...]:
-    """A stack without what runs the script, and without torchwhere's own."""
-    while frames and any(part in frames[-1].file for part in _LAUNCHERS):
-        frames.pop()
-    shown = [frame for frame in frames[:_MOST_FRAMES] if "/torchwhere/hooks/" not in frame.file]
-    return tuple(f"{frame.file}:{frame.line} in {frame.function}" for frame in shown)
+        return []
 
 
 def _spied(boxes: Mapping[int, BoxOrSummary]) -> dict[int, MainThread]:
-    """What py-spy sees of ranks: their stacks, stopped and deaf as they may be, and who holds the
+    """Main threads that py-spy can read, even of a stopped process, and whether each holds the
     GIL."""
     ranks = {
         int(box.meta["pid"]): rank
         for rank, box in boxes.items()
-        if _state(box) not in (None, "Z", "X")
+        if _state(box) not in (None, *_EXITED)
     }
     return {ranks[pid]: main for pid, main in py_spy.main_threads(ranks).items()} if ranks else {}
-
-
-def merged(
-    seen: Mapping[int, ProcessStatus], kept: Mapping[int, dict[str, Any]]
-) -> dict[int, ProcessStatus]:
-    """What is seen now, and where nobody can look or all is over, what a monitor saw and kept."""
-    found = dict(seen)
-    for rank, value in kept.items():
-        now, then = found.get(rank, ProcessStatus()), ProcessStatus.from_dict(value)
-        if not now.alive:
-            found[rank] = now.after(then)
-    return found

@@ -1,5 +1,5 @@
-"""Which processes this one can see, by their numbers: those of its PID namespace, as a container
-has one of its own."""
+"""The PID namespace: which processes this process sees, and under which ids. A container has its
+own namespace."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 
 
 def pid_namespace() -> int | None:
-    """A number for it, the same in all processes that see the same; None where there is no such
-    thing."""
+    """Id of the namespace, equal in all processes that share it; None where there is none."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -1,9 +1,8 @@
-"""Python stacks of processes that do not answer: read out of their memory by `py-spy`, if it is
-installed.
+"""Reads Python stacks with `py-spy`, if it is installed, from processes that cannot answer.
 
-Never a dependency. It is asked not to pause what it looks at, so that it works on a stopped process
-and changes nothing. Where it is missing, is not allowed to look (ptrace_scope, containers) or takes
-too long, there is no stack, and that is all.
+py-spy is not a dependency. It runs without pausing the process, so it also works on a stopped
+process and changes nothing. If it is missing, lacks permission (ptrace_scope, containers) or takes
+too long, there is no stack.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _PATIENCE_S = 5.0
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 
 
-class PySpyFrame(NamedTuple):
-    """One line of a stack."""
+class StackFrame(NamedTuple):
+    """One frame of a Python stack."""
 
     file: str
     line: int
@@ -32,22 +31,22 @@ class PySpyFrame(NamedTuple):
 
 
 def program() -> str | None:
-    """Where py-spy is: beside this Python, or on the path."""
+    """Path of py-spy: beside this Python, or on the PATH."""
     beside = Path(sys.executable or ".").with_name("py-spy")
-    return (
-        str(beside) if os.access(beside, os.X_OK) and beside.is_file() else shutil.which("py-spy")
-    )
+    if os.access(beside, os.X_OK) and beside.is_file():
+        return str(beside)
+    return shutil.which("py-spy")
 
 
 class MainThread(NamedTuple):
-    """Its frames, innermost first."""
+    """The main thread of a process."""
 
-    frames: list[PySpyFrame]
+    frames: list[StackFrame]  # innermost first
     holds_gil: bool
 
 
 def main_threads(pids: Iterable[int]) -> dict[int, MainThread]:
-    """The main threads of some processes; without those that cannot be had."""
+    """The main threads of those processes that py-spy can read."""
     spy = program()
     if spy is None:
         return {}
@@ -59,15 +58,14 @@ def main_threads(pids: Iterable[int]) -> dict[int, MainThread]:
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
     deadline = time.monotonic() + _PATIENCE_S
-    said = {pid: _said(process, deadline) for pid, process in started.items()}
-    return {
-        pid: found for pid, text in said.items() if (found := _main_thread(text, pid)) is not None
-    }
+    outputs = {pid: _output(process, deadline) for pid, process in started.items()}
+    threads = {pid: _main_thread(output, pid) for pid, output in outputs.items()}
+    return {pid: thread for pid, thread in threads.items() if thread is not None}
 
 
-def _said(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+def _output(process: subprocess.Popen[bytes], deadline: float) -> bytes:
     try:
-        return process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0][:_MOST_BYTES]
+        return process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0][:_MAX_BYTES]
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -87,5 +85,5 @@ def _main_thread(text: bytes, pid: int) -> MainThread | None:
         return None
 
 
-def _frame(value: dict[str, Any]) -> PySpyFrame:
-    return PySpyFrame(str(value["filename"]), int(value["line"]), str(value["name"]))
+def _frame(value: dict[str, Any]) -> StackFrame:
+    return StackFrame(str(value["filename"]), int(value["line"]), str(value["name"]))

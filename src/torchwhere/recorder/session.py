@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 
-from torchwhere.blackbox.writer import BoxWriter, box_name, fault_file, stall_file
+from torchwhere.blackbox.file_names import box_name, fault_file, stall_file
+from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import FAILED, TorchwhereError, failure
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.hooks import python_stack

@@ -118,7 +118,7 @@ def _(result: RunSummary) -> str:  # type: ignore[type-arg]
 
 def _ranks_of(run: RunSummary[Any]) -> str:
     ranks = f"{len(run.boxes):,} of {run.world_size:,} ranks"
-    events = sum(box.counts.good for box in run.labels.values())
+    events = sum(box.counts.good for box in run.summaries.values())
     return f"{ranks}, {events:,} events"
 
 

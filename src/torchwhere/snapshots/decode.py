@@ -259,7 +259,7 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
         "counted": {
             _text(name): _int(count) for name, count in _dict(meta.get("counted", {})).items()
         },
-        "told_by": host,  # not "host": nobody here can look at its process
+        "source_host": host,  # not "host": nobody here can look at its process
     }
     return BoxSummary(
         path=Path(f"{host}:{_text(value['path'])}"),
@@ -268,7 +268,7 @@ def _label(value: dict[str, Any], host: str, ahead_ns: int) -> BoxSummary:
         is_readable=True,
         last_ns=_int(value["last_ns"]) - ahead_ns,
         lacks_counts=_bool(value["lacks_counts"]),
-        progress=0,  # as of a file that is not here: nobody tries to read it again
+        checksum=0,  # as of a file that is not here: nobody tries to read it again
         meta=known,
         counts=Counts(**{each.name: _int(counts[each.name]) for each in fields(Counts)}),
         problems=tuple(_text(each) for each in _list(value["problems"], most=64)),

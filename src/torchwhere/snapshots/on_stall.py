@@ -13,10 +13,10 @@ import socket
 import time
 from pathlib import Path
 
+from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_header
-from torchwhere.blackbox.summary import BoxSummary, label
-from torchwhere.blackbox.writer import box_name
+from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.processes.look import look
 from torchwhere.snapshots.read import STALL
 from torchwhere.snapshots.write import SnapshotWriter
@@ -66,5 +66,5 @@ class StallSnapshot:
                 and box.rank == rank
                 and (box.run, box.meta.get("host")) == (own.run, self._host)
             ):
-                found[rank] = label(box)
+                found[rank] = summarize(box)
         return found if self._rank in found else {}

@@ -59,8 +59,8 @@ def _with_death(value: dict[str, Any], other: Mapping[str, Any]) -> dict[str, An
 def is_of(run: RunSummary[Any], rank: int, kept: Mapping[str, Any]) -> bool:
     """Whether what was kept is about a process of this run, not of an earlier one in the same
     folder."""
-    if rank in run.labels:
-        return kept.get("pid") in (None, run.labels[rank].meta.get("pid"))
+    if rank in run.summaries:
+        return kept.get("pid") in (None, run.summaries[rank].meta.get("pid"))
     return kept.get("run") in (None, list(_identity(run))) and 0 <= rank < run.world_size
 
 
@@ -69,7 +69,7 @@ def summaries_of(
 ) -> dict[int, BoxSummary]:
     """By what was kept of them, ranks without a box can be looked at: is the process there, and how
     did it end."""
-    unlabelled = {rank: value for rank, value in kept.items() if rank not in run.labels}
+    unlabelled = {rank: value for rank, value in kept.items() if rank not in run.summaries}
     identity = _identity(run)
     return {
         rank: BoxSummary(
@@ -80,7 +80,7 @@ def summaries_of(
 
 
 def _identity(run: RunSummary[Any]) -> tuple[str, int]:
-    found: tuple[str, int] = next(iter(run.labels.values())).run
+    found: tuple[str, int] = next(iter(run.summaries.values())).run
     return found
 
 
@@ -101,7 +101,7 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
     lasts = [(said, said.last) for rank, said in job_calls.by_rank.items() if rank not in wanted]
     moved_ns = max((said.issued_ns(*last) for said, last in lasts if last is not None), default=0)
     found, past = job_calls.copy(), set[int]()
-    began_ns = min(_started_ns(box) for box in run.labels.values())
+    began_ns = min(_started_ns(box) for box in run.summaries.values())
     snapshots = [
         snapshot for snapshot in _snapshots(run) if snapshot.read_ns >= began_ns
     ]  # older: of an earlier run in the same folder

@@ -127,7 +127,9 @@ class RunPoller:
         """Of all boxes, those of the newest run. Those that were chosen just now have been looked
         at already."""
         labels = [
-            live_box.label() for path, live_box in self._glances.items() if path not in self._unseen
+            live_box.summary()
+            for path, live_box in self._glances.items()
+            if path not in self._unseen
         ]
         try:
             self._roster = RunSummary(self.folder, *choose(self.folder, labels))

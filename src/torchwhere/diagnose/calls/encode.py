@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.summary import BoxSummary, label
+from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
@@ -147,7 +147,7 @@ class Encoder:
         found = self._sorter.sort(records["extra"], classes, keys)
         counts = known.counts(box, groups)
         said, base = _said(box, found)
-        own_label = label(box)
+        own_label = summarize(box)
         rank_summary = RankSummary(
             label=own_label,
             parts=_parts(found, counts, at, _single(keys, own_pairs)),

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.box import PASS_LABELS, Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
-from torchwhere.core.place import Certainty, Place
+from torchwhere.core.place import PASS_LABELS, Certainty, Place
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
 from torchwhere.diagnose.calls.job_calls import (
     FORM_SHIFT,

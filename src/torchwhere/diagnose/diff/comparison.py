@@ -53,7 +53,7 @@ def diff(
     expressions: what else may differ in a line or a name, and lines and events to leave out."""
     stripping, ignoring = patterns(strip), patterns(ignore)
     labels = (
-        {rank: one for rank, one in run.labels.items() if ranks is None or rank in ranks}
+        {rank: one for rank, one in run.summaries.items() if ranks is None or rank in ranks}
         if run is not None
         else {}
     )

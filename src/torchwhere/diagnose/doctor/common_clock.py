@@ -68,13 +68,13 @@ def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, T
     """With the clocks that whoever has read the boxes found, and has left in
     `hearing.kept["moments"]`."""
     metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
-    hosts = tuple(str(meta.get("told_by") or meta.get("host") or "") for meta in metas)
+    hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
         return window, Trust(hosts, (0.0,) * len(hosts))
     moments = job_calls.kept.get("moments")
     moments = moments if isinstance(moments, Moments) else Moments()
     doubts = [
-        _BY_LETTERS_NS if "told_by" in meta else _doubt_ns(moments, host)
+        _BY_LETTERS_NS if "source_host" in meta else _doubt_ns(moments, host)
         for meta, host in zip(metas, hosts, strict=True)
     ]
     ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]

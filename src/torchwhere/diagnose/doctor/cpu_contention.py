@@ -73,7 +73,7 @@ def _share(
     """By straight lines between beats, of which there is one a second. What they do not reach is
     taken to be like the last."""
     rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
-    beats = rank_calls.box.queued() if rank_calls.box is not None else []
+    beats = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
     if len(beats) < 2:
         return None
     times, waits = (np.array(each, dtype=np.float64) for each in zip(*beats, strict=True))

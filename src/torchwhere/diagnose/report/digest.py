@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import PASS_LABELS, Box
+from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.phase_sums import PhaseKey, PhaseSum, phase_sums
 from torchwhere.core.events import Kind
+from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.phases import last_ns
 from torchwhere.diagnose.report.spans import module_times
 from torchwhere.diagnose.report.texts import cut

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import PASS_LABELS
-from torchwhere.core.place import shown
+from torchwhere.core.place import PASS_LABELS, shown
 from torchwhere.diagnose.calls.job_calls import Counted
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.comms.outline import OutlineLine, outline

@@ -15,7 +15,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
-from torchwhere.blackbox.summary import BoxSummary, label
+from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
@@ -113,7 +113,7 @@ def _heard(
             box = reader.read(path)
         except TorchwhereError as error:  # deleted since the folder was listed
             box = Box(path=path, problems=[str(error)])
-        labels.append(label(box))
+        labels.append(summarize(box))
         by_path[path] = thinned(arrivals(box), ranks=len(files))
         told()
     chosen, earlier, unreadable = choose(folder, labels)
