@@ -595,11 +595,12 @@ def with_version(box: Path, version: int) -> None:
 
 
 def test_folder_of_another_version(copy: Path) -> None:
-    """Boxes of another version of the format are refused by that version's number; one among
-    readable ones is only said."""
+    """A box of another format among readable ones is a warning. If all boxes have an older format,
+    one sentence says what to do."""
     with_version(copy / "rank1.box", 99)
     problem = (
-        f"written in format 99, this torchwhere reads {file_format.VERSION}: use the other version"
+        "written by a newer torchwhere (format 99); this version reads format"
+        f" {file_format.VERSION}. Update torchwhere."
     )
     done = call("groups", copy)
     assert (done.returncode, "default_pg" in done.stdout) == (0, True)
@@ -607,8 +608,12 @@ def test_folder_of_another_version(copy: Path) -> None:
         done.stderr
         == f"torchwhere: 1 of 2 ranks: no box of rank 1\ntorchwhere: rank1.box: {problem}\n"
     )
-    with_version(copy / "rank0.box", 99)
-    assert refused("events", copy) == f"none of the 2 boxes in {copy} can be read: {problem}"
+    for rank in (0, 1):
+        with_version(copy / f"rank{rank}.box", 1)
+    assert refused("events", copy) == (
+        "rank0.box was written by an older torchwhere (format 1); this version reads format 2."
+        " Record the run again."
+    )
 
 
 def test_not_a_box(copy: Path) -> None:

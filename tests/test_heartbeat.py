@@ -66,7 +66,7 @@ def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -
         box = read_box(tmp_path / f"rank{rank}.box")
         (collective, *_) = box.events(kinds={"collective"})
         assert box.beat_ns > collective.t_ns + 2 * BEAT_S * 1e9
-    assert [path.name for path in tmp_path.glob("*.rest")] == []
+    assert [path.name for path in tmp_path.glob("*.stall")] == []
     kept = json.loads((tmp_path / f"stall-{socket.gethostname()}.json").read_text())
     assert {rank: (seen["alive"], seen["alive_ns"]) for rank, seen in kept["ranks"].items()} == {
         "0": (True, None),
@@ -458,13 +458,12 @@ def test_another_container_is_not_looked_into(
         assert look({0: box})[0].alive is None
 
 
-def test_who_beats_later_was_not_gone(tmp_path: Path, afterwards: None) -> None:
-    """What a witness could not find may be there all the same: a beat that came after it says
-    so."""
+def test_a_later_heartbeat_overrides_a_saved_exit(tmp_path: Path, afterwards: None) -> None:
+    """A saved status says that a process is gone; a later heartbeat proves that it was alive."""
     killed_job(tmp_path, after_s=0.05)
     box = read_run(tmp_path).summaries[VICTIM]
     seen = {"alive": False, "gone_ns": box.last_ns - 10**9, "pid": box.meta["pid"]}
-    kept = tmp_path / "witness-elsewhere.json"
+    kept = tmp_path / "stall-elsewhere.json"
     kept.write_text(json.dumps({"ranks": {VICTIM: seen}}))
     assert diagnose_folder(tmp_path).culprits == ()
     kept.write_text(json.dumps({"ranks": {VICTIM: seen | {"gone_ns": box.last_ns + 10**7}}}))

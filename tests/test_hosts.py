@@ -23,6 +23,7 @@ from synthetic_job import Job
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
+from torchwhere.core.atomic_file import replace_file
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
@@ -33,7 +34,6 @@ from torchwhere.monitor.roles import WORD_FILE, SingleHost
 from torchwhere.monitor.transport import FollowerClient, LeadServer
 from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.write import write_whole
 
 SCRIPT = """
 import os, signal, sys, time
@@ -643,7 +643,7 @@ def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
     first, second = pair.lead.gather(pair.one).run.caveats()
-    assert first == "8 of 16 ranks: no box or snapshot of rank 8, 9, 10, 11, 12, 13, 14, 15"
+    assert first == "8 of 16 ranks: no box or snapshot of ranks 8-15"
     host = socket.gethostname()
     assert second.startswith(f"nothing from host {host} (ranks 8 to 15) for ")
     assert second.endswith(" s: it, its monitor or the way to it is gone")
@@ -707,9 +707,7 @@ def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (lead.tend(run), lead.speaks) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
     assert (lead.tend(run), lead.speaks) == (True, True)
-    assert lead.gather(run).run.caveats() == [
-        "8 of 16 ranks: no box of rank 8, 9, 10, 11, 12, 13, 14, 15"
-    ]
+    assert lead.gather(run).run.caveats() == ["8 of 16 ranks: no box of ranks 8-15"]
 
 
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -830,7 +828,7 @@ def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
     """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that
     changes is."""
     folder, run = tmp_path, read_run(job / "whole")
-    write_whole(
+    replace_file(
         folder / WORD_FILE,
         LeadState(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json(),
     )

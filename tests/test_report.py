@@ -851,7 +851,7 @@ def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
     assert [rank for rank, state in enumerate(states) if state == ranks.UNKNOWN] == [3, 5, 6, 7]
     assert found["ranks"]["places"][found["ranks"]["place"][3]] == ranks.NOWHERE
     assert any(
-        sentence.startswith("14 of 16 ranks: no box of rank 3, 7") for sentence in found["missing"]
+        sentence.startswith("14 of 16 ranks: no box of ranks 3, 7") for sentence in found["missing"]
     )
     assert any("rank 5: cut short" in sentence for sentence in found["missing"])
     assert (found["ranks"]["host"][3], found["ranks"]["pid"][3]) != (

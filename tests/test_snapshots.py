@@ -32,7 +32,15 @@ from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
-from torchwhere.snapshots.encode import HEAD, SEAL, HostSnapshot, encode_snapshot, runs, transcribe
+from torchwhere.snapshots.encode import (
+    HEAD,
+    MAGIC,
+    SEAL,
+    HostSnapshot,
+    encode_snapshot,
+    rank_runs,
+    recent_calls,
+)
 
 RANKS = range(8, 16)
 
@@ -51,7 +59,7 @@ def snapshot(boxes: list[Box]) -> HostSnapshot:
         8: ProcessStatus(alive=True, state="S", stack=("train.py:3 in main",), alive_ns=5 * 10**9),
         9: ProcessStatus(alive=False),
     }
-    return HostSnapshot("b", transcribe(boxes)[0], seen, answers=7, is_last=True)
+    return HostSnapshot("b", recent_calls(boxes)[0], seen, answers=7, is_last=True)
 
 
 def opened(data: bytes) -> HostSnapshot:
@@ -144,7 +152,7 @@ def test_clocks(snapshot: HostSnapshot) -> None:
 def test_cut(boxes: list[Box], calls: int) -> None:
     """A cut snapshot has the newest calls of each rank, at least a few of every stream, whole
     counts, and says that it is cut."""
-    batch, is_cut = transcribe(boxes, calls=calls)
+    batch, is_cut = recent_calls(boxes, calls=calls)
     assert is_cut
     found = admitted(opened(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
@@ -165,7 +173,7 @@ def test_cut(boxes: list[Box], calls: int) -> None:
 
 def test_no_boxes() -> None:
     """A host without a readable box writes a snapshot too."""
-    found = opened(encode_snapshot(HostSnapshot("b", transcribe([])[0])))
+    found = opened(encode_snapshot(HostSnapshot("b", recent_calls([])[0])))
     assert (found.host, found.batch.rank_summaries) == ("b", [])
 
 
@@ -184,7 +192,7 @@ def test_no_boxes() -> None:
 )
 def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
     """Members of a group are told as a few rows of numbers."""
-    assert runs(ranks) == expected
+    assert rank_runs(ranks) == expected
     assert (
         tuple(first + step * index for first, count, step in expected for index in range(count))
         == ranks
@@ -197,7 +205,7 @@ def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
 def sealed(head: Any, arrays: bytes = b"") -> bytes:
     text = json.dumps(head).encode() if not isinstance(head, bytes) else head
     body = zlib.compress(HEAD.pack(len(text)) + text + arrays)
-    return SEAL.pack(b"TWLETTR1", len(body), zlib.crc32(body)) + body
+    return SEAL.pack(MAGIC, len(body), zlib.crc32(body)) + body
 
 
 def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
@@ -227,7 +235,7 @@ def test_noise_is_refused(noise: bytes) -> None:
     packed = zlib.compress(noise)
     for data in (
         noise,
-        SEAL.pack(b"TWLETTR1", len(packed), zlib.crc32(packed)) + packed,
+        SEAL.pack(MAGIC, len(packed), zlib.crc32(packed)) + packed,
         sealed(noise, noise),
     ):
         found = decode_snapshot(data)
@@ -310,20 +318,30 @@ def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[HostSnapsh
 
 def bomb(_: HostSnapshot) -> bytes:
     body = zlib.compress(bytes(65 << 20))
-    return SEAL.pack(b"TWLETTR1", len(body), zlib.crc32(body)) + body
+    return SEAL.pack(MAGIC, len(body), zlib.crc32(body)) + body
 
 
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda snapshot: b"", "not a snapshot, or of another version"),
+        (lambda snapshot: b"", "not a snapshot"),
+        (
+            lambda snapshot: b"TWLETTR1" + encode_snapshot(snapshot)[8:],
+            "written by an older torchwhere (format 1); this version reads format 2. Install the"
+            " same version on all hosts and record the run again.",
+        ),
+        (
+            lambda snapshot: b"TWSNAP03" + encode_snapshot(snapshot)[8:],
+            "written by a newer torchwhere (format 3); this version reads format 2. Install the"
+            " same version on all hosts and record the run again.",
+        ),
         (lambda snapshot: encode_snapshot(snapshot)[:-1], "cut short"),
         (lambda snapshot: encode_snapshot(snapshot)[:-1] + b"\0", "damaged"),
         (lambda snapshot: bytes(5 << 20), "larger than 4194304 bytes"),
         (bomb, "more than 67108864 bytes when unpacked"),
         (lambda snapshot: sealed(b"[" * 100_000), "not a snapshot: RecursionError"),
         (lambda snapshot: sealed({}), "not a snapshot: KeyError"),
-        (changed_by(lambda head: head["ranks"].append(head["ranks"][0])), "a rank is in it twice"),
+        (changed_by(lambda head: head["ranks"].append(head["ranks"][0])), "it lists a rank twice"),
         (
             changed_by(
                 lambda head: head["groups"].append(["x", [[0, 1 << 30, 0]], "", None, None])
@@ -332,40 +350,40 @@ def bomb(_: HostSnapshot) -> bytes:
         ),
         (
             changed_by(lambda head: head["statuses"].update({"99": {}})),
-            "it has seen a rank of which it says nothing",
+            "it has the status of a rank that it does not list",
         ),
         (
             changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(0, 999)),
-            "a collective of no group",
+            "a collective has no group",
         ),
         (
             changed_by(lambda head: head["ranks"][0]["parts"][0].__setitem__(6, 10**9)),
-            "calls that are not there",
+            "calls of a stream are missing",
         ),
         (
             changed_by(lambda head: head["ranks"][0].update(last=[0, -1, -1, 10**6])),
-            "a last call that is not there",
+            "the last call of a rank is missing",
         ),
         (
             changed_by(lambda head: head["ranks"][0].update(pairs_at=10**6)),
-            "a call of which it does not say what it is",
+            "a call has no signature or call site",
         ),
         (
             changed_by(lambda head: head["signatures"].clear()),
-            "a call of which it does not say what it is",
+            "a call has no signature or call site",
         ),
         (
             changed_by(lambda head: head["signatures"].insert(0, ["[]", 0])),
-            "something in it is no collective",
+            "a signature is not a collective",
         ),
         (
             changed_by(lambda head: head["arrays"][0].__setitem__(1, 3)),
-            "something comes after its end",
+            "there are bytes after its end",
         ),
-        (changed_by(lambda head: head.update(host="x" * 1000)), "a text that is none, or too long"),
+        (changed_by(lambda head: head.update(host="x" * 1000)), "a text is missing or too long"),
         (
             changed_by(lambda head: head["ranks"][0]["label"].update(rank=True)),
-            "a number that cannot be",
+            "a number is missing or out of range",
         ),
     ],
 )
@@ -382,6 +400,6 @@ def test_size(boxes: list[Box]) -> None:
         box.records["t_ns"] = np.sort(
             np.random.default_rng(box.rank).integers(0, 10**10, len(box.records))
         )
-    data = encode_snapshot(HostSnapshot("b", transcribe(boxes)[0]))
+    data = encode_snapshot(HostSnapshot("b", recent_calls(boxes)[0]))
     assert len(data) / len(boxes) < 6_000
     assert struct.calcsize("<8sII") == SEAL.size

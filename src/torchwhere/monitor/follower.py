@@ -3,7 +3,6 @@ the lead is gone."""
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from torchwhere.monitor.roles import (
 )
 from torchwhere.monitor.transport import FollowerClient, ready_for
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.encode import CALLS, MOST_BYTES, HostSnapshot, encode_snapshot, transcribe
+from torchwhere.snapshots.encode import encode_boxes
 
 SILENCE_S = 30.0  # of the lead, before a deputy speaks
 SHARED_GRACE_S = 4.0  # where there is a word in the folder, of this lead or of an earlier one
@@ -230,14 +229,5 @@ def _written(
     ahead_ns: int,
 ) -> bytes:
     """A snapshot that is not too large."""
-    calls = CALLS
-    while True:
-        batch, is_cut = transcribe(boxes.values(), calls=calls)
-        seen = {rank: status for rank, status in statuses.items() if rank in boxes}
-        snapshot = HostSnapshot(
-            socket.gethostname(), batch, seen, answers, is_last, is_cut, ahead_ns
-        )
-        data = encode_snapshot(snapshot)
-        if len(data) <= MOST_BYTES or calls <= 1:
-            return data
-        calls //= 2
+    seen = {rank: status for rank, status in statuses.items() if rank in boxes}
+    return encode_boxes(boxes, statuses=seen, answers=answers, is_last=is_last, ahead_ns=ahead_ns)

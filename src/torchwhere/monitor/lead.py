@@ -17,6 +17,7 @@ from typing import Any
 
 from torchwhere.blackbox.run import BoxRun, port_of
 from torchwhere.blackbox.summary import BoxOrSummary
+from torchwhere.core.atomic_file import replace_file
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
@@ -35,7 +36,6 @@ from torchwhere.monitor.transport import TICK_S, LeadServer, Received, ready_for
 from torchwhere.pipeline.verdict import saved_statuses
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
 from torchwhere.snapshots.encode import CALLS, HostSnapshot
-from torchwhere.snapshots.write import write_whole
 
 ANSWER_S = 3.0  # for snapshots
 STACKS_S = 4.0  # for snapshots with stacks
@@ -316,7 +316,7 @@ class Lead(SingleHost):
         )
         if self._office is not None:
             self._office.say(self._state)
-        write_whole(self._folder / WORD_FILE, self._state.to_json())
+        replace_file(self._folder / WORD_FILE, self._state.to_json())
 
 
 def _is_elsewhere(kept: dict[str, Any] | None) -> bool:

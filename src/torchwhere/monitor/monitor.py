@@ -25,6 +25,7 @@ from typing import Any
 
 from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
+from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.exits import ended_well
@@ -37,7 +38,7 @@ from torchwhere.processes.look import is_running, look
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.render.verdict import verdict_json, verdict_text
 from torchwhere.snapshots.read import MONITOR
-from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter, as_saved, write_whole
+from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter, as_saved
 
 PULSE_S = 0.25
 KEEP_S = 1.0
@@ -324,8 +325,8 @@ class Monitor:
                 f"\n--- torchwhere ---\n{text}\n--- kept in {self.folder}: verdict.txt,"
                 " verdict.json ---"
             )
-        write_whole(self.folder / "verdict.txt", text + "\n")
-        write_whole(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
+        replace_file(self.folder / "verdict.txt", text + "\n")
+        replace_file(self.folder / "verdict.json", json.dumps(verdict_json(verdict), indent=1))
         self._waits = verdict if verdict.kind in _MAY_PASS else None
 
     def _take_back(self, told: Verdict, now: Verdict) -> None:
@@ -337,11 +338,11 @@ class Monitor:
             self.say_verdict(now)
         else:
             self.say(f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}")
-        write_whole(
+        replace_file(
             self.folder / "verdict.txt",
             f"{verdict_text(told)}\nIt passed: the job went on. {now.explanation[0]}\n",
         )
-        write_whole(
+        replace_file(
             self.folder / "verdict.json",
             json.dumps(verdict_json(told) | {"passed": True}, indent=1),
         )
@@ -400,7 +401,7 @@ class Monitor:
             seen.alive_ns is not None for seen in self._statuses.values()
         )
         if not (came_late and path.exists()):
-            write_whole(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
+            replace_file(path, json.dumps(self.others.describe() | {"ranks": self._seen()}))
 
     def _seen(self) -> dict[int, dict[str, Any]]:
         """The processes of this host, as they are kept: with whose they are."""

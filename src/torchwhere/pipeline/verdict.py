@@ -55,7 +55,7 @@ def diagnose_folder(
 def _keep(run: RunSummary[BoxSummary], verdict: Verdict) -> None:
     """What there is to see of a job that is there, for the next who asks: it may be over by then,
     and a box gone. Where one is gone already, what was written stays."""
-    diary = SnapshotWriter(run.folder, teller=DOCTOR)
+    diary = SnapshotWriter(run.folder, source=DOCTOR)
     if len(run.boxes) > MOST_RANKS or (run.missing and diary.path.exists()):
         return
     read_ns, read_at = time.time_ns(), time.monotonic()

@@ -1,10 +1,8 @@
-"""What a rank that has come to rest sees of the ranks around it, for a doctor who comes when one of
-their boxes is gone.
+"""Lets a stalled rank save a snapshot of the ranks around it, in case one of their boxes is lost.
 
-A job that nobody watches has no monitor to keep a diary. But a rank that stands still has time: its
-heart (`recorder/heartbeat.py`) reads the boxes of its host and looks at their processes, once, and
-writes down what a monitor would have: `stall-<host>.snapshot` and `stall-<host>.json`. Any rank may
-do it; one a second is enough.
+A job without a monitor has nothing that saves snapshots. But a stalled rank has time: its heartbeat
+thread (`recorder/heartbeat.py`) reads the boxes of its host, looks at their processes, and saves
+`stall-<host>.snapshot` and `stall-<host>.json`. Any rank may do this; one each second is enough.
 """
 
 from __future__ import annotations
@@ -21,50 +19,48 @@ from torchwhere.processes.look import look
 from torchwhere.snapshots.read import STALL
 from torchwhere.snapshots.write import SnapshotWriter
 
-_AROUND = 32  # ranks before and after its own: those of its host, on most hosts
-_JUST_NOW_S = 1.5
+_AROUND = 32  # ranks before and after its own: the ranks of its host, on most hosts
+_RECENT_S = 1.5
 
 
 class StallSnapshot:
-    """One rank, its folder, and the neighbours it has met."""
+    """Saves snapshots for one rank."""
 
     def __init__(self, box: Path, *, rank: int) -> None:
         self._box, self._rank = box, rank
         self._host = socket.gethostname()
-        self._snapshot_writer = SnapshotWriter(box.parent, teller=STALL)
-        self._met: set[int] = set()
+        self._snapshot_writer = SnapshotWriter(box.parent, source=STALL)
+        self._neighbours: set[int] = set()  # in the last snapshot
 
     def take(self) -> None:
-        """Write down what is there now, unless somebody has just done so. If a box is gone by now,
-        what was written stays."""
-        if self._was_done():
+        """Save a snapshot, unless another rank has just saved one. If a box is gone by now, keep
+        the last snapshot."""
+        if self._is_recent():
             return
         read_ns, read_at = time.time_ns(), time.monotonic()
-        labels = self._labels()
-        if len(labels) < 2 or not self._met <= labels.keys():
+        summaries = self._summaries()
+        if len(summaries) < 2 or not self._neighbours <= summaries.keys():
             return
-        self._met = set(labels)
-        self._snapshot_writer.write_seen(labels, look(labels))
+        self._neighbours = set(summaries)
+        self._snapshot_writer.write_seen(summaries, look(summaries))
         # one box in memory at a time
-        self._snapshot_writer.write(LazyBoxes(labels, kept=1), read_ns=read_ns, read_at=read_at)
+        boxes = LazyBoxes(summaries, kept=1)
+        self._snapshot_writer.write(boxes, read_ns=read_ns, read_at=read_at)
 
-    def _was_done(self) -> bool:
+    def _is_recent(self) -> bool:
         try:
-            return 0 <= time.time() - self._snapshot_writer.path.stat().st_mtime < _JUST_NOW_S
+            return 0 <= time.time() - self._snapshot_writer.path.stat().st_mtime < _RECENT_S
         except OSError:
             return False
 
-    def _labels(self) -> dict[int, BoxSummary]:
-        """Of the boxes of this life of this job on this host, its own among them."""
+    def _summaries(self) -> dict[int, BoxSummary]:
+        """Boxes of this host since the job's last restart; empty without its own box."""
         own = read_header(self._box)
-        found = {}
+        summaries = {}
         for rank in range(max(0, self._rank - _AROUND), self._rank + _AROUND + 1):
-            # a few KB: most may be of other hosts
+            # a few KB: most of them may belong to other hosts
             box = read_header(self._box.with_name(box_name(rank)))
-            if (
-                box.is_readable
-                and box.rank == rank
-                and (box.run, box.meta.get("host")) == (own.run, self._host)
-            ):
-                found[rank] = summarize(box)
-        return found if self._rank in found else {}
+            is_of_this_run = (box.run, box.meta.get("host")) == (own.run, self._host)
+            if box.is_readable and box.rank == rank and is_of_this_run:
+                summaries[rank] = summarize(box)
+        return summaries if self._rank in summaries else {}
