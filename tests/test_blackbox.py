@@ -34,8 +34,8 @@ from torchwhere.core.events import Kind
 
 FORMAT_PAGE = Path(__file__).parent.parent / "docs" / "format.md"
 
-# kind, t_ns, pass, flags, thread, step, module, call, line, graph, what, aim, param, more: the
-# arguments of `record`
+# kind, t_ns, pass, flags, thread, step, module, call, line, graph, subject, beneficiary, param,
+# extra: the arguments of `record`
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
 KNOWN = st.sampled_from([int(kind) for kind in Kind])
 RECORDS = st.tuples(KNOWN, U64, U8, U8, U8, *[U32] * 8, U64)
@@ -613,6 +613,7 @@ class PageReader:
         2: "backward",
         4: "optimizer",
         9: "recompute",
+        13: "forward",
     }
     NAMES = (
         "number t_ns kind pass flags thread step module call line graph subject beneficiary param"
@@ -632,7 +633,7 @@ class PageReader:
         version, _, cursors, counters, self.capacity, self.text_bytes = struct.unpack_from(
             "<6I", block, 8
         )
-        assert version == 1
+        assert version == 2
         table_at, meta_bytes = struct.unpack_from("<QI", block, 36)
         self.cursors_at = 4096
         self.counters_at = 4096 + 64 * cursors

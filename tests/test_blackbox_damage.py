@@ -298,13 +298,17 @@ def test_one_header_is_enough(copy: int) -> None:
     [
         (
             1,
-            "written by an older torchwhere (format 1); this version reads format 2. Record the run"
-            " again.",
+            (
+                "written by an older torchwhere (format 1); this version reads format 2. Record the"
+                " run again."
+            ),
         ),
         (
             3,
-            "written by a newer torchwhere (format 3); this version reads format 2. Update"
-            " torchwhere.",
+            (
+                "written by a newer torchwhere (format 3); this version reads format 2. Update"
+                " torchwhere."
+            ),
         ),
     ],
 )

@@ -327,13 +327,17 @@ def bomb(_: HostSnapshot) -> bytes:
         (lambda snapshot: b"", "not a snapshot"),
         (
             lambda snapshot: b"TWLETTR1" + encode_snapshot(snapshot)[8:],
-            "written by an older torchwhere (format 1); this version reads format 2. Install the"
-            " same version on all hosts and record the run again.",
+            (
+                "written by an older torchwhere (format 1); this version reads format 2. Install"
+                " the same version on all hosts and record the run again."
+            ),
         ),
         (
             lambda snapshot: b"TWSNAP03" + encode_snapshot(snapshot)[8:],
-            "written by a newer torchwhere (format 3); this version reads format 2. Install the"
-            " same version on all hosts and record the run again.",
+            (
+                "written by a newer torchwhere (format 3); this version reads format 2. Install the"
+                " same version on all hosts and record the run again."
+            ),
         ),
         (lambda snapshot: encode_snapshot(snapshot)[:-1], "cut short"),
         (lambda snapshot: encode_snapshot(snapshot)[:-1] + b"\0", "damaged"),

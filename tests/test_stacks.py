@@ -15,6 +15,9 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
+from torchwhere.hooks import modules
+from torchwhere.processes.py_spy import PythonFrame
+from torchwhere.processes.stacks import without_own_frames
 from torchwhere.processes.status import ProcessStatus
 
 LIB = "/venv/lib/python3.11/site-packages"
@@ -272,3 +275,19 @@ def test_user_line() -> None:
     """Neither torch, nor what it has generated, nor torchwhere is the user's; a checkout of
     torchwhere is a folder like any."""
     assert {stack: user_line(stack) for stack in USER_LINES} == USER_LINES
+
+
+def test_own_frames_are_left_out() -> None:
+    """A stack shows neither torchwhere's hooks nor the code that runs the script."""
+    hooks = Path(modules.__file__)
+    frames = [
+        PythonFrame(f"{LIB}/torch/nn/modules/linear.py", 5, "forward"),
+        PythonFrame(str(hooks), 7, "watched_call"),
+        PythonFrame(TRAIN, 9, "main"),
+        PythonFrame("<frozen runpy>", 88, "_run_code"),
+        PythonFrame(str(hooks.parent.parent / "commands" / "launch.py"), 3, "run"),
+    ]
+    assert without_own_frames(frames) == (
+        f"{LIB}/torch/nn/modules/linear.py:5 in forward",
+        f"{TRAIN}:9 in main",
+    )

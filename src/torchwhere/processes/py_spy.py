@@ -22,7 +22,7 @@ _PATIENCE_S = 5.0
 _MAX_BYTES = 4 << 20
 
 
-class StackFrame(NamedTuple):
+class PythonFrame(NamedTuple):
     """One frame of a Python stack."""
 
     file: str
@@ -41,7 +41,7 @@ def program() -> str | None:
 class MainThread(NamedTuple):
     """The main thread of a process."""
 
-    frames: list[StackFrame]  # innermost first
+    frames: list[PythonFrame]  # innermost first
     holds_gil: bool
 
 
@@ -85,5 +85,5 @@ def _main_thread(text: bytes, pid: int) -> MainThread | None:
         return None
 
 
-def _frame(value: dict[str, Any]) -> StackFrame:
-    return StackFrame(str(value["filename"]), int(value["line"]), str(value["name"]))
+def _frame(value: dict[str, Any]) -> PythonFrame:
+    return PythonFrame(str(value["filename"]), int(value["line"]), str(value["name"]))

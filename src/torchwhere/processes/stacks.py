@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchwhere.blackbox.file_names import STALL_MARK, fault_file
 from torchwhere.blackbox.summary import BoxOrSummary
-from torchwhere.processes.py_spy import StackFrame
+from torchwhere.processes.py_spy import PythonFrame
 
 Stack = tuple[str, ...]  # `file:line in function`, innermost first
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
@@ -63,7 +63,7 @@ def stall_stack(text: str, *, last_ns: int) -> tuple[Stack, int | None]:
     return (without_own_frames(_frames(frames)), int(t_ns)) if is_current else ((), None)
 
 
-def without_own_frames(frames: list[StackFrame]) -> Stack:
+def without_own_frames(frames: list[PythonFrame]) -> Stack:
     """A stack without the frames of the launcher and of torchwhere."""
     while frames and any(part in frames[-1].file for part in _LAUNCHERS):
         frames.pop()
@@ -113,6 +113,6 @@ def _main_thread(text: str) -> Stack:
     return without_own_frames(_frames(blocks[-1])) if len(blocks) > 1 else ()
 
 
-def _frames(text: str) -> list[StackFrame]:
+def _frames(text: str) -> list[PythonFrame]:
     matches = map(_FRAME.match, text.splitlines())
-    return [StackFrame(match[1], int(match[2]), match[3]) for match in matches if match]
+    return [PythonFrame(match[1], int(match[2]), match[3]) for match in matches if match]
