@@ -265,7 +265,7 @@ def test_counting_one_by_one_is_counting_at_once(tmp_path: Path) -> None:
         at_once.counts,
         at_once.span,
     )
-    assert one_by_one.which.tolist() == at_once.which.tolist()
+    assert one_by_one.key_index.tolist() == at_once.key_index.tolist()
     assert one_by_one.steps.tolist() == at_once.steps.tolist()
 
 

@@ -515,7 +515,7 @@ NO_SNAPSHOTS = [
     ),
     (
         '{"comms snapshot": 9, "collectives": []}',
-        "a snapshot of version 9, this torchwhere reads 1",
+        "snapshot of version 9; this torchwhere reads version 1: regenerate it",
     ),
 ]
 

@@ -1,5 +1,7 @@
-"""The process groups of a run, each once: who is in them, and what they are called. Takes a run,
-gives `Groups`."""
+"""The process groups of a run, each once, with members and names.
+
+Entry point: `groups`. Takes a run, gives `Groups`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torchwhere.core.results import Shown, Tabular
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Groups(Shown, Tabular):
-    """Process groups, in the order of their names; each is `{name, desc, ranks, backend,
+    """Process groups in the order of their names; each is `{name, desc, ranks, backend,
     mesh_dim}`."""
 
     groups: tuple[dict[str, Any], ...]
@@ -25,7 +27,7 @@ class Groups(Shown, Tabular):
         return len(self.groups)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The group with a name."""
+        """The group of that name."""
         for group in self.groups:
             if group.get("name") == name:
                 return group
@@ -39,9 +41,10 @@ class Groups(Shown, Tabular):
 
 
 def groups(run: BoxRun, *, ranks: set[int] | None = None) -> Groups:
-    """The groups that the ranks of a run knew, or some of them."""
-    found: dict[str, dict[str, Any]] = {}
+    """The groups that all ranks of a run recorded, or only `ranks`."""
+    by_name: dict[str, dict[str, Any]] = {}
     for rank, box in run.in_order():
         if ranks is None or rank in ranks:
-            found |= box.groups()
-    return Groups(tuple(found[name] for name in sorted(found, key=lambda name: (len(name), name))))
+            by_name |= box.groups()
+    names = sorted(by_name, key=lambda name: (len(name), name))
+    return Groups(tuple(by_name[name] for name in names))

@@ -1,9 +1,9 @@
-"""Where the time of a step goes: the table of phases, of one rank or of many.
+"""The time that each phase of a step takes, for one rank or many.
 
-Takes the sums that a box keeps (or those of this process, live), gives `Phases`: a row for every
-phase by its path, with what it took on each rank. The sums are exact however often the ring has
-gone round. Times of tasks and threads that run side by side are added: they may be more than the
-phase around them.
+Takes the sums stored in a box, or the live sums of this process, and gives `Phases`: one row for
+each phase path, with its times on each rank. The sums are exact even if the ring has overwritten
+the events. Times of concurrent tasks and threads are added, so they can exceed the phase around
+them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ STEPS = PhaseKey((), True)
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """What one phase took on one rank. What still runs is in `total_ns`, and not in `count` nor
-    `max_ns`."""
+    """The time of one phase on one rank. `total_ns` includes phases that still run; `count` and
+    `max_ns` do not."""
 
     count: int
     total_ns: int
     max_ns: int
     self_ns: int  # without the phases inside it
-    share: float | None  # of the time watched; None where that is not known
+    share: float | None  # of the watched time; None if that is unknown
     running: int = 0
     running_ns: int = 0
 
@@ -52,12 +52,12 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PhaseRow(Shown):
-    """One phase on all ranks that had it."""
+    """One phase on all ranks that ran it."""
 
     path: tuple[str, ...]
     is_main: bool  # on the main thread; the other threads of a rank are counted together
     by_rank: dict[int, PhaseTimes]
-    all: PhaseTimes  # of all ranks, added; its share is of the time that all ranks were watched
+    all: PhaseTimes  # the sum over all ranks; `share` is of the watched time of all ranks
 
     @property
     def name(self) -> str:
@@ -65,7 +65,7 @@ class PhaseRow(Shown):
 
     @property
     def fastest(self) -> int:
-        """The rank that spent the least time in it, among those that had it."""
+        """The rank that spent the least time in it, among those that ran it."""
         return min(self.by_rank, key=lambda rank: (self.by_rank[rank].total_ns, rank))
 
     @property
@@ -86,11 +86,11 @@ class PhaseRow(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Phases(Shown, Tabular):
-    """The phases of one rank or of many: rows in the order of the program, each phase before those
+    """The phases of one rank or many. Rows are in program order; a phase precedes the phases
     inside it."""
 
     rows: tuple[PhaseRow, ...]
-    # by rank: the steps themselves, as one phase; the one that is running is not in `count`
+    # by rank: all steps as one phase; `count` leaves out the running step
     steps: dict[int, PhaseTimes]
     remarks: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ class Phases(Shown, Tabular):
 
     @property
     def watched_ns(self) -> int:
-        """The time from the first step's beginning to the last event, of all ranks, added."""
+        """The time from the begin of the first step to the last event, summed over all ranks."""
         return sum(times.total_ns for times in self.steps.values())
 
     def __iter__(self) -> Iterator[PhaseRow]:
@@ -110,8 +110,8 @@ class Phases(Shown, Tabular):
         return len(self.rows)
 
     def __getitem__(self, path: str | tuple[str, ...]) -> PhaseRow:
-        """The row of a phase: `phases["forward", "attention"]`, or `phases["data"]` for one inside
-        no other."""
+        """The row of a phase: `phases["forward", "attention"]`, or `phases["data"]` for an
+        outermost one."""
         wanted = (path,) if isinstance(path, str) else tuple(path)
         for row in self.rows:
             if row.path == wanted:
@@ -119,12 +119,12 @@ class Phases(Shown, Tabular):
         raise KeyError(path)
 
     def inside(self, row: PhaseRow | None, *, is_main: bool = True) -> list[PhaseRow]:
-        """The rows directly inside a phase; those inside no other for None."""
+        """The rows directly inside a phase; the outermost ones for None."""
         path, main = (row.path, row.is_main) if row is not None else ((), is_main)
         return [inner for inner in self.rows if inner.path[:-1] == path and inner.is_main == main]
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One a row for each phase and rank; a phase's name is its path, from the outermost on."""
+        """One row for each phase and rank; the name of a phase is its path from the outermost."""
         return [
             {
                 "phase": " > ".join(row.path),
@@ -149,13 +149,13 @@ class Phases(Shown, Tabular):
 
 
 def phases(run: BoxRun, *, ranks: set[int] | None = None) -> Phases:
-    """The phases of a run, of all its ranks or of some."""
+    """The phases of a run, on all its ranks or on `ranks`."""
     chosen = ((rank, box) for rank, box in run.in_order() if ranks is None or rank in ranks)
     return table({rank: (phase_sums(box), last_ns(box)) for rank, box in chosen})
 
 
 def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases:
-    """The table of some ranks, from the sums of each and the time up to which they are true."""
+    """The table of some ranks, from their sums and the time at which each sum was read."""
     by_rank = {rank: _times(of_rank, now_ns) for rank, (of_rank, now_ns) in sums.items()}
     keys = [
         key
@@ -168,19 +168,19 @@ def table(sums: Mapping[int, tuple[Mapping[PhaseKey, PhaseSum], int]]) -> Phases
     watched_ns = sum(times.total_ns for times in steps.values())
     rows = []
     for key in _in_tree_order(keys):
-        found = {rank: times[key] for rank, times in by_rank.items() if key in times}
-        rows.append(PhaseRow(key.path, key.is_main, found, _added(found, watched_ns)))
+        rank_times = {rank: times[key] for rank, times in by_rank.items() if key in times}
+        rows.append(PhaseRow(key.path, key.is_main, rank_times, _added(rank_times, watched_ns)))
     return Phases(tuple(rows), steps)
 
 
 def last_ns(box: Box) -> int:
-    """The latest moment that the box knows of, by the clock of its records."""
+    """The latest time in the box, on the clock of its records."""
     latest = int(box.records["t_ns"].max()) if len(box.records) else 0
     return max([latest, *(cursor.t_ns - box.wall_ns(0) for cursor in box.cursors())])
 
 
 def _times(sums: Mapping[PhaseKey, PhaseSum], now_ns: int) -> dict[PhaseKey, PhaseTimes]:
-    totals = {key: found.total_ns + _running_ns(found, now_ns) for key, found in sums.items()}
+    totals = {key: phase.total_ns + _running_ns(phase, now_ns) for key, phase in sums.items()}
     inside = dict.fromkeys(sums, 0)
     for key, total in totals.items():
         around = PhaseKey(key.path[:-1], key.is_main)
@@ -189,47 +189,46 @@ def _times(sums: Mapping[PhaseKey, PhaseSum], now_ns: int) -> dict[PhaseKey, Pha
     watched_ns = totals.get(STEPS, 0)
     return {
         key: PhaseTimes(
-            count=found.count,
+            count=phase.count,
             total_ns=totals[key],
-            max_ns=found.max_ns,
+            max_ns=phase.max_ns,
             self_ns=max(0, totals[key] - inside[key]),
             share=totals[key] / watched_ns if watched_ns else None,
-            running=found.running,
-            running_ns=totals[key] - found.total_ns,
+            running=phase.running,
+            running_ns=totals[key] - phase.total_ns,
         )
-        for key, found in sums.items()
-        if found.count or found.running
+        for key, phase in sums.items()
+        if phase.count or phase.running
     }
 
 
-def _running_ns(found: PhaseSum, now_ns: int) -> int:
-    """How long those that still run have been running. 0 if two words of different moments do not
-    fit together."""
-    running_ns = found.running * now_ns - found.begun_ns
-    return running_ns if 0 < running_ns < found.running * now_ns else 0
+def _running_ns(phase: PhaseSum, now_ns: int) -> int:
+    """The time of the phases that still run. 0 if the two values are from different moments and
+    do not fit."""
+    running_ns = phase.running * now_ns - phase.begun_ns
+    return running_ns if 0 < running_ns < phase.running * now_ns else 0
 
 
 def _added(by_rank: Mapping[int, PhaseTimes], watched_ns: int) -> PhaseTimes:
     times = by_rank.values()
-    total_ns = sum(one.total_ns for one in times)
+    total_ns = sum(rank_times.total_ns for rank_times in times)
     return PhaseTimes(
-        count=sum(one.count for one in times),
+        count=sum(rank_times.count for rank_times in times),
         total_ns=total_ns,
-        max_ns=max(one.max_ns for one in times),
-        self_ns=sum(one.self_ns for one in times),
+        max_ns=max(rank_times.max_ns for rank_times in times),
+        self_ns=sum(rank_times.self_ns for rank_times in times),
         share=total_ns / watched_ns if watched_ns else None,
-        running=sum(one.running for one in times),
-        running_ns=sum(one.running_ns for one in times),
+        running=sum(rank_times.running for rank_times in times),
+        running_ns=sum(rank_times.running_ns for rank_times in times),
     )
 
 
 def _in_tree_order(keys: list[PhaseKey]) -> list[PhaseKey]:
-    """Main thread first; each phase before those inside it; these in the order they were first
-    seen."""
+    """Main thread first, each phase before those inside it, siblings in order of first use."""
     first = {key: at for at, key in enumerate(keys)}
 
     def place(key: PhaseKey) -> list[int]:
         around = [PhaseKey(key.path[: depth + 1], key.is_main) for depth in range(len(key.path))]
-        return [not key.is_main, *(first.get(one, len(keys)) for one in around)]
+        return [not key.is_main, *(first.get(outer, len(keys)) for outer in around)]
 
     return sorted(keys, key=place)

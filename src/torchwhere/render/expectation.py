@@ -15,7 +15,7 @@ from torchwhere.core.place import shown
 from torchwhere.diagnose.comms.expect import Check, Expectation
 from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.comms.snapshot import CommsDifference, SnapshotRow
-from torchwhere.diagnose.comms.tree import Aim, Comms, CommsKey, CommsSum
+from torchwhere.diagnose.comms.tree import Beneficiary, Comms, CommsKey, CommsSum
 from torchwhere.render.text import amount, plain
 
 _MOST_ROWS = 40
@@ -32,8 +32,8 @@ def failure(verdict: Expectation) -> str:
     checks = sorted(verdict.checks, key=lambda check: check.holds)
     said += _aligned([_check_row(check) for check in checks])
     said.append(f"found{where}:")
-    said += _found(verdict.looked_at)
-    if verdict.filters and not verdict.looked_at.counts and verdict.everything.counts:
+    said += _found(verdict.filtered)
+    if verdict.filters and not verdict.filtered.counts and verdict.everything.counts:
         said += ["found elsewhere:", *_found(verdict.everything)]
     return "\n".join(said)
 
@@ -41,9 +41,9 @@ def failure(verdict: Expectation) -> str:
 def _check_row(check: Check) -> list[str]:
     return [
         "",
-        check.what,
-        f"{check.sign} {check.value:,}",
-        f"found {check.found:,}",
+        check.quantity,
+        f"{check.sign} {check.expected:,}",
+        f"found {check.actual:,}",
         "as expected" if check.holds else "WRONG",
     ]
 
@@ -72,7 +72,7 @@ def _place(module: str | None, pass_: str) -> str:
 
 
 def _what(
-    op: str, group: str, beneficiary: Aim, count: int, nbytes: int, module: str | None
+    op: str, group: str, beneficiary: Beneficiary, count: int, nbytes: int, module: str | None
 ) -> list[str]:
     """The cells that a row found and a row of a snapshot share."""
     named = params_text(beneficiary) if isinstance(beneficiary, tuple) else shown(beneficiary)

@@ -1,4 +1,5 @@
-"""Counts the collectives that each module causes, and checks them against expectations.
+"""Counts the collectives that each module causes and checks them against expectations.
 
-Entry point: `tree.comms`.
+Entry points: `tree.comms`; `outline.outline` folds the tree; `expect.check` and `snapshot`
+compare it.
 """

@@ -1,8 +1,8 @@
-"""Whether the collectives are as a test says they must be.
+"""Checks the collectives against the expectations of a test.
 
-Takes `Comms` and what is asked of it in the words of `comms.expect` (`all_reduce=2`,
-`bytes__le=1000`, `module="head"`), gives a `Expectation`. A word that means nothing is a ValueError
-that names the close ones: a misspelt op would count 0 for ever.
+Takes `Comms` and the arguments of `comms.expect` (`all_reduce=2`, `bytes__le=1000`,
+`module="head"`), gives an `Expectation`. An unknown name is a ValueError that suggests similar
+ones: without the error, a misspelt op would always count 0.
 """
 
 from __future__ import annotations
@@ -16,40 +16,35 @@ from typing import Any
 from torchwhere.core.place import ROOT
 from torchwhere.diagnose.comms.tree import PASSES, Comms, is_within
 
-# The public names of all collectives, less what a newer torch may add. A test holds it against
-# torch itself.
+# The public names of all collectives. A newer torch may add some. A test compares the list with
+# the installed torch.
 OPS = (
-    *(
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_into_tensor_coalesced",
-    ),
-    *(
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "gather",
-    ),
-    *(
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "reduce_scatter_tensor_coalesced",
-    ),
-    *("scatter", "send"),
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+    "send",
 )
 # since torch 2.13
-_NEWER = {
+_NEW_NAMES = {
     "all_gather_single": "all_gather_into_tensor",
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
-QUANTITIES = ("bytes", "calls", "others")  # in all; and calls of the ops that were not named
+QUANTITIES = ("bytes", "calls", "others")  # totals; `others`: calls of ops without an expectation
 FILTERS = ("module", "pass_", "group", "for_")
 _OPERATORS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
     "eq": ("==", operator.eq),
@@ -63,22 +58,22 @@ _OPERATORS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was expected, and what was found."""
+    """One expected number and the actual one."""
 
-    what: str
+    quantity: str
     sign: str
-    value: int
-    found: int
+    expected: int
+    actual: int
     holds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What was expected of which collectives."""
+    """The checks of one `expect` call, and the collectives they looked at."""
 
     checks: tuple[Check, ...]
     filters: dict[str, str]
-    looked_at: Comms  # what the filters left
+    filtered: Comms
     everything: Comms
 
     @property
@@ -88,83 +83,84 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class KnownNames:
-    """The names there are, whether they had to do with a collective or not."""
+    """All modules and groups of the program, also those without a collective."""
 
     modules: Collection[str] = ()
     groups: Collection[str] = ()
 
 
 def check(
-    found: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: KnownNames
+    comms: Comms, *, filters: Mapping[str, str | None], wanted: Mapping[str, Any], names: KnownNames
 ) -> Expectation:
-    """Hold the collectives against what is wanted."""
-    kept = {name: value for name, value in filters.items() if value is not None}
+    """Compare the collectives with the wanted numbers."""
+    active = {name: value for name, value in filters.items() if value is not None}
     for name in ("module", "for_"):
-        if kept.get(name) == ROOT:
-            kept[name] = ""
-    _check_filters(kept, found, names)
-    asked = [_parsed(name, value, found) for name, value in wanted.items()]
-    if not asked:
+        if active.get(name) == ROOT:
+            active[name] = ""
+    _check_filters(active, comms, names)
+    conditions = [_parsed(name, value, comms) for name, value in wanted.items()]
+    if not conditions:
         raise ValueError(
             "expect(): nothing is expected; say for example expect(all_reduce=2) or"
             " expect(calls__le=10)"
         )
-    looked_at = found.only(**kept)
-    named = {what for what, _, _ in asked}
-    checks = tuple(_checked(what, suffix, value, looked_at, named) for what, suffix, value in asked)
-    return Expectation(checks, kept, looked_at, found)
+    filtered = comms.only(**active)
+    named = {quantity for quantity, _, _ in conditions}
+    checks = tuple(_checked(condition, filtered, named) for condition in conditions)
+    return Expectation(checks, active, filtered, comms)
 
 
-def _parsed(name: str, value: Any, found: Comms) -> tuple[str, str, int]:
-    """`all_reduce__le=4` in its three parts."""
-    what, _, suffix = name.rpartition("__") if "__" in name else (name, "", "eq")
+def _parsed(name: str, value: Any, comms: Comms) -> tuple[str, str, int]:
+    """Split `all_reduce__le=4` into quantity, operator and number."""
+    quantity, _, suffix = name.rpartition("__") if "__" in name else (name, "", "eq")
     if suffix not in _OPERATORS:
         raise ValueError(
             f"expect({name}=...): no operator __{suffix}; there are"
-            f" {_list(f'__{one}' for one in _OPERATORS)}"
+            f" {_list(f'__{operator_name}' for operator_name in _OPERATORS)}"
         )
-    what = _NEWER.get(what, what)
-    known = {*OPS, *QUANTITIES, *found.counts}
-    if what not in known:
+    quantity = _NEW_NAMES.get(quantity, quantity)
+    quantities = {*OPS, *QUANTITIES, *comms.counts}
+    if quantity not in quantities:
         raise ValueError(
             f"expect({name}=...): no collective"
-            f" {what!r}{_close(what, known) or f'; there are {_list(known)}'}"
+            f" {quantity!r}{_close(quantity, quantities) or f'; there are {_list(quantities)}'}"
         )
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"expect({name}={value!r}): expected a whole number")
     if value < 0:
         raise ValueError(f"expect({name}={value}): expected a number of 0 or more")
-    return what, suffix, value
+    return quantity, suffix, value
 
 
-def _checked(what: str, suffix: str, value: int, looked_at: Comms, named: set[str]) -> Check:
-    sign, holds = _OPERATORS[suffix]
-    counts = looked_at.counts
-    if what == "bytes":
-        number = looked_at.bytes
-    elif what == "calls":
-        number = counts.total()
-    elif what == "others":
-        number = sum(count for op, count in counts.items() if op not in named)
+def _checked(condition: tuple[str, str, int], comms: Comms, named: set[str]) -> Check:
+    quantity, suffix, expected = condition
+    sign, compare = _OPERATORS[suffix]
+    counts = comms.counts
+    if quantity == "bytes":
+        actual = comms.bytes
+    elif quantity == "calls":
+        actual = counts.total()
+    elif quantity == "others":
+        actual = sum(count for op, count in counts.items() if op not in named)
     else:
-        number = counts[what]
-    return Check(what, sign, value, number, holds(number, value))
+        actual = counts[quantity]
+    return Check(quantity, sign, expected, actual, compare(actual, expected))
 
 
-def _check_filters(filters: Mapping[str, Any], found: Comms, names: KnownNames) -> None:
+def _check_filters(filters: Mapping[str, Any], comms: Comms, names: KnownNames) -> None:
     for name, value in filters.items():
         if not isinstance(value, str):
             raise TypeError(f"expect({name}={value!r}): expected a name")
     pass_, group = filters.get("pass_"), filters.get("group")
     if pass_ is not None and pass_ not in PASSES:
         raise ValueError(f"expect(pass_={pass_!r}): no such pass; there are {_list(PASSES)}")
-    groups = {*names.groups, *found.groups}
+    groups = {*names.groups, *comms.groups}
     if group is not None and group not in groups:
         raise ValueError(f"expect(group={group!r}): no such group; there are {_list(groups)}")
-    modules = {*names.modules, *(name for name, _, _ in found.walk() if name is not None)}
+    modules = {*names.modules, *(name for name, _, _ in comms.walk() if name is not None)}
     for name in ("module", "for_"):
         value = filters.get(name)
-        if value and not any(is_within(one, value) for one in modules):
+        if value and not any(is_within(module, value) for module in modules):
             raise ValueError(f"expect({name}={value!r}): no such module{_close(value, modules)}")
 
 

@@ -1,9 +1,8 @@
-"""The tree of collectives as people want to read it: layers that do exactly the same are one line,
-`layers.1-31`.
+"""Folds the tree of collectives for display: equal layers become one line, `layers.1-31`.
 
-Takes the root of a `Comms`, gives a `OutlineLine`. Numbered neighbours are folded only if
-everything that is shown is the same for all of them; what each is for may be its own neighbour. A
-module that only holds others gets no line.
+Takes the root of a `Comms`, gives an `OutlineLine`. Numbered neighbours are folded if everything
+on their lines is equal; the beneficiary may differ by the same offset (each layer prefetches the
+next one). A module without collectives of its own usually has no line.
 """
 
 from __future__ import annotations
@@ -12,14 +11,21 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms.tree import Aim, CommsKey, CommsNode, CommsSum, is_number, relative
+from torchwhere.diagnose.comms.tree import (
+    Beneficiary,
+    CommsKey,
+    CommsNode,
+    CommsSum,
+    is_number,
+    relative,
+)
 
 
 @dataclass(slots=True)
 class OutlineLine:
-    """A line of the outline: one module, or several neighbours that do the same (`layers.1-31`)."""
+    """A line of the outline: one module, or several equal neighbours (`layers.1-31`)."""
 
-    label: str  # relative to the branch above
+    label: str  # relative to the line above
     nodes: list[CommsNode]
     branches: list[OutlineLine]
 
@@ -31,7 +37,7 @@ class OutlineLine:
 
     @property
     def is_single(self) -> bool:
-        """Whether one line says it all."""
+        """Whether it takes one line: nothing below it, and one kind of collective."""
         return not self.branches and len(self.nodes[0].own) == 1
 
     def total(self) -> CommsSum:
@@ -41,39 +47,38 @@ class OutlineLine:
         return total
 
     def entries(self) -> Iterator[tuple[CommsKey, CommsSum]]:
-        """What these modules issued themselves, added up; an aim that differs from one to the next
-        is given as a span."""
+        """The collectives of these modules themselves, summed. A beneficiary that differs between
+        modules becomes a span."""
         for same in zip(*(node.entries() for node in self.nodes), strict=True):
             counter = CommsSum()
-            for _, one in same:
-                counter.add(one)
-            counter.steps = max(one.steps for _, one in same)  # the same steps, not as many again
+            for _, entry_sum in same:
+                counter.add(entry_sum)
+            # the modules share their steps: do not add them
+            counter.steps = max(entry_sum.steps for _, entry_sum in same)
             first, last = same[0][0], same[-1][0]
-            yield (
-                first._replace(beneficiary=_aim_span(first.beneficiary, last.beneficiary)),
-                counter,
-            )
+            beneficiary = _beneficiary_span(first.beneficiary, last.beneficiary)
+            yield first._replace(beneficiary=beneficiary), counter
 
 
 def outline(root: CommsNode) -> OutlineLine:
-    """The tree below a root, folded."""
+    """The folded tree below a root."""
     return OutlineLine(label="", nodes=[root], branches=_branches([root]))
 
 
 def _branches(nodes: list[CommsNode]) -> list[OutlineLine]:
-    """What is below some modules that do the same."""
-    found = []
-    for names in _alike(nodes[0]):
+    """The lines below some equal modules."""
+    lines = []
+    for names in _equal_runs(nodes[0]):
         label = names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
         below = [node.children[name] for node in nodes for name in names]
         branch = OutlineLine(label=label, nodes=below, branches=_branches(below))
-        found += _hoisted(branch) if _is_container(branch) else [branch]
-    return found
+        lines += _hoisted(branch) if _is_container(branch) else [branch]
+    return lines
 
 
 def _is_container(branch: OutlineLine) -> bool:
-    """A module that issues nothing itself needs no line of its own if there is one thing below it,
-    a list of layers, or nothing but single lines."""
+    """Whether a module without own collectives needs no line: it has one line below it, a list of
+    layers, or only single lines."""
     node, below = branch.nodes[0], branch.branches
     if node.own:
         return False
@@ -92,8 +97,8 @@ def _hoisted(branch: OutlineLine) -> list[OutlineLine]:
     ]
 
 
-def _alike(node: CommsNode) -> Iterator[list[str]]:
-    """The children's names; neighbours by number that do the same are in one list."""
+def _equal_runs(node: CommsNode) -> Iterator[list[str]]:
+    """The children's names; equal children with consecutive numbers are in one list."""
     run: list[str] = []
     before: Any = None
     for name, child in node.children.items():
@@ -113,34 +118,31 @@ def _follows(name: str, following: str) -> bool:
 
 
 def _shape(node: CommsNode, seen_from: str) -> Any:
-    """Everything a module and those below it do, with the names in it seen from one of them: equal
-    if they do the same."""
+    """A value that is equal for modules with equal collectives, in themselves and below them.
+    Names in it are relative to `seen_from`."""
     own = [
         (*key[:3], relative(key.beneficiary, seen_from), t.count, t.bytes, t.steps, sorted(t.ranks))
         for key, t in node.own.items()
     ]
-    return sorted(own, key=repr), [
-        (name, _shape(child, seen_from)) for name, child in node.children.items()
-    ]
+    below = [(name, _shape(child, seen_from)) for name, child in node.children.items()]
+    return sorted(own, key=repr), below
 
 
-def _aim_span(first: Aim, last: Aim) -> Aim:
+def _beneficiary_span(first: Beneficiary, last: Beneficiary) -> Beneficiary:
     if isinstance(first, tuple) and isinstance(last, tuple):
         return tuple(_span(*pair) for pair in zip(first, last, strict=True))
     return _span(first, last) if isinstance(first, str) and isinstance(last, str) else first
 
 
 def _span(first: str, last: str) -> str:
-    """Two names that differ in their numbers as one: `layers.0`, `layers.30` is `layers.0-30`."""
+    """One name for two that differ in numbers: `layers.0` and `layers.30` give `layers.0-30`."""
     pairs = zip(first.split("."), last.split("."), strict=True)
     return ".".join(a if a == b else f"{a}-{b}" for a, b in pairs)
 
 
 def params_text(names: Iterable[str]) -> str:
-    """A list of parameters, shortened."""
+    """A list of parameters; a long one is shortened."""
     listed = list(names)
-    return (
-        ", ".join(listed)
-        if len(listed) <= 2
-        else f"{listed[0]} .. {listed[-1]} ({len(listed)} parameters)"
-    )
+    if len(listed) <= 2:
+        return ", ".join(listed)
+    return f"{listed[0]} .. {listed[-1]} ({len(listed)} parameters)"

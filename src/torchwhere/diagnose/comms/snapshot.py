@@ -1,9 +1,8 @@
-"""A golden snapshot of the collectives: what a program does today, kept in a file, to be told when
-it does something else.
+"""Golden snapshots of the collectives: a file with today's counts, so that a test notices changes.
 
-Takes `Comms`, gives rows; a file holds one row a line, as JSON, in the order of the tree, so that a
-reviewer sees in a diff of the file which module does what. Lines, steps and ranks are not kept:
-they change when nothing has. `differences` puts what parted side by side, by module and pass.
+Takes `Comms`, gives rows. The file has one JSON row a line in tree order, so that a diff of the
+file shows which module changed. It leaves out lines, steps and ranks: they change when the
+collectives do not. `differences` compares two snapshots by module and pass.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchwhere.diagnose.comms.tree import PASSES, Aim, Comms
+from torchwhere.diagnose.comms.tree import PASSES, Beneficiary, Comms
 
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotRow:
-    """So many collectives of one sort."""
+    """The calls of one module with one key."""
 
     module: str | None
     pass_: str
     op: str
     group: str
-    beneficiary: Aim
+    beneficiary: Beneficiary
     count: int
     bytes: int
 
@@ -37,7 +36,7 @@ class SnapshotRow:
 
 @dataclass(frozen=True, slots=True)
 class CommsDifference:
-    """What a module did not do any more in a pass, and what it did instead."""
+    """The missing and the new rows of one module and pass."""
 
     module: str | None
     pass_: str
@@ -45,64 +44,68 @@ class CommsDifference:
     found: tuple[SnapshotRow, ...]
 
 
-def rows(found: Comms) -> list[SnapshotRow]:
+def rows(comms: Comms) -> list[SnapshotRow]:
     return [
         SnapshotRow(module, *key, counter.count, counter.bytes)
-        for module, key, counter in found.walk()
+        for module, key, counter in comms.walk()
     ]
 
 
-def dumps(kept: Iterable[SnapshotRow]) -> str:
+def dumps(rows: Iterable[SnapshotRow]) -> str:
     """The text of a snapshot file."""
-    lines = ",\n".join(f" {json.dumps(row.to_dict())}" for row in kept)
+    lines = ",\n".join(f" {json.dumps(row.to_dict())}" for row in rows)
     return f'{{"comms snapshot": {VERSION}, "collectives": [\n{lines}\n]}}\n'
 
 
 def loads(text: str) -> list[SnapshotRow]:
-    """The rows of a snapshot file; ValueError if it is none."""
+    """The rows of a snapshot file; ValueError for any other text."""
     try:
-        read = json.loads(text)
-        version = read["comms snapshot"]
-        kept = [_row(one) for one in read["collectives"]]
+        content = json.loads(text)
+        version = content["comms snapshot"]
+        loaded = [_row(fields) for fields in content["collectives"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a snapshot of collectives: {error}") from None
     if version != VERSION:
-        raise ValueError(f"a snapshot of version {version}, this torchwhere reads {VERSION}")
-    return kept
+        raise ValueError(
+            f"snapshot of version {version}; this torchwhere reads version {VERSION}: regenerate it"
+        )
+    return loaded
 
 
 def _row(fields: dict[str, Any]) -> SnapshotRow:
     beneficiary = fields["for"]
-    count, size = int(fields["count"]), int(fields["bytes"])
-    beneficiary = tuple(map(str, beneficiary)) if isinstance(beneficiary, list) else beneficiary
     return SnapshotRow(
         fields["module"],
         str(fields["pass"]),
         str(fields["op"]),
         str(fields["group"]),
-        beneficiary,
-        count,
-        size,
+        tuple(map(str, beneficiary)) if isinstance(beneficiary, list) else beneficiary,
+        int(fields["count"]),
+        int(fields["bytes"]),
     )
 
 
 def differences(
     expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]
 ) -> list[CommsDifference]:
-    """What is in one and not in the other, module by module, as the tree has them."""
-    were, are = list(expected), list(found)
-    modules = {
-        module: at for at, module in enumerate(dict.fromkeys(row.module for row in (*are, *were)))
-    }
-    parted: dict[tuple[str | None, str], tuple[list[SnapshotRow], list[SnapshotRow]]] = {}
-    for side, (own, other) in enumerate(((were, set(are)), (are, set(were)))):
-        for row in own:
-            if row not in other:
-                parted.setdefault((row.module, row.pass_), ([], []))[side].append(row)
+    """The rows that only one of the snapshots has, by module and pass in tree order."""
+    old, new = list(expected), list(found)
+    old_set, new_set = set(old), set(new)
+    modules = list(dict.fromkeys(row.module for row in (*new, *old)))
+    changed: dict[tuple[str | None, str], tuple[list[SnapshotRow], list[SnapshotRow]]] = {}
+    for row in old:
+        if row not in new_set:
+            changed.setdefault((row.module, row.pass_), ([], []))[0].append(row)
+    for row in new:
+        if row not in old_set:
+            changed.setdefault((row.module, row.pass_), ([], []))[1].append(row)
+    module_order = {module: at for at, module in enumerate(modules)}
+    pass_order = {pass_: at for at, pass_ in enumerate(PASSES)}
 
     def order(place: tuple[str | None, str]) -> tuple[int, int]:
-        return modules[place[0]], PASSES.index(place[1]) if place[1] in PASSES else len(PASSES)
+        module, pass_ = place
+        return module_order[module], pass_order.get(pass_, len(PASSES))
 
     return [
-        CommsDifference(*place, *map(tuple, parted[place])) for place in sorted(parted, key=order)
+        CommsDifference(*place, *map(tuple, changed[place])) for place in sorted(changed, key=order)
     ]

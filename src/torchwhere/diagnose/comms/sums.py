@@ -1,10 +1,9 @@
-"""Counts collectives that are alike: the same pass, module, call, purpose and line, whatever the
-step.
+"""Counts equal collectives: the same pass, module, call, beneficiary and line, in any step.
 
-Takes the records of a box all at once, with numpy (about 0.02 s for the full ring of a rank), or
-one by one as they are written. Both give the same `Sums`. What is held grows with what differs, and
-by 8 bytes for each step in which it is met, not with the number of collectives: a program may be
-counted for days.
+Counts all records of a box at once with numpy (about 0.02 s for the full ring of a rank), or one
+record at a time while they are written. Both give the same `Sums`. Memory grows with the number
+of different collectives, plus 8 bytes for each step a collective occurs in, and not with the
+number of calls: a program can be counted for days.
 """
 
 from __future__ import annotations
@@ -21,48 +20,58 @@ import numpy.typing as npt
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
 from torchwhere.core.events import Kind
 
-ALIKE = ("pass", "module", "subject", "beneficiary", "line")
-_PASS, _STEP, _MODULE, _LINE, _WHAT, _AIM = 3, 6, 7, 9, 11, 12  # within an unpacked record
+KEY_FIELDS = ("pass", "module", "subject", "beneficiary", "line")
+# positions of the fields in an unpacked record
+_PASS, _STEP, _MODULE, _LINE, _SUBJECT, _BENEFICIARY = 3, 6, 7, 9, 11, 12
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """One key for each sort of collective, in the order they were first met, and how often it
-    was."""
+    """One key for each kind of collective, in order of first use, and its number of calls.
 
-    keys: list[tuple[int, ...]]  # the fields of ALIKE
+    `key_index` and `steps` are parallel: collective `keys[key_index[i]]` occurs in `steps[i]`.
+    """
+
+    keys: list[tuple[int, ...]]  # the values of KEY_FIELDS
     counts: list[int]
-    # with `steps`: in which steps each was met, by its place in `keys`
-    which: npt.NDArray[np.int64]
+    key_index: npt.NDArray[np.int64]
     steps: npt.NDArray[np.int64]
 
     @property
     def span(self) -> tuple[int, int] | None:
         """The first and the last step."""
-        known = self.steps[self.steps != NO_STEP]
-        return (int(known.min()), int(known.max())) if len(known) else None
+        steps = self.steps[self.steps != NO_STEP]
+        return (int(steps.min()), int(steps.max())) if len(steps) else None
 
 
 def sums(records: npt.NDArray[Any]) -> Sums:
     """Count the collectives among some records."""
     rows = records[records["kind"] == Kind.COLLECTIVE]
-    which = _numbered(rows[name] for name in ALIKE) if len(rows) else np.empty(0, np.int64)
-    _, first_at, counts = np.unique(which, return_index=True, return_counts=True)
+    numbers = _numbered(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
+    _, first_at, counts = np.unique(numbers, return_index=True, return_counts=True)
     order = np.argsort(first_at)
-    places = np.empty(len(order), np.int64)
-    places[order] = np.arange(len(order))
-    met = np.unique(places[which] << 32 | rows["step"].astype(np.int64))
+    key_index = np.empty(len(order), np.int64)
+    key_index[order] = np.arange(len(order))
+    index, steps = _distinct(key_index[numbers] << 32 | rows["step"].astype(np.int64))
     return Sums(
-        keys=[tuple(int(rows[name][at]) for name in ALIKE) for at in first_at[order]],
+        keys=[tuple(int(rows[name][at]) for name in KEY_FIELDS) for at in first_at[order]],
         counts=[int(count) for count in counts[order]],
-        which=met >> 32,
-        steps=met & NO_STEP,
+        key_index=index,
+        steps=steps,
     )
 
 
+def _distinct(
+    pairs: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Key indexes and steps of the distinct `key index << 32 | step` pairs."""
+    distinct = np.unique(pairs)
+    return distinct >> 32, distinct & NO_STEP
+
+
 def _numbered(columns: Iterable[Any]) -> Any:
-    """A number for each row, the same for equal rows: column by column, which takes a fifth of
-    sorting whole rows."""
+    """Number the rows; equal rows get equal numbers. Column by column takes a fifth of the time
+    that sorting whole rows takes."""
     numbers: Any = 0
     for column in columns:
         values, own = np.unique(column, return_inverse=True)
@@ -71,32 +80,36 @@ def _numbered(columns: Iterable[Any]) -> Any:
 
 
 class RunningSums:
-    """The same for records as they are written, from any thread. About 1.5 us each."""
+    """Counts records while they are written, from any thread. About 1.5 us each."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a signal handler may come here from inside
-        self._places: dict[tuple[int, ...], int] = {}
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt the owner
+        self._indexes: dict[tuple[int, ...], int] = {}
         self._counts: list[int] = []
         self._last_step: list[int] = []
-        self._met = array("Q")  # place << 32 | step, each time the step is another than the last
+        self._pairs = array("Q")  # key index << 32 | step, whenever the step of a key changes
 
     def take(self, record: bytes) -> None:
         """Count one record of a collective."""
         fields = RECORD.unpack_from(record)
-        key, step = (
-            (fields[_PASS], fields[_MODULE], fields[_WHAT], fields[_AIM], fields[_LINE]),
-            fields[_STEP],
+        step = fields[_STEP]
+        key = (
+            fields[_PASS],
+            fields[_MODULE],
+            fields[_SUBJECT],
+            fields[_BENEFICIARY],
+            fields[_LINE],
         )
         with self._lock:
-            place = self._places.get(key)
-            if place is None:
-                place = self._places[key] = len(self._counts)
+            index = self._indexes.get(key)
+            if index is None:
+                index = self._indexes[key] = len(self._counts)
                 self._counts.append(0)
                 self._last_step.append(-1)
-            self._counts[place] += 1
-            if self._last_step[place] != step:
-                self._last_step[place] = step
-                self._met.append(place << 32 | step)
+            self._counts[index] += 1
+            if self._last_step[index] != step:
+                self._last_step[index] = step
+                self._pairs.append(index << 32 | step)
 
     @property
     def total(self) -> int:
@@ -104,12 +117,10 @@ class RunningSums:
             return sum(self._counts)
 
     def sums(self) -> Sums:
-        """What was counted so far."""
+        """The counts so far."""
         with self._lock:
-            keys, counts, met = (
-                list(self._places),
-                list(self._counts),
-                np.array(self._met, np.int64),
-            )
-        met = np.unique(met)
-        return Sums(keys=keys, counts=counts, which=met >> 32, steps=met & NO_STEP)
+            keys = list(self._indexes)
+            counts = list(self._counts)
+            pairs = np.array(self._pairs, np.int64)
+        index, steps = _distinct(pairs)
+        return Sums(keys=keys, counts=counts, key_index=index, steps=steps)

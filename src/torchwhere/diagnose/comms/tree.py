@@ -1,9 +1,8 @@
-"""Which collectives each part of the model causes: a tree of modules, with counts and bytes per
-pass.
+"""Counts and bytes of the collectives that each module causes, as a tree of modules.
 
-Takes a run, or what was counted live (`sums.py`), gives `Comms`: the tree as recorded. Counts and
-bytes are added over all ranks; a `CommsSum` says which ranks, in how many steps, from which lines.
-`outline.py` makes of it what people want to read.
+Takes a run, or the live counts of `sums.py`, gives `Comms`. Counts and bytes are summed over all
+ranks; a `CommsSum` also has the ranks, the number of steps and the source lines. `outline.py`
+folds equal layers for display.
 """
 
 from __future__ import annotations
@@ -23,33 +22,32 @@ from torchwhere.diagnose.comms.sums import Sums, sums
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step
 _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
-_DEEPEST = 64  # a name with more dots is not split further: nothing here may recurse without end
+_DEEPEST = 64  # limits recursion: a name with more dots is not split further
 
-Sorting = TypeVar("Sorting", bound=str | None)
-# what a collective is for: a unit's name, or names of parameters
-Aim = str | tuple[str, ...] | None
+GroupKey = TypeVar("GroupKey", bound=str | None)
+# what a collective serves: the name of a unit, or the names of parameters
+Beneficiary = str | tuple[str, ...] | None
 
 
 class CommsKey(NamedTuple):
-    """What is counted together."""
+    """Calls with the same key are counted together."""
 
     pass_: str
     op: str
     group: str
-    beneficiary: Aim
+    beneficiary: Beneficiary
 
 
 @dataclass(slots=True)
 class CommsSum:
-    """A sum over events."""
+    """Totals over the calls of one key."""
 
     count: int = 0
     bytes: int = 0
     ranks: set[int] = field(default_factory=set)
-    steps: int = 0  # in how many steps of how many ranks, added
+    steps: int = 0  # number of (rank, step) pairs with such a call
     sizes: set[int] = field(default_factory=set)  # bytes of one call
-    # how many from each line of the user's code
-    lines: dict[str, int] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)  # calls from each line of the user's code
 
     def add(self, other: CommsSum) -> None:
         self.count += other.count
@@ -72,14 +70,14 @@ class CommsSum:
 
 @dataclass(slots=True, repr=False)
 class CommsNode(Shown):
-    """A module: what it issued itself, and what is below it."""
+    """A module: the collectives it issued itself, and its child modules."""
 
     name: str | None  # None: outside any module
     own: dict[CommsKey, CommsSum] = field(default_factory=dict)
     children: dict[str, CommsNode] = field(default_factory=dict)
 
     def total(self) -> CommsSum:
-        """Of this module and everything below it."""
+        """The totals of this module and everything below it."""
         total = CommsSum()
         for counter in self.own.values():
             total.add(counter)
@@ -88,8 +86,8 @@ class CommsNode(Shown):
         return total
 
     def entries(self) -> list[tuple[CommsKey, CommsSum]]:
-        """What it issued itself, in the order of a step; in the same order for modules that do the
-        same."""
+        """Its own collectives in the order of a step. Modules with equal collectives list them in
+        equal order."""
 
         def order(entry: tuple[CommsKey, CommsSum]) -> tuple[Any, ...]:
             pass_, op, group, beneficiary = entry[0]
@@ -131,8 +129,7 @@ class Comms(Shown, Tabular):
     overwritten: dict[int, int] = field(default_factory=dict)
 
     def walk(self) -> Iterator[tuple[str | None, CommsKey, CommsSum]]:
-        """Everything that was counted: the module that issued it, what it is, and how much of it.
-        In the tree's order."""
+        """All totals in tree order, each with the module that issued the calls and their key."""
         pending = [self.outside, self.root]
         while pending:
             node = pending.pop()
@@ -141,12 +138,12 @@ class Comms(Shown, Tabular):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each collective was issued, by its public name."""
+        """Calls of each collective, by its public name."""
         return self._by(lambda module, key: None)[None]
 
     @property
     def by_module(self) -> dict[str | None, Counter[str]]:
-        """The same by the very module that issued it: "" is the root, None outside any module."""
+        """Calls by the module that issued them: "" is the root, None is outside any module."""
         return self._by(lambda module, key: module)
 
     @property
@@ -159,20 +156,22 @@ class Comms(Shown, Tabular):
 
     @property
     def by_line(self) -> dict[str | None, Counter[str]]:
-        """By the line of the user's code that led to it; None where there is none."""
-        found: defaultdict[str | None, Counter[str]] = defaultdict(Counter)
+        """Calls by line of the user's code; None where the line is unknown."""
+        counts: defaultdict[str | None, Counter[str]] = defaultdict(Counter)
         for _, key, counter in self.walk():
             for line, count in counter.lines.items():
-                found[line][key.op] += count
+                counts[line][key.op] += count
             if rest := counter.count - sum(counter.lines.values()):
-                found[None][key.op] += rest
-        return found
+                counts[None][key.op] += rest
+        return counts
 
-    def _by(self, sort: Callable[[str | None, CommsKey], Sorting]) -> dict[Sorting, Counter[str]]:
-        found: defaultdict[Sorting, Counter[str]] = defaultdict(Counter)
+    def _by(
+        self, group_key: Callable[[str | None, CommsKey], GroupKey]
+    ) -> dict[GroupKey, Counter[str]]:
+        counts: defaultdict[GroupKey, Counter[str]] = defaultdict(Counter)
         for module, key, counter in self.walk():
-            found[sort(module, key)][key.op] += counter.count
-        return found
+            counts[group_key(module, key)][key.op] += counter.count
+        return counts
 
     @property
     def bytes(self) -> int:
@@ -186,23 +185,24 @@ class Comms(Shown, Tabular):
         group: str | None = None,
         for_: str | None = None,
     ) -> Comms:
-        """What is left of it: issued in a module and those below it, in a pass, on a group, to
-        serve a module."""
-        found = Comms(
+        """The collectives issued in `module` or below it, in `pass_`, on `group`, for `for_`."""
+        chosen = Comms(
             ranks=self.ranks, steps=self.steps, groups=self.groups, overwritten=self.overwritten
         )
         for name, key, counter in self.walk():
-            is_wanted = (module is None or (name is not None and is_within(name, module))) and (
-                (pass_ is None or key.pass_ == pass_) and (group is None or key.group == group)
-            )
-            if is_wanted and (for_ is None or _serves(key.beneficiary, name, for_)):
-                node = found.outside if name is None else descend(found.root, name)
+            if (
+                (module is None or (name is not None and is_within(name, module)))
+                and pass_ in (None, key.pass_)
+                and group in (None, key.group)
+                and (for_ is None or _serves(key.beneficiary, name, for_))
+            ):
+                node = chosen.outside if name is None else descend(chosen.root, name)
                 node.own[key] = counter
-        return found
+        return chosen
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """What was counted, one a row: module, pass, op, group, what for; calls and bytes of all
-        ranks, and of how many."""
+        """One row for each module and key: calls and bytes summed over all ranks, and the number
+        of ranks and steps."""
         return [
             {
                 "module": module,
@@ -210,8 +210,6 @@ class Comms(Shown, Tabular):
                 "op": key.op,
                 "group": key.group,
                 "for": key.beneficiary,
-            }
-            | {
                 "count": counter.count,
                 "bytes": counter.bytes,
                 "ranks": len(counter.ranks),
@@ -232,90 +230,85 @@ class Comms(Shown, Tabular):
 
 
 def is_within(name: str, module: str) -> bool:
-    """Whether a module, or a parameter, is that module or below it."""
+    """Whether a module or parameter is `module` or lies below it."""
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def _serves(beneficiary: Aim, issuer: str | None, module: str) -> bool:
-    """Whether a collective moves what belongs to a module. One that says nothing else serves the
-    module that issued it."""
-    names = (
-        (issuer,)
-        if beneficiary is None
-        else beneficiary
-        if isinstance(beneficiary, tuple)
-        else (beneficiary,)
-    )
+def _serves(beneficiary: Beneficiary, issuer: str | None, module: str) -> bool:
+    """Whether a collective moves data of a module. Without a beneficiary it serves its issuer."""
+    served = issuer if beneficiary is None else beneficiary
+    names = served if isinstance(served, tuple) else (served,)
     return any(name is not None and is_within(name, module) for name in names)
 
 
 def comms(run: BoxRun, *, ranks: set[int] | None = None) -> Comms:
-    """Add up the collectives of a run, of all its ranks or of some."""
-    found = Comms()
+    """Sum the collectives of a run over all its ranks, or over `ranks`."""
+    total = Comms()
     for rank, box in run.in_order():
         if ranks is None or rank in ranks:
             if box.counts.overwritten:
-                found.overwritten[rank] = box.counts.overwritten
-            add(found, box, sums(box.records))
-    return found
+                total.overwritten[rank] = box.counts.overwritten
+            add(total, box, sums(box.records))
+    return total
 
 
-def add(found: Comms, box: Box, counted: Sums) -> None:
-    """Add what was counted on one rank; the box says what the numbers in it mean."""
+def add(total: Comms, box: Box, counted: Sums) -> None:
+    """Add the counts of one rank. The box resolves the ids in the keys."""
     if not counted.counts:
         return
     if (span := counted.span) is not None:
-        first, last = found.steps or span
-        found.steps = min(first, span[0]), max(last, span[1])
-    found.ranks.add(box.rank)
+        first, last = total.steps or span
+        total.steps = min(first, span[0]), max(last, span[1])
+    total.ranks.add(box.rank)
     counters = [
-        _count(found, box, key, count)
+        _count(total, box, key, count)
         for key, count in zip(counted.keys, counted.counts, strict=True)
     ]
-    _add_steps(counters, counted.which, counted.steps)
-    sort_children(found.root)
+    _add_steps(counters, counted.key_index, counted.steps)
+    sort_children(total.root)
 
 
-def _count(found: Comms, box: Box, counted: tuple[int, ...], count: int) -> CommsSum:
-    """Add `count` collectives that are alike to the counter they belong to."""
-    pass_, module_id, what, aim_id, line = counted
-    call = box.value(what)
+def _count(total: Comms, box: Box, ids: tuple[int, ...], count: int) -> CommsSum:
+    """Add `count` equal collectives to their counter."""
+    pass_, module_id, call_id, beneficiary_id, line_id = ids
+    call = box.value(call_id)
     call = call if isinstance(call, dict) else {}
     module = box.name(module_id) if module_id else None
-    node = found.outside if module is None else descend(found.root, module)
-    beneficiary = box.value(aim_id) if aim_id else None
+    node = total.outside if module is None else descend(total.root, module)
     key = CommsKey(
         _PASS_LABELS.get(pass_, "outside"),
         str(call.get("op") or "?"),
-        _group_label(found, box, str(call.get("group"))),
-        tuple(map(str, beneficiary))
-        if isinstance(beneficiary, list)
-        else beneficiary
-        if beneficiary is None
-        else str(beneficiary),
+        _group_label(total, box, str(call.get("group"))),
+        _beneficiary(box.value(beneficiary_id) if beneficiary_id else None),
     )
     size = call.get("bytes")
     size = size if isinstance(size, int) else 0
-    lines = {box.name(line) or "?": count} if line else {}
+    lines = {box.name(line_id) or "?": count} if line_id else {}
     counter = node.own.setdefault(key, CommsSum())
     counter.add(CommsSum(count, count * size, {box.rank}, 0, {size}, lines))
     return counter
 
 
-def _add_steps(counters: list[CommsSum], which: Any, steps: Any) -> None:
-    """Add to each counter in how many steps it was met; `which` says for each step in `steps` the
-    place of its counter."""
+def _beneficiary(value: Any) -> Beneficiary:
+    if isinstance(value, list):
+        return tuple(map(str, value))
+    return None if value is None else str(value)
+
+
+def _add_steps(counters: list[CommsSum], key_index: Any, steps: Any) -> None:
+    """Add to each counter its number of steps; `key_index[i]` is the counter of `steps[i]`."""
     # calls of several shapes share a counter
     distinct = list({id(counter): counter for counter in counters}.values())
     numbers = {id(counter): number for number, counter in enumerate(distinct)}
     number_of = np.array([numbers[id(counter)] for counter in counters])
-    met = np.unique(number_of[which] << 32 | steps) >> 32
-    for counter, count in zip(distinct, np.bincount(met, minlength=len(distinct)), strict=True):
+    with_step = np.unique(number_of[key_index] << 32 | steps) >> 32
+    counts = np.bincount(with_step, minlength=len(distinct))
+    for counter, count in zip(distinct, counts, strict=True):
         counter.steps += int(count)
 
 
 def descend(root: CommsNode, module: str) -> CommsNode:
-    """The node of a module below a root, made where there is none."""
+    """The node of a module below a root. Creates missing nodes."""
     node, path = root, ""
     for part in module.split(".", _DEEPEST) if module else ():
         path = f"{path}.{part}" if path else part
@@ -324,8 +317,8 @@ def descend(root: CommsNode, module: str) -> CommsNode:
 
 
 def group_label(box: Box, name: str) -> str:
-    """What to call a group: its mesh dimension or description. Sibling groups of one dimension
-    share the label."""
+    """The displayed name of a group: its mesh dimension or description. Sibling groups of one
+    dimension share it."""
     group = box.groups().get(name, {})
     desc = str(group.get("desc") or "")
     return str(
@@ -333,17 +326,16 @@ def group_label(box: Box, name: str) -> str:
     )
 
 
-def _group_label(found: Comms, box: Box, name: str) -> str:
+def _group_label(total: Comms, box: Box, name: str) -> str:
     label, members = group_label(box, name), box.groups().get(name, {}).get("ranks")
-    found.groups[label] = max(
-        found.groups.get(label, 0), len(members) if isinstance(members, list) else 0
-    )
+    size = len(members) if isinstance(members, list) else 0
+    total.groups[label] = max(total.groups.get(label, 0), size)
     return label
 
 
 def sort_children(node: CommsNode) -> None:
-    """Children in the order they were first seen; numbered ones by number, wherever the ring
-    begins."""
+    """Sort numbered children by number, since the ring may begin anywhere. Others keep the order
+    of first use."""
     if all(map(is_number, node.children)):
         node.children = dict(sorted(node.children.items(), key=lambda item: int(item[0])))
     for child in node.children.values():
@@ -354,7 +346,7 @@ def is_number(name: str) -> bool:
     return name.isascii() and name.isdigit() and len(name) < 10
 
 
-def relative(beneficiary: Aim, seen_from: str) -> Aim:
+def relative(beneficiary: Beneficiary, seen_from: str) -> Beneficiary:
     """`layers.0.up` seen from `layers.1` is `layers.<-1>.up`."""
     if isinstance(beneficiary, tuple):
         return tuple(str(relative(name, seen_from)) for name in beneficiary)
