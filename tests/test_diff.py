@@ -36,7 +36,8 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison, ranks_named
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.diff.cohorts import Cohorts, Comparison
 from torchwhere.diagnose.diff.comparison import Diff, diff, find_logs
 from torchwhere.diagnose.diff.log_lines import Stripper, patterns, skeleton, stripped
 from torchwhere.diagnose.diff.logs import ranks_of, rejoined
@@ -201,8 +202,8 @@ def test_stages_of_a_pipeline_differ_by_design(
     (remark,) = found.events.remarks
     assert (
         remark
-        == f"{stages} stages of a pipeline, which do different things by design (they first differ"
-        f" in step 0: module_enter of {said.partition(';')[0]}): {said}"
+        == f"{stages} pipeline stages, which differ by design (first in step 0: module_enter of"
+        f" {said.partition(';')[0]}): {said}"
     )
 
 
@@ -257,7 +258,7 @@ def test_a_rank_that_says_something_more(four_ranks: Pool, tmp_path: Path) -> No
     assert entry is not None
     assert entry.event is not None
     assert (entry.event.kind, entry.event.fields) == ("note", {"text": "overflow", "scale": 0.5})
-    assert "they differ in this step alone, of 4" in divergence.remarks
+    assert "they differ only in this step, of 4" in divergence.remarks
 
 
 # -- boxes written by hand -------------------------------------------------------------------------
@@ -423,7 +424,7 @@ def test_another_branch(tmp_path: Path) -> None:
         "train.py:1",
         "train.py:4",
     ]
-    assert first.remarks == ("they differ in this step alone, of 5",)
+    assert first.remarks == ("they differ only in this step, of 5",)
     assert (
         second.remarks[0]
         == "in step 3 rank 3 had 4 collective events on default_pg; ranks 0, 2 had 3"
@@ -522,7 +523,7 @@ def test_a_rank_that_ends_early(tmp_path: Path) -> None:
             rank.end("exit 1" if number == 3 else "exit 0")
     found = events(tmp_path)
     assert found.cohorts == ((0, 1, 2), (3,))
-    assert found.remarks == ("rank 1 had not ended: compared as far as they came",)
+    assert found.remarks == ("rank 1 has not ended: compared up to its last event",)
     (divergence,) = found.divergences
     assert (divergence.step, [version.ranks for version in divergence.versions]) == (
         2,
@@ -543,7 +544,7 @@ def test_all_were_killed_at_once(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert (found.divergences, found.remarks) == (
         (),
-        ("ranks 0-3 had not ended: compared as far as they came",),
+        ("ranks 0-3 have not ended: compared up to their last event",),
     )
 
 
@@ -559,7 +560,7 @@ def test_rings_that_have_gone_round(tmp_path: Path) -> None:
     assert found.steps == (20, 40)
     assert found.remarks == (
         (
-            "nothing whole from before step 20 of rank 1: compared from there on (--records keeps"
+            "compared from step 20: rank 1 recorded no earlier step completely (--records keeps"
             " more)"
         ),
     )
@@ -579,8 +580,8 @@ def test_no_step_in_common(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found.remarks == (
         (
-            "no step is whole in all rings: only collectives of one group were compared, by number"
-            " (--records keeps more)"
+            "no step is complete on all ranks: only the collectives of each group were compared,"
+            " by number (--records keeps more)"
         ),
     )
     assert [(divergence.kind, divergence.minority.ranks) for divergence in found.divergences] == [
@@ -601,7 +602,7 @@ def test_texts_that_were_overwritten(tmp_path: Path) -> None:
     assert 0 < found.steps[0] < 5
     assert found.remarks == (
         (
-            f"nothing whole from before step {found.steps[0]} of rank 1: compared from there on"
+            f"compared from step {found.steps[0]}: rank 1 recorded no earlier step completely"
             " (--records keeps more)"
         ),
     )
@@ -641,7 +642,7 @@ def test_other_threads_and_compilations(tmp_path: Path) -> None:
     found = events(tmp_path)
     assert found.divergences == ()
     assert found.remarks == (
-        "3 events of other threads, which come at any time, were left out",
+        "left out 3 events of other threads, which have no fixed order",
         "graphs compiled: rank 1 1, rank 2 2; the others 0",
     )
 
@@ -792,9 +793,9 @@ def test_another_line(tmp_path: Path) -> None:
         (4, "step 3 ok"),
         (5, "step 4 ok"),
     ]
-    assert first.remarks == ("they come together again after 1 line of rank 1",)
+    assert first.remarks == ("they agree again after 1 line of rank 1",)
     assert [version.ranks for version in second.versions] == [(0, 2, 4), (3,)]
-    assert second.remarks == ("they do not come together again in the next 100 lines",)
+    assert second.remarks == ("they do not agree again in the next 100 lines",)
     assert found.cohorts == ((0, 2, 4), (1,), (3,))
 
 
@@ -861,11 +862,11 @@ def test_whose_log_it_is(tmp_path: Path) -> None:
     ]
     with pytest.raises(
         TorchwhereError,
-        match=r"^cannot tell which rank wrote a\.log: the files' names must differ in one number",
+        match=r"^cannot find the rank of a\.log: the file names must differ in one number",
     ):
         ranks_of([Path("a.log"), Path("b.log")])
     with pytest.raises(
-        TorchwhereError, match=r"^two logs of rank 1: rank1\.out and rank1\.err\. Say which: --logs"
+        TorchwhereError, match=r"^two logs of rank 1: rank1\.out and rank1\.err\. Choose with"
     ):
         ranks_of([Path("rank1.out"), Path("rank1.err")])
 
@@ -1002,7 +1003,7 @@ def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
     cohorts, parted = Cohorts([range(8)]), set()
     for place in places:
         before = {rank: cohort for cohort in cohorts.all for rank in cohort}
-        told = cohorts.part(place)
+        told = cohorts.split(place)
         after = {rank: cohort for cohort in cohorts.all for rank in cohort}
         assert sorted(after) == list(range(8))
         for one in range(8):
@@ -1034,9 +1035,9 @@ def test_coming_together_again(one: list[str], other: list[str]) -> None:
 
 def test_ranks_as_text() -> None:
     """Runs are folded, very many are cut."""
-    assert ranks_named([3]) == "rank 3"
-    assert ranks_named([0, 1, 2, 5]) == "ranks 0-2, 5"
-    assert ranks_named(range(0, 40, 2)) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
+    assert ranks_phrase([3]) == "rank 3"
+    assert ranks_phrase([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert ranks_phrase(range(0, 40, 2), most=8) == "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 12 more"
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -1095,7 +1096,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example(tmp_path)
     code, out, err = run_command(capsys, str(tmp_path))
     assert (code, err) == (1, "")
-    assert "rank 2 parts from ranks 0-1, 3 in step 1" in out
+    assert "rank 2 diverges from ranks 0-1, 3 in step 1" in out
     assert run_command(capsys, str(tmp_path), "--rank", "0", "--rank", "1")[0] == 0
     for arguments, said in {
         (

@@ -177,7 +177,7 @@ def test_repr_is_one_line(results: dict[str, Any], diff: Any) -> None:
     assert repr(results["verdict"]) == "<Verdict on 1 rank: healthy (exact)>"
     assert repr(results["groups"]) == "<Groups: 0>"
     assert repr(results["layouts"]) == "<Layouts of 1 rank: laid out alike>"
-    assert repr(diff).startswith("<Diff: events of 8 ranks part in ")
+    assert repr(diff).startswith("<Diff: events of 8 ranks diverge in ")
 
 
 def test_str_is_what_the_command_prints(results: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Where ranks part, as lines of text: what was the same before, then what each cohort has, with
-what differs marked."""
+"""Divergences of ranks as lines of text: the equal items before, then the item of each cohort, with
+the difference marked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torchwhere.diagnose.diff.cohorts import (
-    ComparedItem,
-    Comparison,
-    Divergence,
-    Version,
-    ranks_named,
-)
+from torchwhere.core.rank_text import ranks_phrase, ranks_text
+from torchwhere.diagnose.diff.cohorts import ComparedItem, Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.log_lines import stripped
 from torchwhere.render.text import (
@@ -29,8 +24,9 @@ from torchwhere.render.text import (
     what,
 )
 
-_MOST_PARTINGS = 5
+_MOST_DIVERGENCES = 5
 _MOST_VERSIONS = 6
+_MOST_RUNS = 8  # of ranks in one cell
 _INDENT = "  "
 _DIFFERS = "bold red"
 _SAME = "dim"
@@ -47,7 +43,7 @@ _LOG_NARROWING = (("ranks", 16), ("text", 20))
 
 
 def diff_lines(diff: Diff, *, width: int | None) -> Iterator[Line]:
-    """First what the ranks did, then what they said."""
+    """First the events, then the logs."""
     for name, found in (("events", diff.events), ("logs", diff.logs)):
         if found is None:
             yield [(f"{name}: nothing to compare", _SAME)]
@@ -59,7 +55,7 @@ def diff_lines(diff: Diff, *, width: int | None) -> Iterator[Line]:
 
 def _comparison_lines(name: str, found: Comparison, width: int | None) -> Iterator[Line]:
     yield fitted(_title(name, found), width)
-    for divergence in found.divergences[:_MOST_PARTINGS]:
+    for divergence in found.divergences[:_MOST_DIVERGENCES]:
         yield []
         yield fitted([(_INDENT, ""), *_headline(divergence)], width)
         lines = (
@@ -69,10 +65,10 @@ def _comparison_lines(name: str, found: Comparison, width: int | None) -> Iterat
         yield from (
             fitted([(_INDENT + plain(remark), "yellow")], width) for remark in divergence.remarks
         )
-    if len(found.divergences) > _MOST_PARTINGS:
+    if len(found.divergences) > _MOST_DIVERGENCES:
         yield [
             (
-                f"{_INDENT}{len(found.divergences) - _MOST_PARTINGS} more: --json has them all",
+                f"{_INDENT}{len(found.divergences) - _MOST_DIVERGENCES} more: --json has them all",
                 "yellow",
             )
         ]
@@ -84,27 +80,30 @@ def _comparison_lines(name: str, found: Comparison, width: int | None) -> Iterat
 
 
 def _title(name: str, found: Comparison) -> Line:
-    first, last = found.steps or (None, None)
-    steps = (
-        "" if first is None else f", step {first}" if first == last else f", steps {first}-{last}"
-    )
     unit = "event" if name == "events" else "line"
     title = (
-        f"{name} of {plural(len(found.ranks), 'rank')}{steps}, {found.compared:,}"
-        f" {unit}{'s' * (found.compared != 1)}"
+        f"{name} of {plural(len(found.ranks), 'rank')}{_steps(found)},"
+        f" {plural(found.compared, unit)}"
     )
     if not found.divergences:
         return [(title, "bold"), (": no difference", "green")]
     cohorts = "; ".join(
-        ranks_named(cohort).partition(" ")[2] for cohort in found.cohorts[:_MOST_VERSIONS]
+        ranks_text(cohort, most=_MOST_RUNS) for cohort in found.cohorts[:_MOST_VERSIONS]
     )
     more = "; ..." if len(found.cohorts) > _MOST_VERSIONS else ""
     return [(title, "bold"), (f": {plural(len(found.cohorts), 'cohort')}: {cohorts}{more}", "red")]
 
 
-# How it is said of one rank, of several, and of two cohorts of one size.
+def _steps(found: Comparison) -> str:
+    if found.steps is None:
+        return ""
+    first, last = found.steps
+    return f", step {first}" if first == last else f", steps {first}-{last}"
+
+
+# The verb for one rank, for several ranks, and for two cohorts of equal size.
 _VERBS = {
-    "flow": ("parts from", "part from", "part"),
+    "flow": ("diverges from", "diverge from", "diverge"),
     "value": ("has other values than", "have other values than", "have different values"),
     "group": (
         "differs in one collective from",
@@ -119,19 +118,12 @@ def _headline(divergence: Divergence) -> Line:
     of_one, of_several, of_equals = _VERBS[divergence.kind]
     most, least = divergence.versions[0].ranks, divergence.minority.ranks
     if len(divergence.versions) > 2:
-        everybody = ranks_named([rank for version in divergence.versions for rank in version.ranks])
-        return [(f"{everybody} {of_equals} in {len(divergence.versions)} ways{step}", _DIFFERS)]
+        ranks = ranks_phrase([rank for version in divergence.versions for rank in version.ranks])
+        return [(f"{ranks} {of_equals} in {len(divergence.versions)} ways{step}", _DIFFERS)]
     if len(least) < len(most):
-        return [
-            (
-                (
-                    f"{ranks_named(least)} {of_one if len(least) == 1 else of_several}"
-                    f" {ranks_named(most)}{step}"
-                ),
-                _DIFFERS,
-            )
-        ]
-    return [(f"{ranks_named(most)} and {ranks_named(least)} {of_equals}{step}", _DIFFERS)]
+        verb = of_one if len(least) == 1 else of_several
+        return [(f"{ranks_phrase(least)} {verb} {ranks_phrase(most)}{step}", _DIFFERS)]
+    return [(f"{ranks_phrase(most)} and {ranks_phrase(least)} {of_equals}{step}", _DIFFERS)]
 
 
 # -- events ----------------------------------------------------------------------------------------
@@ -264,7 +256,7 @@ def _matters(at: int, texts: Sequence[list[str]]) -> bool:
 
 
 def _ranks(version: Version) -> str:
-    return ranks_named(version.ranks).partition(" ")[2]
+    return ranks_text(version.ranks, most=_MOST_RUNS)
 
 
 def _more_versions(divergence: Divergence) -> Iterator[Line]:
@@ -275,7 +267,7 @@ def _more_versions(divergence: Divergence) -> Iterator[Line]:
             (
                 (
                     f"and {len(divergence.versions) - _MOST_VERSIONS} more versions, of"
-                    f" {ranks_named(ranks)}"
+                    f" {ranks_phrase(ranks)}"
                 ),
                 "yellow",
             )

@@ -20,6 +20,7 @@ from torchwhere.core.place import Place, shown
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
 from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
+from torchwhere.diagnose.diff.remarks import DiffRemark
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
@@ -27,6 +28,7 @@ from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.render import html as page
 from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
+from torchwhere.render.diff_remarks import remark_text
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.phases import phases_lines, phases_remarks, phases_table, phases_title
@@ -350,7 +352,7 @@ def _(result: Diff) -> str:
         if one is not None
     ]
     said = [
-        f"{name} of {plural(len(one.ranks), 'rank')} {_parted(len(one.divergences))}"
+        f"{name} of {plural(len(one.ranks), 'rank')} {_diverging(len(one.divergences))}"
         for name, one in found
     ]
     return f"<Diff: {', '.join(said)}>"
@@ -358,15 +360,14 @@ def _(result: Diff) -> str:
 
 @brief.register
 def _(result: Comparison) -> str:
-    return (
-        f"<Comparison of {plural(len(result.ranks), 'rank')}: {_parted(len(result.divergences))}>"
-    )
+    ranks = plural(len(result.ranks), "rank")
+    return f"<Comparison of {ranks}: {_diverging(len(result.divergences))}>"
 
 
 @brief.register
 def _(result: Divergence) -> str:
     step = "" if result.step is None else f" in step {result.step}"
-    return plain(f"<Parting{step}: {'; '.join(map(_version, result.versions[:_MOST_SHOWN]))}>")
+    return plain(f"<Divergence{step}: {'; '.join(map(_version, result.versions[:_MOST_SHOWN]))}>")
 
 
 @brief.register
@@ -387,13 +388,18 @@ def _few(ranks: Sequence[int]) -> str:
     return f"{word} {listed}" if len(listed) < _SHORT else plural(len(ranks), "rank")
 
 
-def _parted(count: int) -> str:
-    return f"part in {plural(count, 'place')}" if count else "are equal"
+def _diverging(count: int) -> str:
+    return f"diverge in {plural(count, 'place')}" if count else "are equal"
 
 
 @text.register
 def _(result: Diff) -> str:
     return _joined(diff_lines(result, width=None))
+
+
+@text.register
+def _(result: DiffRemark) -> str:
+    return remark_text(result)
 
 
 @html.register

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
+from torchwhere.blackbox.row_numbers import row_numbers
 from torchwhere.core.events import Kind
 
 KEY_FIELDS = ("pass", "module", "subject", "beneficiary", "line")
@@ -47,7 +47,7 @@ class Sums:
 def sums(records: npt.NDArray[Any]) -> Sums:
     """Count the collectives among some records."""
     rows = records[records["kind"] == Kind.COLLECTIVE]
-    numbers = _numbered(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
+    numbers = row_numbers(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
     _, first_at, counts = np.unique(numbers, return_index=True, return_counts=True)
     order = np.argsort(first_at)
     key_index = np.empty(len(order), np.int64)
@@ -67,16 +67,6 @@ def _distinct(
     """Key indexes and steps of the distinct `key index << 32 | step` pairs."""
     distinct = np.unique(pairs)
     return distinct >> 32, distinct & NO_STEP
-
-
-def _numbered(columns: Iterable[Any]) -> Any:
-    """Number the rows; equal rows get equal numbers. Column by column takes a fifth of the time
-    that sorting whole rows takes."""
-    numbers: Any = 0
-    for column in columns:
-        values, own = np.unique(column, return_inverse=True)
-        _, numbers = np.unique(numbers * len(values) + own, return_inverse=True)
-    return numbers
 
 
 class RunningSums:

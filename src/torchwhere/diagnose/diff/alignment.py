@@ -1,118 +1,119 @@
-"""Lays the events of many ranks side by side: what has the same step, kind, group and order in it
-stands at one spot.
+"""Aligns the events of many ranks by step, stream and order.
 
-Takes traces, gives the spots where not all ranks have the same, in the order of the program, and
-`part`, which follows cohorts of ranks through them. Ranks whose events are all alike are laid down
-once; what all have in common is not looked at one by one.
+Takes event sequences, gives the positions where ranks differ, in program order, and `diverge`,
+which splits cohorts of ranks at them. Ranks with equal sequences are aligned once, as a
+`RankClass`. Positions that are equal on all ranks are skipped as whole arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.diff.cohorts import Cohorts
-from torchwhere.diagnose.diff.traces import EventSequence, EventStream, Numbers
+from torchwhere.diagnose.diff.sequences import EventSequence, EventStream, Numbers
 
-Position = tuple[int, int]  # the step, and how many events of the step come before
-_NOTHING = 0  # in the place of an event
+Position = tuple[int, int]  # the step, and the number of events of the step before it
+_NO_EVENT = 0  # instead of a flow id
 
 
 @dataclass(slots=True)
 class RankClass:
-    """Ranks whose events are all alike. Columns have an item for each event, sorted by step, stream
+    """Ranks with equal sequences. The columns have one item for each event, sorted by step, stream
     and order."""
 
     ranks: list[int]
     sequence: EventSequence  # of one of them
     steps: Numbers
     streams: Numbers
-    nth: Numbers  # the how manieth of its stream in its step
-    at: Numbers  # where it is in the trace
-    in_step: Numbers  # how many events of its step come before it
+    nth: Numbers  # number of earlier events of its stream in its step
+    at: Numbers  # its index in the sequence
+    in_step: Numbers  # number of earlier events of its step
 
     @property
     def last_step(self) -> int:
         return int(self.steps[-1]) if len(self.steps) else -1
 
     def index(self, step: int, stream: int, nth: int) -> int | None:
-        """Where in the trace an event is, None if it is not."""
-        found = np.flatnonzero((self.steps == step) & (self.streams == stream) & (self.nth == nth))
-        return int(self.at[found[0]]) if len(found) else None
+        """The index of an event in the sequence; None if the sequence lacks it."""
+        rows = np.flatnonzero((self.steps == step) & (self.streams == stream) & (self.nth == nth))
+        return int(self.at[rows[0]]) if len(rows) else None
 
     def count(self, step: int, stream: int) -> int:
         return int(((self.steps == step) & (self.streams == stream)).sum())
 
-    def resumes(self, spot: AlignedEvents) -> int:
-        """Where in the trace it goes on if it has nothing at a spot."""
-        before = self.index(spot.step, spot.stream, spot.nth - 1) if spot.nth else None
-        first = int(np.searchsorted(self.sequence.steps, spot.step))
-        return (
-            before + 1
-            if before is not None
-            else min(first + spot.position[1], len(self.sequence.records))
-        )
+    def resumes_at(self, aligned: AlignedEvents) -> int:
+        """The index in the sequence that follows a position where it has no event."""
+        if aligned.nth:
+            before = self.index(aligned.step, aligned.stream, aligned.nth - 1)
+            if before is not None:
+                return before + 1
+        first = int(np.searchsorted(self.sequence.steps, aligned.step))
+        return min(first + aligned.position[1], len(self.sequence.records))
 
     def may_lack(self, step: int, stream: EventStream) -> bool:
-        """Whether having nothing there means nothing: it had not come so far, or is in no such
-        group."""
-        has_not_come_so_far = not self.sequence.has_ended and step >= self.last_step
-        return has_not_come_so_far or (
-            stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups
-        )
+        """Whether a missing event is no difference: the rank did not get that far, or is not in
+        the group."""
+        if not self.sequence.has_ended and step >= self.last_step:
+            return True
+        return stream.kind is Kind.COLLECTIVE and stream.group not in self.sequence.groups
+
+
+class AlignedEvent(NamedTuple):
+    """One class's event at a position: its ids, and its index in the sequence."""
+
+    flow: int
+    value: int
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
 class AlignedEvents:
-    """Events of several ranks that are compared with each other. By the index of the likes: their
-    flow, value, and index."""
+    """The events that are compared with each other, by index of the rank class."""
 
     step: int
     stream: int
     nth: int
     position: Position
-    has: dict[int, tuple[int, int, int]]
+    of_class: dict[int, AlignedEvent]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Some who were together have different things at a spot; the versions are indices of likes."""
+    """Rank classes of one cohort differ at a position. `versions` holds indexes of classes."""
 
     kind: str  # flow or value
-    spot: AlignedEvents
+    aligned: AlignedEvents
     versions: list[list[int]]
 
 
-def likes(sequences: Iterable[EventSequence]) -> list[RankClass]:
-    """The traces, those together that are all alike, most ranks first."""
-    found: dict[tuple[Hashable, ...], RankClass] = {}
+def rank_classes(sequences: Iterable[EventSequence]) -> list[RankClass]:
+    """Group equal sequences; the class with the most ranks first."""
+    classes: dict[Hashable, RankClass] = {}
     for sequence in sequences:
-        # stable: within a stream the order of the program
+        # a stable sort: events of one stream stay in program order
         order = np.lexsort((sequence.streams, sequence.steps))
         steps, streams = sequence.steps[order], sequence.streams[order]
-        key = (
-            *(
-                column[order].tobytes()
-                for column in (sequence.steps, sequence.streams, sequence.flow, sequence.value)
-            ),
-        )
-        known = found.get((key, sequence.has_ended, sequence.groups))
-        if known is not None:
-            known.ranks.append(sequence.rank)
+        columns = (steps, streams, sequence.flow[order], sequence.value[order])
+        content = tuple(column.tobytes() for column in columns)
+        key = content, sequence.has_ended, sequence.groups
+        if key in classes:
+            classes[key].ranks.append(sequence.rank)
             continue
         in_step = _since_change(sequence.steps)[order] if len(order) else order
         nth = _since_change(steps, streams)
-        found[key, sequence.has_ended, sequence.groups] = RankClass(
-            [sequence.rank], sequence, steps, streams, nth, order, in_step
-        )
-    return sorted(found.values(), key=lambda one: (-len(one.ranks), one.ranks))
+        classes[key] = RankClass([sequence.rank], sequence, steps, streams, nth, order, in_step)
+    return sorted(
+        classes.values(), key=lambda rank_class: (-len(rank_class.ranks), rank_class.ranks)
+    )
 
 
 def _since_change(*columns: Numbers) -> Numbers:
-    """For each row how many came before it since a column changed."""
+    """For each row, the number of rows before it since a column changed."""
     count = len(columns[0])
     changes = np.ones(count, bool)
     changes[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
@@ -120,95 +121,86 @@ def _since_change(*columns: Numbers) -> Numbers:
     return rows - np.maximum.accumulate(np.where(changes, rows, 0))
 
 
-def spots(sides: Sequence[RankClass]) -> Iterator[AlignedEvents]:
-    """Where not all have the same, in the order of the program."""
-    columns = [
-        np.concatenate(found)
-        for found in zip(
-            *(
-                (
-                    one.steps,
-                    one.streams,
-                    one.nth,
-                    one.sequence.flow[one.at],
-                    one.sequence.value[one.at],
-                    one.at,
-                    one.in_step,
-                )
-                for one in sides
-            ),
-            strict=True,
-        )
-    ]
-    side = np.repeat(np.arange(len(sides)), [len(one.steps) for one in sides])
-    order = np.lexsort((side, columns[2], columns[1], columns[0]))
-    steps, streams, nth, flow, value, at, in_step = (column[order] for column in columns)
-    side = side[order]
-    if not len(order):
+def differing_events(classes: Sequence[RankClass]) -> Iterator[AlignedEvents]:
+    """The positions where not all classes have the same, in program order."""
+
+    def column(values: Iterable[Numbers]) -> Numbers:
+        return np.concatenate(list(values))
+
+    of_class = np.repeat(np.arange(len(classes)), [len(side.steps) for side in classes])
+    if not len(of_class):
         return
+    steps = column(side.steps for side in classes)
+    streams = column(side.streams for side in classes)
+    nth = column(side.nth for side in classes)
+    order = np.lexsort((of_class, nth, streams, steps))
+    of_class, steps, streams, nth = of_class[order], steps[order], streams[order], nth[order]
+    flow = column(side.sequence.flow[side.at] for side in classes)[order]
+    value = column(side.sequence.value[side.at] for side in classes)[order]
+    at = column(side.at for side in classes)[order]
+    in_step = column(side.in_step for side in classes)[order]
+
     starts = np.flatnonzero(_since_change(steps, streams, nth) == 0)
     ends = np.append(starts[1:], len(order))
-    differs = ends - starts < len(sides)
-    for column in (flow, value):
-        differs |= np.minimum.reduceat(column, starts) != np.maximum.reduceat(column, starts)
-    # The place of a spot is that of its event on those who are the most.
+    differs = ends - starts < len(classes)
+    for ids in (flow, value):
+        differs |= np.minimum.reduceat(ids, starts) != np.maximum.reduceat(ids, starts)
+    # The largest class that has the event determines the position.
     chosen = np.flatnonzero(differs)
     first = starts[chosen]
-    for one in chosen[np.lexsort((side[first], in_step[first], steps[first]))]:
-        start, end = int(starts[one]), int(ends[one])
-        step, rows = (
-            int(steps[start]),
-            (column[start:end].tolist() for column in (side, flow, value, at)),
-        )
-        has = {who: (what, how, where) for who, what, how, where in zip(*rows, strict=True)}
+    for number in chosen[np.lexsort((of_class[first], in_step[first], steps[first]))]:
+        start, end = int(starts[number]), int(ends[number])
+        step = int(steps[start])
+        rows = zip(*(c[start:end].tolist() for c in (of_class, flow, value, at)), strict=True)
         yield AlignedEvents(
-            step, int(streams[start]), int(nth[start]), (step, int(in_step[start])), has
+            step=step,
+            stream=int(streams[start]),
+            nth=int(nth[start]),
+            position=(step, int(in_step[start])),
+            of_class={side: AlignedEvent(*event) for side, *event in rows},
         )
 
 
-def part(
-    sides: Sequence[RankClass],
+def diverge(
+    classes: Sequence[RankClass],
     streams: dict[int, EventStream],
     cohorts: Cohorts,
     *,
-    heeded: Iterable[int],
+    compared: Iterable[int],
 ) -> list[Finding]:
-    """Follow the cohorts of `sides` (by index) through all spots of the streams that are heeded:
-    where they part."""
-    found: list[Finding] = []
-    wanted, values_differ = set(heeded), False
-    for spot in spots(sides):
-        if not cohorts.can_part:
+    """Split the cohorts of `classes` (by index) at each difference in the `compared` streams."""
+    findings: list[Finding] = []
+    compared_streams, values_differ = set(compared), False
+    for aligned in differing_events(classes):
+        if not cohorts.can_split:
             break
-        if spot.stream not in wanted:
+        if aligned.stream not in compared_streams:
             continue
-        found += [
-            Finding("flow", spot, versions)
-            for versions in cohorts.part(_has(spot, sides, streams[spot.stream]))
-        ]
-        if not values_differ and any(how for _, how, _ in spot.has.values()):
-            differing = _differing_values(spot, cohorts)
-            values_differ = bool(differing)
-            found += [Finding("value", spot, differing)] if differing else []
-    return found
+        flows = _flows(aligned, classes, streams[aligned.stream])
+        findings += [Finding("flow", aligned, versions) for versions in cohorts.split(flows)]
+        if not values_differ and any(event.value for event in aligned.of_class.values()):
+            versions = _differing_values(aligned, cohorts)
+            values_differ = bool(versions)
+            findings += [Finding("value", aligned, versions)] if versions else []
+    return findings
 
 
-def _has(
-    spot: AlignedEvents, sides: Sequence[RankClass], stream: EventStream
+def _flows(
+    aligned: AlignedEvents, classes: Sequence[RankClass], stream: EventStream
 ) -> dict[int, Hashable]:
-    has: dict[int, Hashable] = {who: what for who, (what, _, _) in spot.has.items()}
-    for who, one in enumerate(sides):
-        if who not in has and not one.may_lack(spot.step, stream):
-            has[who] = _NOTHING
-    return has
+    flows: dict[int, Hashable] = {side: event.flow for side, event in aligned.of_class.items()}
+    for side, rank_class in enumerate(classes):
+        if side not in flows and not rank_class.may_lack(aligned.step, stream):
+            flows[side] = _NO_EVENT
+    return flows
 
 
-def _differing_values(spot: AlignedEvents, cohorts: Cohorts) -> list[list[int]]:
+def _differing_values(aligned: AlignedEvents, cohorts: Cohorts) -> list[list[int]]:
     for cohort in cohorts.all:
         versions: dict[int, list[int]] = {}
-        for who in cohort:
-            if who in spot.has:
-                versions.setdefault(spot.has[who][1], []).append(who)
+        for side in cohort:
+            if side in aligned.of_class:
+                versions.setdefault(aligned.of_class[side].value, []).append(side)
         if len(versions) > 1:
             return list(versions.values())
     return []

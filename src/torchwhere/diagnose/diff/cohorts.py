@@ -1,22 +1,21 @@
-"""Ranks that do the same are a cohort: how cohorts come apart, and what is told about it.
+"""The results of a comparison, and `Cohorts`, which splits ranks where they diverge.
 
-`Cohorts` begins with all ranks together and is told, in the order of the program, what each rank
-has at one place. Where ranks that were together have different things, they part. What no rank can
-be blamed for is left open: a rank that has nothing to say at a place stays with the most.
+`Cohorts` starts with all ranks together. The caller passes, in program order, the item of each
+rank at one position. Ranks of a cohort with different items are split. A rank without an item at
+that position stays with the majority of its cohort, since its item is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.events import Event
-from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.results import Shown
+from torchwhere.diagnose.diff.remarks import DiffRemark
 
-_MOST_RUNS = 8  # of ranks in one text
-MOST_PARTINGS = 20  # told of; those after them are counted
+MOST_DIVERGENCES = 20  # listed; a comparison counts the others
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +28,14 @@ class ComparedItem:
     event: Event | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"number": self.number, "text": self.text}
-        return found | ({"event": self.event.to_dict()} if self.event is not None else {})
+        fields: dict[str, Any] = {"number": self.number, "text": self.text}
+        return fields | ({"event": self.event.to_dict()} if self.event is not None else {})
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Version(Shown):
-    """What some ranks have where they part; none: nothing, or no more. `after` is what comes next
-    on the first of them."""
+    """The item of some ranks where they diverge, None if they have none there. `after` holds the
+    next items of the first of them."""
 
     ranks: tuple[int, ...]
     entry: ComparedItem | None
@@ -52,22 +51,27 @@ class Version(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Divergence(Shown):
-    """A place where ranks that did the same until then go apart. `kind` says how:
+    """A position where ranks that were equal until then differ. `kind` is the sort of difference:
 
-    `flow`: they do, or say, different things; `value`: they say the same about different values;
-    `group`: in one collective they differ in what must be equal there (shape, dtype, operation).
+    `flow`: different events or lines; `value`: equal lines or notes with different numbers in
+    them; `group`: one collective with different shapes, dtypes or operations.
     """
 
     kind: str
     step: int | None
-    before: tuple[ComparedItem, ...]  # the last that was the same
+    before: tuple[ComparedItem, ...]  # the last equal items
     versions: tuple[Version, ...]  # most ranks first
-    remarks: tuple[str, ...] = ()
+    facts: tuple[DiffRemark, ...] = ()
 
     @property
     def minority(self) -> Version:
-        """The smaller cohort: who to look at first."""
+        """The version of the smallest cohort: look at it first."""
         return self.versions[-1]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The facts as sentences."""
+        return tuple(map(str, self.facts))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,16 +85,21 @@ class Divergence(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison(Shown):
-    """What the logs, or the events, of some ranks have in common, and where they part, first place
-    first."""
+    """The cohorts of equal ranks in their logs or events, and their divergences in program
+    order."""
 
     ranks: tuple[int, ...]
-    compared: int  # lines or events that were looked at, of all ranks
-    cohorts: tuple[tuple[int, ...], ...]  # ranks that are the same all the way, largest first
+    compared: int  # lines or events of all ranks
+    cohorts: tuple[tuple[int, ...], ...]  # ranks that are equal throughout, largest first
     divergences: tuple[Divergence, ...] = ()
-    # of events: the first and the last step that were compared
+    # of events: the first and the last compared step
     steps: tuple[int, int] | None = None
-    remarks: tuple[str, ...] = ()
+    facts: tuple[DiffRemark, ...] = ()
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The facts as sentences."""
+        return tuple(map(str, self.facts))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -104,17 +113,17 @@ class Comparison(Shown):
 
 
 class Cohorts:
-    """Ranks, in cohorts that only ever come apart."""
+    """Cohorts of ranks. A cohort can be split and never merged."""
 
-    def __init__(self, apart: Iterable[Iterable[int]]) -> None:
-        self._of: dict[int, int] = {}
+    def __init__(self, cohorts: Iterable[Iterable[int]]) -> None:
+        self._cohort_of: dict[int, int] = {}
         self._ranks: list[list[int]] = []
-        for ranks in apart:
+        for ranks in cohorts:
             self._add(list(ranks))
 
     def _add(self, ranks: list[int]) -> None:
         for rank in ranks:
-            self._of[rank] = len(self._ranks)
+            self._cohort_of[rank] = len(self._ranks)
         self._ranks.append(ranks)
 
     @property
@@ -123,37 +132,34 @@ class Cohorts:
         return in_order(tuple(sorted(ranks)) for ranks in self._ranks)
 
     @property
-    def can_part(self) -> bool:
-        """Whether some ranks are still together."""
-        return len(self._ranks) < len(self._of)
+    def can_split(self) -> bool:
+        """Whether some cohort has several ranks."""
+        return len(self._ranks) < len(self._cohort_of)
 
-    def part(self, found: Mapping[int, Hashable]) -> list[list[list[int]]]:
-        """Ranks have `found` at one place: who parts from whom. For each cohort that comes apart,
-        those who have the same.
+    def split(self, items: Mapping[int, Hashable]) -> list[list[list[int]]]:
+        """Split cohorts whose ranks have different items at one position.
 
-        Ranks that are not in `found` stay with the most of their cohort.
+        Ranks that are not in `items` stay with the majority of their cohort.
+
+        Returns:
+            For each cohort that was split, the ranks of each item, the majority first.
         """
-        divergences = []
-        for cohort in sorted({self._of[rank] for rank in found}):
+        splits = []
+        for cohort in sorted({self._cohort_of[rank] for rank in items}):
             versions: dict[Hashable, list[int]] = {}
             for rank in self._ranks[cohort]:
-                if rank in found:
-                    versions.setdefault(found[rank], []).append(rank)
+                if rank in items:
+                    versions.setdefault(items[rank], []).append(rank)
             if len(versions) > 1:
                 most, *others = sorted(versions.values(), key=lambda ranks: (-len(ranks), ranks))
-                divergences.append([most, *others])
+                splits.append([most, *others])
                 leaving = {rank for ranks in others for rank in ranks}
                 self._ranks[cohort] = [rank for rank in self._ranks[cohort] if rank not in leaving]
                 for ranks in others:
                     self._add(ranks)
-        return divergences
+        return splits
 
 
 def in_order(cohorts: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The largest first, then by rank."""
     return tuple(sorted(cohorts, key=lambda ranks: (-len(ranks), ranks)))
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2, 5`: runs folded."""
-    return f"rank{'s' * (len(ranks) != 1)} {ranks_text(ranks, most=_MOST_RUNS)}"

@@ -1,6 +1,6 @@
-"""Where ranks that should do the same part: their logs and their events, without what may differ.
+"""Compares ranks that should do the same: their events and their logs, without what may differ.
 
-Takes a run (its boxes), or files of text, one a rank; gives a `Diff`.
+Takes the boxes of a run, or text files, one for each rank; gives a `Diff`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _LOG_ENDINGS = (".txt", ".log", ".out", ".err")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff(Shown):
-    """What ranks have in common and where they part; None for what there was not."""
+    """The comparisons of logs and of events; None for the one that had nothing to compare."""
 
     logs: Comparison | None
     events: Comparison | None
 
     @property
     def is_equal(self) -> bool:
-        return not any(found.divergences for found in (self.logs, self.events) if found is not None)
+        return not any(side.divergences for side in (self.logs, self.events) if side is not None)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -49,44 +49,42 @@ def diff(
     strip: Iterable[str] = (),
     ignore: Iterable[str] = (),
 ) -> Diff:
-    """Compare the events of a run and the logs in some files. `strip` and `ignore` are regular
-    expressions: what else may differ in a line or a name, and lines and events to leave out."""
+    """Compare the events of a run and the log files.
+
+    Args:
+        run: The boxes; None to compare only logs.
+        logs: Log files, one for each rank.
+        ranks: Compare only these ranks.
+        strip: Regular expressions for parts of a line or a name that may differ.
+        ignore: Regular expressions for lines and events to leave out.
+    """
     stripping, ignoring = patterns(strip), patterns(ignore)
-    labels = (
-        {rank: one for rank, one in run.summaries.items() if ranks is None or rank in ranks}
-        if run is not None
-        else {}
-    )
-    files = (
-        {rank: path for rank, path in ranks_of(logs).items() if ranks is None or rank in ranks}
-        if logs
-        else {}
-    )
-    hosts = {rank: str(box.meta.get("host") or "") for rank, box in labels.items()}
+    summaries = {} if run is None else run.summaries
+    boxes = {rank: box for rank, box in summaries.items() if ranks is None or rank in ranks}
+    hosts = {rank: str(box.meta.get("host") or "") for rank, box in boxes.items()}
+    files = ranks_of(logs) if logs else {}
     texts = {
         rank: Log(path, Stripper(rank, hosts.get(rank), stripping), ignoring)
         for rank, path in files.items()
+        if ranks is None or rank in ranks
     }
-    if len(labels) < 2 and len(texts) < 2:
+    if len(boxes) < 2 and len(texts) < 2:
         raise TorchwhereError(
             "nothing to compare: there are neither boxes nor logs of two ranks or more"
         )
-    return Diff(
-        logs=compare_logs(texts) if len(texts) > 1 else None,
-        events=compare_events(run.boxes, sorted(labels), strip=stripping, ignore=ignoring)
-        if run is not None and len(labels) > 1
-        else None,
-    )
+    events = None
+    if run is not None and len(boxes) > 1:
+        events = compare_events(run.boxes, sorted(boxes), strip=stripping, ignore=ignoring)
+    return Diff(logs=compare_logs(texts) if len(texts) > 1 else None, events=events)
 
 
 def find_logs(folder: Path, where: str | None) -> list[Path]:
-    """The log files: those in the run's folder, or those of another folder or of a pattern like
+    """The log files of the run folder or, with `where`, of another folder or of a pattern like
     `logs/*/stdout.log`."""
     if where is None:
         return sorted(folder.glob(LOG_NAMES))
     if Path(where).is_dir():
-        found = sorted(Path(where).glob(LOG_NAMES))
-        found = found or sorted(
+        paths = sorted(Path(where).glob(LOG_NAMES)) or sorted(
             path
             for path in Path(where).rglob("*")
             if path.suffix in _LOG_ENDINGS and path.is_file()
@@ -94,9 +92,8 @@ def find_logs(folder: Path, where: str | None) -> list[Path]:
     else:
         pattern = Path(where)
         root = Path(pattern.anchor) if pattern.is_absolute() else Path()
-        found = sorted(
-            path for path in root.glob(str(pattern.relative_to(pattern.anchor))) if path.is_file()
-        )
-    if not found:
+        matches = root.glob(str(pattern.relative_to(pattern.anchor)))
+        paths = sorted(path for path in matches if path.is_file())
+    if not paths:
         raise TorchwhereError(f"--logs {where}: there is no such file")
-    return found
+    return paths

@@ -1,9 +1,8 @@
-"""What may differ between ranks that do the same: ids, addresses, devices, times, processes, ranks,
-hosts, temporary files.
+"""Replaces in a line what may differ between ranks that do the same: ids, addresses, devices,
+times, processes, ranks, hosts, temporary files.
 
-`stripped(text)` puts a mark in the place of each, so that equal texts say the same thing;
-`skeleton` does it with every number that is left, so that equal texts say the same thing about
-possibly different values.
+`stripped(text)` puts a mark in the place of each, so that equal results mean equal lines.
+`skeleton` also replaces every other number, so that equal results mean equal lines up to values.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _IS = r"(?:\s?[=:]\s?|\s)"
 _DURATION = rf"(?:{_CLOCK}|{_NUMBER}(?:\s?{_UNITS})?)"
 _UUID = r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b"
 
-# What a match begins with decides which patterns are tried there: 17 at every snapshot of a line
-# take 50 us, these take 12. At one place the first that fits is taken. Of those in _ENDS only the
+# The first character decides which patterns are tried at a position: trying all 17 at every
+# position takes 50 us a line, this takes 12. The first match wins. For names in _ENDS, only the
 # number at the end is replaced.
 _AT_DIGIT = {
     "uuid": _UUID,
@@ -31,7 +30,7 @@ _AT_DIGIT = {
         r" ,_]+\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?)?(?!\d)"
     ),
     "host": r"(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?\b",
-    "progress": r"\d+:\d\d(?::\d\d)?<(?:\d+:\d\d(?::\d\d)?|\?)",  # tqdm: gone and to go
+    "progress": r"\d+:\d\d(?::\d\d)?<(?:\d+:\d\d(?::\d\d)?|\?)",  # tqdm: elapsed<remaining
     "clock": rf"(?<![.:]){_CLOCK}(?![\w:])",
     "address": r"0x[0-9a-fA-F]+\b",
     "epoch": r"(?<!\.)1[5-9]\d{8}(?:\.\d+|\d{3}|\d{6}|\d{9})?(?![\w.])",
@@ -89,8 +88,8 @@ _MAY_MATCH = re.compile(r"\d|tmp")
 _OWN = re.compile(
     r"(\s*[\[(<]?)(\d+)(?=[\])>]|:(?!\d)|\s*\|)"
 )  # `[3] text`, `3: text`: a launcher put the rank before the line
-# A number that is a value: not part of a name (`layers.0.weight`), of a version, or of a line of
-# code (`train.py:12`).
+# A number that is a value, and not part of a name (`layers.0.weight`), of a version, or of a code
+# line (`train.py:12`).
 _VALUE = re.compile(
     rf"(?<![\w.])(?<!\.py:)(?<!, line )[-+]?(?:{_NUMBER}|nan|inf|NaN|Infinity)(?!\w)(?!\.\w)"
 )
@@ -98,14 +97,14 @@ _VALUE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Stripper:
-    """Strips the texts of one rank. `more` has patterns of the user's own."""
+    """Strips the texts of one rank. `user_patterns` are removed too."""
 
     rank: int | None = None
     host: str | None = None
-    more: tuple[re.Pattern[str], ...] = ()
+    user_patterns: tuple[re.Pattern[str], ...] = ()
 
     def __call__(self, text: str) -> str:
-        for pattern in self.more:
+        for pattern in self.user_patterns:
             text = pattern.sub("<->", text)
         if self.host and len(self.host) > 2 and self.host in text:
             text = text.replace(self.host, "<host>")
@@ -115,7 +114,7 @@ class Stripper:
 
 
 def stripped(text: str) -> str:
-    """The text without what may differ."""
+    """The text with marks instead of what may differ."""
     if not _MAY_MATCH.search(text):
         return text
     if " NCCL" in text:
@@ -123,22 +122,22 @@ def stripped(text: str) -> str:
     return _ANY.sub(_mark, text)
 
 
-def _mark(found: re.Match[str]) -> str:
-    name = found.lastgroup or ""
-    return _ENDS[name].sub("<n>", found[0]) if name in _ENDS else _MARKS.get(name, "<time>")
+def _mark(match: re.Match[str]) -> str:
+    name = match.lastgroup or ""
+    return _ENDS[name].sub("<n>", match[0]) if name in _ENDS else _MARKS.get(name, "<time>")
 
 
 def skeleton(text: str) -> str:
-    """A stripped text without any value: what it says, not how much."""
+    """A stripped text without its numbers."""
     return _VALUE.sub("#", text)
 
 
 def patterns(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
-    """Regular expressions of the user's; a wrong one is a ValueError that says where."""
-    found = []
+    """Compile the user's regular expressions; an invalid one is a ValueError that says where."""
+    compiled = []
     for text in texts:
         try:
-            found.append(re.compile(text))
+            compiled.append(re.compile(text))
         except re.error as error:
             raise ValueError(f"{text!r} is not a regular expression: {error}") from None
-    return tuple(found)
+    return tuple(compiled)

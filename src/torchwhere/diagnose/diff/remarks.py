@@ -1,0 +1,114 @@
+"""Facts about a comparison that a person should know: what it left out, and how ranks go on.
+
+Each fact is a dataclass; `str()` gives its sentence, which `render/diff_remarks.py` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchwhere.core.results import Shown
+
+Ranks = tuple[int, ...]
+
+
+class DiffRemark(Shown):
+    """A fact about a comparison, or about one divergence."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogsCut(DiffRemark):
+    """A log is longer than `lines`: the rest was not compared."""
+
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoreDivergences(DiffRemark):
+    """`count` divergences are not listed."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowStarts(DiffRemark):
+    """The comparison starts at `step`: the rings of `ranks` hold no earlier step completely."""
+
+    step: int
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class NoCommonStep(DiffRemark):
+    """No step is complete in all rings."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotEnded(DiffRemark):
+    """These ranks wrote no end record: they still run or were killed."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class OtherThreads(DiffRemark):
+    """Events of threads without a fixed order were left out."""
+
+    events: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraphs(DiffRemark):
+    """Most ranks compiled `usual` graphs, these ranks another number."""
+
+    usual: int
+    by_rank: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineStages(DiffRemark):
+    """Whole pipeline stages differ, as they should; `first_event` is the first such event."""
+
+    stages: tuple[Ranks, ...]
+    step: int
+    first_event: str
+    first_ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class EventCounts(DiffRemark):
+    """The minority and the majority have different numbers of such events in a step."""
+
+    step: int
+    kind: str
+    group: str
+    minority: Ranks
+    minority_events: int
+    majority: Ranks
+    majority_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingSteps(DiffRemark):
+    """The number of steps in which two cohorts differ, of all their common steps."""
+
+    differing: int
+    common: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogsRejoin(DiffRemark):
+    """The logs agree again after these cohorts' extra lines: (number of lines, ranks)."""
+
+    extra_lines: tuple[tuple[int, Ranks], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogsStayApart(DiffRemark):
+    """The logs do not agree again within the next `lines` lines."""
+
+    lines: int
