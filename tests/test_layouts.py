@@ -178,8 +178,9 @@ def test_a_layout_that_changed(two_ranks: Pool, tmp_path: Path) -> None:
     found = layouts(read_run(tmp_path))
     assert found.changed == [0, 1]
     assert found.cohorts[0].layout == Layout.from_dict(answers[0][0])
-    assert "the layout of ranks 0-1 changed after the first step; this is the last one" in text_of(
-        found
+    assert (
+        "the layout of ranks 0-1 changed after the first step; this is the last layout"
+        in text_of(found)
     )
 
 
@@ -382,7 +383,7 @@ def test_what_must_differ_is_said_and_not_counted() -> None:
     assert found.expected == [
         "the groups along dp have different ranks: 0, 2; 1, 3",
         "the groups along tp have different ranks: 0-1; 2-3",
-        "5 parameters are not cut evenly: weight is [5, 4] on ranks 0-1; [4, 4] on ranks 2-3",
+        "5 parameters are not sharded evenly: weight is [5, 4] on ranks 0-1; [4, 4] on ranks 2-3",
     ]
     assert (found.disagreements, found.remarks) == ([], [])
 
@@ -481,7 +482,7 @@ def test_pipeline_stages_are_cohorts_by_design() -> None:
     ]
     assert (
         found.expected[0]
-        == "pipeline stages have modules of their own: stage 0 on ranks 0-3; stage 1 on ranks 4-7"
+        == "each pipeline stage has its own modules: stage 0 on ranks 0-3; stage 1 on ranks 4-7"
     )
     ranks[6] = changed(ranks[6], 1, dtype="float64")
     found = compare(ranks)
@@ -499,10 +500,13 @@ def test_ranks_that_disagree_about_a_group() -> None:
     mesh = dataclasses.replace(ranks[3].meshes[0], groups=("1, 3", "1, 3"))
     found = compare([*ranks[:3], dataclasses.replace(ranks[3], meshes=(mesh,))])
     assert not found.is_alike
-    assert "along tp rank 2 says 2-3, but rank 3 says 1, 3" in found.disagreements
+    assert "along tp rank 2 records the group 2-3, but rank 3 records 1, 3" in found.disagreements
     mesh = dataclasses.replace(ranks[3].meshes[0], groups=("1, 3", "0-1"))
     found = compare([*ranks[:3], dataclasses.replace(ranks[3], meshes=(mesh,))])
-    assert "rank 3 says that its group along tp is 0-1, which it is not in" in found.disagreements
+    assert (
+        "rank 3 records ranks 0-1 as its group along tp, but is not one of them"
+        in found.disagreements
+    )
 
 
 def test_parts_that_are_not_what_the_placements_give() -> None:
@@ -579,7 +583,7 @@ def test_command_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [cohort["ranks"] for cohort in found["cohorts"]] == [[0, 1, 2], [3]]
     assert [one["what"] for one in found["cohorts"][1]["differences"]] == ["dtype", "requires_grad"]
     assert Layout.from_dict(found["cohorts"][0]["layout"]) == made(0, rows=9)
-    assert any("not cut evenly" in text for text in found["expected"])
+    assert any("not sharded evenly" in text for text in found["expected"])
 
 
 def test_command_needs_no_torch(folder: Path) -> None:

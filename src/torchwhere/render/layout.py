@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.core.place import ROOT
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
-from torchwhere.diagnose.layout.shard_check import ranks_phrase
+from torchwhere.render.layout_remarks import group_text
 from torchwhere.render.text import Cell, Column, Line, amount, plain, plural, table
 
 _MOST_COHORTS = 20  # that differ
@@ -208,13 +209,13 @@ def mesh_texts(layout: Layout) -> list[str]:
 def _mesh_text(mesh: Mesh) -> str:
     what = f"mesh {mesh.label}" if any(mesh.dims) else f"group of {mesh.label}"
     where = f" on {mesh.device}" if mesh.device else ""
-    ranks = f": ranks {mesh.ranks}" if mesh.ranks else ""
+    ranks = f": ranks {group_text(mesh.ranks)}" if mesh.ranks else ""
     if len(mesh.groups) > 1:
         groups = [
-            f"{group} along {dim or at}"
+            f"{group_text(group)} along {dim or at}"
             for at, (dim, group) in enumerate(zip(mesh.dims, mesh.groups, strict=False))
         ]
-        ranks += f"{';' if ranks else ':'} this one is with {' and with '.join(groups)}"
+        ranks += f"{';' if ranks else ':'} this rank is with {' and with '.join(groups)}"
     return f"{what}{where}{ranks}{', destroyed' * mesh.is_gone}"
 
 
@@ -306,15 +307,13 @@ def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
         ]
     yield from ([("  ! ", "red"), (plain(text), "")] for text in found.disagreements)
     yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in found.remarks)
-    yield from (
-        [("  differs as it must: ", "dim"), (plain(text), "dim")] for text in found.expected
-    )
+    yield from ([("  differs by design: ", "dim"), (plain(text), "dim")] for text in found.expected)
     if found.changed:
         yield [
             (
                 (
                     f"  the layout of {ranks_phrase(found.changed)} changed after the first step;"
-                    " this is the last one"
+                    " this is the last layout"
                 ),
                 "yellow",
             )
@@ -325,7 +324,11 @@ def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
 
 def _cohort_lines(cohort: LayoutCohort) -> Iterator[Line]:
     first, *others = cohort.differences
-    yield [("  " + ranks_phrase(cohort.ranks), "bold red"), (" first in ", ""), (plain(first), "")]
+    yield [
+        ("  " + ranks_phrase(cohort.ranks), "bold red"),
+        (" first in ", ""),
+        (plain(first), ""),
+    ]
     yield from (
         [("    also ", "dim"), (plain(difference), "")] for difference in others[:_MOST_DIFFERENCES]
     )

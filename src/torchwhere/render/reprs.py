@@ -24,11 +24,12 @@ from torchwhere.diagnose.diff.remarks import DiffRemark
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
+from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
+from torchwhere.render import diff_remarks, layout_remarks
 from torchwhere.render import html as page
 from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
-from torchwhere.render.diff_remarks import remark_text
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.phases import phases_lines, phases_remarks, phases_table, phases_title
@@ -399,7 +400,12 @@ def _(result: Diff) -> str:
 
 @text.register
 def _(result: DiffRemark) -> str:
-    return remark_text(result)
+    return diff_remarks.remark_text(result)
+
+
+@text.register
+def _(result: LayoutRemark) -> str:
+    return layout_remarks.remark_text(result)
 
 
 @html.register

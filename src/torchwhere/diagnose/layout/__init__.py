@@ -1,4 +1,4 @@
 """Compares how the model is laid out on each rank.
 
-Entry point: `layouts.layouts`.
+Entry points: `layouts.layouts` for a run, `layouts.compare` for layouts in memory.
 """

@@ -1,8 +1,7 @@
-"""Where two layouts part: the first module, unit or parameter that should be the same on both and
-is not.
+"""Finds where two layouts diverge: modules, units and parameters that should be equal and are not.
 
-`CanonicalKey` numbers modules by what should be the same on all ranks; `differences` walks two
-layouts together, only into what has different numbers.
+`CanonicalKey` numbers modules by what should be equal on all ranks. `differences` walks two
+layouts together and skips modules with equal numbers.
 """
 
 from __future__ import annotations
@@ -15,33 +14,17 @@ from typing import Any
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit, is_number
 from torchwhere.core.place import ROOT
+from torchwhere.diagnose.layout.remarks import LayoutDifference
 
 Branches = tuple[Branch, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutDifference:
-    """Where two layouts part: a module or parameter, what of it, and how it is here and on the
-    ranks compared with."""
-
-    where: str
-    what: str
-    here: str
-    there: str
-
-    def __str__(self) -> str:
-        return f"{self.where}: {self.what} is {self.here}, elsewhere {self.there}"
-
-    def to_dict(self) -> dict[str, str]:
-        return {"where": self.where, "what": self.what, "here": self.here, "there": self.there}
-
-
-# -- what should be the same -----------------------------------------------------------------------
+# -- what should be equal --------------------------------------------------------------------------
 
 
 class CanonicalKey:
-    """Gives equal numbers to nodes that are laid out alike, on whatever rank: without what is a
-    rank's own."""
+    """Gives equal numbers to modules with equal layouts on any rank. Leaves out what differs from
+    rank to rank by design."""
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
@@ -54,32 +37,31 @@ class CanonicalKey:
         )
 
     def numbers(self, layout: Layout) -> dict[int, int]:
-        """The numbers of all nodes of a layout, by id."""
+        """The numbers of all modules of a layout, by `id()` of the node."""
         seen: dict[int, int] = {}
         for root in layout.roots:
             self._number(root.node, layout.meshes, seen)
         return seen
 
     def _number(self, node: Node, meshes: tuple[Mesh, ...], seen: dict[int, int]) -> int:
-        known = seen.get(id(node))
-        if known is None:
+        number = seen.get(id(node))
+        if number is None:
+            children = [
+                (b.name, b.count, self._number(b.node, meshes, seen)) for b in node.children
+            ]
             facts = (
                 (node.cls, node.plan, node.same_as, node.note),
                 tuple(_unit_facts(unit, meshes) for unit in node.units),
                 tuple((param.name, *_param_facts(param, meshes).values()) for param in node.params),
-                tuple(
-                    _refolded(
-                        (b.name, b.count, self._number(b.node, meshes, seen)) for b in node.children
-                    )
-                ),
+                tuple(_refolded(children)),
             )
-            known = seen[id(node)] = self._numbers.setdefault(facts, len(self._numbers))
-        return known
+            number = seen[id(node)] = self._numbers.setdefault(facts, len(self._numbers))
+        return number
 
 
 def _refolded(runs: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-    """Without what is a rank's own, neighbours may be alike that were not: an FSDP1 unit is cut in
-    the middle of a layer."""
+    """Fold equal neighbours that the layout did not fold: FSDP1 may cut its flat parameter in the
+    middle of a layer, and then local shapes differ."""
     last: tuple[str, int, int] | None = None
     for name, count, number in runs:
         if (
@@ -100,15 +82,12 @@ def _refolded(runs: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, 
 def _mesh(number: int | None, meshes: tuple[Mesh, ...]) -> str:
     if number is None or not 0 <= number < len(meshes):
         return "no mesh"
-    return (
-        f"{meshes[number].label} on {meshes[number].device}"
-        if meshes[number].device
-        else meshes[number].label
-    )
+    mesh = meshes[number]
+    return f"{mesh.label} on {mesh.device}" if mesh.device else mesh.label
 
 
 def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> tuple[tuple[str, str], ...]:
-    """What of a unit should be the same on all ranks, as texts."""
+    """The properties of a unit that should be equal on all ranks, as text."""
     facts = {
         "unit": unit.kind,
         "mesh": _mesh(unit.mesh, meshes),
@@ -123,29 +102,30 @@ def _unit_facts(unit: Unit, meshes: tuple[Mesh, ...]) -> tuple[tuple[str, str], 
 
 
 def _param_facts(param: Param, meshes: tuple[Mesh, ...]) -> dict[str, str]:
-    """What of a parameter should be the same on all ranks, as texts."""
+    """The properties of a parameter that should be equal on all ranks, as text."""
     return {
         "shape": str(list(param.shape)),
         "dtype": param.dtype,
         "placements": f"{', '.join(param.placements) or 'whole'} ({_mesh(param.mesh, meshes)})",
         "requires_grad": str(param.requires_grad),
-        "device": param.device or "not known",
+        "device": param.device or "unknown",
         "managing unit": "none" if param.unit is None else f"number {param.unit} around it",
         "tied to": param.tied or "nothing",
         "note": param.note or "none",
     }
 
 
-# -- where two layouts part ------------------------------------------------------------------------
+# -- where two layouts diverge ---------------------------------------------------------------------
 
 
 def differences(here: Layout, there: Layout, canon: CanonicalKey) -> Iterator[LayoutDifference]:
     numbers = canon.numbers(here) | canon.numbers(there)
-    yield from _Parting(here.meshes, there.meshes, numbers).of_children("", here.roots, there.roots)
+    walk = _LayoutWalk(here.meshes, there.meshes, numbers)
+    yield from walk.of_children("", here.roots, there.roots)
 
 
 @dataclass(slots=True)
-class _Parting:
+class _LayoutWalk:
     """Walks two layouts together, and only where they differ."""
 
     meshes_here: tuple[Mesh, ...]
@@ -156,26 +136,30 @@ class _Parting:
         self, above: str, here: Branches, there: Branches
     ) -> Iterator[LayoutDifference]:
         for label, first, node, other in _side_by_side(here, there):
-            if node is None or other is None:
-                what = "module" if label else "model"
-                kept = (node or other).cls if (node or other) else ""  # type: ignore[union-attr]
-                yield LayoutDifference(
-                    _below(above, label),
-                    what,
-                    *(("missing", kept) if node is None else (kept, "missing")),
-                )
-            elif self.numbers[id(node)] != self.numbers[id(other)]:
-                yield from self._of_nodes(_below(above, first), node, other)
+            if node is not None and other is not None:
+                if self.numbers[id(node)] != self.numbers[id(other)]:
+                    yield from self._of_nodes(_below(above, first), node, other)
+                continue
+            here_cls = "missing" if node is None else node.cls
+            there_cls = "missing" if other is None else other.cls
+            kind = "module" if label else "model"
+            yield LayoutDifference(_below(above, label), kind, here_cls, there_cls)
 
     def _of_nodes(self, name: str, here: Node, there: Node) -> Iterator[LayoutDifference]:
-        shown = name or ROOT
-        for what in ("cls", "plan", "same_as", "note"):
-            if getattr(here, what) != getattr(there, what):
-                label = {"cls": "class", "same_as": "the same module as"}.get(what, what)
-                yield LayoutDifference(
-                    shown, label, getattr(here, what) or "none", getattr(there, what) or "none"
-                )
-        yield from self._of_units(shown, here.units, there.units)
+        where = name or ROOT
+        own, other = (
+            {
+                "class": node.cls,
+                "plan": node.plan,
+                "the same module as": node.same_as,
+                "note": node.note,
+            }
+            for node in (here, there)
+        )
+        for what, value in own.items():
+            if value != other[what]:
+                yield LayoutDifference(where, what, value or "none", other[what] or "none")
+        yield from self._of_units(where, here.units, there.units)
         yield from self._of_params(name, here.params, there.params)
         yield from self.of_children(name, here.children, there.children)
 
@@ -188,30 +172,27 @@ class _Parting:
                     name, "unit", unit.kind if unit else "none", other.kind if other else "none"
                 )
                 continue
-            ours, theirs = (
-                dict(_unit_facts(unit, self.meshes_here)),
-                dict(_unit_facts(other, self.meshes_there)),
+            own = dict(_unit_facts(unit, self.meshes_here))
+            yield from _of_facts(
+                f"{unit.kind} unit {name}", own, dict(_unit_facts(other, self.meshes_there))
             )
-            yield from _of_facts(f"{unit.kind} unit {name}", ours, theirs)
 
     def _of_params(
         self, above: str, here: tuple[Param, ...], there: tuple[Param, ...]
     ) -> Iterator[LayoutDifference]:
-        ours, theirs = {param.name: param for param in here}, {param.name: param for param in there}
-        for name in ours | theirs:
-            full = _below(above, name)
-            if name not in ours or name not in theirs:
-                yield LayoutDifference(
-                    full,
-                    "parameter",
-                    *(("missing", "there") if name not in ours else ("there", "missing")),
+        own, other = {param.name: param for param in here}, {param.name: param for param in there}
+        for name in own | other:
+            where = _below(above, name)
+            if name not in own:
+                yield LayoutDifference(where, "parameter", "missing", "there")
+            elif name not in other:
+                yield LayoutDifference(where, "parameter", "there", "missing")
+            else:
+                yield from _of_facts(
+                    where,
+                    _param_facts(own[name], self.meshes_here),
+                    _param_facts(other[name], self.meshes_there),
                 )
-                continue
-            facts = (
-                _param_facts(ours[name], self.meshes_here),
-                _param_facts(theirs[name], self.meshes_there),
-            )
-            yield from _of_facts(full, *facts)
 
 
 def _of_facts(
@@ -229,19 +210,18 @@ def _below(above: str, name: str) -> str:
 def _side_by_side(
     here: Branches, there: Branches
 ) -> Iterator[tuple[str, str, Node | None, Node | None]]:
-    """Children of the same names: label, first name, and the node on either side. Runs are cut
-    where either one ends."""
-    ours, theirs = (
-        {b.name: b.node for b in side if not is_number(b.name)} for side in (here, there)
-    )
-    for name in ours | theirs:
-        yield name, name, ours.get(name), theirs.get(name)
+    """Pair children of equal names: label, first name, and the node of either side. Runs of layers
+    are cut where either side's run ends."""
+    own, other = ({b.name: b.node for b in side if not is_number(b.name)} for side in (here, there))
+    for name in own | other:
+        yield name, name, own.get(name), other.get(name)
     runs_here, runs_there = _runs(here), _runs(there)
     edges = sorted({edge for start, end, _ in (*runs_here, *runs_there) for edge in (start, end)})
     for start, end in itertools.pairwise(edges):
-        node, other = _at(runs_here, start), _at(runs_there, start)
-        if node is not None or other is not None:
-            yield str(start) if end == start + 1 else f"{start}-{end - 1}", str(start), node, other
+        node, node_there = _at(runs_here, start), _at(runs_there, start)
+        if node is not None or node_there is not None:
+            label = str(start) if end == start + 1 else f"{start}-{end - 1}"
+            yield label, str(start), node, node_there
 
 
 def _runs(branches: Branches) -> list[tuple[int, int, Node]]:

@@ -1,10 +1,9 @@
-"""The layouts of many ranks side by side: which are laid out alike, where the others part, and what
-differs because it must.
+"""Compares the layouts of many ranks: cohorts with equal layouts, and how the others differ.
 
-Takes a run, gives `Layouts`. Ranks are put into cohorts by everything that should be the same on
-all of them. Local shapes and bytes, the ranks in the groups and the pipeline stage differ from rank
-to rank by design: these are said and not counted as differences. Linear in the number of ranks:
-each layout is read once and only one of each cohort is kept.
+Takes a run, gives `Layouts`. Ranks of a cohort are equal in everything that should be equal on all
+ranks. Local shapes and bytes, the ranks in the groups and the pipeline stage differ by design:
+they are facts, not differences. Linear in the number of ranks: each layout is read once, and only
+one of each cohort stays in memory.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.stored_layouts import layouts_in
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.results import Shown, Tabular
-from torchwhere.diagnose.layout.divergence import CanonicalKey, LayoutDifference, differences
-from torchwhere.diagnose.layout.shard_check import GroupMembership, ShardCheck, ranks_phrase
+from torchwhere.diagnose.layout.divergence import CanonicalKey, differences
+from torchwhere.diagnose.layout.remarks import LayoutDifference, LayoutRemark, StageModules
+from torchwhere.diagnose.layout.shard_check import GroupMembership, ShardCheck
 
-_MOST_DIFFERENCES = 20  # of a cohort; the first is what matters, the others mostly follow from it
+_MOST_DIFFERENCES = 20  # of a cohort; most differences follow from the first
 
 
 @dataclass(slots=True, repr=False)
 class LayoutCohort(Shown):
-    """Ranks that are laid out alike. `layout` is as the first of them sees it."""
+    """Ranks with equal layouts. `layout` is that of the first of them."""
 
     ranks: list[int]
     layout: Layout
     stages: tuple[int, ...] = ()  # of a pipeline
-    # from the largest cohort with the same stages
+    # to the largest cohort with the same stages
     differences: list[LayoutDifference] = field(default_factory=list)
-    has_more: bool = False  # differences than are listed
+    has_more: bool = False  # not all differences are listed
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,21 +47,37 @@ class LayoutCohort(Shown):
 
 @dataclass(slots=True, repr=False)
 class Layouts(Shown, Tabular):
-    """How the ranks of a run are laid out."""
+    """The layouts of the ranks of a run."""
 
-    cohorts: list[LayoutCohort]  # for each pipeline stage the largest first
-    expected: list[str]  # what differs from rank to rank because it must, in words
-    disagreements: list[str]  # about who is in which group
-    remarks: list[str]  # parts of parameters that are not what their placements give
-    missing: list[int]  # ranks without a layout
-    changed: list[int]  # ranks whose layout changed after the first step; the last one is taken
+    cohorts: list[LayoutCohort]  # by pipeline stage, the largest first
+    by_design: list[LayoutRemark]  # differences that the parallelism implies
+    group_facts: list[LayoutRemark]  # ranks that disagree about the members of a group
+    shard_facts: list[LayoutRemark]  # shards that differ from their placements
+    missing: list[int] = field(default_factory=list)  # ranks without a layout
+    # ranks whose layout changed after the first step; the last layout counts
+    changed: list[int] = field(default_factory=list)
+
+    @property
+    def expected(self) -> list[str]:
+        """Differences by design, as sentences."""
+        return list(map(str, self.by_design))
+
+    @property
+    def disagreements(self) -> list[str]:
+        """Disagreements about the members of a group, as sentences."""
+        return list(map(str, self.group_facts))
+
+    @property
+    def remarks(self) -> list[str]:
+        """Shards that differ from their placements, as sentences."""
+        return list(map(str, self.shard_facts))
 
     @property
     def is_alike(self) -> bool:
-        return not self.disagreements and not any(cohort.differences for cohort in self.cohorts)
+        return not self.group_facts and not any(cohort.differences for cohort in self.cohorts)
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The parameters of every cohort, one a row, as its first rank has them."""
+        """One row for each parameter of each cohort, with the values of its first rank."""
         return [
             {"cohort": at} | row
             for at, cohort in enumerate(self.cohorts)
@@ -81,90 +97,76 @@ class Layouts(Shown, Tabular):
 
 
 def layouts(run: BoxRun, *, ranks: set[int] | None = None) -> Layouts:
-    """Compare the layouts in a run's boxes, of all ranks or of some."""
+    """Compare the layouts in the boxes of all ranks, or of `ranks`."""
     missing, changed = [], []
 
-    def found() -> Iterator[Layout]:
+    def last_layouts() -> Iterator[Layout]:
         for rank, box in run.in_order():
             if ranks is not None and rank not in ranks:
                 continue
-            layout, count = _last(layouts_in(box), rank)
+            stored = layouts_in(box)
+            layout = _last(stored, rank)
             if layout is None:
                 missing.append(rank)
                 continue
-            if count > 1:
+            if len(stored) > 1:
                 changed.append(rank)
             yield layout
 
-    compared = compare(found())
+    compared = compare(last_layouts())
     compared.missing, compared.changed = missing, changed
     return compared
 
 
-def _last(packed: list[dict[str, Any]], rank: int) -> tuple[Layout | None, int]:
-    for data in reversed(packed):
+def _last(stored: list[dict[str, Any]], rank: int) -> Layout | None:
+    for data in reversed(stored):
         try:
-            return Layout.from_dict(data | {"rank": rank}), len(packed)
-        except ValueError:  # of a newer writer, which calls things otherwise
+            return Layout.from_dict(data | {"rank": rank})
+        except ValueError:  # a newer torchwhere wrote it, with other keys
             continue
-    return None, len(packed)
+    return None
 
 
-def compare(found: Iterable[Layout]) -> Layouts:
-    """Compare the layouts of ranks, each given once."""
-    canon, meetings = CanonicalKey(), GroupMembership()
+def compare(of_ranks: Iterable[Layout]) -> Layouts:
+    """Compare the layouts of ranks, one layout for each rank."""
+    canon, membership = CanonicalKey(), GroupMembership()
     cohorts: dict[Any, LayoutCohort] = {}
-    cuts: dict[Any, ShardCheck] = {}
-    for layout in found:
+    shards: dict[Any, ShardCheck] = {}
+    for layout in of_ranks:
         key = canon.key(layout)
         cohort = cohorts.setdefault(key, LayoutCohort([], layout, _stages(layout)))
         cohort.ranks.append(layout.rank)
-        cuts.setdefault(key, ShardCheck()).add(layout)
-        meetings.add(layout)
+        shards.setdefault(key, ShardCheck()).add(layout)
+        membership.add(layout)
     ordered = sorted(
         cohorts.values(), key=lambda cohort: (cohort.stages, -len(cohort.ranks), cohort.ranks)
     )
-    for _, same in itertools.groupby(ordered, key=lambda cohort: cohort.stages):
-        first, *others = same
+    for _, same_stages in itertools.groupby(ordered, key=lambda cohort: cohort.stages):
+        largest, *others = same_stages
         for cohort in others:
-            parts = list(
-                itertools.islice(
-                    differences(cohort.layout, first.layout, canon), _MOST_DIFFERENCES + 1
-                )
-            )
-            cohort.differences, cohort.has_more = (
-                parts[:_MOST_DIFFERENCES],
-                len(parts) > _MOST_DIFFERENCES,
-            )
-    expected = [
-        *_pipeline(ordered),
-        *meetings.expected(),
-        *(said for cut in cuts.values() for said in cut.expected()),
-    ]
-    remarks = [said for cut in cuts.values() for said in cut.remarks()]
-    return Layouts(ordered, expected, list(meetings.disagreements()), remarks, [], [])
+            found = differences(cohort.layout, largest.layout, canon)
+            listed = list(itertools.islice(found, _MOST_DIFFERENCES + 1))
+            cohort.differences = listed[:_MOST_DIFFERENCES]
+            cohort.has_more = len(listed) > _MOST_DIFFERENCES
+    by_design = [*_pipeline(ordered), *membership.expected()]
+    for check in shards.values():
+        by_design += check.expected()
+    shard_facts = [fact for check in shards.values() for fact in check.wrong()]
+    return Layouts(ordered, by_design, list(membership.disagreements()), shard_facts)
 
 
 def _stages(layout: Layout) -> tuple[int, ...]:
     units = [
         unit for root in layout.roots for unit in root.node.units if unit.kind == "pipeline stage"
     ]
-    return tuple(
-        stage for unit in units if isinstance(stage := dict(unit.settings).get("stage"), int)
-    )
+    numbers = [dict(unit.settings).get("stage") for unit in units]
+    return tuple(number for number in numbers if isinstance(number, int))
 
 
-def _pipeline(cohorts: list[LayoutCohort]) -> Iterator[str]:
+def _pipeline(cohorts: list[LayoutCohort]) -> list[LayoutRemark]:
     by_stage: dict[tuple[int, ...], list[int]] = {}
     for cohort in cohorts:
         by_stage.setdefault(cohort.stages, []).extend(cohort.ranks)
-    if len(by_stage) > 1:
-        each = [
-            f"{_stage_text(stages)} on {ranks_phrase(ranks)}"
-            for stages, ranks in sorted(by_stage.items())
-        ]
-        yield f"pipeline stages have modules of their own: {'; '.join(each)}"
-
-
-def _stage_text(stages: tuple[int, ...]) -> str:
-    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "no stage"
+    if len(by_stage) < 2:
+        return []
+    return [StageModules(tuple((s, tuple(ranks)) for s, ranks in sorted(by_stage.items())))]

@@ -1,0 +1,96 @@
+"""Facts about the layouts of many ranks: differences by design, disagreements, unusual shards.
+
+Each fact is a dataclass; `str()` gives its sentence, which `render/layout_remarks.py` writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchwhere.core.results import Shown
+
+Ranks = tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+class LayoutRemark(Shown):
+    """A fact about the layouts of many ranks."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutDifference(LayoutRemark):
+    """A module, unit or parameter that differs: its name, the property, and its values here and on
+    the compared ranks."""
+
+    where: str
+    what: str
+    here: str
+    there: str
+
+    def to_dict(self) -> dict[str, str]:
+        return {"where": self.where, "what": self.what, "here": self.here, "there": self.there}
+
+
+@dataclass(frozen=True, slots=True)
+class StageModules(LayoutRemark):
+    """The ranks of each pipeline stage, or set of stages: their modules differ by design."""
+
+    ranks: tuple[tuple[tuple[int, ...], Ranks], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SiblingGroups(LayoutRemark):
+    """Ranks are in different groups along a mesh dimension, by design."""
+
+    label: str  # of the mesh
+    dim: str  # "" without a name
+    groups: tuple[str, ...]  # as `core.model_layout.ranks_to_text` writes them
+
+
+@dataclass(frozen=True, slots=True)
+class UnevenShards(LayoutRemark):
+    """Ranks hold different amounts of `count` parameters; `example` is the first one."""
+
+    count: int
+    is_flat: bool  # cut anywhere in the flattened parameters
+    example: str
+    shapes: tuple[tuple[Shape, Ranks], ...]  # of the example
+
+
+@dataclass(frozen=True, slots=True)
+class NotAMember(LayoutRemark):
+    """A rank records a group that it is not in."""
+
+    rank: int
+    along: str
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDisagreement(LayoutRemark):
+    """Ranks record a group with a member that records another group."""
+
+    along: str
+    ranks: Ranks
+    group: str
+    member: int
+    group_of_member: str
+
+
+@dataclass(frozen=True, slots=True)
+class WrongShard(LayoutRemark):
+    """A rank holds another shard of a parameter than its placements give."""
+
+    rank: int
+    param: str
+    shape: Shape
+    held: Shape
+    placements: tuple[str, ...]
+    expected: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class MoreWrongShards(LayoutRemark):
+    """There are more wrong shards than listed."""
