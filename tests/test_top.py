@@ -136,10 +136,10 @@ class Watcher:
     def look(self, at_s: float, statuses: dict[int, ProcessStatus] | None = None) -> list[RankNow]:
         for live_box in self.glances:
             has_moved = live_box.look()
-            self.live.looked(
+            self.live.update(
                 live_box, has_moved=has_moved, now_s=at_s, now_ns=START_NS + int(at_s * S)
             )
-            self.live.meet(live_box, now_s=at_s, now_ns=START_NS + int(at_s * S))
+            self.live.add(live_box, now_s=at_s, now_ns=START_NS + int(at_s * S))
         return self.live.now(
             [live_box.rank for live_box in self.glances], statuses or {}, now_s=at_s
         )

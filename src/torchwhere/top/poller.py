@@ -118,7 +118,7 @@ class RunPoller:
             now_s = time.monotonic()
             has_news |= live_box.meta is not before or live_box.path in self._unseen
             self._unseen.discard(live_box.path)
-            self._live.looked(live_box, has_moved=has_moved, now_s=now_s, now_ns=time.time_ns())
+            self._live.update(live_box, has_moved=has_moved, now_s=now_s, now_ns=time.time_ns())
             if now_s > until_s:
                 break
         return has_news
@@ -138,7 +138,7 @@ class RunPoller:
             return
         now_s, now_ns = time.monotonic(), time.time_ns()
         for box in self._roster.boxes.values():
-            self._live.meet(self._glances[box.path], now_s=now_s, now_ns=now_ns)
+            self._live.add(self._glances[box.path], now_s=now_s, now_ns=now_ns)
 
     # -- all together ------------------------------------------------------------------------------
 

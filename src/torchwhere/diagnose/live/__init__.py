@@ -1,4 +1,4 @@
-"""Computes what each rank of a running job is doing now: moving, standing still, or waiting.
+"""Computes the current state of each rank of a running job: progressing, stalled or waiting.
 
-Entry point: `ranks.LiveRanks`.
+Entry points: `ranks.LiveRanks` for the ranks, `run.RunNow` for the run, `cohorts.cohorts`.
 """

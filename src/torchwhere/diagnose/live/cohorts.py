@@ -1,8 +1,7 @@
-"""Ranks that do the same, put together: a screen has fifty lines, a job ten thousand ranks.
+"""Groups ranks in the same state: a screen has fifty lines, a job ten thousand ranks.
 
-Ranks that move are together when they are in the same state and step: where exactly each was seen
-is chance. Ranks that stand still are together when they stand in the same place after the same
-collective.
+Ranks that progress are grouped by state and step, since their exact place is chance. Stalled ranks
+are grouped by place and last collective.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ Key = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True)
 class LiveCohort:
-    """Ranks that do the same."""
+    """Ranks in the same state."""
 
     key: Key
     ranks: tuple[RankNow, ...]  # at least one
 
     @property
     def lead(self) -> RankNow:
-        """Who stands for all: of those that stand still, the one that has stood longest."""
+        """The rank that represents the cohort: the one that has been still longest."""
         return max(self.ranks, key=lambda rank: rank.age_s)
 
     @property
@@ -33,11 +32,11 @@ class LiveCohort:
 
 
 def cohorts(ranks: Iterable[RankNow]) -> list[LiveCohort]:
-    """In the order in which each was first met."""
-    found: dict[Key, list[RankNow]] = {}
+    """The cohorts in the order of their first ranks."""
+    by_key: dict[Key, list[RankNow]] = {}
     for rank in ranks:
-        found.setdefault(_key(rank), []).append(rank)
-    return [LiveCohort(key, tuple(members)) for key, members in found.items()]
+        by_key.setdefault(_key(rank), []).append(rank)
+    return [LiveCohort(key, tuple(members)) for key, members in by_key.items()]
 
 
 def single(rank: RankNow) -> LiveCohort:

@@ -1,10 +1,9 @@
-"""What each rank is doing now, from glances at its box: its state, its age, its speed, and whether
-it stands still.
+"""The current state of each rank from repeated polls of its box: state, age, speed, stalled or not.
 
-`LiveRanks` remembers what earlier glances saw. The time is given to it. A rank stands still when it
-has not moved for longer than it usually takes: `stall_s`, or a few of its own steps if those are
-longer. Who waits for whom is in `waiting.py`. All of it is a first impression, of every rank and at
-once; the verdict of the doctor says why, and comes later.
+`LiveRanks` keeps the results of earlier polls. The caller passes the time. A rank is stalled if it
+has made no progress for longer than usual: `stall_s`, or a few of its own steps if they take
+longer. `waiting.py` finds which ranks wait for which. This is a quick first estimate for every
+rank; the verdict of the doctor takes longer and gives the reason.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.keys import Group
 from torchwhere.diagnose.doctor.exits import ended_well
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.live.waiting import who_waits
+from torchwhere.diagnose.live.waiting import waiting_ranks
 from torchwhere.processes.status import ProcessStatus
 
-STALL_S = 1.5  # shown at the next look: within two seconds
-_STEPS = 5  # a rank may stand still for as long as so many of its steps take
-_GAPS = 2  # or so many of the longest stops it has made so far
-_START_S = 30.0  # before the first module, collective or step, and while a graph is compiled
+STALL_S = 1.5  # visible at the next poll: within two seconds
+_STEPS = 5  # a rank may be still for as long as so many of its steps take
+_GAPS = 2  # or so many times its longest stop so far
+_START_S = 30.0  # before the first module, collective or step, and during compilation
 _STEPS_KEPT = 9
-_SEEN_NOTHING = ProcessStatus()
+_UNKNOWN = ProcessStatus()
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """One rank, now. What has to be looked up in its box is looked up when it is asked for."""
+    """The current state of one rank. Values that need a look into its box are computed lazily."""
 
     rank: int
     state: State
     step: int | None
-    age_s: float  # since it last moved
+    age_s: float  # since its last progress
     steps_per_s: float | None
     is_stalled: bool
     is_blamed: bool  # others wait for it
@@ -61,7 +60,7 @@ class RankNow:
 
     @property
     def group(self) -> str | None:
-        """The group of its last collective, as people call it."""
+        """The displayed name of the group of its last collective."""
         return _title(self.issued.group) if self.issued is not None else None
 
     @property
@@ -98,24 +97,24 @@ def _title(entry: tuple[str, str, str | None, tuple[int, ...]]) -> str:
 
 @dataclass(slots=True)
 class _Track:
-    """What is remembered of one rank. Times are those of whoever looks."""
+    """The history of one rank. Times are on the clock of this process."""
 
     live_box: LiveBox
     first_s: float
-    looked_s: float
+    polled_s: float
     moved_s: float
-    gap_s: float = 0.0  # the longest it stood still and went on
-    # when each was first seen
+    gap_s: float = 0.0  # its longest stop so far
+    # the time at which each step was first seen
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_STEPS_KEPT))
 
-    def look(self, now_s: float, now_ns: int, *, has_moved: bool) -> None:
+    def update(self, now_s: float, now_ns: int, *, has_moved: bool) -> None:
         if has_moved:
-            # By the rank's own clock, but within the time since the last look: clocks of hosts
+            # On the rank's own clock, but limited to the time since the last poll: clocks of hosts
             # differ.
-            ago_s = min(max(0.0, (now_ns - self.live_box.moved_ns) / 1e9), now_s - self.looked_s)
+            ago_s = min(max(0.0, (now_ns - self.live_box.moved_ns) / 1e9), now_s - self.polled_s)
             self.gap_s = max(self.gap_s, now_s - ago_s - self.moved_s)
             self.moved_s = now_s - ago_s
-        self.looked_s = now_s
+        self.polled_s = now_s
         step = self.live_box.step
         if step is not None and (not self.steps or step != self.steps[-1][1]):
             if self.steps and step < self.steps[-1][1]:
@@ -123,8 +122,8 @@ class _Track:
             self.steps.append((now_s, step))
 
     def step_s(self) -> float | None:
-        """How long a step usually takes."""
-        if len(self.steps) > 2:  # the first was under way when it was seen
+        """The usual duration of a step."""
+        if len(self.steps) > 2:  # the first was already running when first seen
             (begin, first), (end, last) = self.steps[1], self.steps[-1]
             return (end - begin) / (last - first)
         mean_ns = self.live_box.mean_step_ns
@@ -138,11 +137,11 @@ class _Track:
         return 1 / usual if late_s < _STEPS * usual + 1 else 0.0
 
     def patience_s(self, now_s: float, stall_s: float, *, is_waiting: bool) -> float:
-        """How long it may stand still."""
+        """The time without progress after which the rank counts as stalled."""
         usual = self.step_s()
         if not self.live_box.has_begun or self.live_box.is_compiling:
             return max(stall_s, _START_S)
-        if usual is None:  # in its first step all is slow; but others that are behind are a reason
+        if usual is None:  # a first step is slow, but waiting for ranks behind is a reason
             return stall_s if is_waiting else max(stall_s, _START_S / 3)
         limit = _STEPS * usual
         has_learned = now_s - self.first_s > 2 * usual and self.gap_s > 0
@@ -150,43 +149,42 @@ class _Track:
 
 
 class LiveRanks:
-    """The ranks of one run, over many looks."""
+    """The ranks of one run, over many polls."""
 
     def __init__(self, *, stall_s: float = STALL_S) -> None:
         self._stall_s = stall_s
         self._tracks: dict[int, _Track] = {}
 
-    def meet(self, live_box: LiveBox, *, now_s: float, now_ns: int) -> None:
-        """A box belongs to the run: from now on it is the one of its rank. Its age is by the clock
-        of its host, at first."""
+    def add(self, live_box: LiveBox, *, now_s: float, now_ns: int) -> None:
+        """Use a box for its rank from now on. Its first age is on the clock of its host."""
         track = self._tracks.get(live_box.rank)
         if track is None or track.live_box is not live_box:
             moved_s = now_s - max(0.0, (now_ns - live_box.moved_ns) / 1e9)
             track = self._tracks[live_box.rank] = _Track(live_box, now_s, now_s, moved_s)
-            track.look(now_s, now_ns, has_moved=False)
+            track.update(now_s, now_ns, has_moved=False)
 
-    def looked(self, live_box: LiveBox, *, has_moved: bool, now_s: float, now_ns: int) -> None:
-        """A box was looked at again."""
+    def update(self, live_box: LiveBox, *, has_moved: bool, now_s: float, now_ns: int) -> None:
+        """Record a poll of a box."""
         track = self._tracks.get(live_box.rank)
         if track is not None and track.live_box is live_box:
-            track.look(now_s, now_ns, has_moved=has_moved)
+            track.update(now_s, now_ns, has_moved=has_moved)
 
     def now(
         self, ranks: Iterable[int], statuses: Mapping[int, ProcessStatus], *, now_s: float
     ) -> list[RankNow]:
-        """Every rank that was looked at, as it is now."""
-        tracks = {rank: track for rank in ranks if (track := self._tracks.get(rank)) is not None}
+        """The current state of every polled rank among `ranks`."""
+        tracks = {rank: self._tracks[rank] for rank in ranks if rank in self._tracks}
         states = {
-            rank: _state(track.live_box, statuses.get(rank, _SEEN_NOTHING))
+            rank: _state(track.live_box, statuses.get(rank, _UNKNOWN))
             for rank, track in tracks.items()
         }
         still = [
-            rank for rank, track in tracks.items() if self._stands_still(track, states[rank], now_s)
+            rank for rank, track in tracks.items() if self._is_still(track, states[rank], now_s)
         ]
-        # all is over: in what did it end?
+        # After the end of the job: show the waits in which it ended.
         if all(state in (State.DEAD, State.FINISHED) for state in states.values()):
             still = [rank for rank, track in tracks.items() if track.live_box.ended is None]
-        waiting = who_waits({rank: track.live_box for rank, track in tracks.items()}, still)
+        waiting = waiting_ranks({rank: track.live_box for rank, track in tracks.items()}, still)
         stalled = {
             rank
             for rank in still
@@ -194,11 +192,11 @@ class LiveRanks:
         }
         waiting = waiting.of(stalled)
         blamed = waiting.blamed()
-        found = []
+        ranks_now = []
         for rank, track in tracks.items():
-            state, seen = states[rank], statuses.get(rank, _SEEN_NOTHING)
+            state, status = states[rank], statuses.get(rank, _UNKNOWN)
             waits_for = waiting.waits.get(rank, ())
-            found.append(
+            ranks_now.append(
                 RankNow(
                     rank=rank,
                     state=State.WAITING if waits_for and state is State.RUNNING else state,
@@ -208,27 +206,27 @@ class LiveRanks:
                     is_stalled=rank in stalled and state is not State.DEAD,
                     is_blamed=rank in blamed,
                     waits_for=waits_for,
-                    detail=track.live_box.ended or seen.ended,
+                    detail=track.live_box.ended or status.ended,
                     live_box=track.live_box,
                 )
             )
-        return found
+        return ranks_now
 
-    def _stands_still(self, track: _Track, state: State, now_s: float) -> bool:
+    def _is_still(self, track: _Track, state: State, now_s: float) -> bool:
         return now_s - track.moved_s > self._stall_s and state in (State.RUNNING, State.STOPPED)
 
     def _is_stalled(self, track: _Track, now_s: float, *, is_waiting: bool) -> bool:
         return now_s - track.moved_s > track.patience_s(now_s, self._stall_s, is_waiting=is_waiting)
 
 
-def _state(live_box: LiveBox, seen: ProcessStatus) -> State:
-    """Without waiting, which is between ranks."""
+def _state(live_box: LiveBox, status: ProcessStatus) -> State:
+    """The state of a rank by itself; WAITING depends on other ranks."""
     if live_box.ended is not None:
         is_well = ended_well(Event("end", 0, 0, live_box.place(), {"reason": live_box.ended}))
         return State.FINISHED if is_well else State.DEAD
-    if seen.alive is False or seen.ended is not None:
+    if status.alive is False or status.ended is not None:
         return State.DEAD
-    return State.STOPPED if seen.is_stopped else State.RUNNING
+    return State.STOPPED if status.is_stopped else State.RUNNING
 
 
 def _speed(track: _Track, state: State, now_s: float, *, is_stalled: bool) -> float | None:

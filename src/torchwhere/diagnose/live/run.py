@@ -1,5 +1,4 @@
-"""A run, now: what its ranks are doing, who is not there, and what can be said of all of them in
-one sentence."""
+"""The current state of a run: its ranks, the missing ones, and totals over all of them."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ from torchwhere.diagnose.live.ranks import RankNow
 
 @dataclass(frozen=True, slots=True)
 class RunNow:
-    """What a look at a run's folder has found."""
+    """The result of one poll of a run's folder."""
 
     folder: str
-    t_ns: int  # wall clock of the look
+    t_ns: int  # wall clock of the poll
     ranks: tuple[RankNow, ...] = ()
     world_size: int = 0
     missing: tuple[int, ...] = ()
-    caveats: tuple[str, ...] = ()  # what cannot be read
-    unread: int = 0  # boxes that nobody has had the time to look at yet
-    problem: str | None = None  # why there is nothing new to see: no run yet, or no folder any more
+    caveats: tuple[str, ...] = ()  # boxes that cannot be read
+    unread: int = 0  # boxes that were not polled yet
+    problem: str | None = None  # why the poll found no run: none yet, or the folder was deleted
 
     @property
     def culprits(self) -> list[RankNow]:
-        """Who the others wait for, who stands still by itself, who died or was stopped."""
+        """Ranks that others wait for, that stalled by themselves, that died or were stopped."""
         return [rank for rank in self.ranks if is_culprit(rank)]
 
     @property
@@ -35,18 +34,18 @@ class RunNow:
 
     @property
     def steps_per_s(self) -> float | None:
-        """What most of the ranks do."""
+        """The median over the ranks."""
         speeds = [rank.steps_per_s for rank in self.ranks if rank.steps_per_s is not None]
         return statistics.median(speeds) if speeds else None
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody runs any more."""
+        """Whether no rank runs any more."""
         return bool(self.ranks) and not self.unread and all(_has_ended(rank) for rank in self.ranks)
 
     @property
     def troubled(self) -> tuple[tuple[int, str], ...]:
-        """Who is in trouble, and in what state: another one is a reason to ask the doctor again."""
+        """Ranks in trouble with their states: ask the doctor again when this changes."""
         return tuple(
             (rank.rank, str(rank.state))
             for rank in self.ranks
@@ -72,8 +71,7 @@ class RunNow:
 
 
 def is_culprit(rank: RankNow) -> bool:
-    """Whether it is the reason for trouble, as far as one sees: a rank that waits for another one
-    is not."""
+    """Whether the rank seems to cause the trouble: a rank that waits for another one does not."""
     if rank.is_blamed or rank.state is State.STOPPED:
         return True
     return (rank.is_stalled or rank.state is State.DEAD) and not rank.waits_for

@@ -1,5 +1,5 @@
-"""Who waits for whom, by the counts alone: a rank that stands still in a collective which others
-have not issued yet."""
+"""Which ranks wait for which, from the counters alone: a stalled rank waits for the ranks that have
+not issued its last collective."""
 
 from __future__ import annotations
 
@@ -11,45 +11,44 @@ from torchwhere.blackbox.live_box import Issued, LiveBox
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """For whom each rank waits, and who is to blame: those waited for who do not wait
-    themselves."""
+    """The ranks that each rank waits for."""
 
     waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def blamed(self) -> frozenset[int]:
-        # thousands may wait for the same thousands
+        """Ranks that others wait for and that do not wait themselves; in a cycle, all of it."""
+        # thousands of ranks may share one tuple of thousands
         shared = {id(others): others for others in self.waits.values()}
         awaited = {other for others in shared.values() for other in others}
-        return frozenset(awaited - set(self.waits) or awaited)  # in a circle, everybody
+        return frozenset(awaited - set(self.waits) or awaited)
 
     def of(self, ranks: set[int]) -> Waiting:
-        """Those of some ranks alone."""
+        """Only the waits of these ranks."""
         return Waiting({rank: others for rank, others in self.waits.items() if rank in ranks})
 
 
-def who_waits(glances: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting:
-    """Of the ranks that stand still, those whose last collective others of its group have yet to
-    issue."""
-    behind: dict[tuple[object, int], tuple[int, ...]] = {}  # many wait in the same one
-    found = {}
+def waiting_ranks(boxes: Mapping[int, LiveBox], still: Iterable[int]) -> Waiting:
+    """The ranks among `still` whose last collective other members have not issued."""
+    behind: dict[tuple[object, int], tuple[int, ...]] = {}  # many ranks wait in the same call
+    waits = {}
     for rank in still:
-        issued = glances[rank].issued()
+        issued = boxes[rank].issued()
         if issued is None:
             continue
         key = issued.stream, issued.number
         if key not in behind:
-            behind[key] = _behind(issued, glances)
+            behind[key] = _behind(issued, boxes)
         if behind[key]:
-            found[rank] = behind[key]
-    return Waiting(found)
+            waits[rank] = behind[key]
+    return Waiting(waits)
 
 
-def _behind(issued: Issued, glances: Mapping[int, LiveBox]) -> tuple[int, ...]:
-    """Who has not issued it. Of ranks without a box nothing is known."""
+def _behind(issued: Issued, boxes: Mapping[int, LiveBox]) -> tuple[int, ...]:
+    """Members that have not issued the call. Ranks without a box are unknown and left out."""
     stream = issued.stream
     members = (stream.source, stream.destination) if stream.source >= 0 else issued.group.ranks
     return tuple(
         rank
         for rank in members
-        if rank in glances and glances[rank].counts().get(stream, 0) <= issued.number
+        if rank in boxes and boxes[rank].counts().get(stream, 0) <= issued.number
     )
