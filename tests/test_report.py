@@ -41,6 +41,7 @@ from torchwhere.diagnose.report.report import Report, make_report
 from torchwhere.diagnose.report.spans import module_times
 from torchwhere.pipeline.report import report_json, report_on
 from torchwhere.pipeline.verdict import diagnose_run
+from torchwhere.render import report_text
 
 GOLDEN = Path(__file__).parent / "golden" / "report-shape.json"
 STEPS = 6
@@ -120,7 +121,10 @@ def test_calls_of_modules(real: dict[str, Any]) -> None:
     each = 3 * STEPS * 4
     assert calls["layers.0-2"] == calls["layers.0-2.up"] == {"forward": each, "recompute": each}
     assert calls["head"] == {"forward": STEPS * 4}
-    assert (real["modules"]["has_time"], real["modules"]["note"]) == (True, modules.ONLY_FORWARD)
+    assert (real["modules"]["has_time"], real["modules"]["note"]) == (
+        True,
+        report_text.ONLY_FORWARD,
+    )
     assert real["modules"]["passes"] == ["forward", "recompute", "outside"]
 
 
@@ -332,7 +336,7 @@ def times_in(path: Path) -> dict[tuple[str | None, str], tuple[int, ...]]:
     found = module_times(box.records, None)
     assert found is not None
     keys = zip(
-        map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.fast_path), strict=True
+        map(box.name, found.modules), map(PASS_LABELS.__getitem__, found.passes), strict=True
     )
     return {
         key: (row[0], row[1] // MS, row[2] // MS)
@@ -456,8 +460,8 @@ def test_without_module_events(tmp_path: Path) -> None:
     """Where modules were not recorded the report says how to have their times."""
     make(Job(8, steps=2, records=256), tmp_path)
     found = report_json(report_on(tmp_path))["modules"]
-    assert (found["has_time"], found["note"]) == (False, modules.NO_TIMES)
-    assert "--module-events" in modules.NO_TIMES
+    assert (found["has_time"], found["note"]) == (False, report_text.NO_TIMES)
+    assert "--module-events" in report_text.NO_TIMES
     assert {cell["ms"] for row in found["rows"] for cell in row["cells"].values()} == {None}
 
 
@@ -849,7 +853,7 @@ def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
     found = report_json(report_on(boxes))
     states = [found["ranks"]["states"][state] for state in found["ranks"]["state"]]
     assert [rank for rank, state in enumerate(states) if state == ranks.UNKNOWN] == [3, 5, 6, 7]
-    assert found["ranks"]["places"][found["ranks"]["place"][3]] == ranks.NOWHERE
+    assert found["ranks"]["places"][found["ranks"]["place"][3]] == ranks.UNKNOWN
     assert any(
         sentence.startswith("14 of 16 ranks: no box of ranks 3, 7") for sentence in found["missing"]
     )

@@ -7,7 +7,7 @@ from functools import singledispatch
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.diff.remarks import (
-    CompiledGraphs,
+    GraphCounts,
     DifferingSteps,
     DiffRemark,
     EventCounts,
@@ -69,7 +69,7 @@ def _(remark: OtherThreads) -> str:
 
 
 @remark_text.register
-def _(remark: CompiledGraphs) -> str:
+def _(remark: GraphCounts) -> str:
     listed = [f"rank {rank} {count}" for rank, count in remark.by_rank[:_MOST_LISTED]]
     return f"graphs compiled: {', '.join(listed)}; the others {remark.usual}"
 

@@ -26,7 +26,8 @@ from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
-from torchwhere.render import diff_remarks, layout_remarks
+from torchwhere.diagnose.report.facts import ReportFact
+from torchwhere.render import diff_remarks, layout_remarks, report_text
 from torchwhere.render import html as page
 from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
@@ -398,14 +399,9 @@ def _(result: Diff) -> str:
     return _joined(diff_lines(result, width=None))
 
 
-@text.register
-def _(result: DiffRemark) -> str:
-    return diff_remarks.remark_text(result)
-
-
-@text.register
-def _(result: LayoutRemark) -> str:
-    return layout_remarks.remark_text(result)
+text.register(DiffRemark, diff_remarks.remark_text)
+text.register(LayoutRemark, layout_remarks.remark_text)
+text.register(ReportFact, report_text.fact_text)
 
 
 @html.register

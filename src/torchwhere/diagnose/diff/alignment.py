@@ -68,7 +68,7 @@ class AlignedEvent(NamedTuple):
 
     flow: int
     value: int
-    index: int
+    at: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from torchwhere.diagnose.diff.cohorts import (
     in_order,
 )
 from torchwhere.diagnose.diff.remarks import (
-    CompiledGraphs,
+    GraphCounts,
     DifferingSteps,
     DiffRemark,
     EventCounts,
@@ -103,7 +103,7 @@ def _facts(sequences: Sequence[EventSequence]) -> Iterator[DiffRemark]:
     if len(compiled) > 1:
         usual = compiled.most_common(1)[0][0]
         others = ((s.rank, s.compiled) for s in sequences if s.compiled != usual)
-        yield CompiledGraphs(usual, tuple(others))
+        yield GraphCounts(usual, tuple(others))
 
 
 class _EventSearch:
@@ -158,7 +158,7 @@ class _EventSearch:
             by_stage.setdefault(stage, []).append(rank)
         aligned, versions = self._by_design[0].aligned, self._by_design[0].versions
         side = next(side for sides in versions for side in sides if side in aligned.of_class)
-        at = aligned.of_class[side].index
+        at = aligned.of_class[side].at
         (entry,) = _entries(self._classes[side].sequence, at, at + 1)
         return PipelineStages(
             stages=tuple(tuple(by_stage[stage]) for stage in sorted(by_stage)),
@@ -188,7 +188,7 @@ class _EventSearch:
             )
             aligned = finding.aligned
             side = next(side for sides in versions for side in sides if side in aligned.of_class)
-            at = aligned.of_class[side].index
+            at = aligned.of_class[side].at
             before = _entries(self._classes[side].sequence, at - _CONTEXT, at)
             facts = self._going_on(versions, finding) if finding.kind == "flow" else ()
             shown = tuple(self._version(sides, finding) for sides in versions)
@@ -203,7 +203,7 @@ class _EventSearch:
         if event is None:
             at = rank_class.resumes_at(finding.aligned)
             return Version(ranks, None, _entries(rank_class.sequence, at, at + _AFTER))
-        entry, *after = _entries(rank_class.sequence, event.index, event.index + 1 + _AFTER)
+        entry, *after = _entries(rank_class.sequence, event.at, event.at + 1 + _AFTER)
         return Version(ranks, entry, tuple(after))
 
     def _going_on(

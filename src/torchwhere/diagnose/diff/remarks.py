@@ -60,7 +60,7 @@ class OtherThreads(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class CompiledGraphs(DiffRemark):
+class GraphCounts(DiffRemark):
     """Most ranks compiled `usual` graphs, these ranks another number."""
 
     usual: int

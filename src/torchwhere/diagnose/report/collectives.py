@@ -1,9 +1,9 @@
-"""The collectives of a report: per group the last numbers, who arrived when, and where ranks first
-issued something different.
+"""The collectives section of a report: the last calls of each group, the arrivals of its ranks, and
+its first mismatch.
 
-Takes a hearing, gives `Streams`: the groups that matter most (the verdict's, its culprits', then by
-bytes, of every kind of group some), each with its last numbers. By which clocks arrivals are
-compared is said in `window`. Only the chosen groups are looked at rank by rank.
+Takes the calls of a job, gives `Streams`: the most important groups (that of the verdict, those of
+its culprits, then by bytes, some of every kind), each with its last calls. `window` names the
+clocks that compare the arrivals. Only the chosen groups are read rank by rank.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.doctor.wait_text import call_text
 from torchwhere.diagnose.doctor.waits import members
+from torchwhere.diagnose.report.facts import CallWindow, IssuedCall
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
 MOST_GROUPS = 24
 MOST_NUMBERS = 200
 MOST_RANKS = 64  # of a group, with their times
-# of the first four groups, the next four, all others
-_ROOMS = ((MOST_RANKS, MOST_NUMBERS), (16, MOST_NUMBERS), (16, 100))
+# most ranks and numbers of the first four groups, the next four, all others
+_LIMITS = ((MOST_RANKS, MOST_NUMBERS), (16, MOST_NUMBERS), (16, 100))
 _MOST_STEPS = 100
 _MOST_COHORTS = 8
 _NEVER = np.iinfo(np.int64).min
+_LATEST = np.iinfo(np.int64).max
 
 Times = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """One collective of a group, as its ranks issued it."""
+class CallRow:
+    """One numbered call of a group."""
 
     number: int
     op: str
@@ -49,9 +50,9 @@ class Number:
     step: int | None
     line: str | None
     module: str | None
-    arrived: int  # ranks that have issued it
+    arrived: int  # number of ranks that have issued it
     of: int
-    skew_ms: float | None  # between the first and the last of those whose time is known
+    skew_ms: float | None  # between the first and the last known arrival
     first_rank: int | None
     last_rank: int | None
     differs: bool
@@ -62,15 +63,15 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """One group, or the messages from one rank to another: its last numbers."""
+    """The last calls of one group, or of the messages from one rank to another."""
 
     group: str
     desc: str
     members: tuple[int, ...]
-    window: str
-    rows: tuple[Number, ...]
-    ranks: tuple[int, ...]  # whose lateness is in `late_ms`
-    # of each rank, at each number: after the first to arrive
+    window: CallWindow
+    rows: tuple[CallRow, ...]
+    ranks: tuple[int, ...]  # the rows of `late_ms`
+    # for each rank and number: the time after the first arrival
     late_ms: tuple[tuple[float | None, ...], ...]
     bytes_per_step: tuple[tuple[int, int], ...]
     first_difference: dict[str, Any] | None
@@ -84,7 +85,7 @@ class StreamRows:
             "count": len(self.members),
             "first": self.rows[0].number,
             "last": self.rows[-1].number,
-            "window": self.window,
+            "window": str(self.window),
             "rows": [row.to_dict() for row in self.rows],
             "matrix": {"ranks": list(self.ranks), "ms": [list(row) for row in self.late_ms]},
             "bytes_per_step": [list(pair) for pair in self.bytes_per_step],
@@ -94,189 +95,177 @@ class StreamRows:
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The groups that are shown, and how many are not."""
+    """The groups that are shown, and the number of the others."""
 
     shown: tuple[StreamRows, ...]
     more: int
 
 
 def streams(job_calls: JobCalls, verdict: Verdict, when: Moments) -> Streams:
-    """The groups that matter most; `when` is the clock that arrivals are compared by."""
-    said: dict[StreamKey, dict[int, StreamCalls]] = {}
+    """The most important groups. `when` converts times to the clock that compares arrivals."""
+    by_stream: dict[StreamKey, dict[int, StreamCalls]] = {}
     for rank, rank_calls in job_calls.by_rank.items():
         for key, calls in rank_calls.calls.items():
-            said.setdefault(key, {})[rank] = calls
-    parted = {found.key: found for found in mismatches(job_calls)}
-    chosen = _chosen(job_calls, said, verdict, parted)
-    found = []
+            by_stream.setdefault(key, {})[rank] = calls
+    mismatch_of = {mismatch.key: mismatch for mismatch in mismatches(job_calls)}
+    chosen = _by_importance(job_calls, by_stream, verdict, mismatch_of)
+    rows = []
     for at, key in enumerate(chosen[:MOST_GROUPS]):
-        reading = _Reading(
-            job_calls,
-            key,
-            said[key],
-            verdict.culprits,
-            when,
-            room=_ROOMS[0 if at < 4 else 1 if at < 8 else 2],
+        limits = _LIMITS[min(at // 4, 2)]
+        reader = _StreamReader(
+            job_calls, key, by_stream[key], verdict.culprits, when, limits=limits
         )
-        found.append(reading.stream(parted.get(key)))
-    return Streams(tuple(found), max(0, len(chosen) - len(found)))
+        rows.append(reader.rows(mismatch_of.get(key)))
+    return Streams(tuple(rows), max(0, len(chosen) - len(rows)))
 
 
-# -- which ones ------------------------------------------------------------------------------------
+# -- the choice ------------------------------------------------------------------------------------
 
 
-def _chosen(
+def _by_importance(
     job_calls: JobCalls,
-    said: Mapping[StreamKey, Mapping[int, StreamCalls]],
+    by_stream: Mapping[StreamKey, Mapping[int, StreamCalls]],
     verdict: Verdict,
-    parted: Container[StreamKey],
+    mismatched: Container[StreamKey],
 ) -> list[StreamKey]:
-    """All streams, what matters most first: the verdict's, those in which ranks differ, its
-    culprits'; then by bytes, taking turns between kinds of groups: a thousand groups of one
-    dimension tell no more than a few of them."""
-    culprits, of_verdict = set(verdict.culprits[:MOST_RANKS]), _of_verdict(job_calls, said, verdict)
-    weights = {key: _bytes(calls) for key, calls in said.items()}
+    """All streams: that of the verdict, those with a mismatch, those of culprits, then by bytes,
+    taking turns between kinds of groups: a few of a thousand groups of one dimension suffice."""
+    culprits = set(verdict.culprits[:MOST_RANKS])
+    of_verdict = _of_verdict(job_calls, by_stream, verdict)
+    weights = {key: _bytes(calls) for key, calls in by_stream.items()}
     turns: dict[tuple[str, bool], int] = {}
     ranking: list[tuple[Any, ...]] = []
-    # What a stream is, and not its number, decides between those that move as much: numbers depend
-    # on who read what.
-    place = {
+    # Names and ranks order streams of equal weight, not ids: ids depend on which worker read what.
+    identity = {
         key: (_title(job_calls, key), job_calls.group(key).ranks, job_calls.group(key).name)
-        for key in said
+        for key in by_stream
     }
-    for key in sorted(said, key=lambda key: (-weights[key], place[key])):
-        kind = job_calls.group(key).title, _is_message(key)
+    for key in sorted(by_stream, key=lambda key: (-weights[key], identity[key])):
+        kind = job_calls.group(key).title, _is_p2p(key)
         turns[kind] = turns.get(kind, -1) + 1
-        is_alone = len(said[key]) < 2  # nobody to compare with
-        is_culprits = not culprits.isdisjoint(said[key]) and not is_alone
-        ranking.append(
-            (
-                key != of_verdict,
-                key not in parted,
-                not is_culprits,
-                is_alone,
-                turns[kind],
-                -weights[key],
-                place[key],
-                key,
-            )
+        is_alone = len(by_stream[key]) < 2  # nothing to compare
+        has_culprit = not culprits.isdisjoint(by_stream[key]) and not is_alone
+        order = (
+            key != of_verdict,
+            key not in mismatched,
+            not has_culprit,
+            is_alone,
+            turns[kind],
+            -weights[key],
+            identity[key],
         )
-    return [order[-1] for order in sorted(ranking)]
+        ranking.append((order, key))
+    return [key for _, key in sorted(ranking)]
 
 
 def _of_verdict(
-    job_calls: JobCalls, said: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict
+    job_calls: JobCalls, by_stream: Mapping[StreamKey, Mapping[int, StreamCalls]], verdict: Verdict
 ) -> StreamKey | None:
-    """The stream that the verdict speaks of: by the group's name and ranks, and what was issued
-    there last."""
+    """The stream of the verdict's collective: by name and ranks of the group and, for a message, by
+    peer and number."""
     call, culprits = verdict.collective or {}, set(verdict.culprits)
-    for key, calls in said.items():
+    is_p2p = call.get("op") in ("send", "recv")
+    for key, calls in by_stream.items():
         group = job_calls.group(key)
-        is_named = group.title == call.get("group") and call.get("group_ranks") in (
-            list(group.ranks),
-            len(group.ranks),
-        )
-        is_named = is_named and (
-            len(group.ranks) <= MOST_RANKS or not culprits or not culprits.isdisjoint(group.ranks)
-        )
-        is_p2p = call.get("op") in ("send", "recv")
-        is_ours = call.get("peer") in (key.source, key.destination) and _has_last(
-            calls, call.get("number")
-        )
-        if is_named and is_p2p == _is_message(key) and (is_ours or not is_p2p):
+        if group.title != call.get("group") or is_p2p != _is_p2p(key):
+            continue
+        if call.get("group_ranks") not in (list(group.ranks), len(group.ranks)):
+            continue
+        is_large = len(group.ranks) > MOST_RANKS  # then the verdict has only the number of ranks
+        if is_large and culprits and culprits.isdisjoint(group.ranks):
+            continue
+        has_peer = call.get("peer") in (key.source, key.destination)
+        if not is_p2p or (has_peer and _has_last(calls, call.get("number"))):
             return key
     return None
 
 
-def _is_message(key: StreamKey) -> bool:
+def _is_p2p(key: StreamKey) -> bool:
     return key.source >= 0 or key.destination >= 0
 
 
 def _title(job_calls: JobCalls, key: StreamKey) -> str:
-    """What people call it: `tp`, `pp 3 to 11`."""
+    """The displayed name: `tp`, `pp 3 to 11`."""
     title = job_calls.group(key).title
     ends = [str(rank) if rank >= 0 else "any" for rank in (key.source, key.destination)]
-    return f"{title} {' to '.join(ends)}" if _is_message(key) else title
+    return f"{title} {' to '.join(ends)}" if _is_p2p(key) else title
 
 
 def _has_last(calls: Mapping[int, StreamCalls], number: object) -> bool:
-    return any(each.last == number for each in calls.values())
+    return any(of_rank.last == number for of_rank in calls.values())
 
 
-def _bytes(said: Mapping[int, StreamCalls]) -> int:
-    """About how much a group moves: as much for each call as for the last one."""
-    calls = next(iter(said.values()))
+def _bytes(of_ranks: Mapping[int, StreamCalls]) -> int:
+    """Roughly the bytes that a group moves: the size of the last call times the number of calls."""
+    calls = next(iter(of_ranks.values()))
     return calls.of(calls.last)[0].bytes * len(calls)
 
 
-# -- one of them -----------------------------------------------------------------------------------
+# -- one stream ------------------------------------------------------------------------------------
 
 
-class _Reading:
-    """Looks at one group, rank by rank."""
+class _StreamReader:
+    """Reads one stream, rank by rank."""
 
     def __init__(
         self,
         job_calls: JobCalls,
         key: StreamKey,
-        said: Mapping[int, StreamCalls],
+        of_ranks: Mapping[int, StreamCalls],
         culprits: tuple[int, ...],
         when: Moments,
         *,
-        room: tuple[int, int],
+        limits: tuple[int, int],
     ) -> None:
         self._job_calls, self._key, self._culprits, self._when = job_calls, key, culprits, when
-        self._room, most = room
+        self._most_ranks, most_numbers = limits
         self._members = members(job_calls, key)
-        # A rank that is not in its own group is damaged, or of another run: only where nobody is,
-        # all of them count.
-        self._ranks = sorted(set(said).intersection(self._members) or said)
-        self._said = [said[rank] for rank in self._ranks]
-        self._end = max(calls.last for calls in self._said) + 1
-        self._first = max(min(calls.first for calls in self._said), self._end - most)
+        # A box whose rank is not in its own group is damaged or of another run: it counts only if
+        # no rank is in the group.
+        self._ranks = sorted(set(of_ranks).intersection(self._members) or of_ranks)
+        self._calls = [of_ranks[rank] for rank in self._ranks]
+        self._end = max(calls.last for calls in self._calls) + 1
+        self._first = max(min(calls.first for calls in self._calls), self._end - most_numbers)
         self._members = self._members or tuple(self._ranks)
         self._times = self._column_times()
 
     def _column_times(self) -> Times:
-        """One row a rank, one column a number; `_NEVER` where the ring does not have it."""
-        found = np.full((len(self._said), self._end - self._first), _NEVER, np.int64)
-        for rank, row, calls in zip(self._ranks, found, self._said, strict=True):
+        """One row a rank, one column a number; `_NEVER` for calls that the ring has lost."""
+        times = np.full((len(self._calls), self._end - self._first), _NEVER, np.int64)
+        for rank, row, calls in zip(self._ranks, times, self._calls, strict=True):
             low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
             if low < high:
                 row[low - self._first : high - self._first] = self._when.of(
                     rank, calls.times_ns(low, high)
                 )
-        return found
+        return times
 
-    def stream(self, parted: Mismatch | None) -> StreamRows:
+    def rows(self, mismatch: Mismatch | None) -> StreamRows:
         ranks = self._shown_ranks()
         return StreamRows(
             group=_title(self._job_calls, self._key),
             desc=self._job_calls.group(self._key).desc,
             members=self._members,
             window=self._window(),
-            rows=self._rows(parted),
+            rows=self._rows(mismatch),
             ranks=tuple(self._ranks[row] for row in ranks),
             late_ms=self._late_ms(ranks),
             bytes_per_step=self._bytes_per_step(),
-            first_difference=self._difference(parted) if parted is not None else None,
+            first_difference=None if mismatch is None else self._difference(mismatch),
         )
 
-    def _window(self) -> str:
+    def _window(self) -> CallWindow:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        said = f"numbers {self._first} to {self._end - 1}" + (
-            f", the last of {issued}" if self._first else ""
-        )
-        return f"{said}; arrival by {self._when.said(self._ranks)}"
+        return CallWindow(self._first, self._end - 1, issued, self._when.said(self._ranks))
 
-    def _rows(self, parted: Mismatch | None) -> tuple[Number, ...]:
+    def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
         is_known = self._times != _NEVER
         latest = np.where(is_known, self._times, _NEVER)
-        earliest = np.where(is_known, self._times, np.iinfo(np.int64).max)
+        earliest = np.where(is_known, self._times, _LATEST)
         first, last = earliest.argmin(axis=0).tolist(), latest.argmax(axis=0).tolist()
         known = is_known.sum(axis=0).tolist()
         skew = (latest.max(axis=0) - earliest.min(axis=0)).tolist()
-        arrived, differs = self._arrived(), self._differs(is_known, parted)
+        arrived, differs = self._arrived(), self._differs(is_known, mismatch)
         rows = []
         for column, number in enumerate(range(self._first, self._end)):
             has_time = known[column] > 0
@@ -293,14 +282,15 @@ class _Reading:
             )
         return tuple(rows)
 
-    def _row(self, number: int, stall_snapshot: int, **about: Any) -> Number:
-        calls = self._said[stall_snapshot]
+    def _row(self, number: int, first: int, **arrivals: Any) -> CallRow:
+        """The row of a call, with the fields of its first arrival; `first` is an index of ranks."""
+        calls = self._calls[first]
         if calls.at(number) is None:
-            return Number(number, "?", 0, None, None, None, of=len(self._members), **about)
-        signature, spot = calls.of(number)
-        module, _, line, _ = spot.site_id
+            return CallRow(number, "?", 0, None, None, None, of=len(self._members), **arrivals)
+        signature, site = calls.of(number)
+        module, _, line, _ = site.site_id
         step = int(calls.steps(number, number + 1)[0])
-        return Number(
+        return CallRow(
             number=number,
             op=cut(signature.op),
             bytes=signature.bytes,
@@ -308,92 +298,88 @@ class _Reading:
             line=cut(line) if line is not None else None,
             module=cut(shown(module)) if module is not None else None,
             of=len(self._members),
-            **about,
+            **arrivals,
         )
 
     def _arrived(self) -> list[int]:
-        """How many ranks have issued each number: by their counts, which outlive the ring."""
+        """The number of ranks that have issued each call, from counters that outlive the ring."""
         counts = [self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks]
         below = np.sort(np.array(counts, np.int64))
         numbers = np.arange(self._first, self._end)
         arrived: list[int] = (len(counts) - np.searchsorted(below, numbers, side="right")).tolist()
         return arrived
 
-    def _differs(self, is_known: npt.NDArray[np.bool_], parted: Mismatch | None) -> list[bool]:
-        """Where ranks issued what does not fit together; and where the first difference of all
-        is."""
-        found = np.zeros(self._end - self._first, np.bool_)
-        usual = np.full(len(found), -1, np.int64)
+    def _differs(self, is_known: npt.NDArray[np.bool_], mismatch: Mismatch | None) -> list[bool]:
+        """For each number whether the ranks issued different calls, or the first mismatch is
+        there."""
+        differs = np.zeros(self._end - self._first, np.bool_)
+        usual = np.full(len(differs), -1, np.int64)
         if any(
-            calls.signature_id < 0 or calls.signature_id != self._said[0].signature_id
-            for calls in self._said
+            calls.signature_id < 0 or calls.signature_id != self._calls[0].signature_id
+            for calls in self._calls
         ):
-            for known, calls in zip(is_known, self._said, strict=True):
+            for known, calls in zip(is_known, self._calls, strict=True):
                 if known.any():
                     low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
                     own = signature_ids(calls.packed_ids(low, high))
                     here = usual[low - self._first : high - self._first]
-                    found[low - self._first : high - self._first] |= (here >= 0) & (here != own)
+                    differs[low - self._first : high - self._first] |= (here >= 0) & (here != own)
                     here[here < 0] = own[here < 0]
-        if parted is not None and self._first <= parted.number < self._end:
-            found[parted.number - self._first] = True
-        differs: list[bool] = found.tolist()
-        return differs
+        if mismatch is not None and self._first <= mismatch.number < self._end:
+            differs[mismatch.number - self._first] = True
+        return [bool(value) for value in differs]
 
     # -- rank by rank ------------------------------------------------------------------------------
 
     def _shown_ranks(self) -> list[int]:
-        """Rows of the ranks whose times are shown: all of a few; of many the culprits and those
-        most often first or last."""
-        if len(self._ranks) <= self._room:
+        """Rows of the ranks whose times are shown: all, or of many ranks the culprits and the
+        earliest and latest on average."""
+        if len(self._ranks) <= self._most_ranks:
             return list(range(len(self._ranks)))
-        culprits = [row for row, rank in enumerate(self._ranks) if rank in set(self._culprits)][
-            : self._room // 2
-        ]
+        culprit_set = set(self._culprits)
+        culprits = [row for row, rank in enumerate(self._ranks) if rank in culprit_set]
         is_known = self._times != _NEVER
         middle = self._usual(is_known)
         late = np.where(is_known, self._times - middle, 0).mean(axis=1)
         order = np.argsort(late, kind="stable").tolist()
         extremes = [row for pair in zip(reversed(order), order, strict=True) for row in pair]
-        return sorted(list(dict.fromkeys([*culprits, *extremes]))[: self._room])
+        shown = dict.fromkeys([*culprits[: self._most_ranks // 2], *extremes])
+        return sorted(list(shown)[: self._most_ranks])
 
     def _usual(self, is_known: npt.NDArray[np.bool_]) -> Times:
-        """When a number was issued, by the middle of those who did."""
-        order = np.sort(np.where(is_known, self._times, np.iinfo(np.int64).max), axis=0)
+        """The median arrival at each number."""
+        order = np.sort(np.where(is_known, self._times, _LATEST), axis=0)
         middle = np.maximum(is_known.sum(axis=0) - 1, 0) // 2
-        found: Times = order[middle, np.arange(order.shape[1])]
-        return found
+        median: Times = order[middle, np.arange(order.shape[1])]
+        return median
 
     def _late_ms(self, rows: list[int]) -> tuple[tuple[float | None, ...], ...]:
         is_known = self._times != _NEVER
-        first = np.where(is_known, self._times, np.iinfo(np.int64).max).min(axis=0)
+        first = np.where(is_known, self._times, _LATEST).min(axis=0)
         late = (np.where(is_known[rows], self._times[rows] - first, 0) / 1e6).round(3).tolist()
         known = is_known[rows].tolist()
         return tuple(
-            tuple(value if is_there else None for value, is_there in zip(*pair, strict=True))
-            for pair in zip(late, known, strict=True)
+            tuple(ms if is_there else None for ms, is_there in zip(late_row, row, strict=True))
+            for late_row, row in zip(late, known, strict=True)
         )
 
     def _bytes_per_step(self) -> tuple[tuple[int, int], ...]:
-        """What the rank whose ring goes back furthest moved in each step."""
-        calls = max(self._said, key=len)
+        """The bytes of each step on the rank whose ring goes back furthest."""
+        calls = max(self._calls, key=len)
         steps = calls.steps()
         sizes: dict[int, int] = {}
-        _, first, which = np.unique(calls.codes(), return_index=True, return_inverse=True)
-        size = np.array([calls.of(calls.first + at)[0].bytes for at in first.tolist()], np.int64)[
-            which
-        ]
-        for step, nbytes in zip(steps.tolist(), size.tolist(), strict=True):
+        _, first, code_of = np.unique(calls.codes(), return_index=True, return_inverse=True)
+        size = np.array([calls.of(calls.first + at)[0].bytes for at in first.tolist()], np.int64)
+        for step, nbytes in zip(steps.tolist(), size[code_of].tolist(), strict=True):
             if step != NO_STEP:
                 sizes[step] = sizes.get(step, 0) + nbytes
         return tuple(sorted(sizes.items())[-_MOST_STEPS:])
 
-    def _difference(self, parted: Mismatch) -> dict[str, Any]:
+    def _difference(self, mismatch: Mismatch) -> dict[str, Any]:
         cohorts = []
-        for cohort in parted.cohorts[:_MOST_COHORTS]:
-            call = self._job_calls.by_rank[cohort[0]].issued(parted.key, parted.number)
-            what = (
-                cut(call_text(call)) if call is not None else "not known: its ring no longer has it"
-            )
-            cohorts.append({"ranks": list(cohort[:MOST_RANKS]), "count": len(cohort), "what": what})
-        return {"number": parted.number, "in": parted.what, "cohorts": cohorts}
+        for cohort in mismatch.cohorts[:_MOST_COHORTS]:
+            call = self._job_calls.by_rank[cohort[0]].issued(mismatch.key, mismatch.number)
+            shown_ranks = list(cohort[:MOST_RANKS])
+            what = cut(IssuedCall(call))
+            cohorts.append({"ranks": shown_ranks, "count": len(cohort), "what": what})
+        return {"number": mismatch.number, "in": mismatch.what, "cohorts": cohorts}

@@ -1,8 +1,7 @@
-"""The ranks of a report that can be looked at closely: culprits, one of every kind of rank, and
-more while there is room.
+"""The ranks that the report shows in detail: culprits, one rank of each state and place, others.
 
-Takes a run and the verdict on it, gives which ranks, and of each its stack, its last events and its
-report.
+Takes a run and its verdict, chooses the ranks, and gives the stack, the last events and the rank
+report of each.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MOST_STACK = 64
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """One rank, closely."""
+    """The details of one rank."""
 
     report: RankReport | None
     # ms before the newest record of all ranks, kind, text, place
@@ -36,19 +35,15 @@ class Detail:
     def to_dict(self) -> dict[str, Any]:
         report = self.report
         return {
-            "stack": [cut(line) for line in report.stack[:_MOST_STACK]]
-            if report is not None
-            else [],
-            "detail": cut(report.detail)
-            if report is not None and report.detail is not None
-            else None,
+            "stack": [cut(line) for line in report.stack[:_MOST_STACK]] if report else [],
+            "detail": cut(report.detail) if report and report.detail is not None else None,
             "events": [list(event) for event in self.events],
-            "report": _cut_all(report.to_dict() | {"stack": []}) if report is not None else None,
+            "report": _cut_all(report.to_dict() | {"stack": []}) if report else None,
         }
 
 
 def _cut_all(value: Any) -> Any:
-    """Texts of a nested value, cut; of long lists, the beginning."""
+    """Cut the texts and lists of a nested value."""
     if isinstance(value, dict):
         return {key: _cut_all(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -57,18 +52,16 @@ def _cut_all(value: Any) -> Any:
 
 
 def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
-    """Culprits, one rank of each kind (the largest first), who is in the verdict's group, and
-    others while there is room."""
+    """The ranks to show: culprits, one rank of each state and place (the most common first),
+    members of the verdict's group, and others up to the limit."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for rank, report in verdict.ranks.items():
-        kinds.setdefault(
-            (report.state, report.place.pass_, report.place.module, report.place.line), []
-        ).append(rank)
-    heads = [
-        ranks[0] for ranks in sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
-    ]
-    around = (verdict.collective or {}).get("group_ranks")
-    near = around if isinstance(around, list) else []
+        place = report.place
+        kinds.setdefault((report.state, place.pass_, place.module, place.line), []).append(rank)
+    by_size = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+    heads = [ranks[0] for ranks in by_size]
+    members = (verdict.collective or {}).get("group_ranks")
+    near = members if isinstance(members, list) else []
     in_order = [
         *verdict.culprits[:_MOST_CULPRITS],
         *heads[: _MOST_CULPRITS // 2],
@@ -81,26 +74,24 @@ def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
 
 
 def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
-    """The boxes of some ranks, anew; one that is gone is left out."""
-    reader, found = BoxReader(), {}
+    """Read the boxes of some ranks again; one that was deleted is left out."""
+    reader, boxes = BoxReader(), {}
     for rank in ranks:
         try:
             box = reader.read(run.boxes[rank].path)
         except TorchwhereError:
             continue
         if box.rank == rank:
-            found[rank] = box
-    return found
+            boxes[rank] = box
+    return boxes
 
 
 def details(
     boxes: Mapping[int, Box], verdict: Verdict, when: Moments, *, newest_ns: int
 ) -> dict[int, Detail]:
-    """What can be looked at."""
-    in_order = sorted(boxes.items())
     return {
         rank: Detail(verdict.ranks.get(rank), _last_events(box, when, newest_ns))
-        for rank, box in in_order
+        for rank, box in sorted(boxes.items())
     }
 
 

@@ -1,9 +1,8 @@
-"""What a report needs of a box beyond its testimony, in a few numbers: steps, module times, phases,
-compilations.
+"""Collects the data of a report from each box: steps, module times, phases, compilations.
 
-A `Digest` is handed to the clerks (`diagnose/calls/load.py`), takes from every box they read, and
-travels home with their transcript. A box of a thousand records takes 0.04 ms, one with module
-events 0.4 ms.
+The workers that load the boxes (`diagnose/calls/load.py`) pass each box to a `Digest` and send it
+back with their batch of calls. A box of a thousand records takes 0.04 ms, one with module events
+0.4 ms.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torchwhere.diagnose.report.spans import module_times
 from torchwhere.diagnose.report.texts import cut
 
 MOST_STEPS = 100
-_MOST_COMPILATIONS = 64  # of a rank: one that compiles anew in every step is told by its last ones
+_MOST_COMPILATIONS = 64  # of a rank, the last ones: a graph may recompile in every step
 _NONE = np.empty(0, np.int64)
 
 ModuleKey = tuple[str | None, str]  # name and pass
@@ -41,50 +40,50 @@ class CompilationRow(NamedTuple):
     took_ns: int | None
 
 
-class Summary(NamedTuple):
-    """One box."""
+class DigestedBox(NamedTuple):
+    """The data of one box."""
 
     path: Path
     first_ns: int = 0  # wall clock of the first record
-    steps: npt.NDArray[np.int64] = _NONE  # the last ones that are there from beginning to end
+    steps: npt.NDArray[np.int64] = _NONE  # the last complete steps
     took_ns: npt.NDArray[np.int64] = _NONE
     modules: tuple[ModuleKey, ...] = ()
-    # calls, total ns, self ns, calls in whole steps
+    # calls, total ns, self ns, calls in complete steps
     module_numbers: npt.NDArray[np.int64] = np.empty((4, 0), np.int64)
     phases: dict[PhaseKey, PhaseSum] = {}  # noqa: RUF012 - never changed
-    until_ns: int = 0  # up to when the phases are true
+    until_ns: int = 0  # the time at which the phase sums were read
     compilations: tuple[CompilationRow, ...] = ()
 
     @property
-    def whole(self) -> tuple[int, int] | None:
-        """The first and the last of the steps that are there from beginning to end."""
+    def complete_steps(self) -> tuple[int, int] | None:
+        """The first and the last of the complete steps."""
         return (int(self.steps[0]), int(self.steps[-1])) if len(self.steps) else None
 
 
 @dataclass(slots=True)
 class Digest:
-    """The summaries of some boxes."""
+    """The data of several boxes."""
 
-    summaries: list[Summary] = field(default_factory=list)
+    boxes: list[DigestedBox] = field(default_factory=list)
     _modules: dict[tuple[ModuleKey, ...], tuple[ModuleKey, ...]] = field(default_factory=dict)
 
     def take(self, box: Box) -> Box:
-        """Sum up a box, and hand it on."""
-        self.summaries.append(self._summary(box))
+        """Collect the data of a box, and return the box."""
+        self.boxes.append(self._digested(box))
         return box
 
-    def _summary(self, box: Box) -> Summary:
+    def _digested(self, box: Box) -> DigestedBox:
         records = box.records
         kinds = np.bincount(records["kind"], minlength=256)
         steps, took_ns = step_times(records)
-        whole = (int(steps[0]), int(steps[-1])) if len(steps) else None
+        complete = (int(steps[0]), int(steps[-1])) if len(steps) else None
         modules, numbers = (
-            self._module_times(box, whole)
+            self._module_times(box, complete)
             if kinds[Kind.MODULE_ENTER]
             else ((), np.empty((4, 0), np.int64))
         )
         phases = phase_sums(box)
-        return Summary(
+        return DigestedBox(
             path=box.path,
             first_ns=box.wall_ns(int(records["t_ns"][0])) if len(records) else 0,
             steps=steps,
@@ -97,25 +96,19 @@ class Digest:
         )
 
     def _module_times(
-        self, box: Box, whole: tuple[int, int] | None
+        self, box: Box, complete: tuple[int, int] | None
     ) -> tuple[tuple[ModuleKey, ...], Any]:
-        found = module_times(box.records, whole)
-        if found is None:
+        times = module_times(box.records, complete)
+        if times is None:
             return (), np.empty((4, 0), np.int64)
-        keys = tuple(
-            zip(
-                map(box.name, found.modules),
-                (PASS_LABELS.get(each, "outside") for each in found.fast_path),
-                strict=True,
-            )
-        )
+        passes = (PASS_LABELS.get(pass_, "outside") for pass_ in times.passes)
+        keys = tuple(zip(map(box.name, times.modules), passes, strict=True))
         # ranks of one stage share one tuple
-        return self._modules.setdefault(keys, keys), found.numbers
+        return self._modules.setdefault(keys, keys), times.numbers
 
 
 def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The last steps that both begin and end in these records, by number, and how long each
-    took."""
+    """The numbers of the last steps that begin and end in these records, and their durations."""
     begins = np.flatnonzero(records["kind"] == int(Kind.STEP_BEGIN))
     ends = np.flatnonzero(records["kind"] == int(Kind.STEP_END))
     before = np.searchsorted(begins, ends) - 1
@@ -125,7 +118,7 @@ def step_times(records: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.ND
     )
     begins, ends = begins[is_same][-MOST_STEPS:], ends[is_same][-MOST_STEPS:]
     times = records["t_ns"].astype(np.int64)
-    # of a step run twice, the last
+    # for a step that ran twice, the last
     steps, last = np.unique(records["step"][ends][::-1].astype(np.int64), return_index=True)
     return steps, np.maximum(times[ends] - times[begins], 0)[::-1][last]
 
@@ -134,12 +127,12 @@ def _compilations(box: Box) -> tuple[CompilationRow, ...]:
     records = box.records
     begins = np.flatnonzero(records["kind"] == int(Kind.COMPILE_BEGIN))[-_MOST_COMPILATIONS:]
     ends = records[records["kind"] == int(Kind.COMPILE_END)]
-    found = []
+    compilations = []
     for index in map(int, begins):
         event, row = box.event(index), records[index]
         same = ends[(ends["subject"] == row["subject"]) & (ends["number"] > row["number"])]
         because = event.fields.get("because")
-        found.append(
+        compilations.append(
             CompilationRow(
                 graph=cut(event.fields.get("what")),
                 part=cut(event.fields.get("part") or "forward"),
@@ -148,4 +141,4 @@ def _compilations(box: Box) -> tuple[CompilationRow, ...]:
                 took_ns=int(same["t_ns"][0]) - int(row["t_ns"]) if len(same) else None,
             )
         )
-    return tuple(found)
+    return tuple(compilations)

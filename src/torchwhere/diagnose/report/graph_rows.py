@@ -1,5 +1,7 @@
-"""The graphs of a report: what was compiled, on which ranks, how often, and why again. From the
-compilations in the boxes."""
+"""The graphs section of a report: compiled graphs, their ranks and counts, and why they recompiled.
+
+Takes the compilations in the boxes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.diagnose.report.digest import CompilationRow, Summary
+from torchwhere.diagnose.report.digest import CompilationRow, DigestedBox
 from torchwhere.diagnose.report.texts import milliseconds
 
 _MOST_GRAPHS = 500
@@ -18,12 +20,12 @@ _NUMBERS = re.compile(r"\d+")
 
 @dataclass(slots=True)
 class GraphRow:
-    """One graph, by dynamo's id of it (`0/1` is the second variant of the first frame), on all
-    ranks that compiled it."""
+    """One graph on all ranks that compiled it. Its name is dynamo's id: `0/1` is the second variant
+    of the first frame."""
 
     name: str
     part: str
-    rank: int  # the first that compiled it
+    rank: int  # the first rank that compiled it
     step: int | None
     ranks: set[int] = field(default_factory=set)
     count: int = 0
@@ -41,7 +43,7 @@ class GraphRow:
 
     @property
     def recompiles(self) -> int:
-        """How often the function had been compiled before: dynamo counts the variants of a
+        """The number of earlier compilations of the function: dynamo counts the variants of a
         frame."""
         variant = self.name.rpartition("/")[2].partition("_")[0]
         return int(variant) if "/" in self.name and variant.isascii() and variant.isdigit() else 0
@@ -60,16 +62,15 @@ class GraphRow:
         }
 
 
-def graphs(summaries: Mapping[int, Summary]) -> list[GraphRow]:
-    """All graphs, by their ids."""
-    found: dict[tuple[str, str], GraphRow] = {}
-    for rank, summary in summaries.items():
-        for one in summary.compilations:
-            key = one.graph, one.part
-            if key not in found:
-                found[key] = GraphRow(one.graph, one.part, rank, one.step)
-            found[key].add(rank, one)
-    return sorted(found.values(), key=_order)[:_MOST_GRAPHS]
+def graphs(boxes: Mapping[int, DigestedBox]) -> list[GraphRow]:
+    """All graphs in the order of their ids."""
+    rows: dict[tuple[str, str], GraphRow] = {}
+    for rank, box in boxes.items():
+        for compilation in box.compilations:
+            graph, part = compilation.graph, compilation.part
+            row = rows.setdefault((graph, part), GraphRow(graph, part, rank, compilation.step))
+            row.add(rank, compilation)
+    return sorted(rows.values(), key=_order)[:_MOST_GRAPHS]
 
 
 def _order(row: GraphRow) -> tuple[Any, ...]:

@@ -1,10 +1,9 @@
-"""The log of a report: notes, exceptions, ends and log lines of a few ranks side by side, and where
-they first differ.
+"""The log section of a report: notes, exceptions, ends and log lines of a few ranks side by side.
 
-Takes boxes and the log files of a run, gives `LogDigest`. What ranks say is brought to one row if
-it is the same but for its values (`diff/strip.py`), in the same step, and as often before in that
-step. Whatever a ring has lost is no difference: rows are compared from the first step on that all
-of these ranks still have.
+Takes boxes and the log files of a run, gives `LogDigest`. Entries of several ranks share a row if
+they are equal up to values (`diff/log_lines.py`), in the same step, and equally often before in
+that step. An overwritten entry is not a difference: rows are compared from the first step that all
+of these ranks recorded completely.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ _MOST_ROWS = 250
 _LOG = "log"
 
 
-class Said(NamedTuple):
-    """One thing that a rank said."""
+class LogEntry(NamedTuple):
+    """One note, exception, end or log line of a rank."""
 
     step: int | None
     kind: str
     text: str
     value: str  # without what may differ between ranks
-    flow: str  # without the values
+    flow: str  # also without values
 
 
 @dataclass(frozen=True, slots=True)
 class LogRow:
-    """What ranks said at one place."""
+    """The entries of the ranks at one position."""
 
     step: int | None
     cells: tuple[tuple[str, str] | None, ...]
-    how: str | None  # "flow": somebody did not say it; "value": they said it of different values
+    how: str | None  # "flow": some ranks lack it; "value": they have different values
 
     def to_dict(self) -> dict[str, Any]:
         cells = [list(cell) if cell is not None else None for cell in self.cells]
@@ -55,7 +54,7 @@ class LogRow:
 
 @dataclass(frozen=True, slots=True)
 class LogDigest:
-    """Rows in the order of the program: events by step, then the lines of log files."""
+    """Rows in program order: events by step, then the lines of log files."""
 
     ranks: tuple[int, ...]
     rows: tuple[LogRow, ...]
@@ -74,54 +73,53 @@ class LogDigest:
 
 
 def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> LogDigest:
-    """What some ranks said, side by side."""
+    """The entries of some ranks side by side."""
     ranks = tuple(sorted(boxes))[:MOST_RANKS]
-    strippers = {
-        rank: Stripper(
-            rank, host if isinstance(host := boxes[rank].meta.get("host"), str) else None
-        )
-        for rank in ranks
-    }
-    from_step = max(
-        (step for rank in ranks if (step := _first_whole(boxes[rank])) is not None), default=0
-    )
+    strippers = {rank: _stripper(boxes[rank]) for rank in ranks}
+    first_steps = (_first_complete_step(boxes[rank]) for rank in ranks)
+    from_step = max((step for step in first_steps if step is not None), default=0)
     events = [list(_events(boxes[rank], strippers[rank])) for rank in ranks]
     lines = [list(_lines(files.get(rank), strippers[rank])) for rank in ranks]
     rows = [
         *_aligned(events, from_step),
-        *_aligned(lines, 0, is_there=[bool(each) for each in lines]),
+        *_aligned(lines, 0, has_log=[bool(of_rank) for of_rank in lines]),
     ]
     return LogDigest(ranks, tuple(rows[-_MOST_ROWS:]))
 
 
-def _first_whole(box: Box) -> int | None:
-    """The first step of which nothing was overwritten; None if nothing ever was."""
+def _stripper(box: Box) -> Stripper:
+    host = box.meta.get("host")
+    return Stripper(box.rank, host if isinstance(host, str) else None)
+
+
+def _first_complete_step(box: Box) -> int | None:
+    """The first step without overwritten records; None if no record was overwritten."""
     steps = box.records["step"][box.records["step"] != NO_STEP]
     return int(steps[0]) + 1 if box.counts.overwritten and len(steps) else None
 
 
-def _events(box: Box, strip: Stripper) -> Iterator[Said]:
+def _events(box: Box, strip: Stripper) -> Iterator[LogEntry]:
     for event in box.events(kinds=_KINDS, last=_MOST_EVENTS):
         text = event_text(event)
         value = strip(text)
-        yield Said(event.place.step, event.kind, text, value, skeleton(value))
+        yield LogEntry(event.place.step, event.kind, text, value, skeleton(value))
 
 
-def _lines(path: Path | None, strip: Stripper) -> Iterator[Said]:
+def _lines(path: Path | None, strip: Stripper) -> Iterator[LogEntry]:
     if path is None:
         return
     try:
         last = deque(logs.Log(path, strip).lines(), maxlen=_MOST_LINES)
-    except TorchwhereError:  # gone since the folder was listed
+    except TorchwhereError:  # deleted since the folder was listed
         return
     for _, line in last:
         text = cut(line)
         value = strip(text)
-        yield Said(None, _LOG, text, value, skeleton(value))
+        yield LogEntry(None, _LOG, text, value, skeleton(value))
 
 
 def log_files(paths: Sequence[Path]) -> dict[int, Path]:
-    """The files by rank; none where their names do not say."""
+    """The files by rank; empty if their names do not show the ranks."""
     try:
         return logs.ranks_of(paths) if paths else {}
     except TorchwhereError:
@@ -132,47 +130,41 @@ def log_files(paths: Sequence[Path]) -> dict[int, Path]:
 
 
 def _aligned(
-    said: Sequence[Sequence[Said]], from_step: int, *, is_there: Sequence[bool] | None = None
+    of_ranks: Sequence[Sequence[LogEntry]], from_step: int, *, has_log: Sequence[bool] | None = None
 ) -> list[LogRow]:
-    """What ranks said, in rows. Ranks that have nothing to compare (`is_there`) are not missed."""
-    keyed = [dict(_keyed(each)) for each in said]
+    """The entries of the ranks in rows. A rank without a log does not count as different."""
+    keyed = [dict(_keyed(entries)) for entries in of_ranks]
     rows = []
-    for key in _merged([list(each) for each in keyed]):
-        cells = [each.get(key) for each in keyed]
-        first = next(cell for cell in cells if cell is not None)
-        expected = [cell for at, cell in enumerate(cells) if is_there is None or is_there[at]]
-        how = _how(expected) if first.step is None or first.step >= from_step else None
-        rows.append(
-            LogRow(
-                first.step,
-                tuple(None if cell is None else (cell.kind, cell.text) for cell in cells),
-                how,
-            )
-        )
+    for key in _merged([list(of_rank) for of_rank in keyed]):
+        entries = [of_rank.get(key) for of_rank in keyed]
+        step = key[0]
+        compared = [entry for at, entry in enumerate(entries) if has_log is None or has_log[at]]
+        how = _how(compared) if step is None or step >= from_step else None
+        cells = tuple(None if entry is None else (entry.kind, entry.text) for entry in entries)
+        rows.append(LogRow(step, cells, how))
     return rows
 
 
-def _keyed(said: Iterable[Said]) -> Iterator[tuple[tuple[Any, ...], Said]]:
-    """Each thing with what tells it apart from the others of its rank."""
+def _keyed(entries: Iterable[LogEntry]) -> Iterator[tuple[tuple[Any, ...], LogEntry]]:
+    """Each entry with a key that is unique within its rank."""
     seen: Counter[tuple[Any, ...]] = Counter()
-    for one in said:
-        key = (one.step, one.kind, one.flow)
-        yield (*key, seen[key]), one
+    for entry in entries:
+        key = (entry.step, entry.kind, entry.flow)
+        yield (*key, seen[key]), entry
         seen[key] += 1
 
 
-def _how(cells: Sequence[Said | None]) -> str | None:
-    if len(cells) < 2:
+def _how(entries: Sequence[LogEntry | None]) -> str | None:
+    if len(entries) < 2:
         return None
-    known = [cell for cell in cells if cell is not None]
-    if len(known) < len(cells):
+    if None in entries:
         return "flow"
-    return "value" if len({cell.value for cell in known}) > 1 else None
+    return "value" if len({entry.value for entry in entries if entry}) > 1 else None
 
 
 def _merged(lists: Sequence[list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
-    """All keys, each once: by step, and in one step in an order that fits all ranks as far as there
-    is one."""
+    """All keys, each once: by step, and within a step in an order that suits all ranks if there is
+    one."""
     merged: list[tuple[Any, ...]] = []
     for keys in lists:
         at = {key: index for index, key in enumerate(merged)}
@@ -185,6 +177,6 @@ def _merged(lists: Sequence[list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
                 after.setdefault(last, []).append(key)
         merged = [
             *after.get(-1, []),
-            *(one for index, key in enumerate(merged) for one in (key, *after.get(index, []))),
+            *(new for index, key in enumerate(merged) for new in (key, *after.get(index, []))),
         ]
     return sorted(merged, key=lambda key: -1 if key[0] is None else key[0])

@@ -1,7 +1,7 @@
-"""The phases of a report: the table over all ranks, and which ranks took how long in each.
+"""The phases section of a report: the table over all ranks, and the time of each rank in a phase.
 
-Takes the sums of phases of the boxes, gives `PhaseHeat`. What a phase is, and what its times mean:
-`diagnose/phases.py`.
+Takes the phase sums of the boxes, gives `PhaseHeat`. `diagnose/phases.py` defines phases and their
+times.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.phases import PhaseRow, Phases, table
-from torchwhere.diagnose.report.digest import Summary
+from torchwhere.diagnose.report.digest import DigestedBox
 from torchwhere.diagnose.report.steps import buckets, rounded, worst
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
@@ -22,11 +23,11 @@ _MOST_PHASES = 64
 
 @dataclass(frozen=True, slots=True)
 class PhaseHeat:
-    """The table, and of each phase the totals of the ranks."""
+    """The table, and for each phase the totals of the ranks."""
 
     phases: Phases
     ranks: tuple[str, ...]
-    # of each phase: one for each text in `ranks`, the worst of them
+    # for each phase, the largest total of each entry in `ranks`
     ms: tuple[tuple[float | None, ...], ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,31 +37,26 @@ class PhaseHeat:
             "heat": {
                 "phases": [_name(row) for row in rows],
                 "ranks": list(self.ranks),
-                "ms": [list(one) for one in self.ms],
+                "ms": [list(totals) for totals in self.ms],
             },
         }
 
 
-def phase_heat(summaries: Mapping[int, Summary]) -> PhaseHeat:
-    """The phases of all ranks that have any."""
-    found = table(
-        {
-            rank: (summary.phases, summary.until_ns)
-            for rank, summary in summaries.items()
-            if summary.phases
-        }
-    )
-    shared = buckets(found.ranks)
+def phase_heat(boxes: Mapping[int, DigestedBox]) -> PhaseHeat:
+    """The phases of all ranks that recorded any."""
+    phases = table({rank: (box.phases, box.until_ns) for rank, box in boxes.items() if box.phases})
+    shared = buckets(phases.ranks)
     ms = []
-    for row in found.rows[:_MOST_PHASES]:
+    for row in phases.rows[:_MOST_PHASES]:
         totals = np.array(
-            [row.by_rank[rank].total_ns if rank in row.by_rank else np.nan for rank in found.ranks],
+            [row.by_rank[r].total_ns if r in row.by_rank else np.nan for r in phases.ranks],
             np.float64,
         )
-        size = len(shared[0].ranks)
+        size = len(shared[0])
         padded = np.append(totals, np.full(-len(totals) % size, np.nan)).reshape(-1, size)
         ms.append(tuple(rounded(worst(padded.T))))
-    return PhaseHeat(found, tuple(bucket.text for bucket in shared) if ms else (), tuple(ms))
+    labels = tuple(cut(ranks_text(ranks)) for ranks in shared) if ms else ()
+    return PhaseHeat(phases, labels, tuple(ms))
 
 
 def _name(row: PhaseRow) -> str:

@@ -1,10 +1,9 @@
-"""All that the report page shows of a run, as data: `make_report` puts the parts together,
-`Report.to_dict` is its JSON.
+"""Everything that the report page shows of a run, as data.
 
-Takes a run, what its ranks said (`JobCalls`, with the `Digest`s that were taken on the way) and the
-verdict; reads a few of the boxes once more, those that can be looked at closely. Linear in the
-number of ranks; the JSON of 10,000 ranks is about 2 MB, because what exists per rank is a column of
-numbers, and everything else is bounded. `docs/report.md` has the fields.
+Takes a run, its calls (`JobCalls`, with the `Digest`s collected while loading) and its verdict.
+Reads a few boxes again: those of the ranks shown in detail. Linear in the number of ranks. The JSON
+of 10,000 ranks is about 2 MB, because data of each rank is a column of numbers and everything else
+has a limit. `docs/report.md` describes the fields.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from typing import Any
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.results import Shown
-from torchwhere.core.sanitize import printable
+from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import moments
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.collectives import Streams, streams
 from torchwhere.diagnose.report.details import Detail, chosen_ranks, details, read_boxes
-from torchwhere.diagnose.report.digest import Digest, Summary
+from torchwhere.diagnose.report.digest import Digest, DigestedBox
+from torchwhere.diagnose.report.facts import EarlierBoxes, ReportFact
 from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
 from torchwhere.diagnose.report.layouts import LayoutTexts, layout_texts
 from torchwhere.diagnose.report.log import MOST_RANKS, LogDigest, log, log_files
@@ -41,7 +41,7 @@ _MOST_LAYOUTS = 256
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report(Shown):
-    """A run, as the page shows it. By itself it shows its verdict."""
+    """The report on a run. Shows its verdict when it is printed."""
 
     title: str
     made_at: datetime
@@ -55,20 +55,18 @@ class Report(Shown):
     layout: LayoutTexts
     graphs: tuple[GraphRow, ...]
     log: LogDigest
-    missing: tuple[str, ...]  # what could not be known, and what was left out
+    missing: tuple[str | ReportFact, ...]  # data that is missing or left out
     settings: dict[str, str | int]
 
     @property
     def headline(self) -> str:
         """The verdict in one sentence."""
-        return (
-            cut(self.verdict.explanation[0].strip())
-            if self.verdict.explanation
-            else str(self.verdict.kind)
-        )
+        if self.verdict.explanation:
+            return cut(self.verdict.explanation[0].strip())
+        return str(self.verdict.kind)
 
     def __repr__(self) -> str:
-        return printable(f"<Report on {len(self.ranks.rank)} ranks: {self.headline}>")
+        return printable(f"<Report on {plural(len(self.ranks.rank), 'rank')}: {self.headline}>")
 
     def __str__(self) -> str:
         return str(self.verdict)
@@ -101,56 +99,46 @@ class Report(Shown):
 def make_report(
     run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, made_at: datetime | None = None
 ) -> Report:
-    """All parts. `hearing` comes with digests (`clerks.hear_folder(..., aside=Digest)`): without
-    them there are no steps, times, phases and graphs."""
-    summaries = _summaries(run, job_calls.extras)
+    """Put all sections together. Without digests in `job_calls` (`load_calls(..., extra=Digest)`)
+    there are no steps, times, phases and graphs."""
+    boxes = _digested(run, job_calls.extras)
     near = read_boxes(run, chosen_ranks(run, verdict))
     when = moments(run)
+    left_out = [EarlierBoxes(len(run.earlier))] if run.earlier else []
     return Report(
         title=run.folder.resolve().name,
         made_at=made_at if made_at is not None else datetime.now(UTC),
         verdict=verdict,
         ranks=ranks(run, job_calls, verdict, when),
         details=details(near, verdict, when, newest_ns=newest_ns(run, when)),
-        modules=modules(job_calls, summaries),
+        modules=modules(job_calls, boxes),
         collectives=streams(job_calls, verdict, when),
-        steps=steps(job_calls, summaries, verdict),
-        phases=phase_heat(summaries),
+        steps=steps(job_calls, boxes, verdict),
+        phases=phase_heat(boxes),
         layout=_layout(run, near),
-        graphs=tuple(graphs(summaries)),
+        graphs=tuple(graphs(boxes)),
         log=log(_for_log(run, near, verdict), log_files(find_logs(run.folder, None))),
-        missing=(*verdict.missing_data, *_left_out(run)),
-        settings=settings(run, near, summaries),
+        missing=(*verdict.missing_data, *left_out),
+        settings=settings(run, near, boxes),
     )
 
 
-def _left_out(run: RunSummary[Any]) -> list[str]:
-    count = len(run.earlier)
-    return (
-        [
-            f"{count} box{'es' * (count > 1)} of earlier runs or restarts in the same folder:"
-            " left out"
-        ]
-        if count
-        else []
-    )
-
-
-def _summaries(run: RunSummary[Any], extras: Sequence[Any]) -> dict[int, Summary]:
-    """Those of the run's boxes, by rank."""
+def _digested(run: RunSummary[Any], extras: Sequence[Any]) -> dict[int, DigestedBox]:
+    """The digested boxes of the run, by rank."""
     digests = [extra for extra in extras if isinstance(extra, Digest)]
-    by_path = {summary.path: summary for digest in digests for summary in digest.summaries}
+    by_path = {box.path: box for digest in digests for box in digest.boxes}
     return {
         rank: by_path[box.path] for rank, box in sorted(run.boxes.items()) if box.path in by_path
     }
 
 
 def _layout(run: RunSummary[Any], near: dict[int, Box]) -> LayoutTexts:
-    """Of all ranks; of thousands, those near at hand and others from all over the job."""
+    """The layouts of all ranks; of thousands, those of the boxes in `near` and a spread of
+    others."""
     others = [rank for rank in run.boxes if rank not in near]
-    room = _MOST_LAYOUTS - len(near)
-    # No even step: that might meet the same place of a mesh every time.
-    spread = sorted(others, key=lambda rank: rank * 2654435761 % (1 << 32))[:room]
+    most = _MOST_LAYOUTS - len(near)
+    # No even stride: it might hit the same coordinate of a mesh every time.
+    spread = sorted(others, key=lambda rank: rank * 2654435761 % (1 << 32))[:most]
     return layout_texts(near | read_boxes(run, spread), of=len(run.boxes))
 
 
@@ -161,11 +149,13 @@ def _for_log(run: RunSummary[Any], near: dict[int, Box], verdict: Verdict) -> di
 
 
 def settings(
-    run: RunSummary[Any], boxes: dict[int, Box], summaries: dict[int, Summary]
+    run: RunSummary[Any], boxes: dict[int, Box], digested: dict[int, DigestedBox]
 ) -> dict[str, str | int]:
-    """What the run was made with, as far as a box says it."""
-    hosts = {str(box.meta.get("host")) for box in run.boxes.values() if box.meta.get("host")}
-    found: dict[str, str | int] = {
+    """The settings of the run that its boxes record."""
+    metas = [box.meta for box in run.boxes.values()]
+    hosts = {str(meta["host"]) for meta in metas if meta.get("host")}
+    has_modules = any(box.modules for box in digested.values())
+    values: dict[str, str | int] = {
         "world size": run.world_size,
         "boxes": len(run.boxes),
         "hosts": len(hosts),
@@ -174,26 +164,20 @@ def settings(
     meta = box.meta if box is not None else {}
     for name in ("torch", "python", "torchwhere"):
         if isinstance(meta.get(name), str):
-            found[name] = cut(meta[name])
+            values[name] = cut(meta[name])
     if box is not None and box.geometry is not None:
-        found["ring"] = f"{box.geometry.capacity:,} records"
-    found["module events"] = (
-        "on" if any(summary.modules for summary in summaries.values()) else "off"
-    )
-    started = min(
-        (
-            ns
-            for one in run.boxes.values()
-            if isinstance(ns := one.meta.get("started_ns"), int) and ns > 0
-        ),
-        default=0,
-    )
-    if 0 < started < 1 << 62:
-        found["started"] = datetime.fromtimestamp(started // 10**9, UTC).strftime(
-            "%Y-%m-%dT%H:%M:%SZ"
-        )
+        values["ring"] = f"{box.geometry.capacity:,} records"
+    values["module events"] = "on" if has_modules else "off"
+    starts = [start for start in (other.get("started_ns") for other in metas) if _is_time(start)]
+    if starts:
+        started = datetime.fromtimestamp(min(starts) // 10**9, UTC)
+        values["started"] = started.strftime("%Y-%m-%dT%H:%M:%SZ")
     if isinstance(meta.get("folder"), str):
-        found["folder"] = cut(meta["folder"])
+        values["folder"] = cut(meta["folder"])
     if isinstance(meta.get("argv"), list):
-        found["command"] = cut(" ".join(map(str, meta["argv"])))
-    return found | {"run": cut(Path(run.folder).name)}
+        values["command"] = cut(" ".join(map(str, meta["argv"])))
+    return values | {"run": cut(Path(run.folder).name)}
+
+
+def _is_time(ns: object) -> bool:
+    return isinstance(ns, int) and 0 < ns < 1 << 62

@@ -1,9 +1,8 @@
-"""How long modules ran: their enter and exit records, paired.
+"""The run time of modules, from pairs of enter and exit records.
 
-Takes the records of one box, gives a row for each module and pass. Calls nest, thread by thread.
-What the ring has lost, and what had not ended, has no length; a call inside a call of the same
-module is part of it and not added once more. Works on columns only: about 0.2 ms for a thousand
-records.
+Takes the records of one box, gives one row for each module and pass. Calls nest within a thread.
+Calls that the ring has lost or that have not ended have no time. A call inside a call of the same
+module counts as part of it. Works on columns only: about 0.2 ms for a thousand records.
 """
 
 from __future__ import annotations
@@ -20,40 +19,42 @@ Numbers = npt.NDArray[np.int64]
 
 
 class ModuleTimes(NamedTuple):
-    """Columns, an item for each module and pass."""
+    """Columns with one item for each module and pass."""
 
     modules: list[int]  # ids of the box
-    fast_path: list[int]
-    numbers: Numbers  # one row for each of: calls, total ns, self ns, calls in whole steps
+    passes: list[int]
+    numbers: Numbers  # rows: calls, total ns, self ns, calls in complete steps
 
 
 class _Nested(NamedTuple):
-    """Enters, exits and levels, sorted by thread, level and time: a call's two records stand side
-    by side."""
+    """Enter and exit records sorted by thread, level and time, so that the two records of a call
+    are adjacent."""
 
     is_enter: npt.NDArray[np.bool_]
-    # what is compared when looking for the call around one: thread and level above, order below
+    # search key for the surrounding call: thread and level in the high part, order in the low part
     where: Numbers
     of: Numbers  # row of the records
-    room: int  # of the order
+    room: int  # size of the low part
 
 
-def module_times(records: npt.NDArray[Any], whole: tuple[int, int] | None) -> ModuleTimes | None:
-    """None where no module was recorded. `whole` is the first and the last step that the box has
-    from beginning to end."""
+def module_times(records: npt.NDArray[Any], complete: tuple[int, int] | None) -> ModuleTimes | None:
+    """The times of all modules; None without module records. `complete` is the first and the last
+    complete step."""
     kinds = records["kind"]
     is_module = (kinds == int(Kind.MODULE_ENTER)) | (kinds == int(Kind.MODULE_EXIT))
     rows = records[is_module & (records["pass"] != int(Pass.SHAPE_INFERENCE))]
     if not len(rows):
         return None
     nested = _nested(rows)
-    what = rows["module"].astype(np.int64) << 8 | rows["pass"]
-    keys, which = np.unique(what, return_inverse=True)
-    total, own = _lengths(rows, nested, what)
+    subject = rows["module"].astype(np.int64) << 8 | rows["pass"]
+    keys, key_of = np.unique(subject, return_inverse=True)
+    total, own = _lengths(rows, nested, subject)
     is_enter = rows["kind"] == int(Kind.MODULE_ENTER)
-    first, last = whole or (1, 0)
-    is_whole = is_enter & (rows["step"] >= first) & (rows["step"] <= last)
-    sums = [np.bincount(which, weights, len(keys)) for weights in (is_enter, total, own, is_whole)]
+    first, last = complete or (1, 0)
+    is_complete = is_enter & (rows["step"] >= first) & (rows["step"] <= last)
+    sums = [
+        np.bincount(key_of, weights, len(keys)) for weights in (is_enter, total, own, is_complete)
+    ]
     return ModuleTimes(
         (keys >> 8).tolist(), (keys & 0xFF).tolist(), np.rint(np.stack(sums)).astype(np.int64)
     )
@@ -63,7 +64,7 @@ def _nested(rows: npt.NDArray[Any]) -> _Nested:
     threads = rows["thread"].astype(np.int64)
     by_thread = np.argsort(threads, kind="stable")
     is_enter = (rows["kind"] == int(Kind.MODULE_ENTER))[by_thread]
-    # An exit is on the level of its enter: the one before it goes down.
+    # An exit is on the level of its enter: the -1 counts for the record after it.
     level = np.cumsum(np.where(is_enter, 1, -1)) + ~is_enter
     level -= level.min() - 1
     room = len(rows) + 1
@@ -72,39 +73,38 @@ def _nested(rows: npt.NDArray[Any]) -> _Nested:
     return _Nested(is_enter[order], above[order] * room + order, by_thread[order], room)
 
 
-def _lengths(rows: npt.NDArray[Any], nested: _Nested, what: Numbers) -> tuple[Numbers, Numbers]:
-    """Of each record that is the enter of a call whose end is known: how long it took, and without
-    the calls inside it."""
+def _lengths(rows: npt.NDArray[Any], nested: _Nested, subject: Numbers) -> tuple[Numbers, Numbers]:
+    """For each enter record of a complete call: its duration, and that without the calls inside."""
     at, of = nested.where // nested.room, nested.of
     begins = np.flatnonzero(nested.is_enter[:-1] & ~nested.is_enter[1:] & (at[:-1] == at[1:]))
     enters, exits = of[begins], of[begins + 1]
-    is_call = what[enters] == what[exits]
+    is_call = subject[enters] == subject[exits]
     begins, enters, exits = begins[is_call], enters[is_call], exits[is_call]
     times = rows["t_ns"].astype(np.int64)
     took = np.maximum(times[exits] - times[enters], 0)
     around = _around(nested)[begins]
     inside = np.zeros(len(rows), np.int64)
-    has_one = around >= 0
-    np.add.at(inside, of[around[has_one]], took[has_one])
+    has_outer = around >= 0
+    np.add.at(inside, of[around[has_outer]], took[has_outer])
     total, own = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    total[enters] = np.where(_is_inside_itself(nested, what, begins), 0, took)
+    total[enters] = np.where(_is_inside_itself(nested, subject, begins), 0, took)
     own[enters] = np.maximum(took - inside[enters], 0)
     return total, own
 
 
 def _around(nested: _Nested) -> Numbers:
-    """Of each item, the one that is the enter of the call around it; -1: none."""
+    """For each item the index of the enter of the surrounding call; -1 without one."""
     at, order = np.divmod(nested.where, nested.room)
-    found = np.searchsorted(nested.where, (at - 1) * nested.room + order) - 1
-    is_right = (found >= 0) & (at[found] == at - 1) & nested.is_enter[found]
-    return np.where(is_right, found, -1)
+    outer = np.searchsorted(nested.where, (at - 1) * nested.room + order) - 1
+    is_right = (outer >= 0) & (at[outer] == at - 1) & nested.is_enter[outer]
+    return np.where(is_right, outer, -1)
 
 
-def _is_inside_itself(nested: _Nested, what: Numbers, begins: Numbers) -> npt.NDArray[np.bool_]:
+def _is_inside_itself(nested: _Nested, subject: Numbers, begins: Numbers) -> npt.NDArray[np.bool_]:
     around = _around(nested)
-    own, found = what[nested.of[begins]], np.zeros(len(begins), np.bool_)
+    own, is_inside = subject[nested.of[begins]], np.zeros(len(begins), np.bool_)
     outer = around[begins]
     while (outer >= 0).any():
-        found |= (outer >= 0) & (what[nested.of[outer]] == own)
+        is_inside |= (outer >= 0) & (subject[nested.of[outer]] == own)
         outer = np.where(outer >= 0, around[outer], -1)
-    return found
+    return is_inside

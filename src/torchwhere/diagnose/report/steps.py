@@ -1,9 +1,9 @@
-"""The steps of a report: how long each step took, rank by rank; neighbours share a row where there
-are many.
+"""The steps section of a report: the time of each step on each rank. With many ranks, neighbours
+share a row.
 
-Takes the summaries of the boxes and a hearing, gives `Steps`. A step that all ranks wait through
-together takes as long on each of them: who holds the others back is found by when ranks come to
-their collectives (`doctor/pace.py`).
+Takes the digested boxes and the calls, gives `Steps`. A step in which all ranks wait for each other
+takes equally long on all of them: a straggler is found by its arrival at collectives
+(`doctor/stragglers.py`).
 """
 
 from __future__ import annotations
@@ -11,46 +11,38 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.report.digest import MOST_STEPS, Summary
-from torchwhere.diagnose.report.texts import milliseconds, ranks_text
+from torchwhere.diagnose.report.digest import MOST_STEPS, DigestedBox
+from torchwhere.diagnose.report.texts import cut, milliseconds
 
 MOST_ROWS = 256
 _MOST_STRAGGLERS = 32
 _SLOW = 1.15  # times the usual step
 _SLOW_NS = 2_000_000
-_SHARE = 0.9  # of its steps: on a crowded machine anyone is slow, now and then
+_SHARE = 0.9  # of its steps: on an overloaded machine any rank is slow now and then
 _FEWEST_STEPS = 8
 
 
-class TimeBucket(NamedTuple):
-    """Ranks that share a row: one, or neighbours where there are too many."""
-
-    ranks: tuple[int, ...]
-
-    @property
-    def text(self) -> str:
-        return ranks_text(self.ranks)
-
-
-def buckets(ranks: Sequence[int]) -> list[TimeBucket]:
+def buckets(ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks of each row: one rank, or neighbours if there are too many."""
     size = max(1, math.ceil(len(ranks) / MOST_ROWS))
-    return [TimeBucket(tuple(ranks[at : at + size])) for at in range(0, len(ranks), size)]
+    return [tuple(ranks[at : at + size]) for at in range(0, len(ranks), size)]
 
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """What each step took, on a rank or on the slowest of several."""
+    """The time of each step on one rank, or on the slowest of several."""
 
     ranks: str
-    rank: int  # the slowest of them
+    rank: int  # the slowest
     count: int
     ms: tuple[float | None, ...]
 
@@ -76,56 +68,54 @@ class Steps:
         }
 
 
-def steps(job_calls: JobCalls, summaries: Mapping[int, Summary], verdict: Verdict) -> Steps:
-    """The last steps of all ranks that have any."""
-    ranks = [rank for rank, summary in summaries.items() if len(summary.steps)]
+def steps(job_calls: JobCalls, boxes: Mapping[int, DigestedBox], verdict: Verdict) -> Steps:
+    """The last steps of all ranks that completed any."""
+    ranks = [rank for rank, box in boxes.items() if len(box.steps)]
     late_ranks = _late(job_calls, verdict)
     if not ranks:
         return Steps((), (), (), tuple(late_ranks))
-    numbers = np.unique(np.concatenate([summaries[rank].steps for rank in ranks]))[-MOST_STEPS:]
-    ranks = [rank for rank in ranks if summaries[rank].steps[-1] >= numbers[0]]
+    numbers = np.unique(np.concatenate([boxes[rank].steps for rank in ranks]))[-MOST_STEPS:]
+    ranks = [rank for rank in ranks if boxes[rank].steps[-1] >= numbers[0]]
     took = np.full((len(ranks), len(numbers)), np.nan)
     for row, rank in zip(took, ranks, strict=True):
-        summary = summaries[rank]
-        kept = summary.steps >= numbers[0]
-        row[np.searchsorted(numbers, summary.steps[kept])] = summary.took_ns[kept]
+        box = boxes[rank]
+        kept = box.steps >= numbers[0]
+        row[np.searchsorted(numbers, box.steps[kept])] = box.took_ns[kept]
     at = {rank: row for row, rank in enumerate(ranks)}
     return Steps(
         steps=tuple(numbers.tolist()),
-        rows=tuple(
-            _row(bucket, took[[at[rank] for rank in bucket.ranks]]) for bucket in buckets(ranks)
-        ),
+        rows=tuple(_row(shared, took[[at[rank] for rank in shared]]) for shared in buckets(ranks)),
         median_ms=tuple(rounded(np.nanmedian(took, axis=0))),
         stragglers=tuple(dict.fromkeys([*late_ranks, *_slow(ranks, took)])),
     )
 
 
 def _late(job_calls: JobCalls, verdict: Verdict) -> list[int]:
-    """Who comes late to collectives, again and again. A calm verdict has looked for that
-    already."""
+    """Ranks that repeatedly arrive late at collectives. A verdict without a hang has searched for
+    them already."""
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
-    found = straggler(job_calls)
-    return list(found.ranks) if found is not None else []
+    late = straggler(job_calls)
+    return list(late.ranks) if late is not None else []
 
 
-def _row(bucket: TimeBucket, took: npt.NDArray[np.float64]) -> StepRow:
-    slowest = bucket.ranks[int(np.nansum(took, axis=1).argmax())]
-    return StepRow(bucket.text, slowest, len(bucket.ranks), tuple(rounded(worst(took))))
+def _row(ranks: tuple[int, ...], took: npt.NDArray[np.float64]) -> StepRow:
+    slowest = ranks[int(np.nansum(took, axis=1).argmax())]
+    return StepRow(cut(ranks_text(ranks)), slowest, len(ranks), tuple(rounded(worst(took))))
 
 
 def worst(columns: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The largest of each column; not a number where there is none."""
-    found: npt.NDArray[np.float64] = np.where(np.isnan(columns), -np.inf, columns).max(axis=0)
-    return np.where(np.isinf(found), np.nan, found)
+    """The largest value of each column; NaN for a column without one."""
+    largest: npt.NDArray[np.float64] = np.where(np.isnan(columns), -np.inf, columns).max(axis=0)
+    return np.where(np.isinf(largest), np.nan, largest)
 
 
 def rounded(ns: npt.NDArray[np.float64]) -> Iterator[float | None]:
-    return (None if math.isnan(one) else milliseconds(one) for one in ns.tolist())
+    return (None if math.isnan(value) else milliseconds(value) for value in ns.tolist())
 
 
 def _slow(ranks: Sequence[int], took: npt.NDArray[np.float64]) -> list[int]:
-    """Ranks whose steps take longer than those of the others, again and again: there nobody waits
+    """Ranks whose steps repeatedly take longer than those of the others: the others do not wait
     for them."""
     usual = np.nanmedian(took, axis=0)
     is_slow = (took > _SLOW * usual) & (took > usual + _SLOW_NS)

@@ -1,12 +1,11 @@
-"""The short texts of a report: places, collectives, events; and how long a text may be.
+"""Short labels of a report for places, collectives and events, and the limit on their length.
 
-Names come from a user's program and may hold anything. They are passed on as they are, cut at
-`MOST_CHARACTERS`: whoever shows them makes them harmless.
+Names come from the user's program and may hold anything. They are passed on unchanged and cut at
+`MOST_CHARACTERS`: the view that shows them makes them safe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from torchwhere.core.events import Event
@@ -18,27 +17,23 @@ MOST_CHARACTERS = 300
 _DETAILS = ("text", "reason", "phase", "what")
 
 
-def cut(text: object) -> str:
-    found = str(text)
-    return found if len(found) <= MOST_CHARACTERS else found[:MOST_CHARACTERS] + "…"
+def cut(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_CHARACTERS else text[:MOST_CHARACTERS] + "…"
 
 
 def milliseconds(ns: float) -> float:
     return round(float(ns) / 1e6, 3)
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """`0-3, 8`: runs folded, cut where there are too many."""
-    return cut(ranks_to_text(sorted(ranks)))
-
-
 def place_text(place: Place) -> str:
-    """Where, without rank and step: `backward of layers.3.mlp, train.py:50`."""
-    if place.module is None and place.param is None:
-        what = "outside any module" if place.pass_ == "outside" else place.pass_
+    """A place without rank and step: `backward of layers.3.mlp, train.py:50`."""
+    if place.param is not None or place.module is not None:
+        name = place.param if place.param is not None else shown(place.module)
+        text = f"{place.pass_} of {name}"
     else:
-        what = f"{place.pass_} of {place.param if place.param is not None else shown(place.module)}"
-    return cut(f"{what}, {place.line}" if place.line else what)
+        text = "outside any module" if place.pass_ == "outside" else place.pass_
+    return cut(f"{text}, {place.line}" if place.line else text)
 
 
 def call_text(op: object, title: str, nbytes: object) -> str:
@@ -48,12 +43,12 @@ def call_text(op: object, title: str, nbytes: object) -> str:
 
 
 def event_text(event: Event) -> str:
-    """What an event says, beside its kind and place."""
+    """The content of an event without its kind and place."""
     fields: dict[str, Any] = event.fields
     if event.kind == "collective":
         title = fields.get("mesh_dim") or fields.get("group_desc") or fields.get("group")
         return call_text(
             f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes")
         )
-    said = next((str(fields[name]) for name in _DETAILS if fields.get(name) is not None), "")
-    return cut(said)
+    details = (fields[name] for name in _DETAILS if fields.get(name) is not None)
+    return cut(next(details, ""))

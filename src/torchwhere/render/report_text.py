@@ -1,0 +1,105 @@
+"""The sentences of a report. Takes a `ReportFact`, gives its text."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.doctor.wait_text import call_text
+from torchwhere.diagnose.report.facts import (
+    CallWindow,
+    CohortDiffers,
+    ComparedLayouts,
+    DiffersByDesign,
+    EarlierBoxes,
+    IssuedCall,
+    LayoutsChanged,
+    LayoutsEqual,
+    ModulesNote,
+    MoreLayouts,
+    NoLayouts,
+    ReportFact,
+    UnusualShard,
+)
+
+NO_TIMES = "No times of modules were recorded. To record them: torchwhere run --module-events"
+ONLY_FORWARD = (
+    "Times are those of forward and recompute calls, on the clock of the CPU: a backward has no"
+    " module calls to time."
+)
+
+
+@singledispatch
+def fact_text(fact: ReportFact) -> str:
+    """The sentence of one fact."""
+    raise TypeError(f"no sentence for {type(fact).__name__}")
+
+
+@fact_text.register
+def _(fact: EarlierBoxes) -> str:
+    boxes = "1 box" if fact.count == 1 else f"{fact.count:,} boxes"
+    return f"{boxes} of earlier runs or restarts in the same folder: left out"
+
+
+@fact_text.register
+def _(fact: ModulesNote) -> str:
+    note = ONLY_FORWARD if fact.has_time else NO_TIMES
+    if not fact.left_out:
+        return note
+    return f"{note} {plural(fact.left_out, 'row')} of deeper modules left out."
+
+
+@fact_text.register
+def _(fact: CallWindow) -> str:
+    numbers = f"numbers {fact.first} to {fact.last}"
+    of_all = f", the last of {fact.issued}" if fact.first else ""
+    return f"{numbers}{of_all}; arrival by {fact.clocks}"
+
+
+@fact_text.register
+def _(fact: IssuedCall) -> str:
+    return "unknown: overwritten in its ring" if fact.call is None else call_text(fact.call)
+
+
+@fact_text.register
+def _(fact: ComparedLayouts) -> str:
+    return f"compared on {fact.compared} of {fact.of} ranks"
+
+
+@fact_text.register
+def _(fact: MoreLayouts) -> str:
+    return f"{plural(fact.cohorts, 'further cohort')} with other layouts not shown"
+
+
+@fact_text.register
+def _(fact: CohortDiffers) -> str:
+    return f"{ranks_phrase(fact.ranks)}: {fact.difference}"
+
+
+@fact_text.register
+def _(fact: UnusualShard) -> str:
+    return f"unusual: {fact.fact}"
+
+
+@fact_text.register
+def _(fact: DiffersByDesign) -> str:
+    return f"differs by design: {fact.fact}"
+
+
+@fact_text.register
+def _(fact: LayoutsEqual) -> str:
+    return "all ranks are laid out alike"
+
+
+@fact_text.register
+def _(fact: LayoutsChanged) -> str:
+    return (
+        f"the layout of {ranks_phrase(fact.ranks)} changed after the first step; this is the last"
+        " layout"
+    )
+
+
+@fact_text.register
+def _(fact: NoLayouts) -> str:
+    return f"no layout of {ranks_phrase(fact.ranks)}"
