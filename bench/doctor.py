@@ -34,7 +34,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _WRITE_DUMPS = """
 import sys
 from torchwhere.blackbox.run import read_run
-from torchwhere.flight_recorder.writing import write_dumps
+from torchwhere.flight_recorder.write import write_dumps
 write_dumps(read_run(sys.argv[1]), folder=sys.argv[2])
 """
 

@@ -210,17 +210,17 @@ def started_on(*ranks: int) -> list[Recorder]:
             (0, 1, 3),
             (
                 (
-                    'By the flight recorder, #5 of group "default" is started on ranks 0, 1, 3;'
+                    'By the flight recorder, #5 of group "default" is started on ranks 0-1, 3;'
                     " scheduled on rank 2."
                 ),
-                "The device of rank 2 has not come to it: look at what was queued there before.",
+                "The device of rank 2 has not reached it: look at the work queued before it.",
             ),
         ),
         (
             (0, 1, 2, 3),
             (
                 'By the flight recorder, #5 of group "default" is started on ranks 0-3.',
-                "All devices are in it: look at the network between them.",
+                "All devices have started it: look at the network between them.",
             ),
         ),
     ],
@@ -293,6 +293,6 @@ def test_dumps_that_add_nothing(kind: str, tmp_path: Path) -> None:
     if kind == "many":
         assert "300 dumps of the flight recorder" in said
     elif kind == "hostile":
-        assert "it imports something, which no dump does and torchwhere never obeys" in said
+        assert "it imports something: no dump does that, and torchwhere never executes it" in said
     else:
         assert said == ""

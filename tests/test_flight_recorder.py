@@ -222,7 +222,7 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
         recorder.call(line=12, state="started")
     likely = "rank 2 took another way, or is held, after train.py:9."
     not_known = (
-        "not where a rank is now; modules, passes, steps, roots and reduce ops are not in them"
+        "not the current place of a rank; they have no modules, passes, steps, roots and reduce ops"
     )
     text = verdict_text(diagnose_folder(tmp_path, recorders))
     assert (
@@ -237,7 +237,7 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
         f"Likely: {likely} Look at: conditions on rank, step or data before train.py:12.",
         'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.',
         "  last in common: all_reduce #4, train.py:9",
-        f"Not known: dumps say what was issued, {not_known}",
+        f"Not known: dumps contain the issued collectives, {not_known}",
     ]
 
 
@@ -358,8 +358,8 @@ def test_who_waits_is_not_blamed_for_being_late(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("together", (), "inferred")
     assert (
         verdict.explanation[0]
-        == 'Ranks 0, 2 are still in #5 of group "default", which all have issued; ranks 1, 3 went'
-        " on. No rank is missing from it."
+        == 'Ranks 0, 2 are still in #5 of group "default", which all ranks have issued; ranks 1, 3'
+        " went on. No rank is missing from it."
     )
     assert verdict.collective is not None
     assert verdict.collective["number"] == 5
@@ -375,7 +375,7 @@ def test_of_those_who_are_late_only_who_does_not_wait_is_blamed(tmp_path: Path) 
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
     assert (
-        "Rank 0 did not come either: still in an earlier collective that all have issued."
+        "Rank 0 did not arrive either: still in an earlier collective that all ranks have issued."
         in verdict.explanation
     )
 
@@ -410,8 +410,7 @@ def test_messages_whose_beginning_is_lost(tmp_path: Path) -> None:
     verdict = diagnose_folder(tmp_path, [ring(rank, 9).forget(3 + rank) for rank in range(WORLD)])
     assert verdict.culprits == ()
     assert any(
-        "the first sends and receives are no longer in the ring" in said
-        for said in verdict.missing_data
+        "the ring has lost the first sends and receives" in said for said in verdict.missing_data
     )
 
 
@@ -500,7 +499,7 @@ def test_wrapped_rings(tmp_path: Path) -> None:
     assert verdict.collective is not None
     assert verdict.collective["number"] == 25
     assert (
-        "the rings of 3 ranks have wrapped: only what all of them still have was compared"
+        "the rings of 3 ranks have wrapped: only calls that all rings still hold were compared"
         in verdict.missing_data
     )
 
@@ -516,9 +515,7 @@ def test_group_that_left_the_ring(tmp_path: Path) -> None:
     recorders[VICTIM].forget(2)
     verdict = diagnose_folder(tmp_path, recorders)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
-    said = (
-        'rank 2: nothing of group "0" is left in the ring; whether it came to #1 there is not known'
-    )
+    said = 'rank 2: the ring holds nothing of group "0" any more; whether it reached #1 is unknown'
     assert said in verdict.missing_data
 
 
@@ -561,10 +558,7 @@ def test_dumps_of_another_time(tmp_path: Path) -> None:
         recorder.write(tmp_path, name="new_{}")
     verdict = consult_dumps(tmp_path)
     assert verdict.kind == "together"
-    assert (
-        "4 other dumps in the folder, older or of another name, were left out"
-        in verdict.missing_data
-    )
+    assert "left out 4 other dumps in the folder, older or of another name" in verdict.missing_data
 
 
 def test_lines_of_the_user() -> None:
@@ -796,7 +790,7 @@ def test_rings_are_written_from_where_all_have_them(fresh_ranks: Pool, tmp_path:
     firsts = {next(box.events(kinds={"collective"})).fields["number"] for box in run.boxes.values()}
     assert len(firsts) > 1
     written = write_dumps(run, folder=tmp_path / "dumps")
-    assert list(written.left_out) == ["that not all ranks of their group still have"]
+    assert list(written.left_out) == ["that not all ranks of their group still hold"]
     assert "left out:" in str(written)
     assert torchfrtrace(tmp_path / "dumps") == []
 
@@ -820,7 +814,9 @@ def test_write_command(sound_run: Path, tmp_path: Path, capsys: pytest.CaptureFi
         f" entries in {tmp_path}/dumps. Read them with: torchfrtrace {tmp_path}/dumps\n"
     )
     assert main(["flight-recorder", str(sound_run), "-o", str(tmp_path / "dumps")]) == 2
-    reason = "is not an empty folder: torchfrtrace would read what is in it. Give another one"
+    reason = (
+        "is not an empty folder: torchfrtrace would read the files in it. Choose another folder"
+    )
     assert capsys.readouterr().err == f"torchwhere: {tmp_path}/dumps {reason}\n"
     assert main(["flight-recorder", str(sound_run), "-o", str(tmp_path / "more"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ranks"] == [0, 1, 2, 3]

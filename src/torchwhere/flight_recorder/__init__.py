@@ -1,4 +1,5 @@
 """Reads PyTorch's flight recorder dumps as a run, and writes a run as dumps.
 
-Entry points: `verdict.py` diagnoses dumps, `write.write_dumps` writes them.
+Entry points: `verdict.consult_dumps` diagnoses dumps, `evidence.with_evidence` adds them to a
+verdict, `write.write_dumps` writes them.
 """

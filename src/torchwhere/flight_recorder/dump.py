@@ -1,10 +1,8 @@
-"""Reads one dump of the flight recorder: pickle or JSON, of NCCL or gloo or another backend, whole
-or half-written.
+"""Reads one dump of the flight recorder: pickle or JSON, of any backend, complete or cut short.
 
-Takes a file, gives a `Dump`. Only `RefusedFileError` is raised: for a file that is no dump, or one
-that is not to be trusted. An entry that is not what an entry looks like is left out and counted.
-Everything that was read has its type and its bounds, whatever the file says: a dump may come from
-anywhere.
+Takes a file, gives a `Dump`. Raises only `RefusedFileError`, for a file that is not a dump or not
+safe. Malformed entries are left out and counted. All values of a `Dump` have checked types and
+bounds: a dump may come from anywhere.
 """
 
 from __future__ import annotations
@@ -16,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.file_format import COUNTER_RANKS
+from torchwhere.flight_recorder.limits import CAPS, Caps, CutShortError, RefusedFileError
 from torchwhere.flight_recorder.schema import PUBLIC_DTYPES, PUBLIC_OPS
-from torchwhere.flight_recorder.unpickle import CAPS, Caps, CutShortError, RefusedFileError, loads
+from torchwhere.flight_recorder.unpickle import loads
 
 _OLDEST, _NEWEST = (2, 4), (2, 10)
 _VERSION = re.compile(r"(\d{1,4})\.(\d{1,4})")
@@ -34,17 +33,18 @@ _COMPRESSED = {
     b"\x28\xb5\x2f\xfd": "zstd",
     b"PK\x03\x04": "zip",
 }
-# Files that are not the user's own: installed packages, Python, torch built from source, what
-# compilers wrote, torchwhere.
+# Files that are not the user's: installed packages, Python, torch built from source, generated
+# code, torchwhere.
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|torchinductor_|/torch/(?:_\w+|autograd|distributed|fx|nn|optim|utils)/"
-    r"|/torch/_\w+\.py$|/torchwhere/(?:\w+\.py|(?:hooks|recorder|api|commands|drop_in|model|native)/)"
+    r"|/torch/_\w+\.py$"
+    r"|/torchwhere/(?:\w+\.py|(?:api|commands|drop_in|hooks|model|native|recorder)/)"
 )
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _OddError(Exception):
-    """A value that has not the form it must have."""
+class _MalformedError(Exception):
+    """A value does not have the required form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,27 +58,27 @@ class DumpEntry:
     backend: str  # nccl, gloo
     op: str  # public name
     recorded_op: str
-    seq: int  # of its group, from 1; of a message p2p_seq_id
+    seq: int  # of its group, from 1; for a message p2p_seq_id
     is_p2p: bool
-    ends: tuple[int, int] | None  # from and to, as ranks of the group
+    ends: tuple[int, int] | None  # source and destination, as ranks of the group
     t_ns: int
     inputs: Shapes
     outputs: Shapes
     dtype: str | None
     state: str
     is_retired: bool
-    line: str | None  # the user's, with the whole path of its file
-    place: dict[str, Any] | None  # torchwhere's own, where it wrote the dump
+    line: str | None  # of the user's code, with the full path
+    place: dict[str, Any] | None  # torchwhere's own data, if it wrote the dump
 
     @property
     def is_end_of_batch(self) -> bool:
-        """Whether it only closes a batch of others, which have entries of their own."""
+        """Whether it only closes a batch of entries."""
         return self.recorded_op in _ENDS_OF_BATCHES
 
 
 @dataclass(slots=True)
 class Dump:
-    """What one rank's file holds."""
+    """The content of one rank's file."""
 
     rank: int
     path: Path
@@ -88,10 +88,10 @@ class Dump:
     # pg_id: enqueued, started, completed; -1: none
     status: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     entries: list[DumpEntry] = field(default_factory=list)
-    odd: int = 0  # entries that were left out
+    malformed: int = 0  # entries that were left out
     has_frames: bool = False
-    cut: str | None = None  # why it is not whole
-    own: dict[str, Any] | None = None  # torchwhere's own, where it wrote the dump
+    cut: str | None = None  # why it is incomplete
+    own: dict[str, Any] | None = None  # torchwhere's own data, if it wrote the dump
 
     @property
     def is_of_gloo(self) -> bool:
@@ -99,7 +99,7 @@ class Dump:
 
     @property
     def has_lost(self) -> bool:
-        """Whether older entries are gone: the ring has wrapped, or was reset."""
+        """Whether older entries are lost: the ring wrapped or was reset."""
         listed = {entry.pg_id for entry in self.entries}
         return bool(self.entries and self.entries[0].record_id) or any(
             pg_id not in listed for pg_id in self.status
@@ -107,7 +107,7 @@ class Dump:
 
 
 def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
-    """Read one file. Raises `RefusedFileError` where there is nothing in it that can be used."""
+    """Read one file. Raises `RefusedFileError` if nothing in it can be used."""
     try:
         with path.open("rb") as file:
             data = file.read(caps.bytes + 1)
@@ -117,28 +117,28 @@ def read_dump(path: Path, rank: int, *, caps: Caps = CAPS) -> Dump:
 
 
 def parse_dump(data: bytes, rank: int, *, path: Path = Path("<bytes>"), caps: Caps = CAPS) -> Dump:
-    found = Dump(rank, path)
+    dump = Dump(rank, path)
     try:
         value = _plain(data, caps)
     except CutShortError as error:
-        value, found.cut = error.partial, str(error)
+        value, dump.cut = error.partial, str(error)
         if not isinstance(value.get("entries"), list):
             raise
     if not isinstance(value, dict):
-        raise RefusedFileError(f"not a dump: it holds a {type(value).__name__}, and no dict")
+        raise RefusedFileError(f"not a dump: it holds a {type(value).__name__} instead of a dict")
     if "version" not in value or not {"entries", "pg_config"} & set(value):
         raise RefusedFileError(
             "not a dump of the flight recorder: it has no version, or neither entries nor groups"
         )
-    found.version = _version(value["version"])
+    dump.version = _version(value["version"])
     entries = value.get("entries", [])  # a JSON dump without entries has no such key
     if not isinstance(entries, list):
-        raise RefusedFileError("not a dump of the flight recorder: its entries are no list")
-    found.groups, found.status = _groups(value.get("pg_config")), _status(value.get("pg_status"))
+        raise RefusedFileError("not a dump of the flight recorder: its entries are not a list")
+    dump.groups, dump.status = _groups(value.get("pg_config")), _status(value.get("pg_status"))
     own = value.get("torchwhere")
-    found.own = own if isinstance(own, dict) else None
-    _read_entries(found, entries)
-    return found
+    dump.own = own if isinstance(own, dict) else None
+    _read_entries(dump, entries)
+    return dump
 
 
 def _plain(data: bytes, caps: Caps) -> Any:
@@ -147,7 +147,7 @@ def _plain(data: bytes, caps: Caps) -> Any:
             f"larger than {caps.bytes >> 20} MiB, which is more than any dump needs"
         )
     if not data:
-        raise RefusedFileError("empty: its rank was about to write it")
+        raise RefusedFileError("empty: its rank has not written it yet")
     if data[:1] == b"\x80":
         return loads(data, caps=caps)
     for magic, name in _COMPRESSED.items():
@@ -159,8 +159,8 @@ def _plain(data: bytes, caps: Caps) -> Any:
 
 
 def _json(data: bytes, caps: Caps) -> Any:
-    # A parser makes what it finds: what it will find is counted first. Brackets within texts count
-    # too, which does no harm.
+    # The parser allocates what it finds, so this counts first. Brackets inside strings count too,
+    # which does no harm.
     if data.count(b"[") + data.count(b"{") > caps.containers or data.count(b",") > caps.items:
         raise RefusedFileError(
             f"more than {caps.containers} lists and dicts, or {caps.items} items"
@@ -172,22 +172,20 @@ def _json(data: bytes, caps: Caps) -> Any:
     except RecursionError:
         raise RefusedFileError("JSON that is nested too deep") from None
     except ValueError as error:
-        raise RefusedFileError(
-            f"JSON that cannot be read, cut short or damaged: {str(error)[:100]}"
-        ) from None
+        raise RefusedFileError(f"JSON that is cut short or damaged: {str(error)[:100]}") from None
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
-# -- what surrounds the entries --------------------------------------------------------------------
+# -- groups and status -----------------------------------------------------------------------------
 
 
 def _version(value: Any) -> str:
     match = _VERSION.fullmatch(value) if isinstance(value, str) else None
     if match is None:
-        raise RefusedFileError("not a dump of the flight recorder: its version is no version")
+        raise RefusedFileError("not a dump of the flight recorder: its version is not a number")
     number = int(match[1]), int(match[2])
     if number < _OLDEST or number[0] != _NEWEST[0]:
         raise RefusedFileError(
@@ -197,21 +195,19 @@ def _version(value: Any) -> str:
 
 
 def _groups(value: Any) -> dict[str, tuple[str, tuple[int, ...]]]:
-    found = {}
+    groups = {}
     for name, group in value.items() if isinstance(value, dict) else ():
         members = _ranks(group.get("ranks")) if isinstance(group, dict) else ()
         if members and len(name) <= _MOST_TEXT:
             desc = group.get("desc")
-            found[name] = (
-                desc if isinstance(desc, str) and len(desc) <= _MOST_TEXT else "",
-                members,
-            )
-    return found
+            is_text = isinstance(desc, str) and len(desc) <= _MOST_TEXT
+            groups[name] = (desc if is_text else "", members)
+    return groups
 
 
 def _ranks(value: Any) -> tuple[int, ...]:
-    """The members of a group, in its order: dumps write the list as a text. Empty where it is not
-    one."""
+    """The members of a group in its order; empty if malformed. Dumps write the list as a
+    string."""
     if isinstance(value, str):
         match = _RANKS.fullmatch(value)
         value = [int(rank) for rank in match[1].split(",")] if match and match[1] else []
@@ -223,19 +219,19 @@ def _ranks(value: Any) -> tuple[int, ...]:
 
 
 def _status(value: Any) -> dict[int, tuple[int, int, int]]:
-    found = {}
+    statuses = {}
     for pg_id, status in value.items() if isinstance(value, dict) else ():
         if isinstance(status, dict) and pg_id.isascii() and pg_id.isdigit() and len(pg_id) < 10:
-            numbers = [
-                _lenient(status.get(f"last_{word}_collective"))
-                for word in ("enqueued", "started", "completed")
-            ]
-            found[int(pg_id)] = (numbers[0], numbers[1], numbers[2])
-    return found
+            statuses[int(pg_id)] = (
+                _lenient(status.get("last_enqueued_collective")),
+                _lenient(status.get("last_started_collective")),
+                _lenient(status.get("last_completed_collective")),
+            )
+    return statuses
 
 
 def _lenient(value: Any) -> int:
-    """A number, or a number as a text, as JSON dumps have it; -1 where it is neither."""
+    """A number, also as a string, as in JSON dumps; -1 for anything else."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
         value = int(value)
     return value if type(value) is int and 0 <= value < _LARGEST else -1
@@ -244,26 +240,26 @@ def _lenient(value: Any) -> int:
 # -- entries ---------------------------------------------------------------------------------------
 
 
-def _read_entries(found: Dump, values: list[Any]) -> None:
-    frames: dict[int, str | None] = {}  # a frame is one dict, shared by all entries that have it
+def _read_entries(dump: Dump, values: list[Any]) -> None:
+    lines: dict[int, str | None] = {}  # by id of a frame: entries share the dicts of their frames
     for value in values:
         try:
-            entry = _entry(value, frames)
-        except _OddError:
-            found.odd += 1
+            entry = _entry(value, lines)
+        except _MalformedError:
+            dump.malformed += 1
             continue
-        found.entries.append(entry)
-        found.has_frames = found.has_frames or bool(value.get("frames"))
-    found.entries.sort(key=lambda entry: entry.record_id)
+        dump.entries.append(entry)
+        dump.has_frames = dump.has_frames or bool(value.get("frames"))
+    dump.entries.sort(key=lambda entry: entry.record_id)
 
 
-def _entry(value: Any, frames: dict[int, str | None]) -> DumpEntry:
+def _entry(value: Any, lines: dict[int, str | None]) -> DumpEntry:
     if type(value) is not dict:
-        raise _OddError
+        raise _MalformedError
     profiled = _PROFILED.fullmatch(_text(value.get("profiling_name")))
     group = value.get("process_group")
     if profiled is None or not isinstance(group, (tuple, list)) or len(group) != 2:
-        raise _OddError
+        raise _MalformedError
     is_p2p = value.get("is_p2p", profiled[2] in ("send", "recv")) is True
     state, own = value.get("state"), value.get("torchwhere")
     dtypes = value.get("input_dtypes") or value.get("output_dtypes") or [""]
@@ -285,25 +281,25 @@ def _entry(value: Any, frames: dict[int, str | None]) -> DumpEntry:
         dtype=PUBLIC_DTYPES.get(dtype, dtype.lower()) or None,
         state=state if state in _STATES else "scheduled",
         is_retired=value.get("retired") is True,
-        line=_line(value.get("frames"), frames),
+        line=_line(value.get("frames"), lines),
         place=own if type(own) is dict else None,
     )
 
 
 def _text(value: Any) -> str:
     if type(value) is not str or len(value) > _MOST_TEXT:
-        raise _OddError
+        raise _MalformedError
     return value
 
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _LARGEST:
-        raise _OddError
+        raise _MalformedError
     return value
 
 
 def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:
-    """`send 0->3` and `recv 3<-0` are both from 0 to 3."""
+    """Source and destination: `send 0->3` and `recv 3<-0` both give (0, 3)."""
     if profiled[3] is None:
         return None
     here, there = int(profiled[3]), int(profiled[5])
@@ -312,27 +308,27 @@ def _ends(profiled: re.Match[str]) -> tuple[int, int] | None:
 
 def _shapes(value: Any) -> Shapes:
     if not isinstance(value, list) or len(value) > _MOST_TENSORS:
-        raise _OddError
+        raise _MalformedError
     for shape in value:
         if type(shape) is not list or len(shape) > _MOST_DIMS:
-            raise _OddError
+            raise _MalformedError
         for size in shape:
             _number(size)
     return tuple(map(tuple, value))
 
 
-def _line(value: Any, known: dict[int, str | None]) -> str | None:
-    """The innermost line of a stack that is the user's own."""
-    for frame in value[:_MOST_FRAMES] if isinstance(value, list) else ():
-        if id(frame) not in known:
-            known[id(frame)] = user_line(frame)
-        if (line := known[id(frame)]) is not None:
+def _line(frames: Any, lines: dict[int, str | None]) -> str | None:
+    """The innermost line of a stack in the user's code."""
+    for frame in frames[:_MOST_FRAMES] if isinstance(frames, list) else ():
+        if id(frame) not in lines:
+            lines[id(frame)] = user_line(frame)
+        if (line := lines[id(frame)]) is not None:
             return line
     return None
 
 
 def user_line(frame: Any) -> str | None:
-    """A frame as `file:line`, if it is of the user's own code."""
+    """A frame as `file:line`; None if it is not in the user's code."""
     if type(frame) is not dict:
         return None
     file, line = frame.get("filename"), frame.get("line")

@@ -1,9 +1,8 @@
-"""Reads a folder of dumps, one a rank, as a run: boxes that the doctor examines like any others.
+"""Reads a folder of dumps, one for each rank, as a run: boxes that the doctor can diagnose.
 
-Takes a folder, gives `Dumps`. A rank is the number at the end of a file's name, whatever stands
-before it. Some things show only when all ranks are seen: members of groups that gloo does not name,
-numbers that no rank has recorded, messages whose beginning is lost, the folder that all lines have
-in common. What cannot be known is said in `caveats`.
+Takes a folder, gives `Dumps`. The rank is the number at the end of a file's name. Some work needs
+all ranks: the members of groups that gloo does not name, numbers that no rank has recorded,
+messages with a lost beginning, the common folder of all lines. `caveats` lists what dumps lack.
 """
 
 from __future__ import annotations
@@ -23,9 +22,19 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.flight_recorder.facts import (
+    DumpFact,
+    GlooLimits,
+    GroupLost,
+    MessagesLost,
+    NoStacks,
+    OnlyIssuedCalls,
+    OtherDumps,
+    WrappedRings,
+)
+from torchwhere.flight_recorder.limits import CAPS, Caps
 from torchwhere.flight_recorder.load import Progress, read_all
 from torchwhere.flight_recorder.to_boxes import DumpBox
-from torchwhere.flight_recorder.unpickle import CAPS, Caps
 
 _FILE = re.compile(
     r"(?P<prefix>.*?)(?P<rank>\d{1,7})(?:\.(?:json|pickle|pkl))?", re.IGNORECASE | re.DOTALL
@@ -37,10 +46,10 @@ _HOW_TO = "Flight recorder dumps are files whose names end in a rank, as nccl_tr
 
 @dataclass(slots=True)
 class Dumps(BoxRun):
-    """One job's dumps, and what is not in them."""
+    """The dumps of one job, and notes on what they lack."""
 
     noun: ClassVar[str] = "dump"
-    notes: list[str] = field(default_factory=list)
+    notes: list[DumpFact] = field(default_factory=list)
 
     @property
     def dumps(self) -> dict[int, DumpBox]:
@@ -48,48 +57,47 @@ class Dumps(BoxRun):
 
     @property
     def cut(self) -> list[int]:
-        """Ranks whose dump is not whole: how far they have come is not known."""
+        """Ranks with an incomplete dump: their progress is unknown."""
         return [rank for rank, box in self.dumps.items() if box.is_cut]
 
     @property
     def pending(self) -> list[int]:
-        """Ranks that have a collective which is known not to be done."""
+        """Ranks with a collective that is known to be incomplete."""
         return [
             rank
             for rank, box in self.dumps.items()
-            if any(each.is_pending for each in box.accounts.values())
+            if any(account.is_pending for account in box.accounts.values())
         ]
 
     @property
     def moment_ns(self) -> int | None:
-        """The last moment that the dumps know of, if something was pending then, or may have been.
+        """The latest time in the dumps, if a collective was pending then, or may have been.
 
-        gloo says of a collective that failed what it says of one that was done. A rank that left no
-        dump is likely why.
+        gloo records a failed collective like a completed one. A rank without a dump is a likely
+        reason for a failure.
         """
         may_be = bool(self.missing) and any(
             box.is_of_gloo and not box.is_own for box in self.dumps.values()
         )
-        return _newest_ns(self.dumps.values()) or None if self.pending or may_be else None
+        if not self.pending and not may_be:
+            return None
+        return _newest_ns(self.dumps.values()) or None
 
     def without(self, ranks: Iterable[int]) -> Dumps:
-        """The same without some ranks, of which only what is wrong with their dumps is kept."""
+        """A copy without some ranks. Their dumps count as unreadable."""
         removed = set(ranks)
         left = {rank: box for rank, box in self.boxes.items() if rank not in removed}
-        unreadable = [
-            *self.unreadable,
-            *(box for rank, box in self.boxes.items() if rank in removed),
-        ]
-        return Dumps(self.folder, left, self.earlier, unreadable, self.notes)
+        unreadable = [box for rank, box in self.boxes.items() if rank in removed]
+        return Dumps(self.folder, left, self.earlier, [*self.unreadable, *unreadable], self.notes)
 
     def caveats(self) -> list[str]:
-        return [*BoxRun.caveats(self), *self.notes]
+        return [*BoxRun.caveats(self), *map(str, self.notes)]
 
 
 def read_dumps(
     folder: str | Path, *, caps: Caps = CAPS, on_progress: Progress | None = None
 ) -> Dumps:
-    """Read a folder of dumps. Raises `TorchwhereError` when there is none that can be read."""
+    """Read a folder of dumps. Raises `TorchwhereError` if none can be read."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TorchwhereError(f"there is no folder {folder}. {_HOW_TO}")
@@ -106,20 +114,21 @@ def read_files(
     caps: Caps = CAPS,
     on_progress: Progress | None = None,
 ) -> Dumps:
-    """Read some files as dumps: what stands before the rank in the name, the rank, the file."""
+    """Read files as dumps. Each is given by the prefix of its name, its rank and its path."""
     boxes: dict[str, dict[int, DumpBox]] = defaultdict(dict)
     unreadable: list[Box] = []
     earlier: list[Path] = []
-    read = read_all([(rank, path) for _, rank, path in files], caps, on_progress=on_progress)
-    for (prefix, rank, path), box in zip(files, read, strict=True):
+    results = read_all([(rank, path) for _, rank, path in files], caps, on_progress=on_progress)
+    for (prefix, rank, path), box in zip(files, results, strict=True):
         if isinstance(box, str):
             unreadable.append(Box(path=path, problems=[f"refused: {box}"]))
             continue
-        known = boxes[prefix].get(rank)
-        if known is not None:
-            box, known = (box, known) if _newest_ns([box]) >= _newest_ns([known]) else (known, box)
-            earlier.append(known.path)
-        boxes[prefix][rank] = box
+        newer, older = box, boxes[prefix].get(rank)
+        if older is not None:
+            if _newest_ns([newer]) < _newest_ns([older]):
+                newer, older = older, newer
+            earlier.append(older.path)
+        boxes[prefix][rank] = newer
     if not boxes:
         first = unreadable[0]
         raise TorchwhereError(
@@ -136,20 +145,17 @@ def read_files(
 
 
 def _files(folder: Path) -> list[tuple[str, int, Path]]:
-    """What may be a dump: prefix, rank, path. Only plain files: a pipe would never end."""
-    found = []
+    """Files that may be dumps: prefix, rank, path. Only plain files: reading a pipe never ends."""
+    files = []
     for where, folders, names in os.walk(folder):
         folders.sort()
         for name in sorted(names):
             match, path = _FILE.fullmatch(name), Path(where, name)
-            if (
-                match
-                and not name.startswith(".")
-                and int(match["rank"]) < COUNTER_RANKS
-                and path.is_file()
-            ):
-                found.append((match["prefix"], int(match["rank"]), path))
-    return found
+            if match is None or name.startswith(".") or not path.is_file():
+                continue
+            if int(match["rank"]) < COUNTER_RANKS:
+                files.append((match["prefix"], int(match["rank"]), path))
+    return files
 
 
 def _newest_ns(boxes: Iterable[DumpBox]) -> int:
@@ -164,9 +170,7 @@ def _together(
 ) -> Dumps:
     notes = _notes(boxes)
     if earlier:
-        notes.append(
-            f"{len(earlier)} other dumps in the folder, older or of another name, were left out"
-        )
+        notes.append(OtherDumps(len(earlier)))
     groups = _members(boxes)
     world = 1 + max([*boxes, *(rank for _, ranks in groups for rank in ranks)])
     for box in boxes.values():
@@ -180,8 +184,8 @@ def _together(
 
 
 def _members(boxes: dict[int, DumpBox]) -> list[tuple[str, tuple[int, ...]]]:
-    """Every group with its ranks. Where no dump names them: of the default group everybody, of
-    another one its users."""
+    """Every group with its ranks. If no dump has the members: all ranks for the default group, the
+    users for another one."""
     users: dict[str, list[int]] = defaultdict(list)
     for rank, box in boxes.items():
         for name in box.accounts:
@@ -189,7 +193,7 @@ def _members(boxes: dict[int, DumpBox]) -> list[tuple[str, tuple[int, ...]]]:
                 users[name].append(rank)
     for name, ranks in users.items():
         for rank in boxes if name == _DEFAULT else ranks:
-            members = _everybody(boxes) if name == _DEFAULT else tuple(ranks)
+            members = _all_ranks(boxes) if name == _DEFAULT else tuple(ranks)
             boxes[rank].add_group(name, members, desc=boxes[ranks[0]].descs[name])
     return sorted(
         {
@@ -200,151 +204,121 @@ def _members(boxes: dict[int, DumpBox]) -> list[tuple[str, tuple[int, ...]]]:
     )
 
 
-def _everybody(boxes: dict[int, DumpBox]) -> tuple[int, ...]:
-    """All ranks up to the last one that has a dump; those in between that have none too, unless the
-    numbers are absurd."""
+def _all_ranks(boxes: dict[int, DumpBox]) -> tuple[int, ...]:
+    """All ranks up to the last one with a dump, also those without one, unless their number is
+    absurd."""
     count = max(boxes) + 1
     return tuple(range(count)) if count <= _MOST_ABSENT + 2 * len(boxes) else tuple(boxes)
 
 
-def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Number the collectives of every group from 0, as boxes do, without the numbers that nobody
-    has recorded."""
+def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]) -> list[DumpFact]:
+    """Number the collectives of every group from 0, as boxes do. Numbers that no rank has recorded
+    are skipped."""
     rows = {rank: _rows_by_group(box) for rank, box in boxes.items()}
-    notes = []
+    notes: list[DumpFact] = []
     for name, ranks in groups:
-        heard = [
+        with_dump = [
             rank for rank in ranks if rank in boxes and boxes[rank].members(name) in (ranks, None)
         ]
-        used = [
-            rank for rank in heard if name in rows[rank] and boxes[rank].members(name) is not None
+        users = [
+            rank
+            for rank in with_dump
+            if name in rows[rank] and boxes[rank].members(name) is not None
         ]
-        if not used:
+        if not users:
             continue
-        seen = np.unique(
-            np.concatenate(
-                [boxes[rank].records["extra"][rows[rank][name]] for rank in used]
-            ).astype(np.int64)
-        )
-        first = int(seen[0]) - (0 if seen[0] == 0 else 1)
-        for rank in used:
-            chosen = rows[rank][name]
-            boxes[rank].records["extra"][chosen] = first + np.searchsorted(
-                seen, boxes[rank].records["extra"][chosen]
-            )
-            _renumber_account(boxes[rank], name, seen, first)
-        notes += _count(boxes, name, heard, used)
+        numbers = [boxes[rank].records["extra"][rows[rank][name]] for rank in users]
+        recorded = np.unique(np.concatenate(numbers).astype(np.int64))
+        first = max(0, int(recorded[0]) - 1)
+        for rank, old in zip(users, numbers, strict=True):
+            new = first + np.searchsorted(recorded, old)
+            boxes[rank].records["extra"][rows[rank][name]] = new
+            _renumber_account(boxes[rank], name, recorded, first)
+        notes += _count(boxes, name, with_dump, users)
     return notes
 
 
 def _rows_by_group(box: DumpBox) -> dict[str, Any]:
-    """Where the collectives of each group are among the records; messages are numbered already."""
-    found: dict[str, list[Any]] = defaultdict(list)
-    for what in np.unique(box.records["subject"]):
-        signature = box.value(int(what))
+    """The rows of each group's collectives; messages are numbered already."""
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for call_id in np.unique(box.records["subject"]):
+        signature = box.value(int(call_id))
         if signature["op"] not in ("send", "recv"):
-            found[signature["group"]].append(np.flatnonzero(box.records["subject"] == what))
-    return {name: np.sort(np.concatenate(parts)) for name, parts in found.items()}
+            rows[signature["group"]].append(np.flatnonzero(box.records["subject"] == call_id))
+    return {name: np.sort(np.concatenate(parts)) for name, parts in rows.items()}
 
 
-def _renumber_account(box: DumpBox, name: str, seen: Any, first: int) -> None:
+def _renumber_account(box: DumpBox, name: str, recorded: Any, first: int) -> None:
     account = box.accounts[name]
-    for word in ("issued", "started", "completed", "joined"):
-        value = getattr(account, word)
+    for progress in ("issued", "started", "completed", "joined"):
+        value = getattr(account, progress)
         if value >= 0:
-            setattr(account, word, first + int(np.searchsorted(seen, value)))
+            setattr(account, progress, first + int(np.searchsorted(recorded, value)))
 
 
-def _count(boxes: dict[int, DumpBox], name: str, heard: list[int], used: list[int]) -> list[str]:
-    """Say how far each rank has come: at least as far as what others have completed, which takes
-    all of them."""
-    joined = max(boxes[rank].accounts[name].joined for rank in used) + 1
-    most = max(boxes[rank].accounts[name].issued for rank in used) + 1
-    silent = [rank for rank in heard if rank not in used and boxes[rank].has_lost]
-    group = boxes[used[0]].groups()[name]
-    for rank in heard:
+def _count(
+    boxes: dict[int, DumpBox], name: str, with_dump: list[int], users: list[int]
+) -> list[DumpFact]:
+    """Set the counter of each rank: at least the collectives that others have completed, since
+    these need all ranks."""
+    joined = max(boxes[rank].accounts[name].joined for rank in users) + 1
+    most = max(boxes[rank].accounts[name].issued for rank in users) + 1
+    lost = [rank for rank in with_dump if rank not in users and boxes[rank].has_lost]
+    group = boxes[users[0]].groups()[name]
+    for rank in with_dump:
         box = boxes[rank]
-        own = box.accounts[name].issued + 1 if rank in used else most if rank in silent else 0
+        issued = most if rank in lost else 0
+        if rank in users:
+            issued = box.accounts[name].issued + 1
         group_id = box.add_group(name, tuple(group["ranks"]), desc=group.get("desc"))
-        box.dump_tallies[group_id, -1, -1] = max(own, joined)
-    return [
-        f'{_ranks(silent)}: nothing of group "{name}" is left in the ring; whether it came to'
-        f" #{most - 1} there is not known"
-    ] * bool(silent)
+        box.dump_counters[group_id, -1, -1] = max(issued, joined)
+    return [GroupLost(tuple(lost), name, most - 1)] if lost else []
 
 
-def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[str]:
-    """Messages are counted from the first one on. Where that is lost on one side, they cannot be
-    matched with the other's."""
+def _forget_lost_messages(boxes: dict[int, DumpBox]) -> list[DumpFact]:
+    """Remove the peer of messages that cannot be matched: messages count from the first one, and
+    one side has lost it."""
     lost = {(group, rank) for rank, box in boxes.items() for group in box.lost_messages}
     for rank, box in boxes.items():
-        for what in np.unique(box.records["subject"]):
-            signature = box.value(int(what))
+        for call_id in np.unique(box.records["subject"]):
+            signature = box.value(int(call_id))
             group, ends = signature["group"], (rank, signature["peer"])
             if signature["op"] in ("send", "recv") and any((group, end) in lost for end in ends):
                 blank = box.intern(EntryType.COLLECTIVE, json.dumps(signature | {"peer": None}))
-                box.records["subject"][box.records["subject"] == what] = blank
-    ranks = sorted({rank for _, rank in lost})
-    return [
-        f"{_ranks(ranks)}: the first sends and receives are no longer in the ring; they were not"
-        " matched"
-    ] * bool(lost)
+                box.records["subject"][box.records["subject"] == call_id] = blank
+    return [MessagesLost(tuple(sorted({rank for _, rank in lost})))] if lost else []
 
 
 def _shorten_lines(boxes: dict[int, DumpBox]) -> None:
-    """Say files from the folder on that all of them have in common, as boxes do."""
+    """Make the paths of files relative to their common folder, as in boxes."""
     foreign = [box for box in boxes.values() if not box.is_own]
-    files = {
-        text.rpartition(":")[0]
+    lines = [
+        (box, entry_id, text)
         for box in foreign
-        for sort, text in box.names.values()
-        if sort == EntryType.LINE
-    }
+        for entry_id, (entry_type, text) in box.names.items()
+        if entry_type == EntryType.LINE
+    ]
+    files = {text.rpartition(":")[0] for _, _, text in lines}
     folders = {os.path.dirname(file) for file in files if file.startswith("/")}
     root = os.path.commonpath(folders) if folders else ""
     if len(root) > 1:
-        for box in foreign:
-            lines = {
-                entry_id: text
-                for entry_id, (sort, text) in box.names.items()
-                if sort == EntryType.LINE
-            }
-            box.names |= {
-                entry_id: (int(EntryType.LINE), text.removeprefix(f"{root}/"))
-                for entry_id, text in lines.items()
-            }
+        for box, entry_id, text in lines:
+            box.names[entry_id] = int(EntryType.LINE), text.removeprefix(f"{root}/")
 
 
-# -- what dumps cannot say -------------------------------------------------------------------------
+# -- what dumps lack -------------------------------------------------------------------------------
 
 
-def _notes(boxes: dict[int, DumpBox]) -> list[str]:
-    said = []
-    gloo = [rank for rank, box in boxes.items() if box.is_of_gloo and not box.is_own]
-    if gloo:
-        said.append(
-            "gloo's recorder keeps no sends and receives, no members of groups and no completion,"
-            " and calls a reduce_scatter an all_reduce: a fault that shows only there is not seen"
-        )
-    foreign = [rank for rank, box in boxes.items() if not box.is_own]
-    if foreign and not any(boxes[rank].has_frames for rank in foreign):
-        said.append("the dumps have no stacks: lines are not known (JSON dumps never have them)")
+def _notes(boxes: dict[int, DumpBox]) -> list[DumpFact]:
+    foreign = [box for box in boxes.values() if not box.is_own]
+    notes: list[DumpFact] = []
+    if any(box.is_of_gloo for box in foreign):
+        notes.append(GlooLimits())
+    if foreign and not any(box.has_frames for box in foreign):
+        notes.append(NoStacks())
     if foreign:
-        said.append(
-            "dumps say what was issued, not where a rank is now; modules, passes, steps, roots and"
-            " reduce ops are not in them"
-        )
-    wrapped = [rank for rank, box in boxes.items() if box.counts.overwritten]
+        notes.append(OnlyIssuedCalls())
+    wrapped = sum(bool(box.counts.overwritten) for box in boxes.values())
     if wrapped:
-        said.append(
-            f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have was"
-            " compared"
-        )
-    return said
-
-
-def _ranks(ranks: list[int]) -> str:
-    said = ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
-    return f"rank{'s' * (len(ranks) > 1)} {said}"
+        notes.append(WrappedRings(wrapped))
+    return notes

@@ -1,14 +1,13 @@
-"""What the flight recorder adds to a verdict on a run, by itself: its dumps are found, and asked
-for.
+"""Adds flight recorder dumps to the verdict on a run: finds them, and asks the job to write them.
 
-Takes the boxes of a run, which say where their processes write dumps, and a verdict. Dumps that
-were written since the job began count. On a stall, the ranks of this host that listen on NCCL's
-pipe (TORCH_NCCL_DEBUG_INFO_PIPE_FILE) and have written none since their last record are asked for
-one, once: a dump from after it cannot become better.
+Takes the boxes of a run, which record where their processes write dumps, and a verdict. Only dumps
+written since the job began count. On a stall, the ranks of this host that listen on NCCL's pipe
+(TORCH_NCCL_DEBUG_INFO_PIPE_FILE) and have written no dump since their last record are asked for
+one, once: a later dump would contain nothing new.
 
-Limits: only plain files are read, with the unpickler that knows plain data alone; beyond `_MOST`
-dumps it is left to the user (`torchwhere doctor run/ --flight-recorder DUMPS`). What cannot be read
-is said among what is not known, and never raises.
+Limits: reads only plain files, with the unpickler for plain data. It leaves more than `_MOST` dumps
+to the user (`torchwhere doctor run/ --flight-recorder DUMPS`). Errors go to the verdict's missing
+data and are never raised.
 """
 
 from __future__ import annotations
@@ -28,25 +27,30 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.flight_recorder.dumps import Dumps, read_files
+from torchwhere.flight_recorder.facts import (
+    AllDevicesInCall,
+    DevicesBehind,
+    DeviceStates,
+    DumpFact,
+    TooManyDumps,
+)
 from torchwhere.flight_recorder.verdict import completion
 
 _STALLED = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
 _ASKED_FOR = (*_STALLED, VerdictKind.MISMATCH)
-# names of dumps in the run's own folder; not what torchwhere wrote
+# names of dumps in the run's own folder, except those that torchwhere wrote
 _BESIDE = re.compile(r"(?!torchwhere_).*rank_?(\d{1,7})")
 _MOST = 256
-_PATIENCE_S = 5.0  # NCCL looks at its pipe once a second, and stacks take a second or two
-_SETTLED_S = 0.2  # a file that has not grown for so long is whole
-_SAME_MOMENT_NS = 5_000_000_000  # between the box's clock and the file system's
+_PATIENCE_S = 5.0  # NCCL checks its pipe once a second, and stacks take a second or two
+_SETTLED_S = 0.2  # a file that has not grown for so long is complete
+_CLOCK_SLACK_NS = 5_000_000_000  # between the clocks of the box and of the file system
 
 
 def with_evidence(
     verdict: Verdict, boxes: Mapping[int, BoxOrSummary], folder: Path, *, may_ask: bool
 ) -> Verdict:
-    """The verdict with what dumps add to it. `may_ask`: whether the job is there and may be asked
-    for them."""
+    """Add dumps to the verdict. `may_ask`: whether the job runs and may be asked to write them."""
     if verdict.kind not in (*_ASKED_FOR, VerdictKind.DEAD):
         return verdict
     if may_ask and verdict.kind in _ASKED_FOR:
@@ -55,12 +59,8 @@ def with_evidence(
     if not files:
         return verdict
     if len(files) > _MOST:
-        where = files[min(files)].parent
-        said = (
-            f"{len(files)} dumps of the flight recorder in {where} were not read: give them with"
-            " --flight-recorder"
-        )
-        return replace(verdict, missing_data=(*verdict.missing_data, said))
+        unread = TooManyDumps(len(files), files[min(files)].parent)
+        return replace(verdict, missing_data=(*verdict.missing_data, str(unread)))
     try:
         dumps = read_files(folder, [("", rank, path) for rank, path in sorted(files.items())])
     except TorchwhereError as error:
@@ -72,24 +72,23 @@ def with_evidence(
 
 
 def find_dumps(boxes: Mapping[int, BoxOrSummary], folder: Path) -> dict[int, Path]:
-    """The dumps of this job, by rank: where its processes write them, or beside the boxes; none
-    that is older than the job."""
-    began_ns = min(
-        (ns for box in boxes.values() if isinstance(ns := box.meta.get("started_ns"), int)),
-        default=0,
-    )
-    found: dict[int, Path] = {}
+    """The dumps of this job by rank: where its processes write them, or beside the boxes. Leaves
+    out those older than the job."""
+    starts = (box.meta.get("started_ns") for box in boxes.values())
+    began_ns = min((start for start in starts if isinstance(start, int)), default=0)
+    dumps: dict[int, Path] = {}
     for name in _names(folder):
-        if (match := _BESIDE.fullmatch(name)) is not None and (folder / name).is_file():
-            found[int(match[1])] = folder / name
+        match = _BESIDE.fullmatch(name)
+        if match is not None and (folder / name).is_file():
+            dumps[int(match[1])] = folder / name
     for rank, box in boxes.items():
         prefix = _setting(box, "dump")
         if prefix is not None:
-            found[rank] = Path(f"{prefix}{rank}")
+            dumps[rank] = Path(f"{prefix}{rank}")
     return {
         rank: path
-        for rank, path in found.items()
-        if rank in boxes and _written_ns(path) >= began_ns - _SAME_MOMENT_NS
+        for rank, path in dumps.items()
+        if rank in boxes and _written_ns(path) >= began_ns - _CLOCK_SLACK_NS
     }
 
 
@@ -107,7 +106,7 @@ def _setting(box: BoxOrSummary, name: str) -> str | None:
 
 
 def _written_ns(path: Path) -> int:
-    """When a plain file was last written; -1 where there is none, or nothing in it."""
+    """The time of the last write to a plain file; -1 for an empty, missing or other file."""
     with contextlib.suppress(OSError, ValueError):
         status = path.stat()
         if stat.S_ISREG(status.st_mode) and status.st_size:
@@ -119,10 +118,10 @@ def _written_ns(path: Path) -> int:
 
 
 def _ask(boxes: Mapping[int, BoxOrSummary]) -> None:
-    """Have the ranks of this host write a dump, those that have written none since they stand
-    still; and wait for it."""
+    """Ask the ranks of this host to write a dump, unless they have written one since they stalled;
+    wait for the files."""
     host = socket.gethostname()
-    asked: dict[Path, int] = {}  # when each was written before
+    asked: dict[Path, int] = {}  # the time of the previous dump
     for rank, box in boxes.items():
         pipe, prefix = _setting(box, "pipe"), _setting(box, "dump")
         if pipe is None or prefix is None or box.meta.get("host") != host:
@@ -144,7 +143,7 @@ def _is_new(dump: Path, before: int) -> bool:
 
 
 def _write(pipe: Path) -> bool:
-    """Write to a pipe, if it is one and somebody reads it; never wait for it."""
+    """Write to a pipe if it is one and has a reader; never block."""
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -155,43 +154,38 @@ def _write(pipe: Path) -> bool:
         return False
 
 
-# -- saying ----------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 
 
 def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
-    known, collective = completion(dumps), verdict.collective or {}
+    groups, collective = completion(dumps), verdict.collective or {}
     number = collective.get("number")
-    told = [group for group in known if group["group"] == collective.get("group")]
-    sentences = _sentences(told[0], number) if told and isinstance(number, int) else ()
+    of_verdict = [group for group in groups if group["group"] == collective.get("group")]
+    facts: list[DumpFact] = []
+    if of_verdict and isinstance(number, int):
+        facts = _device_facts(of_verdict[0], number)
+    # Without the notes on what dumps lack: the boxes have that.
+    caveats = [f"flight recorder: {caveat}" for caveat in BoxRun.caveats(dumps)[:4]]
     return replace(
         verdict,
-        explanation=(*verdict.explanation, *sentences),
-        # Not its notes on what dumps lack: the boxes have that.
-        missing_data=(
-            *verdict.missing_data,
-            *(f"flight recorder: {said}" for said in BoxRun.caveats(dumps)[:4]),
-        ),
-        facts=verdict.facts | {"flight_recorder": known[:64]},
+        explanation=(*verdict.explanation, *map(str, facts)),
+        missing_data=(*verdict.missing_data, *caveats),
+        facts=verdict.facts | {"flight_recorder": groups[:64]},
     )
 
 
-def _sentences(group: dict[str, Any], number: int) -> tuple[str, ...]:
-    """How far each rank is with a collective, by its device: what a stack on the host cannot
-    say."""
+def _device_facts(group: dict[str, Any], number: int) -> list[DumpFact]:
+    """The state of a collective on each device: host stacks do not show it."""
     by_state: dict[str, list[int]] = {}
-    for each in group["ranks"]:
-        by_state.setdefault(_state(each, number), []).extend(each["ranks"])
-    parts = [f"{state} on {ranks_text(sorted(ranks))}" for state, ranks in by_state.items()]
-    said = f'By the flight recorder, #{number} of group "{group["group"]}" is {"; ".join(parts)}.'
+    for reached in group["ranks"]:
+        by_state.setdefault(_state(reached, number), []).extend(reached["ranks"])
+    states = tuple((state, tuple(sorted(ranks))) for state, ranks in by_state.items())
+    facts: list[DumpFact] = [DeviceStates(group["group"], number, states)]
     if {"started", "scheduled"} <= by_state.keys():
-        late = ranks_text(sorted(by_state["scheduled"]))
-        return (
-            said,
-            f"The device of {late} has not come to it: look at what was queued there before.",
-        )
+        facts.append(DevicesBehind(tuple(sorted(by_state["scheduled"]))))
     if by_state.keys() == {"started"}:
-        return (said, "All devices are in it: look at the network between them.")
-    return (said,)
+        facts.append(AllDevicesInCall())
+    return facts
 
 
 def _state(reached: dict[str, Any], number: int) -> str:
@@ -199,10 +193,6 @@ def _state(reached: dict[str, Any], number: int) -> str:
         return "not issued"
     if reached["started"] is None:
         return "issued"
-    return (
-        "completed"
-        if reached["completed"] >= number
-        else "started"
-        if reached["started"] >= number
-        else "scheduled"
-    )
+    if reached["completed"] >= number:
+        return "completed"
+    return "started" if reached["started"] >= number else "scheduled"

@@ -1,9 +1,9 @@
-"""Reads many dumps at once: on each core one process that makes boxes of its share of the files.
+"""Reads many dumps in parallel, with one worker process for each core.
 
-Takes ranks and paths, gives for each a box, or why it was refused. Few files are read right here,
-and so is the share of a process that did not come to its end. The processes are plain interpreters
-that know nothing of this one but its import path. What they send back is their own; the dumps
-themselves are only ever read by `unpickle.py`.
+Takes ranks and paths, gives for each file a box, or the reason of its refusal. This process reads
+few files itself, and the share of a worker that failed. A worker is a plain interpreter that gets
+only this process's import path. Results of workers are trusted pickles; only `unpickle.py` reads
+the dumps themselves.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.flight_recorder.dump import read_dump
+from torchwhere.flight_recorder.limits import Caps, RefusedFileError
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
-from torchwhere.flight_recorder.unpickle import Caps, RefusedFileError
 
 File = tuple[int, Path]  # rank and path
-Progress = Callable[[int, int], None]  # dumps read, of how many
-_FEW = 24  # files that are read before another process has started
+Progress = Callable[[int, int], None]  # dumps read so far, of how many
+_FEW = 24  # files that this process reads before a worker has started
 _MOST_PROCESSES = 8
 _PROGRAM = (
     "import pickle, sys; path, share, caps = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
@@ -35,30 +35,27 @@ _PROGRAM = (
 def read_all(
     files: Sequence[File], caps: Caps, *, on_progress: Progress | None = None
 ) -> list[DumpBox | str]:
-    """Of each file its box, or why it was refused.
+    """The box of each file, or the reason of its refusal.
 
-    `on_progress` is told how far this process is, as if the others were: their shares are as large.
+    `on_progress` gets the progress of this process, scaled to all files: the shares are equal.
     """
-    processes = (
-        min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
-        if len(files) > _FEW and sys.executable
-        else 1
-    )
+    processes = 1
+    if len(files) > _FEW and sys.executable:
+        processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
     shares = [files[start::processes] for start in range(processes)]
-    found: list[DumpBox | str] = [""] * len(files)
+    boxes: list[DumpBox | str] = [""] * len(files)
     with gc_paused(), contextlib.ExitStack() as stack:
-        helpers = [_started(share, caps, stack) for share in shares[1:]]
+        workers = [_started(share, caps, stack) for share in shares[1:]]
         for done, file in enumerate(shares[0], 1):
-            found[(done - 1) * processes] = _read(file, caps)
+            boxes[(done - 1) * processes] = _read(file, caps)
             if on_progress is not None:
                 on_progress(min(done * processes, len(files)), len(files))
-        for start, helper in enumerate(helpers, 1):
-            told = _told(helper) if helper is not None else None
-            share = shares[start]
-            found[start::processes] = (
-                told if told is not None else [_read(file, caps) for file in share]
-            )
-    return found
+        for start, worker in enumerate(workers, 1):
+            results = _results(worker) if worker is not None else None
+            if results is None:
+                results = [_read(file, caps) for file in shares[start]]
+            boxes[start::processes] = results
+    return boxes
 
 
 def _read(file: File, caps: Caps) -> DumpBox | str:
@@ -87,17 +84,17 @@ def _started(
     return process
 
 
-def _told(process: subprocess.Popen[bytes]) -> list[DumpBox | str] | None:
+def _results(process: subprocess.Popen[bytes]) -> list[DumpBox | str] | None:
     assert process.stdout is not None
     try:
-        told: list[DumpBox | str] = pickle.load(process.stdout)
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError):  # it was killed
+        results: list[DumpBox | str] = pickle.load(process.stdout)
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError):  # the worker was killed
         return None
-    return told
+    return results
 
 
 def serve(share: Sequence[File], caps: Caps) -> None:
-    """What such a process does."""
+    """Run a worker: read its share and write the results to stdout."""
     gc.disable()
     pickle.dump([_read(file, caps) for file in share], sys.stdout.buffer, protocol=5)
     sys.stdout.buffer.flush()

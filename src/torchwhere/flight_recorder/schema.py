@@ -1,9 +1,8 @@
-"""Names of collectives and dtypes: as the flight recorder writes them, and as everybody calls
-them."""
+"""Names of collectives and dtypes: in dumps of the flight recorder, and in public."""
 
 from __future__ import annotations
 
-# What a dump calls a collective: its public name. What is not listed has its public name there.
+# The name of a collective in a dump: its public name. Names that are not listed are public.
 PUBLIC_OPS = {
     "_all_gather_base": "all_gather_into_tensor",
     "all_gather_single": "all_gather_into_tensor",
@@ -19,7 +18,7 @@ PUBLIC_OPS = {
     "recvAnySource": "recv",
 }
 
-# And back: only names that every version of torchfrtrace knows. It ends with an error at any other.
+# The reverse, only with names that every version of torchfrtrace knows: it fails on any other.
 RECORDED_OPS = {
     "all_reduce": "all_reduce",
     "all_reduce_coalesced": "allreduce_coalesced",
@@ -40,7 +39,7 @@ RECORDED_OPS = {
     "monitored_barrier": "barrier",
 }
 
-# PyTorch's two names of a dtype, and its bytes.
+# The two names of a dtype in PyTorch, and its size in bytes.
 _DTYPES = (
     ("Bool", "bool", 1),
     ("Byte", "uint8", 1),

@@ -1,10 +1,8 @@
-"""Makes of one dump a box, as the doctor reads them: records, names, groups, how far each stream
-has come.
+"""Converts one dump to a box, as the doctor reads it: records, names, groups, counters.
 
-What a dump cannot say stays open: module, pass and step are unknown, and where a rank is after its
-last collective too. Where torchwhere wrote the dump itself, the place rides along in it and is read
-back. Numbers are still the dump's own here; `dumps.py`, which sees all ranks, makes them
-comparable.
+Dumps lack module, pass and step, and the place of a rank after its last collective: these stay
+unknown. A dump that torchwhere wrote contains the places, and they are read back. Numbers are still
+those of the dump; `dumps.py`, which sees all ranks, makes them comparable.
 """
 
 from __future__ import annotations
@@ -19,68 +17,69 @@ from typing import Any
 import numpy as np
 
 from torchwhere.blackbox.box import Box, Cursor
-from torchwhere.blackbox.file_format import (
-    COUNTER_RANKS,
-    FLAG_ASYNC,
-    FLAG_UNKNOWN,
-    NO_CALL,
-    NO_STEP,
-    EntryType,
-)
+from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
-from torchwhere.core.place import Pass, Place
+from torchwhere.core.place import Place
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
+from torchwhere.flight_recorder.own_entries import (
+    LARGEST,
+    OWN_TEXTS,
+    PASSES,
+    is_number,
+    is_optional_number,
+    own_call,
+    own_cursor,
+    own_group,
+)
 from torchwhere.flight_recorder.schema import DTYPE_BYTES
 
-# Done on one rank means that all have issued it. The root of a broadcast may be done before anybody
-# has come.
+# Collectives that complete on one rank only after all ranks have issued them. The root of a
+# broadcast may complete before any other rank arrives.
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
-_PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
-_LARGEST = 1 << 62
 
 
 @dataclass(slots=True)
 class Account:
-    """How far one rank has come in one group, by its dump. Numbers of collectives; -1: none."""
+    """The progress of one rank in one group, from its dump. Numbers of collectives; -1: none."""
 
     issued: int = -1
     started: int = -1
     completed: int = -1
-    joined: int = -1  # the last completed one that no rank can complete before all have issued it
-    is_pending: bool = False  # its last one is known not to be done
+    joined: int = -1  # the last completed one that implies that all ranks have issued it
+    is_pending: bool = False  # the last one is known to be incomplete
 
 
 @dataclass(slots=True)
 class DumpBox(Box):
-    """A box made of a dump."""
+    """A box made from a dump."""
 
-    dump_tallies: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    dump_counters: dict[tuple[int, int, int], int] = field(default_factory=dict)
     dump_cursors: list[Cursor] = field(default_factory=list)
     accounts: dict[str, Account] = field(default_factory=dict)
     has_lost: bool = False
-    has_states: bool = False  # whether it says what is completed
+    has_states: bool = False  # whether it records completion
     has_frames: bool = False
     is_of_gloo: bool = False
     is_own: bool = False  # written by torchwhere
     is_cut: bool = False
-    lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are gone
-    descs: dict[str, str] = field(default_factory=dict)  # of the groups that were used
+    lost_messages: set[str] = field(default_factory=set)  # groups whose first messages are lost
+    descs: dict[str, str] = field(default_factory=dict)  # of the groups with entries
     group_ids: dict[str, int] = field(default_factory=dict)
 
     def counters(self) -> dict[tuple[int, int, int], int]:
-        return self.dump_tallies
+        return self.dump_counters
 
     def cursors(self) -> list[Cursor]:
         return self.dump_cursors
 
-    def intern(self, sort: EntryType, text: str) -> int:
+    def intern(self, entry_type: EntryType, text: str) -> int:
         entry_id = len(self.names) + 1
-        self.names[entry_id] = int(sort), text
+        self.names[entry_id] = int(entry_type), text
         return entry_id
 
     def add_group(self, name: str, ranks: tuple[int, ...], **texts: str | None) -> int:
-        """A process group; one that is known already is taken as it is."""
+        """Add a process group; a known one stays as it is."""
         if name not in self.group_ids:
             self.group_ids[name] = self.intern(
                 EntryType.GROUP, json.dumps({"name": name, "ranks": ranks, **texts})
@@ -89,18 +88,18 @@ class DumpBox(Box):
         return self.group_ids[name]
 
     def members(self, name: str) -> tuple[int, ...] | None:
-        """The ranks of a group; None where this dump knows no such group."""
+        """The ranks of a group; None if this dump does not have it."""
         group = self.groups().get(name)
         return tuple(group["ranks"]) if group is not None else None
 
 
 def to_box(dump: Dump) -> DumpBox:
-    """One dump as a box; the numbers of collectives are those of the dump."""
-    return _Making(dump).box
+    """Convert one dump; the numbers of collectives stay those of the dump."""
+    return _Converter(dump).box
 
 
-class _Making:
-    """One dump on its way into a box."""
+class _Converter:
+    """Converts one dump to a box."""
 
     def __init__(self, dump: Dump) -> None:
         own = dump.own or {}
@@ -117,53 +116,57 @@ class _Making:
         )
         if dump.cut is not None:
             self.box.problems.append(f"{dump.cut}: its newest entries are lost")
-        self.box.counts.torn = dump.odd
+        self.box.counts.torn = dump.malformed
         self.box.counts.overwritten = dump.entries[0].record_id if dump.entries else 0
-        if type(lost := own.get("overwritten")) is int and 0 < lost < _LARGEST:
-            self.box.counts.overwritten, self.box.has_lost = lost, True
+        overwritten = own.get("overwritten")
+        if is_number(overwritten) and overwritten:
+            self.box.counts.overwritten, self.box.has_lost = overwritten, True
         self._ids: dict[tuple[EntryType, str], int] = {}
-        self._known: dict[tuple[Any, ...], int] = {}
-        # what own entries share, by id; None if it is not sound
-        self._same: dict[int, dict[str, Any] | None] = {}
+        self._call_ids: dict[tuple[Any, ...], int] = {}
+        # checked data that own entries share, by id; None if malformed
+        self._shared: dict[int, dict[str, Any] | None] = {}
         self._messages: Counter[tuple[str, int, int]] = Counter()
-        self._first_message: set[str] = set()
-        self._note_groups(own)
-        self._note_calls()
-        self._note_cursor(own.get("place"))
+        self._groups_with_messages: set[str] = set()
+        self._add_groups(own)
+        self._add_calls()
+        self._add_cursor(own.get("place"))
 
     # -- names -------------------------------------------------------------------------------------
 
-    def _id(self, sort: EntryType, text: str) -> int:
-        known = self._ids.get((sort, text))
-        if known is None:
-            known = self._ids[sort, text] = self.box.intern(sort, text)
-        return known
+    def _id(self, entry_type: EntryType, text: str) -> int:
+        entry_id = self._ids.get((entry_type, text))
+        if entry_id is None:
+            entry_id = self._ids[entry_type, text] = self.box.intern(entry_type, text)
+        return entry_id
 
-    def _note_groups(self, own: dict[str, Any]) -> None:
+    def _add_groups(self, own: dict[str, Any]) -> None:
         groups = own.get("groups")
-        for group in groups if isinstance(groups, list) else ():
-            if (found := _own_group(group)) is not None:
-                self.box.add_group(**found)
-        for name, (desc, ranks) in self.dump.groups.items() if not self.box.is_own else ():
-            self.box.add_group(name, ranks, desc=desc)
+        for value in groups if isinstance(groups, list) else ():
+            group = own_group(value)
+            if group is not None:
+                self.box.add_group(**group)
+        if not self.box.is_own:
+            for name, (desc, ranks) in self.dump.groups.items():
+                self.box.add_group(name, ranks, desc=desc)
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def _note_calls(self) -> None:
+    def _add_calls(self) -> None:
         calls = _calls(self.dump.entries)
         records = np.zeros(len(calls), RECORD_DTYPE)
         for row, call in enumerate(calls):
-            self._note_call(records[row], row, call)
+            self._add_call(records[row], row, call)
         self.box.records = records
         self.box.counts.good = len(records)
 
-    def _note_call(self, record: Any, row: int, call: list[DumpEntry]) -> None:
-        entry, own = call[-1], self._own_place(call[-1].place) if self.box.is_own else None
-        what, group, number = self._what(call, own)
+    def _add_call(self, record: Any, row: int, call: list[DumpEntry]) -> None:
+        entry = call[-1]
+        own = self._own_call(entry.place) if self.box.is_own else None
+        call_id, group, number = self._call_id(call, own)
         record["number"], record["t_ns"], record["kind"] = row, call[0].t_ns, int(Kind.COLLECTIVE)
-        record["subject"], record["extra"] = what, number
+        record["subject"], record["extra"] = call_id, number
         if own is not None:
-            self._note_place(record, own)
+            self._set_place(record, own)
         else:
             line = call[0].line
             record["line"] = self._id(EntryType.LINE, line) if line else 0
@@ -171,36 +174,32 @@ class _Making:
             record["flags"] = FLAG_UNKNOWN | (FLAG_ASYNC if entry.backend != "gloo" else 0)
         self.box.descs.setdefault(group, entry.desc)
         if not entry.is_p2p:
-            self._account(entry, group)
+            self._update_account(entry, group)
 
-    def _own_place(self, value: Any) -> dict[str, Any] | None:
-        """What rode along with an entry. What repeats from step to step is in the dump once, as
-        `same`, and looked at once."""
+    def _own_call(self, value: Any) -> dict[str, Any] | None:
+        """The data that torchwhere added to an entry. `same`, the part that repeats from step to
+        step, is in the dump once and is checked once."""
         same = value.get("same") if type(value) is dict else None
-        if type(same) is not dict:  # format 1: all of it each time
-            return _own_place(value)
-        if id(same) not in self._same:
-            self._same[id(same)] = _own_place(same | {"step": None, "call": None, "number": 0})
-        sound, step, at, number = (
-            self._same[id(same)],
-            value.get("step"),
-            value.get("call"),
-            value.get("number"),
+        if type(same) is not dict:  # format 1: everything each time
+            return own_call(value)
+        if id(same) not in self._shared:
+            self._shared[id(same)] = own_call(same | {"step": None, "call": None, "number": 0})
+        shared = self._shared[id(same)]
+        varying = {name: value.get(name) for name in ("step", "call", "number")}
+        is_sound = (
+            is_number(varying["number"])
+            and is_optional_number(varying["step"])
+            and is_optional_number(varying["call"])
         )
-        is_sound = _is_number(number) and all(
-            each is None or _is_number(each, NO_STEP) for each in (step, at)
-        )
-        return (
-            sound | {"step": step, "call": at, "number": number, "id": id(same)}
-            if sound is not None and is_sound
-            else None
-        )
+        if shared is None or not is_sound:
+            return None
+        return shared | varying | {"id": id(same)}
 
-    def _note_place(self, record: Any, own: dict[str, Any]) -> None:
+    def _set_place(self, record: Any, own: dict[str, Any]) -> None:
         module, line, beneficiary = own["module"], own["line"], own["for"]
         record["step"] = NO_STEP if own["step"] is None else own["step"]
         record["call"] = NO_CALL if own["call"] is None else own["call"]
-        record["pass"] = int(_PASSES[own["pass"]])
+        record["pass"] = int(PASSES[own["pass"]])
         record["module"] = self._id(EntryType.MODULE, module) if module is not None else 0
         record["line"] = self._id(EntryType.LINE, line) if line else 0
         record["beneficiary"] = (
@@ -210,52 +209,39 @@ class _Making:
         )
         record["flags"] = FLAG_ASYNC if own["async"] else 0
 
-    def _what(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[int, str, int]:
-        """The id of what repeats of a call, its group, and its number in its stream. What was there
-        before is not remade."""
+    def _call_id(self, call: list[DumpEntry], own: dict[str, Any] | None) -> tuple[int, str, int]:
+        """The id of a call's signature, its group, and its number in its stream. A known signature
+        is not built again."""
         entry = call[-1]
-        if own is not None and ("own", own.get("id")) in self._known:
-            return (
-                self._known["own", own["id"]],
-                own["group"],
-                own["number"] if entry.is_p2p else entry.seq,
-            )
-        is_plain = own is None and len(call) == 1 and not entry.is_p2p
-        key: tuple[Any, ...] | None = (
-            (
-                entry.backend,
-                entry.recorded_op,
-                entry.group,
-                entry.dtype,
-                entry.inputs,
-                entry.outputs,
-            )
-            if is_plain
-            else None
-        )
-        if key is not None and key in self._known:
-            return self._known[key], entry.group, entry.seq
-        signature, number = self._signature(call, own)
-        what = self._id(EntryType.COLLECTIVE, json.dumps(signature))
+        key: tuple[Any, ...] | None = None
         if own is not None and "id" in own:
             key = "own", own["id"]
+            if key in self._call_ids:
+                number = own["number"] if entry.is_p2p else entry.seq
+                return self._call_ids[key], own["group"], number
+        elif own is None and len(call) == 1 and not entry.is_p2p:
+            shapes = entry.inputs, entry.outputs
+            key = entry.backend, entry.recorded_op, entry.group, entry.dtype, *shapes
+            if key in self._call_ids:
+                return self._call_ids[key], entry.group, entry.seq
+        signature, number = self._signature(call, own)
+        call_id = self._id(EntryType.COLLECTIVE, json.dumps(signature))
         if key is not None:
-            self._known[key] = what
-        return what, str(signature["group"]), number
+            self._call_ids[key] = call_id
+        return call_id, str(signature["group"]), number
 
     def _signature(
         self, call: list[DumpEntry], own: dict[str, Any] | None
     ) -> tuple[dict[str, Any], int]:
-        """What repeats of a call, as boxes have it, and its number in its stream."""
+        """The signature of a call, as in boxes, and its number in its stream."""
         entry = call[-1]
         if own is not None:
-            signature = {
-                name: own[name] for name in (*_OWN_TEXTS, "shapes", "out_shapes", "bytes", "peer")
-            }
+            names = (*OWN_TEXTS, "shapes", "out_shapes", "bytes", "peer")
+            signature = {name: own[name] for name in names}
             return signature, own["number"] if entry.is_p2p else entry.seq
-        inner = [each for each in call if not each.is_end_of_batch] or call
-        inputs = tuple(shape for each in inner for shape in each.inputs)
-        outputs = tuple(shape for each in inner for shape in each.outputs)
+        inner = [part for part in call if not part.is_end_of_batch] or call
+        inputs = tuple(shape for part in inner for shape in part.inputs)
+        outputs = tuple(shape for part in inner for shape in part.outputs)
         peer, number = self._peer(entry) if entry.is_p2p else (None, entry.seq)
         signature = {
             "op": _op(call, inner),
@@ -272,9 +258,9 @@ class _Making:
         return signature, number
 
     def _peer(self, entry: DumpEntry) -> tuple[int | None, int]:
-        """The rank at the other end of a message, and its number among those from there to here."""
-        if entry.group not in self._first_message:
-            self._first_message.add(entry.group)
+        """The rank at the other end of a message, and its number among those in this direction."""
+        if entry.group not in self._groups_with_messages:
+            self._groups_with_messages.add(entry.group)
             if entry.seq > 1:
                 self.box.lost_messages.add(entry.group)
         members = self.dump.groups.get(entry.group, ("", ()))[1]
@@ -285,7 +271,7 @@ class _Making:
         self._messages[entry.group, source, destination] += 1
         return destination if source == self.dump.rank else source, number
 
-    def _account(self, entry: DumpEntry, group: str) -> None:
+    def _update_account(self, entry: DumpEntry, group: str) -> None:
         account = self.box.accounts.setdefault(group, Account())
         account.issued = max(account.issued, entry.seq)
         if entry.backend == "gloo":
@@ -301,8 +287,8 @@ class _Making:
 
     # -- place -------------------------------------------------------------------------------------
 
-    def _note_cursor(self, value: Any) -> None:
-        own = _own_place(value, is_cursor=True) if self.box.is_own else None
+    def _add_cursor(self, value: Any) -> None:
+        own = own_cursor(value) if self.box.is_own else None
         if own is not None:
             names = ("step", "module", "call", "line")
             place = Place(
@@ -315,25 +301,25 @@ class _Making:
 
 
 def _calls(entries: list[DumpEntry]) -> list[list[DumpEntry]]:
-    """Entries that are one call: the collectives of a batch have one number; what only ends a batch
-    of messages is left out."""
-    found: list[list[DumpEntry]] = []
+    """Group the entries into calls: those of a batch share a number. An entry that only ends a
+    batch of messages is left out."""
+    calls: list[list[DumpEntry]] = []
     last: dict[str, list[DumpEntry]] = {}
     for entry in entries:
         before = last.get(entry.group)
         if entry.is_p2p:
             if not entry.is_end_of_batch:
-                found.append([entry])
+                calls.append([entry])
         elif before is not None and before[-1].seq == entry.seq:
             before.append(entry)
         else:
             last[entry.group] = [entry]
-            found.append(last[entry.group])
-    return found
+            calls.append(last[entry.group])
+    return calls
 
 
 def _op(call: list[DumpEntry], inner: list[DumpEntry]) -> str:
-    names = {each.op for each in inner}
+    names = {entry.op for entry in inner}
     if len(call) == 1:
         return call[0].op
     return f"{names.pop().removesuffix('_coalesced')}_coalesced" if len(names) == 1 else "coalesced"
@@ -341,74 +327,4 @@ def _op(call: list[DumpEntry], inner: list[DumpEntry]) -> str:
 
 def _bytes(dtype: str | None, inputs: Shapes, outputs: Shapes) -> int:
     items = max(sum(map(math.prod, inputs)), sum(map(math.prod, outputs)))
-    return min(items * DTYPE_BYTES.get(dtype or "", 0), _LARGEST)
-
-
-# -- what torchwhere wrote -------------------------------------------------------------------------
-
-_OWN_TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
-
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str and len(value) <= 4096
-
-
-def _is_number(value: Any, below: int = _LARGEST) -> bool:
-    return type(value) is int and 0 <= value < below
-
-
-def _own_place(value: Any, *, is_cursor: bool = False) -> dict[str, Any] | None:
-    """What rode along with an entry, if all of it has its form; else None, and the entry counts for
-    what it is."""
-    if type(value) is not dict:
-        return None
-    of = value.get
-    is_place = (
-        of("pass") in _PASSES
-        and all(of(name) is None or _is_text(of(name)) for name in ("module", "line"))
-        and all(of(name) is None or _is_number(of(name), NO_STEP) for name in ("step", "call"))
-    )
-    if is_cursor:
-        return value if is_place and _is_number(of("t_ns")) else None
-    is_call = (
-        _is_text(of("op"))
-        and _is_text(of("group"))
-        and all(of(name) is None or _is_text(of(name)) for name in _OWN_TEXTS)
-        and all(_is_shapes(of(name)) for name in ("shapes", "out_shapes"))
-        and (of("peer") is None or _is_number(of("peer"), COUNTER_RANKS))
-        and _is_number(of("number"))
-        and _is_number(of("bytes"))
-        and type(of("async")) is bool
-    )
-    beneficiary = of("for")
-    is_aim = (
-        beneficiary is None
-        or _is_text(beneficiary)
-        or (type(beneficiary) is list and all(map(_is_text, beneficiary)))
-    )
-    return value if is_place and is_call and is_aim else None
-
-
-def _is_shapes(value: Any) -> bool:
-    return type(value) is list and all(
-        type(shape) is list and all(map(_is_number, shape)) for shape in value
-    )
-
-
-def _own_group(value: Any) -> dict[str, Any] | None:
-    if (
-        type(value) is not dict
-        or not _is_text(value.get("name"))
-        or type(value.get("ranks")) is not list
-    ):
-        return None
-    texts = {
-        name: value.get(name) if _is_text(value.get(name)) else None
-        for name in ("desc", "backend", "mesh_dim")
-    }
-    ranks = tuple(value["ranks"])
-    return (
-        {"name": value["name"], "ranks": ranks, **texts}
-        if all(_is_number(rank, COUNTER_RANKS) for rank in ranks)
-        else None
-    )
+    return min(items * DTYPE_BYTES.get(dtype or "", 0), LARGEST)

@@ -1,8 +1,8 @@
-"""Brings dumps before the doctor, and says what they add: who has completed what.
+"""Runs the doctor on dumps, and adds what dumps record and boxes do not: completed collectives.
 
-The verdict is the doctor's own, on the same evidence as from boxes as far as dumps have it. A dump
-that is not whole testifies to what it still has (that ranks differ), and to nothing that it may
-have lost (how far its rank came).
+The doctor gets the same evidence as from boxes, as far as dumps have it. An incomplete dump counts
+for the entries it has (ranks that differ), and not for those it may have lost (the progress of its
+rank).
 """
 
 from __future__ import annotations
@@ -16,135 +16,118 @@ from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.rank_calls import Group
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
+from torchwhere.flight_recorder.facts import (
+    AlsoHeld,
+    CompletedCalls,
+    DumpsAgree,
+    HeldInCall,
+    UnrecordedArguments,
+)
 from torchwhere.flight_recorder.load import Progress
 
 _WHY_EMPTY = (
-    "Is the recorder on (TORCH_FR_BUFFER_SIZE, of NCCL before torch 2.9"
+    "Is the recorder on (TORCH_FR_BUFFER_SIZE, for NCCL before torch 2.9"
     " TORCH_NCCL_TRACE_BUFFER_SIZE)? gloo records no sends and receives"
 )
 
 
 def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) -> Verdict:
-    """The verdict on the dumps in a folder. `on_progress` is told how many have been read, of how
-    many."""
+    """The verdict on the dumps in a folder.
+
+    Args:
+        folder: The folder with the dumps.
+        on_progress: Called with the number of dumps read so far, and of all.
+
+    Raises:
+        TorchwhereError: The folder has no dump that can be used.
+    """
     run = read_dumps(folder, on_progress=on_progress)
     if not any(len(box.records) for box in run.boxes.values()):
         raise TorchwhereError(f"the dumps in {folder} have no entries. {_WHY_EMPTY}")
-    verdict = _examine(run)
+    verdict = _diagnosed(run)
     if run.cut and verdict.kind is not VerdictKind.MISMATCH:
         run = run.without(run.cut)
         if not run.boxes:
-            raise TorchwhereError(f"no dump in {folder} is whole: {'; '.join(run.caveats()[:3])}")
-        verdict = _examine(run)
-    return _with_completion(_said_of_dumps(_without_the_waiting(verdict, run), run), run)
+            raise TorchwhereError(
+                f"all dumps in {folder} are incomplete: {'; '.join(run.caveats()[:3])}"
+            )
+        verdict = _diagnosed(run)
+    return _with_completion(_limited_to_dumps(_without_held_ranks(verdict, run), run), run)
 
 
 def with_dumps(
     verdict: Verdict, folder: str | Path, *, on_progress: Progress | None = None
 ) -> Verdict:
-    """A verdict from boxes, with what the dumps of the same job add to it."""
+    """Add the dumps of the same job to a verdict from boxes."""
     run = read_dumps(folder, on_progress=on_progress)
-    said = tuple(f"flight recorder: {caveat}" for caveat in run.caveats())
-    return _with_completion(replace(verdict, missing_data=(*verdict.missing_data, *said)), run)
+    caveats = tuple(f"flight recorder: {caveat}" for caveat in run.caveats())
+    return _with_completion(replace(verdict, missing_data=(*verdict.missing_data, *caveats)), run)
 
 
-def _examine(run: Dumps) -> Verdict:
-    # A dump does not say when it was made. It was made because something had waited too long: every
+def _diagnosed(run: Dumps) -> Verdict:
+    # A dump does not record when it was written. It was written because a wait took too long: every
     # wait in it counts.
     return diagnose(run, now_ns=run.moment_ns, stall_s=0.0)
 
 
-def _without_the_waiting(verdict: Verdict, run: Dumps) -> Verdict:
-    """Do not blame for being late who is still in an earlier collective that all have issued: it
-    waits, nobody knows why."""
+def _without_held_ranks(verdict: Verdict, run: Dumps) -> Verdict:
+    """Do not blame ranks that are still in an earlier collective which all ranks have issued: they
+    wait, for an unknown reason."""
     if verdict.kind is not VerdictKind.MISSING:
         return verdict
-    held = {
-        rank: group
-        for rank in verdict.culprits
-        if rank in run.boxes and (group := _held_in(run, rank)) is not None
-    }
-    left = tuple(rank for rank in verdict.culprits if rank not in held)
+    groups = {rank: _held_in(run, rank) for rank in verdict.culprits if rank in run.boxes}
+    held = {rank: group for rank, group in groups.items() if group is not None}
     if not held:
         return verdict
+    left = tuple(rank for rank in verdict.culprits if rank not in held)
     if left:
-        late = (
-            f"{ranks_text(list(held)).capitalize()} did not come either: still in an earlier"
-            " collective that all have issued."
-        )
-        return replace(verdict, culprits=left, explanation=(*verdict.explanation, late))
+        explanation = (*verdict.explanation, str(AlsoHeld(tuple(held))))
+        return replace(verdict, culprits=left, explanation=explanation)
     rank, name = next(iter(held.items()))
     number, title = run.dumps[rank].accounts[name].issued, _title(run, rank, name)
-    past = [
-        other
-        for other in run.dumps[rank].members(name) or ()
-        if other in run.boxes and other not in held
-    ]
-    who = (
-        f"{ranks_text(list(held)).capitalize()} {'is' if len(held) == 1 else 'are'} still in"
-        f" #{number}"
-    )
-    said = (
-        (
-            f'{who} of group "{title}", which all have issued; {ranks_text(past)} went on. No rank'
-            " is missing from it."
-        ),
-        (
-            "Likely: ranks gave it another root or reduce op, which dumps do not have; or the"
-            " network, or a device."
-        ),
-    )
+    members = run.dumps[rank].members(name) or ()
+    went_on = tuple(other for other in members if other in run.boxes and other not in held)
+    facts = (HeldInCall(tuple(held), number, title, went_on), UnrecordedArguments())
+    collective: dict[str, Any] = {"number": number, "group": title}
     common = verdict.last_common or {}
-    collective = (
-        {key: common.get(key) for key in verdict.collective or {}}
-        if common.get("number") == number
-        else None
-    )
+    if common.get("number") == number and verdict.collective:
+        collective = {key: common.get(key) for key in verdict.collective}
     return replace(
         verdict,
         kind=VerdictKind.TOGETHER,
         culprits=(),
-        collective=collective or {"number": number, "group": title},
+        collective=collective,
         last_common=None,
-        explanation=said,
+        explanation=tuple(map(str, facts)),
         certainty=Certainty.INFERRED,
     )
 
 
 def _held_in(run: Dumps, rank: int) -> str | None:
-    """A group in which the last collective of a rank is not done, although all members that have a
-    dump have issued it."""
+    """A group in which the last collective of a rank is incomplete although all members with a dump
+    have issued it."""
     for name, account in run.dumps[rank].accounts.items():
-        others = [
-            run.dumps[other] for other in run.dumps[rank].members(name) or () if other in run.boxes
-        ]
-        reached = [
-            other.accounts[name].issued if name in other.accounts else -1 for other in others
-        ]
-        if account.is_pending and len(others) > 1 and min(reached) >= account.issued:
+        members = run.dumps[rank].members(name) or ()
+        dumps = [run.dumps[member] for member in members if member in run.boxes]
+        issued = [dump.accounts[name].issued if name in dump.accounts else -1 for dump in dumps]
+        if account.is_pending and len(dumps) > 1 and min(issued) >= account.issued:
             return name
     return None
 
 
-def _said_of_dumps(verdict: Verdict, run: Dumps) -> Verdict:
+def _limited_to_dumps(verdict: Verdict, run: Dumps) -> Verdict:
+    """Correct the conclusions that dumps cannot support."""
     verdict = replace(verdict, missing_data=tuple(run.caveats()), stalled_s=None)
     if verdict.kind is VerdictKind.TOGETHER:
+        if len(run.pending) == len(run.boxes):
+            return verdict
         if run.pending:
-            return replace(
-                verdict,
-                certainty=(
-                    verdict.certainty if len(run.pending) == len(run.boxes) else Certainty.INFERRED
-                ),
-            )
+            return replace(verdict, certainty=Certainty.INFERRED)
         verdict = replace(verdict, kind=VerdictKind.HEALTHY, collective=None, last_common=None)
     if verdict.kind is VerdictKind.HEALTHY:
-        count = len(run.boxes)
-        said = (
-            f"The dumps of {count} rank{'s' * (count > 1)} agree, and nothing in them is pending."
-        )
-        return replace(verdict, explanation=(said,), certainty=Certainty.INFERRED)
+        explanation = (str(DumpsAgree(len(run.boxes))),)
+        return replace(verdict, explanation=explanation, certainty=Certainty.INFERRED)
     return verdict
 
 
@@ -157,56 +140,55 @@ def _title(run: Dumps, rank: int, name: str) -> str:
 
 
 def _with_completion(verdict: Verdict, run: Dumps) -> Verdict:
-    known = [
+    groups = [
         group
         for group in completion(run)
-        if all(each["completed"] is not None for each in group["ranks"])
+        if all(reached["completed"] is not None for reached in group["ranks"])
     ]
-    if not known:
+    if not groups:
         return verdict
-    collective = verdict.collective or {}
-    said = [_sentence(group) for group in known if group["group"] == collective.get("group")]
+    title = (verdict.collective or {}).get("group")
+    facts = [_completed(group) for group in groups if group["group"] == title]
     return replace(
         verdict,
-        explanation=(*verdict.explanation, *said[:1]),
-        facts=verdict.facts | {"flight_recorder": known[:64]},
+        explanation=(*verdict.explanation, *map(str, facts[:1])),
+        facts=verdict.facts | {"flight_recorder": groups[:64]},
     )
 
 
 def completion(run: Dumps) -> list[dict[str, Any]]:
-    """For each group, the ranks that have come equally far: what they issued, started and completed
-    last. -1: none; None: the recorder does not say, as gloo's."""
-    found: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int, int, bool], list[int]]] = {}
+    """For each group, ranks with equal progress: the last issued, started and completed collective.
+    -1: none; None: the recorder does not record it, as gloo's."""
+    groups: dict[tuple[str, tuple[int, ...]], dict[tuple[int, int, int, bool], list[int]]] = {}
     for rank, box in run.dumps.items():
-        for name, account in box.accounts.items() if not box.is_own else ():
+        if box.is_own:
+            continue
+        for name, account in box.accounts.items():
             key = name, box.members(name) or ()
-            reached = account.issued, account.started, account.completed, box.has_states
-            found.setdefault(key, {}).setdefault(reached, []).append(rank)
+            progress = account.issued, account.started, account.completed, box.has_states
+            groups.setdefault(key, {}).setdefault(progress, []).append(rank)
     return [
         {
-            "group": _title(run, next(iter(reached.values()))[0], name),
+            "group": _title(run, next(iter(by_progress.values()))[0], name),
             "ranks": [
                 {
-                    "ranks": members,
+                    "ranks": ranks,
                     "issued": issued,
                     "started": started if has_states else None,
                     "completed": completed if has_states else None,
                 }
-                for (issued, started, completed, has_states), members in sorted(
-                    reached.items(), reverse=True
+                for (issued, started, completed, has_states), ranks in sorted(
+                    by_progress.items(), reverse=True
                 )
             ],
         }
-        for (name, _), reached in sorted(found.items())
+        for (name, _), by_progress in sorted(groups.items())
     ]
 
 
-def _sentence(group: dict[str, Any]) -> str:
-    by_completed: dict[int, list[int]] = {}
-    for each in group["ranks"]:
-        by_completed.setdefault(each["completed"], []).extend(each["ranks"])
-    parts = [
-        f"{f'up to #{number}' if number >= 0 else 'nothing'} on {ranks_text(sorted(ranks))}"
-        for number, ranks in sorted(by_completed.items(), reverse=True)
-    ]
-    return f'Completed in group "{group["group"]}", by the flight recorder: {"; ".join(parts[:4])}.'
+def _completed(group: dict[str, Any]) -> CompletedCalls:
+    by_number: dict[int, list[int]] = {}
+    for reached in group["ranks"]:
+        by_number.setdefault(reached["completed"], []).extend(reached["ranks"])
+    ordered = sorted(by_number.items(), reverse=True)
+    return CompletedCalls(group["group"], tuple((n, tuple(sorted(ranks))) for n, ranks in ordered))

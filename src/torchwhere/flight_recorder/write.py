@@ -1,15 +1,14 @@
-"""Writes a run as dumps of the flight recorder, one a rank, that PyTorch's own `torchfrtrace`
-reads.
+"""Writes a run as dumps of the flight recorder, one for each rank, for PyTorch's `torchfrtrace`.
 
 Takes a run and a folder. Every entry carries torchwhere's place: in its frame, which `torchfrtrace`
-prints, and whole in a key of its own, which it ignores and `read_dumps` reads back. What is written
-is what all ranks of a group still have: `torchfrtrace` takes rings that begin at different places
-for a fault.
+prints, and in a key of its own, which `torchfrtrace` ignores and `read_dumps` reads back. Writes
+only calls that all ranks of a group still hold: `torchfrtrace` reports rings that begin at
+different calls as a fault.
 
-A box knows what was issued and not what was completed, so every state is "scheduled".
-`torchfrtrace` matches a message against the whole group; each direction between two ranks is
-therefore a group of its own. It knows no place, so that the silent kind of mismatch (same op and
-shape, another meaning) stays invisible to it.
+A box records issued calls and not completed ones, so every state is "scheduled". `torchfrtrace`
+matches a message against the whole group; therefore each direction between two ranks gets its own
+group. It does not know places, so it cannot find a silent mismatch (same op and shape, different
+meaning).
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import shown
+from torchwhere.core.sanitize import plural
 from torchwhere.flight_recorder.schema import RECORDED_DTYPES, RECORDED_OPS
 
 PREFIX = "torchwhere_rank_"
 VERSION = "2.10"
 _BACKENDS = ("nccl", "gloo", "xccl", "hccl", "rccl")  # those that `torchfrtrace` knows
-_OWN = (
+_OWN_FIELDS = (
     "op",
     "raw_op",
     "group",
@@ -45,33 +45,32 @@ _OWN = (
     "for",
     "async",
 )
-_DIFFERS = ("step", "call", "rank")  # from step to step, or said elsewhere
-# of these it looks at the first tensor alone
+_VARYING = ("step", "call", "rank")  # differ from step to step, or are stored elsewhere
+# `torchfrtrace` compares only their first tensor
 _FLATTENED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 T = TypeVar("T")
-Stream = tuple[str, int, int]  # a group; and of a message, from and to, else -1
+# group, source and destination; -1 for collectives
+Stream = tuple[str, int, int]
+StreamOfRanks = tuple[Stream, tuple[int, ...]]  # with the members of the group
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenDumps:
-    """What was written, and what was not."""
+    """The written dumps, and the collectives left out."""
 
     folder: Path
     ranks: tuple[int, ...]
     entries: int
-    left_out: dict[str, int] = field(default_factory=dict)  # why: how many collectives
+    left_out: dict[str, int] = field(default_factory=dict)  # number of collectives by reason
 
     def __str__(self) -> str:
-        dumps, them = (
-            ("1 dump", "it") if len(self.ranks) == 1 else (f"{len(self.ranks)} dumps", "them")
+        count = len(self.ranks)
+        text = (
+            f"{plural(count, 'dump')} with {self.entries} entries in {self.folder}. Read"
+            f" {'it' if count == 1 else 'them'} with: torchfrtrace {self.folder}"
         )
-        said = (
-            f"{dumps} with {self.entries} entries in {self.folder}. Read {them} with: torchfrtrace"
-            f" {self.folder}"
-        )
-        return said + "".join(
-            f"\n  left out: {count} {why}" for why, count in self.left_out.items()
-        )
+        left_out = [f"\n  left out: {number} {why}" for why, number in self.left_out.items()]
+        return text + "".join(left_out)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -90,8 +89,8 @@ def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
     first, entries, left_out = _common_beginnings(run), 0, Counter[str]()
     for rank, box in run.boxes.items():
         dump = _Dump(run, box, first)
-        # Protocol 2, as PyTorch writes: no frame, nothing that an old reader would not know. Plain
-        # data has no globals.
+        # Protocol 2, as PyTorch writes: no frames, so that old readers can read it. Plain data
+        # needs no globals.
         (folder / f"{PREFIX}{rank}").write_bytes(pickle.dumps(dump.to_dict(), protocol=2))
         entries += len(dump.entries)
         left_out += dump.left_out
@@ -99,30 +98,29 @@ def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
 
 
 def check_empty(folder: Path) -> None:
-    """`torchfrtrace` reads all that is in a folder."""
+    """Require an empty folder, since `torchfrtrace` reads all files of it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TorchwhereError(
-            f"{folder} is not an empty folder: torchfrtrace would read what is in it. Give"
-            " another one"
+            f"{folder} is not an empty folder: torchfrtrace would read the files in it. Choose"
+            " another folder"
         )
 
 
-def _common_beginnings(run: BoxRun) -> dict[tuple[Stream, tuple[int, ...]], int]:
-    """Of each stream, the first number that all ranks still have which have any of it."""
-    found: dict[tuple[Stream, tuple[int, ...]], int] = {}
+def _common_beginnings(run: BoxRun) -> dict[StreamOfRanks, int]:
+    """For each stream the first number that all its ranks still hold."""
+    latest: dict[StreamOfRanks, int] = {}
     for box in run.boxes.values():
-        mine: dict[tuple[Stream, tuple[int, ...]], int] = {}
+        firsts: dict[StreamOfRanks, int] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
-            mine.setdefault(
-                (stream(event, box.rank), _members(box, event)), int(event.fields["number"])
-            )
-        for key, number in mine.items():
-            found[key] = max(found.get(key, 0), number)
-    return found
+            key = stream(event, box.rank), _members(box, event)
+            firsts.setdefault(key, int(event.fields["number"]))
+        for key, number in firsts.items():
+            latest[key] = max(latest.get(key, 0), number)
+    return latest
 
 
 def stream(event: Event, rank: int) -> Stream:
-    """What a collective is counted in."""
+    """The stream in which a collective is numbered."""
     fields = event.fields
     name, op, peer = str(fields.get("group")), fields.get("op"), fields.get("peer")
     if op not in ("send", "recv"):
@@ -137,21 +135,19 @@ def _members(box: Box, event: Event) -> tuple[int, ...]:
 
 
 class _Dump:
-    """One rank's dump in the making."""
+    """Builds the dump of one rank."""
 
-    def __init__(
-        self, run: BoxRun, box: Box, first: dict[tuple[Stream, tuple[int, ...]], int]
-    ) -> None:
+    def __init__(self, run: BoxRun, box: Box, first: dict[StreamOfRanks, int]) -> None:
         self.run, self.box = run, box
         self.entries: list[dict[str, Any]] = []
         self.left_out: Counter[str] = Counter()
         self._groups: dict[str, dict[str, str]] = {}
         self._ids: dict[str, int] = {}
-        self._known: dict[str, Any] = {}
+        self._shared: dict[str, Any] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
             key = stream(event, box.rank)
             if int(event.fields["number"]) < first[key, _members(box, event)]:
-                self.left_out["that not all ranks of their group still have"] += 1
+                self.left_out["that not all ranks of their group still hold"] += 1
                 continue
             self._add(event, key)
 
@@ -176,10 +172,10 @@ class _Dump:
         }
 
     def _own(self) -> dict[str, Any]:
-        """What only torchwhere reads back: its groups, how much was lost, and where the rank is."""
+        """The data that only torchwhere reads back: groups, lost records, the rank's place."""
         cursors = self.box.cursors()
         main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
-        cursor = max(main or cursors, key=lambda each: each.t_ns, default=None)
+        cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
         groups = [
             {name: group.get(name) for name in ("name", "desc", "ranks", "backend", "mesh_dim")}
             for group in self.box.groups().values()
@@ -198,7 +194,7 @@ class _Dump:
         is_p2p = source != destination
         members = list(_members(self.box, event))
         if not members or (is_p2p and min(source, destination) < 0):
-            self.left_out["of a group or a sender that is not known"] += 1
+            self.left_out["of an unknown group or sender"] += 1
             return
         if not is_p2p and op not in RECORDED_OPS:
             self.left_out["of a kind that torchfrtrace does not know"] += 1
@@ -207,8 +203,8 @@ class _Dump:
         if is_p2p:
             name, desc = f"{name}:{source}->{destination}", f"{desc} {source}->{destination}"
             members = sorted({source, destination})
-            one, other = members.index(source), members.index(destination)
-            recorded = f"send {one}->{other}" if op == "send" else f"recv {other}<-{one}"
+            from_, to = members.index(source), members.index(destination)
+            recorded = f"send {from_}->{to}" if op == "send" else f"recv {to}<-{from_}"
         else:
             recorded = RECORDED_OPS[op]
         self._groups.setdefault(name, {"name": name, "desc": desc, "ranks": str(members)})
@@ -221,9 +217,8 @@ class _Dump:
         fields, number = event.fields, int(event.fields["number"]) + 1
         inputs, outputs = map(self._once, _sizes(recorded, fields))
         dtype = RECORDED_DTYPES.get(str(fields.get("dtype")), str(fields.get("dtype")))
-        backend = next(
-            (known for known in _BACKENDS if known in str(fields.get("backend"))), _BACKENDS[0]
-        )
+        recorded_backend = str(fields.get("backend"))
+        backend = next((name for name in _BACKENDS if name in recorded_backend), _BACKENDS[0])
         return {
             "frames": self._frames(event),
             "record_id": len(self.entries),
@@ -248,26 +243,26 @@ class _Dump:
             "is_p2p": is_p2p,
             "torchwhere": {
                 "same": self._same(event),
-                **{name: getattr(event.place, name) for name in ("step", "call")},
-            }
-            | {"number": fields.get("number")},
+                "step": event.place.step,
+                "call": event.place.call,
+                "number": fields.get("number"),
+            },
         }
 
     def _same(self, event: Event) -> dict[str, Any]:
-        """Of a call, all that it has in common with those of other steps."""
-        same = {
-            name: value for name, value in event.place.to_dict().items() if name not in _DIFFERS
-        }
-        same |= {name: event.fields.get(name) for name in _OWN}
+        """The data of a call that repeats in other steps."""
+        place = event.place.to_dict()
+        same = {name: value for name, value in place.items() if name not in _VARYING}
+        same |= {name: event.fields.get(name) for name in _OWN_FIELDS}
         return self._once(same)
 
-    def _once(self, thing: T) -> T:
-        """One object for all that are the same: a pickle refers to it, and is a third as long."""
-        known: T = self._known.setdefault(repr(thing), thing)
-        return known
+    def _once(self, value: T) -> T:
+        """One object for equal values: the pickle refers to it and is a third as long."""
+        shared: T = self._shared.setdefault(repr(value), value)
+        return shared
 
     def _frames(self, event: Event) -> list[dict[str, Any]]:
-        """One frame: the user's line, in what torchwhere knows that a stack does not."""
+        """One frame: the user's line, with torchwhere's place as the function name."""
         place = event.place
         where = place.pass_ if place.module is None else f"{place.pass_} of {shown(place.module)}"
         key = place.line, where + (f", step {place.step}" if place.step is not None else "")
@@ -275,8 +270,8 @@ class _Dump:
 
 
 def _sizes(recorded: str, fields: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Sizes as the flight recorder has them: of lists of tensors, which its tool does not
-    understand, one tensor of all."""
+    """Sizes as the flight recorder writes them. `torchfrtrace` does not read lists of tensors: they
+    become one tensor."""
     inputs = fields.get("shapes") or []
     outputs = fields.get("out_shapes") or inputs
     if recorded in _FLATTENED:
@@ -287,13 +282,10 @@ def _sizes(recorded: str, fields: dict[str, Any]) -> tuple[list[list[int]], list
 
 
 def _whole(shapes: list[list[int]]) -> list[int]:
-    """`[2, 4]` for two tensors of `[4]`; for tensors of several shapes, how many numbers they
-    have."""
-    return (
-        [len(shapes), *shapes[0]]
-        if all(shape == shapes[0] for shape in shapes)
-        else [sum(map(math.prod, shapes))]
-    )
+    """`[2, 4]` for two tensors of `[4]`; the number of elements for tensors of several shapes."""
+    if all(shape == shapes[0] for shape in shapes):
+        return [len(shapes), *shapes[0]]
+    return [sum(map(math.prod, shapes))]
 
 
 def _frame(line: str | None, name: str) -> dict[str, Any]:

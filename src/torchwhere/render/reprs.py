@@ -27,7 +27,8 @@ from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.diagnose.report.facts import ReportFact
-from torchwhere.render import diff_remarks, layout_remarks, report_text
+from torchwhere.flight_recorder.facts import DumpFact
+from torchwhere.render import diff_remarks, flight_recorder_text, layout_remarks, report_text
 from torchwhere.render import html as page
 from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
@@ -402,6 +403,7 @@ def _(result: Diff) -> str:
 text.register(DiffRemark, diff_remarks.remark_text)
 text.register(LayoutRemark, layout_remarks.remark_text)
 text.register(ReportFact, report_text.fact_text)
+text.register(DumpFact, flight_recorder_text.dump_fact_text)
 
 
 @html.register
