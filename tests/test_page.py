@@ -651,7 +651,8 @@ def test_no_way_in_for_markup() -> None:
     """The page's script never makes markup out of text, and has no handler or style in an
     attribute."""
     text = "".join(
-        path.read_text() for path in (TESTS.parent / "src/torchwhere/render/page/script").glob("*.js")
+        path.read_text()
+        for path in (TESTS.parent / "src/torchwhere/render/page/script").glob("*.js")
     )
     for word in (
         "innerHTML",

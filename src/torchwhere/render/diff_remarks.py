@@ -7,10 +7,10 @@ from functools import singledispatch
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.diff.remarks import (
-    GraphCounts,
     DifferingSteps,
     DiffRemark,
     EventCounts,
+    GraphCounts,
     LogsCut,
     LogsRejoin,
     LogsStayApart,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import singledispatch
 
-from torchwhere.core.model_layout import ranks_from_text
-from torchwhere.core.rank_text import ranks_phrase, ranks_text
+from torchwhere.core.rank_text import ranks_from_text, ranks_phrase, ranks_text
 from torchwhere.diagnose.layout.remarks import (
     GroupDisagreement,
     LayoutDifference,

@@ -342,11 +342,16 @@ def _place(value: Any) -> Place:
 
 def _status(value: Any, ahead_ns: int) -> ProcessStatus:
     status = ProcessStatus.from_dict(dict_(value))
-    times = {name: getattr(status, name) for name in ("alive_ns", "gone_ns", "stack_ns")}
+
+    def on_this_clock(t_ns: int | None) -> int | None:
+        return None if t_ns is None else int_(t_ns - ahead_ns)
+
     return replace(
         status,
         stack=tuple(line[:MAX_TEXT] for line in status.stack[:_MAX_FRAMES]),
-        **{name: int_(t_ns - ahead_ns) for name, t_ns in times.items() if t_ns is not None},
+        alive_ns=on_this_clock(status.alive_ns),
+        gone_ns=on_this_clock(status.gone_ns),
+        stack_ns=on_this_clock(status.stack_ns),
     )
 
 

@@ -28,10 +28,10 @@ from torchwhere.diagnose.diff.cohorts import (
     in_order,
 )
 from torchwhere.diagnose.diff.remarks import (
-    GraphCounts,
     DifferingSteps,
     DiffRemark,
     EventCounts,
+    GraphCounts,
     NoCommonStep,
     NotEnded,
     OtherThreads,

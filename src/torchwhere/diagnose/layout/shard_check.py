@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 
 from torchwhere.core.model_layout import FLAT, Layout, Mesh, Node, Param
+from torchwhere.core.rank_text import ranks_from_text
 from torchwhere.diagnose.layout.remarks import (
     GroupDisagreement,
     LayoutRemark,
@@ -21,7 +22,6 @@ from torchwhere.diagnose.layout.remarks import (
     UnevenShards,
     WrongShard,
 )
-from torchwhere.core.rank_text import ranks_from_text
 
 # different sets of local shapes that are compared; an FSDP1 job has one for each rank
 _MOST_LAYOUTS = 64

@@ -10,7 +10,6 @@ from typing import Any
 
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place, shown
-from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.core.units import amount
 
 MOST_CHARACTERS = 300
