@@ -288,7 +288,7 @@ def test_callback_set_is_true_while_a_backward_will_restore_the_trace() -> None:
     for module in (original, ours):
         y = torch.ones(2, requires_grad=True).sin()
         z, seen = y.exp(), []
-        module.setup_stacktrace_preservation_hooks_from_tensors(z)
+        module.setup_stacktrace_preservation_hooks([z.grad_fn])
         y.register_hook(lambda _grad, module=module, seen=seen: seen.append(module.callback_set))
         assert module.callback_set is False
         z.sum().backward()
@@ -296,7 +296,7 @@ def test_callback_set_is_true_while_a_backward_will_restore_the_trace() -> None:
     broken = torch.ones(2, requires_grad=True).sin()
     broken.register_hook(lambda _grad: 1 / 0)
     last = broken.exp()
-    ours.setup_stacktrace_preservation_hooks_from_tensors(last)
+    ours.setup_stacktrace_preservation_hooks([last.grad_fn])
     with pytest.raises(ZeroDivisionError):
         last.sum().backward()
     assert ours.callback_set is False
