@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ class FileResult:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that are running are ended too
     checkout = Checkout(options.checkout, limit_s=options.limit)
     wanted = [TestFile(path, options.keyword) for path in options.files] or list(DEFAULT)
     missing = [file.path for file in wanted if not checkout.has(file.path)]
