@@ -64,8 +64,10 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 def _remarks(columns: Sequence[Column]) -> list[str]:
     lines = [
-        "Median of the rounds ± median distance from it; rounds:"
-        f" {', '.join(f'{c.key} {c.rounds}' for c in columns)}."
+        (
+            "Median of the rounds ± median distance from it; rounds:"
+            f" {', '.join(f'{c.key} {c.rounds}' for c in columns)}."
+        )
     ]
     lines += [f"{column.remark}." for column in columns if column.remark]
     for column in columns:

@@ -607,7 +607,7 @@ class PageReader:
         "start end step_begin step_end optimizer module_enter module_exit collective note"
         " phase_begin phase_end exception"
     )
-    PASSES = {
+    PASSES = {  # noqa: RUF012
         0: "outside",
         1: "forward",
         2: "backward",

@@ -389,8 +389,10 @@ def test_truncated_by_somebody_else(tmp_path: Path, size: int, how: str) -> None
     once."""
     (answer,), _ = run(TRUNCATED, tmp_path, size, how)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box was truncated by another process; the job continues, this rank is no"
-        " longer recorded"
+        (
+            f"{tmp_path}/rank0.box was truncated by another process; the job continues, this rank is no"
+            " longer recorded"
+        )
     ]
     assert answer["size"] == size
 
@@ -572,8 +574,10 @@ def test_table_that_cannot_grow(tmp_path: Path) -> None:
     shown that is not whole."""
     (answer,), _ = run(GROWN, tmp_path)
     assert answer["lost"] == [
-        f"{tmp_path}/rank0.box cannot grow (File too large); the job continues, this rank is no"
-        " longer recorded"
+        (
+            f"{tmp_path}/rank0.box cannot grow (File too large); the job continues, this rank is no"
+            " longer recorded"
+        )
     ]
     box = read_box(tmp_path / "rank0.box")
     events = list(box.events())

@@ -244,7 +244,7 @@ def test_work_grows_as_the_ranks_do(fault: str, made: Made) -> None:
         heard = load_calls(folder, processes=0)
         work[ranks] = (
             calls_made(lambda folder=folder: load_calls(folder, processes=0)),
-            calls_made(lambda: judged(heard)),
+            calls_made(lambda heard=heard: judged(heard)),
         )
     for few, many in zip(work[256], work[RANKS], strict=True):
         assert many / few < 1.25 * RANKS / 256, work

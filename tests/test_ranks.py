@@ -497,8 +497,10 @@ def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         rank_log("x", folder=tmp_path, rank=0)
     path = tmp_path / "log_rank_0.txt"
     assert [record.getMessage() for record in caplog.records] == [
-        f"torchwhere: {path} cannot be written (No space left on device): lines are lost, the job"
-        " goes on"
+        (
+            f"torchwhere: {path} cannot be written (No space left on device): lines are lost, the job"
+            " goes on"
+        )
     ]
 
 

@@ -47,7 +47,8 @@ class FileResult:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the tests that are running are ended too
+    # Exit by an exception, so that the running tests are terminated too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     checkout = Checkout(options.checkout, limit_s=options.limit)
     wanted = [TestFile(path, options.keyword) for path in options.files] or list(DEFAULT)
     missing = [file.path for file in wanted if not checkout.has(file.path)]

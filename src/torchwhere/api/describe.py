@@ -239,10 +239,9 @@ def _mesh(mesh: Any) -> str:
     at = mesh.get_coordinate()
     if at is None:
         return f"{text}; this rank is not in it"
-    return (
-        f"{text}; this rank is at"
-        f" {', '.join(f'{dim}={i}' if dim else str(i) for dim, i in zip(found.dims, at, strict=True))}"
-    )
+    coordinates = zip(found.dims, at, strict=True)
+    own = ", ".join(f"{dim}={i}" if dim else str(i) for dim, i in coordinates)
+    return f"{text}; this rank is at {own}"
 
 
 def _ranks(text: str) -> str:

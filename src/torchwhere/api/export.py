@@ -63,8 +63,10 @@ class Exported(Shown):
         ranks = f"{len(self.ranks)} rank{'s' * (len(self.ranks) != 1)}"
         said = f"{self.events:,} events of {ranks} in {self.path} ({self.bytes:,} bytes)"
         lost = [
-            f"not there: {self.overwritten:,} older events, overwritten in the rings (see"
-            " --records)"
+            (
+                f"not there: {self.overwritten:,} older events, overwritten in the rings (see"
+                " --records)"
+            )
         ] * bool(self.overwritten)
         return "\n  ".join([said, *lost, *self.caveats[:_MOST_CAVEATS]])
 

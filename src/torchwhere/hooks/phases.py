@@ -179,8 +179,8 @@ class PhaseRecorder:
             words[track.cursor + CURSOR_PHASE] = entry
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _BEGIN, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call, line, graph,
-                entry, 0, spot.param,
+                _BEGIN, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module,
+                spot.call, line, graph, entry, 0, spot.param,
             )
             # fmt: on
         except Exception as error:
@@ -210,8 +210,8 @@ class PhaseRecorder:
             words[track.cursor + CURSOR_PHASE] = _entry(_innermost.get(), track)
             # fmt: off
             words[track.cursor + CURSOR_RECORD] = box.record(
-                _END, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module, spot.call, phase.line,
-                phase.graph, phase.entry, 0, spot.param, took,
+                _END, now, spot.pass_, spot.flags, track.number, self._counter.step, spot.module,
+                spot.call, phase.line, phase.graph, phase.entry, 0, spot.param, took,
             )
             # fmt: on
         except Exception as error:

@@ -338,8 +338,10 @@ def _limits(snapshot: HostSnapshot, ranks: list[int]) -> list[str]:
     is_cut = snapshot.is_cut and ranks
     return (
         [
-            f"of {_named(ranks)}, on host {snapshot.host}, only the last {CALLS} collectives were"
-            " compared"
+            (
+                f"of {_named(ranks)}, on host {snapshot.host}, only the last {CALLS} collectives were"
+                " compared"
+            )
         ]
         if is_cut
         else []

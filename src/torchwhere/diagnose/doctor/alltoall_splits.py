@@ -49,8 +49,10 @@ class Unfitting:
 
     def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
         said = [
-            f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks'
-            " send is not what others take."
+            (
+                f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks'
+                " send is not what others take."
+            )
         ]
         said += [
             f"  rank {source} sends {sent} elements to rank {destination}, which takes {taken}"

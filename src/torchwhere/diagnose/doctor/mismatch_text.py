@@ -88,7 +88,9 @@ def _of_threads(context: Context, found: Mismatch) -> list[str]:
         if len(threads) > 1:
             named = " and ".join(sorted(threads)[:2])
             return [
-                f"Rank {rank} uses this group from {len(threads)} threads, {named}: which of them"
-                " comes first is chance."
+                (
+                    f"Rank {rank} uses this group from {len(threads)} threads, {named}: which of them"
+                    " comes first is chance."
+                )
             ]
     return []

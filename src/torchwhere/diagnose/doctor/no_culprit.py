@@ -51,12 +51,8 @@ def on_given_up(context: Context) -> tuple[str, ...]:
 def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
     if context.have_finished:
         count = len(context.job_calls.by_rank)
-        return (
-            (
-                f"{f'The {count} ranks that were heard' if context.no_data else f'All {count} ranks'}"
-                f" have finished. {found}"
-            ),
-        )
+        ranks = f"The {count} ranks with data" if context.no_data else f"All {count} ranks"
+        return (f"{ranks} have finished. {found}",)
     call = (
         next(iter(context.job_calls.by_rank.values())).last_collective
         if context.is_unknown_end

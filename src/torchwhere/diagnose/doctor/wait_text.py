@@ -213,8 +213,10 @@ def _went_on(rank_calls: RankCalls, record: int) -> list[str]:
     error = near[-1]
     text = first_line(str(error.fields.get("text")))
     return [
-        f"Rank {rank_calls.rank} had an exception before, and went on: {text}"
-        f" ({place_text(error.place)})."
+        (
+            f"Rank {rank_calls.rank} had an exception before, and went on: {text}"
+            f" ({place_text(error.place)})."
+        )
     ]
 
 
@@ -316,8 +318,10 @@ def _doubts(context: Context, blamed: list[int], wait: Wait) -> list[str]:
     if not any(context.job_calls.has_data(rank) for rank in blamed):
         who = "They are the only ones" if len(blamed) > 1 else f"Rank {blamed[0]} is the only one"
         return [
-            f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the"
-            " network or a device."
+            (
+                f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the"
+                " network or a device."
+            )
         ]
     others = [rank for rank in wait.no_data if rank not in blamed]
     said = [f"  whether {ranks_text(others)} came to it is not known"] if others else []
@@ -481,8 +485,10 @@ def on_dead_together(context: Context, dead: list[int]) -> tuple[str, ...]:
         if rank not in dead and context.state(rank) is State.DEAD
     ]
     said = [
-        f"A process ended, and it is not known whose went first. {ranks_text(dead).capitalize()}"
-        " failed of it:"
+        (
+            f"A process ended, and it is not known whose went first. {ranks_text(dead).capitalize()}"
+            " failed of it:"
+        )
     ]
     said.append(f"  {first_line(str(context.detail(dead[0])))}")
     if silent:
