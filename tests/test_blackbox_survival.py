@@ -34,16 +34,16 @@ NOTE = int(Kind.NOTE)
 PRELUDE = """
 import ctypes, faulthandler, fcntl, json, mmap, os, random, resource, signal, sys, threading, time
 from pathlib import Path
-from torchwhere.blackbox.layout import *
+from torchwhere.blackbox.file_format import *
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError
 
 folder = Path(sys.argv[1])
 CAPACITY = 64
 NOTE = 9
 
 def write(box, number):  # one record that can be checked by its number alone
-    module = box.intern(Sort.MODULE, f"module {number % 50}")
+    module = box.intern(EntryType.MODULE, f"module {number % 50}")
     text = box.text(json.dumps({"text": f"text {number}"}))
     found = box.record(NOTE, number + 1, 1, 0, 0, number % 1000, module, number % 7, 0, 0, 0, 0, 0, text)
     assert found == number
@@ -213,7 +213,7 @@ STUCK = """
 box = BoxWriter(folder / "rank0.box", meta={"rank": 0}, records=CAPACITY)
 for number in range(10):
     write(box, number)
-place = box.intern(Sort.MODULE, "layers.3.stuck") << MODULE_SHIFT | 1 << PASS_SHIFT | 2
+place = box.intern(EntryType.MODULE, "layers.3.stuck") << MODULE_SHIFT | 1 << PASS_SHIFT | 2
 box.words[box.cursor_at(0)] = place
 hold = ctypes.PyDLL(None).pause  # PyDLL keeps the GIL while it calls
 say(ready=True)
@@ -249,7 +249,7 @@ def interrupted(*_):
     tell(f"handler {interruptions}")
 
 def tell(text):
-    module, position = box.intern(Sort.MODULE, text), box.text(json.dumps({"text": text}))
+    module, position = box.intern(EntryType.MODULE, text), box.text(json.dumps({"text": text}))
     expected[box.record(NOTE, 1, 0, 0, 0, 0, module, 0, 0, 0, 0, 0, 0, position)] = text
 
 signal.signal(signal.SIGALRM, interrupted)
@@ -365,7 +365,7 @@ for number in range(100):
     write(box, number)
 os.truncate(box.path, int(sys.argv[2]))
 if "table first" in sys.argv:
-    box.intern(Sort.LINE, "train.py:1")
+    box.intern(EntryType.LINE, "train.py:1")
 for number in range(100, 300):
     box.record(NOTE, number + 1)
     box.text("text")
@@ -555,14 +555,14 @@ def test_file_size_limit(tmp_path: Path) -> None:
 GROWN = """
 lost = []
 box = BoxWriter(folder / "rank0.box", meta={"rank": 0}, records=CAPACITY, on_lost=lost.append)
-first = box.intern(Sort.MODULE, "a name with room")
+first = box.intern(EntryType.MODULE, "a name with room")
 most = os.path.getsize(box.path) + 50
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-ids = [box.intern(Sort.MODULE, f"a name without room {number}") for number in range(100)]
+ids = [box.intern(EntryType.MODULE, f"a name without room {number}") for number in range(100)]
 for number in range(200):
     box.record(NOTE, 1, 0, 0, 0, 0, ids[number % 100])
 box.record(NOTE, 1, 0, 0, 0, 0, first, 0, 0, 0, 0, 0, 0, box.text('{"text": "last"}'))
-assert len(set(ids)) == 100 and ids == [box.intern(Sort.MODULE, f"a name without room {number}") for number in range(100)]
+assert len(set(ids)) == 100 and ids == [box.intern(EntryType.MODULE, f"a name without room {number}") for number in range(100)]
 box.check_file()
 box.close()
 say(lost=lost)

@@ -228,17 +228,17 @@ CROWDED = """
 import os, sys, time
 from pathlib import Path
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.heart import BEAT_S, Heart
+from torchwhere.recorder.heartbeat import BEAT_S, Heartbeat
 
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 hogs = [os.fork() or exec("while True: pass") for _ in range(2)]
 box = BoxWriter(Path(sys.argv[1]), meta={"rank": 0})
-heart = Heart(box, on_rest=lambda: None)
-heart.start()
+heartbeat = Heartbeat(box, on_stall=lambda: None)
+heartbeat.start()
 end = time.monotonic() + 3.5 * BEAT_S
 while time.monotonic() < end:
     pass
-heart.stop()
+heartbeat.stop()
 for hog in hogs:
     os.kill(hog, 9)
 """
@@ -367,7 +367,7 @@ def test_a_witness_sees_its_neighbours(
         (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
     )
     assert (
-        f"what rank {VICTIM} did is known from what was read of its box before"
+        f"calls of rank {VICTIM} come from a snapshot of its box"
         in verdict.missing_data
     )
 

@@ -258,7 +258,7 @@ def test_forks_signals_and_no_stdout() -> None:
     done = python("""
 import os, signal, sys, threading
 from torchwhere import print_rank, rank_log
-from torchwhere.whole_lines import _lock
+from torchwhere.core.locked_write import _lock
 held = threading.Event(); over = threading.Event()
 def hold():
     with _lock._threads:
