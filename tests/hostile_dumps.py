@@ -138,7 +138,7 @@ CROOKED = {
     "a JSON list": (b"[1]", "neither a pickle nor JSON"),
     "a program": (b"\x7fELF" + bytes(60), "neither a pickle nor JSON"),
     "a pickle of old": (pickle.dumps({"a": 1}, protocol=0), "neither a pickle nor JSON"),
-    "nothing": (b"", "empty: its rank was about to write it"),
+    "nothing": (b"", "empty: its rank has not written it yet"),
     "no version": (pickle.dumps({"entries": []}, protocol=2), "it has no version"),
     "no entries": (pickle.dumps({"version": "2.10"}, protocol=2), "neither entries nor groups"),
     "a number for a version": (

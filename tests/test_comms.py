@@ -193,8 +193,8 @@ def test_groups_of_one_mesh_dimension_share_a_label(tmp_path: Path) -> None:
     assert found.groups == {"tp": 2, "group 3": 0, "mine": 0, "group 5": 0}
 
 
-def test_overwritten_events_are_said(tmp_path: Path) -> None:
-    """What a full ring has lost is not silently left out of the sums."""
+def test_overwritten_events_are_reported(tmp_path: Path) -> None:
+    """The result reports events that a full ring has lost."""
     found = read(tmp_path, [Call("", Pass.FORWARD, REDUCE)] * 100, records=16)
     assert found.root.total().count == 16
     assert found.overwritten == {0: 84}
@@ -270,8 +270,8 @@ def test_counting_one_by_one_is_counting_at_once(tmp_path: Path) -> None:
 
 
 def test_views_of_a_run(tmp_path: Path) -> None:
-    """Counts by module, pass, group and line, and the part of it that was issued in, or serves, a
-    module."""
+    """Counts by module, pass, group and line, and the counts that a module issued or that
+    serve it."""
     calls = [
         Call("a", Pass.FORWARD, GATHER, "b", line="x.py:1"),
         Call("a.c", Pass.BACKWARD, SCATTER, ["a.weight", "d.weight"], group="tp", line="x.py:2"),
@@ -445,5 +445,5 @@ def test_wide_characters_are_aligned_by_cells(tmp_path: Path) -> None:
     ],
 )
 def test_amount(nbytes: float, said: str) -> None:
-    """Bytes are said with a unit and at most three digits before the point."""
+    """Bytes are printed with a unit and at most three digits before the point."""
     assert text.amount(nbytes) == said

@@ -1,5 +1,5 @@
-"""Where ranks part: healthy runs of every kind have no difference, planted ones are found where
-they are."""
+"""Where ranks diverge: healthy runs of every kind have no difference, and planted differences are
+found at their place."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def test_healthy_runs_have_no_difference(four_ranks: Pool, tmp_path: Path, kind:
 def test_stages_of_a_pipeline_differ_by_design(
     four_ranks: Pool, tmp_path: Path, stages: int, said: str
 ) -> None:
-    """Stages of a pipeline are told from replicas by their messages, and compared each by itself:
-    no alarm."""
+    """Pipeline stages are recognised by their messages and compared within each stage: no
+    difference."""
     four_ranks.run(_pipeline, tmp_path, stages, checks_itself=True)
     found = compared(tmp_path)
     assert found.is_equal
@@ -362,7 +362,7 @@ def events(folder: Path, **options: Any) -> Comparison:
 
 
 def briefly(found: Comparison) -> list[Any]:
-    """Of each parting: kind, step, and who has what on which line."""
+    """For each divergence: kind, step, and the entry and line of each version."""
     return [
         (
             divergence.kind,
@@ -510,8 +510,8 @@ def test_two_ends_of_a_message_must_agree(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_ends_early(tmp_path: Path) -> None:
-    """A rank that ended in order before the others parts from them; one that was killed is compared
-    as far as it came."""
+    """A rank that exits before the others diverges from them; a killed rank is compared up to its
+    last event."""
     for number in range(4):
         rank = Rank(tmp_path, number)
         for _ in range({1: 2, 3: 2}.get(number, 3)):
@@ -549,8 +549,8 @@ def test_all_were_killed_at_once(tmp_path: Path) -> None:
 
 
 def test_rings_that_have_gone_round(tmp_path: Path) -> None:
-    """Only steps that all rings still have as a whole are compared, and that is said; what differs
-    before them is not seen."""
+    """Only steps that are complete in all rings are compared, with a remark; earlier differences
+    stay unseen."""
     for number in range(3):
         rank = Rank(tmp_path, number, records=64 if number == 1 else 4096)
         for step in range(40):
@@ -631,7 +631,8 @@ def test_values_in_notes(tmp_path: Path) -> None:
 
 
 def test_other_threads_and_compilations(tmp_path: Path) -> None:
-    """Events of other threads, and compilations, come when they come: left out, and said."""
+    """Events of other threads and compilations have no fixed order: they are left out, with a
+    remark."""
     for number in range(3):
         rank = Rank(tmp_path, number, world=3)
         for _ in range(number):
@@ -676,8 +677,8 @@ def test_only_some_ranks(tmp_path: Path) -> None:
 
 
 def test_many_ranks(tmp_path: Path) -> None:
-    """Of 200 ranks in numbered groups of 8, the one that differs is found, and those that each
-    differ are told apart."""
+    """Among 200 ranks in numbered groups of 8, the rank that differs is found, and ranks that each
+    differ are separate cohorts."""
     for number in range(200):
         own = {
             "name": str(1000 + number // 8),
@@ -709,8 +710,8 @@ def test_many_ranks(tmp_path: Path) -> None:
 
 
 def test_very_many_ranks(tmp_path: Path) -> None:
-    """Of more boxes than are kept in memory a few are at a time; what a running job has overwritten
-    meanwhile is said."""
+    """With many boxes only a few are in memory at a time; an event that a running job has
+    overwritten is marked."""
     make(Job(288, steps=2, records=128, fault="shape", victim=3), tmp_path)
     before, seen = live_boxes(), []
 
@@ -776,8 +777,8 @@ def test_logs_that_say_the_same(tmp_path: Path) -> None:
 
 
 def test_another_line(tmp_path: Path) -> None:
-    """Ranks part at the first line that says something else, each cohort goes on by itself, the
-    smaller one is named."""
+    """Ranks diverge at the first different line, each cohort is compared further, and the smaller
+    one is the minority."""
     usual = [f"step {number} ok" for number in range(8)]
     more = [*usual[:5], "gradient overflow, skipping", *usual[5:]]
     found = logs(tmp_path, [usual, more, usual, [*usual[:7], "saving", "saved"], usual])
@@ -800,7 +801,7 @@ def test_another_line(tmp_path: Path) -> None:
 
 
 def test_a_log_that_ends(tmp_path: Path) -> None:
-    """A log that is a part of the others ends where they go on; an empty one at once."""
+    """A log that is a prefix of the others ends where they go on; an empty one ends at once."""
     found = logs(tmp_path, [["a", "b", "c"], ["a", "b"], ["a", "b", "c"], []])
     assert [
         [(v.ranks, v.entry and v.entry.text) for v in divergence.versions]
@@ -812,8 +813,7 @@ def test_a_log_that_ends(tmp_path: Path) -> None:
 
 
 def test_other_values(tmp_path: Path) -> None:
-    """Lines that say the same about other values are told once, apart from lines that say something
-    else."""
+    """Lines that differ only in values are reported once, separately from different lines."""
     texts = [[f"loss {rank + number / 10}" for number in range(5)] for rank in range(3)]
     texts[2].insert(3, "restarting")
     found = logs(tmp_path, texts)
@@ -922,7 +922,7 @@ def test_what_may_differ() -> None:
 
 
 def test_what_is_a_value() -> None:
-    """Values are numbers that are no part of a name, a version or a place in the code."""
+    """Values are numbers that do not belong to a name, a version or a code line."""
     text = 'layers.0.w 2.13.0 loss -0.5e-3 nan [4, 8] 5% train.py:12 File "a.py", line 3, x1'
     assert (
         skeleton(text) == 'layers.0.w 2.13.0 loss # # [#, #] #% train.py:12 File "a.py", line 3, x1'
@@ -997,9 +997,9 @@ def test_ids_never_matter_and_values_always_do(words: list[str], a: int, b: int)
 
 @settings(max_examples=200, deadline=None)
 @given(places=st.lists(st.dictionaries(st.integers(0, 7), st.integers(0, 2)), max_size=8))
-def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
-    """Every rank is in one cohort; ranks part only where they have different things, and never come
-    together again."""
+def test_cohorts_are_only_split(places: list[dict[int, int]]) -> None:
+    """Every rank is in one cohort; cohorts are split only where ranks have different items, and
+    never merged."""
     cohorts, parted = Cohorts([range(8)]), set()
     for place in places:
         before = {rank: cohort for cohort in cohorts.all for rank in cohort}
@@ -1020,8 +1020,9 @@ def test_cohorts_only_come_apart(places: list[dict[int, int]]) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8))
-def test_coming_together_again(one: list[str], other: list[str]) -> None:
-    """Two lines that follow in both, after the fewest left out; None where there are none."""
+def test_rejoined_logs(one: list[str], other: list[str]) -> None:
+    """Two equal consecutive lines in both logs, after the fewest skipped lines; None without
+    any."""
     pairs = [
         (a, b)
         for a in range(len(one) - 1)
@@ -1158,7 +1159,7 @@ def test_logs_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_needs_no_torch(tmp_path: Path) -> None:
-    """The comparison works where there is no torch."""
+    """The comparison works without torch."""
     example(tmp_path)
     code = (
         f"import sys; from torchwhere.cli import main; code = main(['diff', {str(tmp_path)!r}]); "

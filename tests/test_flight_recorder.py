@@ -274,7 +274,8 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
     ids=["op", "shape", "dtype"],
 )
 def test_mismatch(other: dict[str, Any], differs_in: list[str], tmp_path: Path) -> None:
-    """Ranks that issued something different at one number: who, where, and in what."""
+    """Ranks that issued different calls at one number: the ranks, the number, and the
+    difference."""
     recorders = [
         r.call(**(other if r.rank == VICTIM else {}), line=20 + r.rank, state="scheduled")
         for r in four()
@@ -287,7 +288,7 @@ def test_mismatch(other: dict[str, Any], differs_in: list[str], tmp_path: Path) 
 
 def test_silent_mismatch(tmp_path: Path) -> None:
     """Two reductions of one shape in the other order: nothing fails, and the lines in the dumps
-    tell."""
+    show it."""
     recorders = [Recorder(rank) for rank in range(WORLD)]
     for step in range(5):
         for recorder in recorders:
@@ -300,14 +301,14 @@ def test_silent_mismatch(tmp_path: Path) -> None:
 
 
 def test_together(tmp_path: Path) -> None:
-    """All are in one collective, none is missing: nobody is blamed."""
+    """All ranks are in one collective and none is missing: no rank is blamed."""
     verdict = diagnose_folder(tmp_path, [recorder.call(state="started") for recorder in four()])
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("together", (), "exact")
     assert "No rank is missing from any collective." in verdict.explanation[0]
 
 
 def test_healthy(tmp_path: Path) -> None:
-    """All have completed all: nothing is wrong, as far as dumps can tell."""
+    """All ranks have completed everything: healthy, as far as dumps show."""
     verdict = diagnose_folder(tmp_path, four())
     assert (verdict.kind, verdict.certainty) == ("healthy", "inferred")
     assert verdict.explanation == ("The dumps of 4 ranks agree, and nothing in them is pending.",)
@@ -334,8 +335,8 @@ def test_dumps_of_different_moments(tmp_path: Path) -> None:
 
 
 def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
-    """The root of a broadcast may be done before anybody has come: who is behind then is still
-    missing."""
+    """The root of a broadcast may complete it before any other rank arrives: ranks behind it are
+    still missing."""
     recorders = four()
     recorders[0].call("broadcast").call("broadcast", state="started")
     for recorder in (recorders[1], recorders[3]):
@@ -344,9 +345,9 @@ def test_completion_of_a_broadcast_proves_nothing(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits) == ("missing", (VICTIM,))
 
 
-def test_who_waits_is_not_blamed_for_being_late(tmp_path: Path) -> None:
-    """Who is still in a collective that all have issued is not the one that is missing from the
-    next."""
+def test_held_ranks_are_not_blamed(tmp_path: Path) -> None:
+    """A rank that is still in a collective which all ranks have issued is not missing from the next
+    one."""
     recorders = four()
     for recorder in recorders:
         recorder.call(
@@ -365,9 +366,9 @@ def test_who_waits_is_not_blamed_for_being_late(tmp_path: Path) -> None:
     assert verdict.collective["number"] == 5
 
 
-def test_of_those_who_are_late_only_who_does_not_wait_is_blamed(tmp_path: Path) -> None:
-    """Of two ranks that are missing, the one that is still in what all have issued is not a
-    culprit."""
+def test_only_missing_ranks_without_a_wait_are_blamed(tmp_path: Path) -> None:
+    """Of two missing ranks, the one that is still in a collective which all ranks have issued is
+    not a culprit."""
     recorders = four()
     for recorder in recorders:
         recorder.call("broadcast", state="started" if recorder.rank == 0 else "completed")
@@ -405,8 +406,8 @@ def test_messages(tmp_path: Path) -> None:
 
 
 def test_messages_whose_beginning_is_lost(tmp_path: Path) -> None:
-    """Rings that have lost different numbers of messages: they are not matched, which is said, and
-    nobody is blamed."""
+    """Messages are not matched if rings have lost different numbers of them; this is reported, and
+    no rank is blamed."""
     verdict = diagnose_folder(tmp_path, [ring(rank, 9).forget(3 + rank) for rank in range(WORLD)])
     assert verdict.culprits == ()
     assert any(
@@ -415,7 +416,8 @@ def test_messages_whose_beginning_is_lost(tmp_path: Path) -> None:
 
 
 def test_batch_of_messages(tmp_path: Path) -> None:
-    """A batch of messages is matched message by message; what only ends it is no message."""
+    """A batch of messages is matched message by message; the entry that ends it is not a
+    message."""
     recorders = [Recorder(rank) for rank in (0, 1)]
     for here, there in ((0, 1), (1, 0)):
         for _ in range(3):
@@ -466,8 +468,7 @@ def test_rank_without_a_dump(tmp_path: Path) -> None:
 
 
 def test_half_written_dump(tmp_path: Path) -> None:
-    """A dump that is cut is no proof that its rank stayed behind; that ranks differ it still
-    proves."""
+    """A cut dump does not prove that its rank is behind; it still proves that ranks differ."""
     recorders = [r.call(state="started") for r in four()]
     diagnose_folder(tmp_path, recorders)
     path = tmp_path / f"nccl_trace_rank_{VICTIM}"
@@ -505,8 +506,7 @@ def test_wrapped_rings(tmp_path: Path) -> None:
 
 
 def test_group_that_left_the_ring(tmp_path: Path) -> None:
-    """A rank whose ring has nothing of a group any more is not blamed there; that it is not known
-    is said."""
+    """A rank whose ring holds nothing of a group any more is not blamed there; this is reported."""
     busy = ("1", "busy")
     groups = {DEFAULT: [0, 1, 2, 3], busy: [0, 1, 2, 3]}
     recorders = [Recorder(rank, groups=groups).calls(2, op="broadcast") for rank in range(WORLD)]
@@ -519,9 +519,9 @@ def test_group_that_left_the_ring(tmp_path: Path) -> None:
     assert said in verdict.missing_data
 
 
-def test_numbers_that_nobody_records(tmp_path: Path) -> None:
-    """gloo counts what it does not record (a monitored barrier): such holes are no reason not to
-    compare."""
+def test_numbers_that_no_rank_records(tmp_path: Path) -> None:
+    """gloo counts calls that it does not record (a monitored barrier): such gaps do not prevent the
+    comparison."""
     recorders = four()
     for recorder in recorders:
         recorder._numbers["0", False] += 2
@@ -550,7 +550,7 @@ def test_any_name(name: str, tmp_path: Path) -> None:
 
 
 def test_dumps_of_another_time(tmp_path: Path) -> None:
-    """Of two sets of dumps in one folder the newer one is read; that there is another is said."""
+    """Of two sets of dumps in one folder the newer one is read; the other one is reported."""
     for recorder in four():
         recorder.write(tmp_path, name="old_{}")
         for entry in recorder.call(state="started").entries:
@@ -650,7 +650,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_needs_no_torch(tmp_path: Path) -> None:
-    """Dumps are read where there is no torch."""
+    """Dumps are read without torch."""
     for recorder in four():
         recorder.write(tmp_path)
     code = (

@@ -171,8 +171,8 @@ def test_a_watch_keeps_the_layout(two_ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_a_layout_that_changed(two_ranks: Pool, tmp_path: Path) -> None:
-    """What changed after the first step is written again at the end; the last one is taken, and
-    that is said."""
+    """A layout that changed after the first step is written again at the end; the last one counts,
+    with a remark."""
     answers = two_ranks.run(_train, tmp_path, True)
     assert [count for _, count in answers] == [2, 2]
     found = layouts(read_run(tmp_path))
@@ -254,7 +254,7 @@ def test_wrappers_around_the_watched_model(one_rank: None, tmp_path: Path) -> No
 
 def test_a_job_without_steps(tmp_path: Path) -> None:
     """Without a step (inference) the layout is written when the watch ends; a loss without
-    parameters is no model."""
+    parameters is not a model."""
     with torchwhere.watch(out=tmp_path):
         nn.MSELoss()(Model()(batch()), torch.zeros(4, 8))
     model = Model()
@@ -279,7 +279,7 @@ def test_pipeline_stage_in_the_box(one_rank: None, tmp_path: Path) -> None:
 def test_an_error_never_reaches_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A layout that cannot be taken is said once and not tried again; the job goes on."""
+    """A layout that cannot be read is logged once and not tried again; the job goes on."""
     tries = []
 
     def fails(models: object) -> Layout:
@@ -303,7 +303,7 @@ def test_an_error_never_reaches_the_job(
 
 
 def test_nothing_is_taken_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A watch in memory keeps no layout: nobody could read it."""
+    """A watch in memory stores no layout: no reader could get it."""
     monkeypatch.setattr(sense, "layout_of", lambda models: pytest.fail("taken"))
     with torchwhere.watch():
         Model()(batch())
@@ -375,8 +375,9 @@ def test_damaged_layouts_are_left_out(tmp_path: Path) -> None:
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def test_what_must_differ_is_said_and_not_counted() -> None:
-    """Uneven parts and the ranks of groups differ by design: alike, and in words."""
+def test_differences_by_design_are_not_counted() -> None:
+    """Uneven shards and the ranks of groups differ by design: the layouts are equal, with a
+    remark."""
     found = compare(made(rank, rows=9) for rank in range(4))
     assert found.is_alike
     assert [cohort.ranks for cohort in found.cohorts] == [[0, 1, 2, 3]]
@@ -460,8 +461,8 @@ def test_differences_of_units_and_modules() -> None:
 
 
 def test_bytes_and_paddings_of_units_are_a_ranks_own() -> None:
-    """What a unit holds and pads on a rank is no difference; neither is how its own parts happen to
-    fold."""
+    """The bytes and padding of a unit on a rank are not a difference; neither is the folding of its
+    layers."""
     layout = made(1)
     padded = [
         dataclasses.replace(unit, local_bytes=7, padding_bytes=3, state_bytes=9)
@@ -472,7 +473,7 @@ def test_bytes_and_paddings_of_units_are_a_ranks_own() -> None:
 
 
 def test_pipeline_stages_are_cohorts_by_design() -> None:
-    """Ranks of different stages are compared among themselves; the stages are said."""
+    """Ranks are compared only within their stage; a remark lists the stages."""
     ranks = [made(rank, stage=rank // 4, depth=4 + rank // 4) for rank in range(8)]
     found = compare(ranks)
     assert found.is_alike
@@ -509,9 +510,9 @@ def test_ranks_that_disagree_about_a_group() -> None:
     )
 
 
-def test_parts_that_are_not_what_the_placements_give() -> None:
-    """A rank that holds another part than its placements say is remarked on; it may be meant so,
-    and the ranks stay alike."""
+def test_shards_that_differ_from_their_placements() -> None:
+    """A shard that differs from its placements is a remark; it may be intended, and the layouts
+    stay equal."""
     found = compare(
         changed(made(rank), 1, local_shape=(3, 4)) if rank == 2 else made(rank) for rank in range(4)
     )
@@ -522,8 +523,8 @@ def test_parts_that_are_not_what_the_placements_give() -> None:
 
 
 def test_ten_thousand_ranks() -> None:
-    """Many ranks, each with parts and groups of its own, are one cohort; the time is linear in
-    their number."""
+    """Many ranks, each with its own shards and groups, are one cohort; the time is linear in their
+    number."""
 
     def seconds(count: int) -> float:
         ranks = [made(rank, dp=count // 4, tp=4, rows=count * 3 + 1) for rank in range(count)]
@@ -539,7 +540,7 @@ def test_ten_thousand_ranks() -> None:
 
 
 def test_many_cohorts() -> None:
-    """Where every rank differs, what is said stays short, and nothing is lost in the JSON."""
+    """If every rank differs, the text stays short, and the JSON has everything."""
     found = compare(swapped(made(rank), cls=f"Model{rank}") for rank in range(200))
     assert len(found.cohorts) == 200
     assert len(found.to_dict()["cohorts"]) == 200
@@ -561,8 +562,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tree of the ranks that agree, then who differs and where first, then what differs as it
-    must."""
+    """The tree of the largest cohort, then the differing ranks with their first difference, then
+    differences by design."""
     assert main(["layout", str(folder)]) == 0
     assert_golden("differ", capsys.readouterr().out)
 
@@ -574,8 +575,8 @@ def test_command_for_one_rank(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_command_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--json` is one object with everything: cohorts with their layouts and differences, and what
-    was said."""
+    """`--json` is one object with everything: cohorts with their layouts and differences, and the
+    remarks."""
     assert main(["layout", str(folder), "--json"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     found = json.loads(line)
@@ -587,7 +588,7 @@ def test_command_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_command_needs_no_torch(folder: Path) -> None:
-    """A run can be looked at where there is no torch."""
+    """The command works without torch."""
     code = (
         "import sys; sys.modules['torch'] = None\nfrom torchwhere.cli import"
         f" main\nsys.exit(main(['layout', {str(folder)!r}]))"
@@ -617,7 +618,7 @@ def test_boxes_without_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_layout_of_a_newer_writer(tmp_path: Path) -> None:
-    """A layout that cannot be understood counts as none: that is said, and nothing raises."""
+    """A layout with unknown keys counts as missing, with a remark, and nothing raises."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "world_size": 1}, records=16)
     box.intern_many(
         EntryType.LAYOUT,
@@ -628,7 +629,7 @@ def test_a_layout_of_a_newer_writer(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_the_golden_texts() -> None:
-    """What stands on docs/layout.md is what is printed."""
+    """docs/layout.md shows what the command prints."""
     page = (Path(__file__).parent.parent / "docs" / "layout.md").read_text()
     for name in ("layout-hsdp", "layouts-mesh"):
         assert (GOLDEN / f"{name}.txt").read_text() in page

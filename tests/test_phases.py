@@ -36,7 +36,7 @@ START = 10**12  # of the clock of the tests
 
 
 class Clock:
-    """A clock that goes only when told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_ns = START
@@ -436,8 +436,8 @@ def test_compiled_code_has_no_phases_and_no_breaks(backend: str) -> None:
     torch._dynamo.reset()
 
 
-def test_phases_while_nobody_watches() -> None:
-    """Without a watch a phase keeps nothing, on no thread and in no context."""
+def test_phases_without_a_watch() -> None:
+    """Without a watch a phase stores nothing, on any thread and in any context."""
 
     def look() -> None:
         with torchwhere.phase("nobody"):
@@ -450,7 +450,7 @@ def test_phases_while_nobody_watches() -> None:
 def test_our_errors_stay_ours(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error inside a phase's own bookkeeping is said once, switches phases off, and never
+    """An error inside a phase's own bookkeeping is logged once, switches phases off, and never
     reaches the program."""
     with torchwhere.watch():
         session = current()
@@ -467,7 +467,7 @@ def test_our_errors_stay_ours(
 
 @pytest.mark.parametrize(("what", "kind"), [(5, "int"), (None, "NoneType")])
 def test_only_functions_are_decorated(what: Any, kind: str) -> None:
-    """Decorating what is no function is a TypeError that says so."""
+    """Decorating anything but a function is a TypeError that says so."""
     with pytest.raises(TypeError, match=rf"^phase\('data'\) decorates a function, got {kind}$"):
         torchwhere.phase("data")(what)
 
@@ -526,8 +526,8 @@ def test_sums_outlive_the_ring(four_rank_run: tuple[Path, list[dict[str, Any]]])
 
 
 def test_table_over_ranks(four_rank_run: tuple[Path, list[dict[str, Any]]]) -> None:
-    """Over many ranks: what each took, who was slowest and who fastest, and a phase that only one
-    rank has."""
+    """Over many ranks: the time of each, the slowest and the fastest rank, and a phase that only
+    one rank has."""
     found = torchwhere.phases(four_rank_run[0])
     row = found["forward", "attention"]
     assert {rank: times.total_ns / MS for rank, times in row.by_rank.items()} == {
@@ -563,8 +563,8 @@ def test_how_it_looks(four_rank_run: tuple[Path, list[dict[str, Any]]], width: i
 def test_the_command(
     four_rank_run: tuple[Path, list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`torchwhere phases` prints the table; `--json` everything; `--rank` one rank, and one that is
-    not there is said."""
+    """`torchwhere phases` prints the table, `--json` everything, `--rank` one rank; a missing rank
+    is an error."""
     folder = str(four_rank_run[0])
     assert cli.main(["phases", folder]) == 0
     assert capsys.readouterr().out.rstrip("\n") == str(torchwhere.phases(folder))
@@ -640,7 +640,7 @@ def test_a_box_whose_words_do_not_fit_together() -> None:
 
 
 def test_a_box_without_steps() -> None:
-    """Where the time of the steps is not known there is no share, and no division by it."""
+    """Without the time of the steps there is no share, and no division by zero."""
     found = table({0: ({PhaseKey(("data",), True): PhaseSum(1, MS, MS)}, START)})
     assert found["data"].all.share is None
     assert shown(found)[1:] == [
@@ -659,7 +659,7 @@ def test_hostile_names_are_inert(tmp_path: Path) -> None:
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    """What is no run is a TypeError, a folder without boxes and a rank that is not there a
+    """A value that is not a run is a TypeError; a folder without boxes or a missing rank is a
     TorchwhereError."""
     with pytest.raises(
         TypeError, match=r"^phases\(run\): expected a folder, a Run or nothing, got int$"
@@ -675,7 +675,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert shown(torchwhere.phases(tmp_path)) == ["no phase was recorded"]
 
 
-def test_nobody_has_watched_yet() -> None:
+def test_phases_before_any_watch() -> None:
     """A process that was never watched gets an empty table that says so: printing it may stay in a
     script."""
     code = (

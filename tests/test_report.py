@@ -1,5 +1,5 @@
-"""The data of the report: what each part says of real runs with known numbers, of a thousand ranks,
-and of damaged boxes."""
+"""The data of the report: every section for real runs with known numbers, for a thousand ranks, and
+for damaged boxes."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ def test_time_of_modules_adds_up(real: dict[str, Any]) -> None:
 
 
 def test_collectives_of_groups(real: dict[str, Any]) -> None:
-    """Per group every number, its bytes, step and line, who was there; and what one rank moves in a
-    step."""
+    """For each group every call with its bytes, step, line and arrivals, and the bytes of one rank
+    in a step."""
     groups = {(each["group"], tuple(each["members"])): each for each in real["collectives"]}
     assert {key for key in groups if key[0] != "default"} == {
         *(("dp", pair) for pair in ((0, 2), (1, 3))),
@@ -218,7 +218,7 @@ def test_ranks(real: dict[str, Any]) -> None:
 
 
 def test_log_side_by_side(real: dict[str, Any]) -> None:
-    """What ranks noted stands in one row: one that a rank alone has, and one with another value,
+    """Equal notes of ranks share a row; a note that only one rank has, and one with another value,
     are marked."""
     rows, first = real["log"]["rows"], real["log"]["first_difference"]
     assert real["log"]["ranks"] == [0, 1, 2, 3]
@@ -366,7 +366,7 @@ def test_time_of_nested_calls(tmp_path: Path) -> None:
 
 
 def test_time_of_calls_on_threads(tmp_path: Path) -> None:
-    """Threads are told apart, however their records come."""
+    """Calls of different threads are paired separately, in any order of their records."""
     one, other = called("a", called("a.b")), called("a", called("a.b"), thread=1)
     other = [span._replace(thread=1) for span in other]
     write(tmp_path, [span for pair in zip(one, other, strict=True) for span in pair])
@@ -387,8 +387,8 @@ def test_calls_that_only_find_out_shapes_do_not_count(tmp_path: Path) -> None:
 
 
 def test_time_of_calls_that_are_cut(tmp_path: Path) -> None:
-    """Of a call whose beginning the ring has lost, or that has not ended, there is no time; of
-    those inside it there is."""
+    """A call that has not ended, or whose begin the ring has lost, has no time; the calls inside it
+    have."""
     spans = [*called("", called("a"), called("b")), Span(1, ""), *called("a"), Span(1, "b")]
     write(tmp_path, spans, records=len(spans) - 3)
     assert times_in(tmp_path) == {
@@ -493,8 +493,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def test_hostile_names(tmp_path: Path) -> None:
-    """Names go through as they are, cut at 300 characters: whoever shows them makes them
-    harmless."""
+    """Names are passed on unchanged, cut at 300 characters: the view makes them safe."""
     names = [
         "<script>alert(1)</script>",
         "\x1b[31mred\x1b[0m",
@@ -545,8 +544,8 @@ class BoxWriterOf:
 
 
 def test_files_of_logs(tmp_path: Path) -> None:
-    """Lines of log files stand side by side after the events; a rank without a file is not
-    missed."""
+    """Lines of log files are side by side after the events; a rank without a file is not a
+    difference."""
     write(tmp_path, called("a"), world=3)
     for rank in (1, 2):
         write(tmp_path, called("a"), rank=rank, world=3)
@@ -629,7 +628,8 @@ def large(made: Made) -> dict[str, Any]:
 
 
 def test_ranks_of_a_large_job(large: dict[str, Any]) -> None:
-    """A column item for every rank; the culprit stands out; groups along all three dimensions."""
+    """Every column has an item for each rank; the culprit is marked; groups along all three
+    dimensions."""
     found = large["ranks"]
     columns = (
         "rank",
@@ -707,7 +707,7 @@ def test_layers_fold_over_stages_and_rings_that_wrapped(large: dict[str, Any]) -
 
 
 def test_a_difference_is_marked(made: Made) -> None:
-    """Where a rank gives another shape: the number, who, and what; the row is marked, the group
+    """A rank with another shape: number, ranks and calls are listed, the row is marked, the group
     comes first."""
     found = report_json(report_on(made("shape", ranks=64)))
     victim, first = VICTIM % 64, found["collectives"][0]
@@ -738,8 +738,8 @@ def test_a_straggler_is_marked(made: Made) -> None:
     assert {row["last_rank"] for row in group["rows"] if row["skew_ms"] > 20} == {victim}
 
 
-def test_ranks_that_nobody_waits_for(tmp_path: Path) -> None:
-    """Where ranks do not wait for each other a slow one is known by its steps, and not by a single
+def test_slow_ranks_without_waits(tmp_path: Path) -> None:
+    """If ranks do not wait for each other, a slow rank is found by many slow steps, not by a single
     one."""
     for rank in range(4):
         box = BoxWriter(tmp_path / box_name(rank), meta={"rank": rank, "world_size": 4}, records=64)
@@ -775,7 +775,7 @@ def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of more hosts than are aligned the wall clocks are compared, and that is said."""
+    """With too many hosts to align, wall clocks are compared, and the window says so."""
     monkeypatch.setattr(host_clocks, "MOST_HOSTS", 7)
     make(Job(64, steps=2, records=256), tmp_path)
     world = next(
@@ -788,8 +788,8 @@ def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_processes_that_read_bring_the_same_home(made: Made) -> None:
-    """A report of boxes that other processes read is the one of boxes read here."""
+def test_workers_give_the_same_report(made: Made) -> None:
+    """A report from boxes that workers read equals one from boxes read in this process."""
     folder = made("missing")
 
     def report(processes: int) -> str:
@@ -804,7 +804,7 @@ def test_processes_that_read_bring_the_same_home(made: Made) -> None:
 
 
 def test_a_report_without_digests(made: Made) -> None:
-    """Of a hearing that nothing was taken aside from: what the testimonies say, and no steps."""
+    """Without digests the report has the data of the calls, and no steps."""
     run, job_calls = load_calls(made("missing", ranks=64))
     found = make_report(
         run, job_calls=job_calls, verdict=diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
@@ -828,8 +828,8 @@ def test_work_grows_as_the_ranks_do(made: Made) -> None:
     assert work[RANKS] / work[256] < 1.1 * RANKS / 256, work
 
 
-def test_progress_is_told(made: Made) -> None:
-    """Whoever asks is told how many boxes have been read, of how many."""
+def test_progress_is_reported(made: Made) -> None:
+    """`on_progress` gets the number of boxes read so far, and of all."""
     told: list[tuple[int, int]] = []
     report_on(made("missing"), on_progress=lambda done, of: told.append((done, of)))
     assert told[-1] == (RANKS, RANKS)
@@ -840,8 +840,8 @@ def test_progress_is_told(made: Made) -> None:
 
 
 def test_damaged_boxes(made: Made, tmp_path: Path) -> None:
-    """Without one box, with one cut in its counts, one before its names, one of noise, and foreign
-    files: all is said."""
+    """A missing box, one cut in its counters, one before its names, one of noise, and foreign
+    files: all are reported."""
     shutil.copytree(made("missing", ranks=16), tmp_path / "run")
     boxes = tmp_path / "run"
     (boxes / "rank3.box").unlink()
@@ -887,7 +887,7 @@ def test_any_damage(seed: int, folder: Path, tmp_path: Path) -> None:
 
 
 def test_boxes_of_an_earlier_run(made: Made, tmp_path: Path) -> None:
-    """Boxes that another run has left in the folder are said, and nothing of them is counted."""
+    """Boxes of another run in the folder are reported and not counted."""
     shutil.copytree(made("missing", ranks=16), tmp_path / "run")
     meta = {"rank": 40, "world_size": 64, "run_id": "before", "started_ns": 5, "host": "old"}
     BoxWriter(tmp_path / "run" / box_name(40), meta=meta, records=64).close()
@@ -897,13 +897,13 @@ def test_boxes_of_an_earlier_run(made: Made, tmp_path: Path) -> None:
 
 
 def test_nothing_to_read(tmp_path: Path) -> None:
-    """An empty folder is said to be one."""
+    """An empty folder is an error that says so."""
     with pytest.raises(TorchwhereError, match=r"holds no black box \(\*\.box\)"):
         report_on(tmp_path)
 
 
-def test_a_hearing_of_whole_boxes(folder: Path) -> None:
-    """Counts of calls are the same, whether clerks or the boxes themselves were heard."""
+def test_calls_of_whole_boxes(folder: Path) -> None:
+    """Counts of calls are equal for batches of workers and for boxes in memory."""
     run = torchwhere.read_run(folder)
     counted = list(heard(run).counted(dict.fromkeys(run.boxes, (1, 2))))
     assert sum(int(each.counts.sum()) for each in counted) == 4 * 3 * STEPS

@@ -1,4 +1,4 @@
-"""Dumps from anybody: nothing in them is obeyed, and none of them costs more than it may."""
+"""Untrusted dumps: nothing in them is executed, and none exceeds its limits."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ class _Planted:
 
 
 def test_planted_command_does_not_run(tmp_path: Path) -> None:
-    """A file that runs code in whoever unpickles it runs nothing here; the other ranks' dumps are
-    read all the same."""
+    """A file that runs code when unpickled runs nothing here; the dumps of the other ranks are
+    still read."""
     (tmp_path / "dumps").mkdir()
     planted = pickle.dumps({**DUMP, "entries": [_Planted(tmp_path / "ran")]}, protocol=2)
     (tmp_path / "dumps" / "trace_0").write_bytes(planted)
@@ -270,7 +270,7 @@ def test_wrong_types_around_the_entries() -> None:
 
 
 def test_ranks_that_are_none() -> None:
-    """A list of ranks is matched, never evaluated: what is no such list makes no group."""
+    """A list of ranks is matched, never evaluated: any other text makes no group."""
     for ranks in (
         "[0, 1",
         "[0, 1]; 2",

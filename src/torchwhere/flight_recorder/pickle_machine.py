@@ -79,9 +79,9 @@ class PickleMachine:
             if at >= end:
                 raise EndOfDataError
             code = data[at]
-            if code == _BINGET and at + 1 < end and (known := ready.get(data[at + 1])) is not None:
-                stack.append(known[0])
-                self.shared += known[1]
+            if code == _BINGET and at + 1 < end and (entry := ready.get(data[at + 1])) is not None:
+                stack.append(entry[0])
+                self.shared += entry[1]
                 at += 2
             elif code == _LONG_BINPUT and at + 4 < end and stack and len(memo) < most:
                 index = data[at + 1] | data[at + 2] << 8 | data[at + 3] << 16 | data[at + 4] << 24
@@ -275,12 +275,12 @@ class PickleMachine:
             raise EndOfDataError
         index = data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24
         self.at = at + 4
-        known = self.ready.get(index)
-        if known is None:
+        entry = self.ready.get(index)
+        if entry is None:
             self.get(index)
         else:
-            self.stack.append(known[0])
-            self.add(known[1])
+            self.stack.append(entry[0])
+            self.add(entry[1])
 
     def add(self, weight: int) -> None:
         self.shared += weight
@@ -290,9 +290,9 @@ class PickleMachine:
     def weigh(self, container: Any) -> tuple[int, int]:
         """The number of items of a container when written out, and its depth. It may not change
         from here on."""
-        known = self.weights.get(id(container))
-        if known is not None:
-            return known
+        weighed = self.weights.get(id(container))
+        if weighed is not None:
+            return weighed
         self.weights[id(container)] = 1, 1
         weight, depth, deepest, level = 1, 0, 1, [container]
         while level:
@@ -302,11 +302,11 @@ class PickleMachine:
                 weight += len(outer)
                 for item in outer.values() if type(outer) is dict else outer:
                     if type(item) is dict or type(item) is list:
-                        known = self.weights.get(id(item))
-                        if known is None:
+                        weighed = self.weights.get(id(item))
+                        if weighed is None:
                             below.append(item)
                         else:
-                            weight, deepest = weight + known[0], max(deepest, depth + known[1])
+                            weight, deepest = weight + weighed[0], max(deepest, depth + weighed[1])
             level, deepest = below, max(deepest, depth)
             if deepest > self.caps.depth:
                 raise self.refuse(f"nested deeper than {self.caps.depth}")

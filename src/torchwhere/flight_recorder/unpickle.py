@@ -2,8 +2,8 @@
 
 Takes bytes, gives dicts, lists, tuples, strings, numbers, booleans and None. A pickle is a program;
 the interpreter (`pickle_machine.py`) knows only the instructions that build plain data. It imports
-and calls nothing, whatever the file contains. It allocates nothing on the word of a file: a string
-is cut out of the bytes that are there. `Caps` limits work, memory and depth.
+and calls nothing, whatever the file contains. It allocates nothing because a file announces it: a
+string is cut out of the bytes that are there. `Caps` limits work, memory and depth.
 
 Limits: keys are strings, tuples hold no containers, and a container never changes after its first
 reuse, so that nothing contains itself. Dumps of the flight recorder need no more.

@@ -144,8 +144,8 @@ def compare(of_ranks: Iterable[Layout]) -> Layouts:
     for _, same_stages in itertools.groupby(ordered, key=lambda cohort: cohort.stages):
         largest, *others = same_stages
         for cohort in others:
-            found = differences(cohort.layout, largest.layout, canon)
-            listed = list(itertools.islice(found, _MOST_DIFFERENCES + 1))
+            all_differences = differences(cohort.layout, largest.layout, canon)
+            listed = list(itertools.islice(all_differences, _MOST_DIFFERENCES + 1))
             cohort.differences = listed[:_MOST_DIFFERENCES]
             cohort.has_more = len(listed) > _MOST_DIFFERENCES
     by_design = [*_pipeline(ordered), *membership.expected()]

@@ -263,18 +263,18 @@ class _StreamReader:
         latest = np.where(is_known, self._times, _NEVER)
         earliest = np.where(is_known, self._times, _LATEST)
         first, last = earliest.argmin(axis=0).tolist(), latest.argmax(axis=0).tolist()
-        known = is_known.sum(axis=0).tolist()
+        counts = is_known.sum(axis=0).tolist()
         skew = (latest.max(axis=0) - earliest.min(axis=0)).tolist()
         arrived, differs = self._arrived(), self._differs(is_known, mismatch)
         rows = []
         for column, number in enumerate(range(self._first, self._end)):
-            has_time = known[column] > 0
+            has_time = counts[column] > 0
             rows.append(
                 self._row(
                     number,
                     first[column],
                     arrived=arrived[column],
-                    skew_ms=milliseconds(skew[column]) if known[column] > 1 else None,
+                    skew_ms=milliseconds(skew[column]) if counts[column] > 1 else None,
                     first_rank=self._ranks[first[column]] if has_time else None,
                     last_rank=self._ranks[last[column]] if has_time else None,
                     differs=differs[column],
@@ -318,8 +318,8 @@ class _StreamReader:
             calls.signature_id < 0 or calls.signature_id != self._calls[0].signature_id
             for calls in self._calls
         ):
-            for known, calls in zip(is_known, self._calls, strict=True):
-                if known.any():
+            for row, calls in zip(is_known, self._calls, strict=True):
+                if row.any():
                     low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
                     own = signature_ids(calls.packed_ids(low, high))
                     here = usual[low - self._first : high - self._first]
