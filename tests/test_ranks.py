@@ -184,8 +184,8 @@ def test_without_locks_it_still_prints(
 
 HOLDER = """
 import sys, time
-from torchwhere import whole_lines
-with whole_lines._lock.held(int(sys.argv[1])):
+from torchwhere.core import locked_write
+with locked_write._lock.held(int(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
 """
