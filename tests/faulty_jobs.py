@@ -505,7 +505,7 @@ def data_loader(victim: int) -> None:
         dist.all_reduce(batch)
 
 
-@fault("missing", line="program", words="a program it started")
+@fault("missing", line="program", words="a subprocess")
 def waits_for_a_program(victim: int) -> None:
     def copies() -> None:
         subprocess.run(["sleep", "600"], check=True)  # here: program
@@ -535,7 +535,7 @@ def lock(victim: int) -> None:
     train(victim, waits)
 
 
-@fault("missing", line="gil", spied_words="GIL held")
+@fault("missing", line="gil", spied_words="holds the GIL")
 def gil(victim: int) -> None:
     """In C, with the GIL held: no Python of this process runs any more."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)

@@ -89,11 +89,11 @@ def test_a_part_that_does_not_fit(tmp_path: Path) -> None:
         Certainty.INFERRED,
     )
     assert verdict.explanation == (
-        'In #0 of group "default", all_to_all_single, what ranks send is not what others take.',
-        "  rank 2 sends 20 elements to rank 0, which takes 14",
+        'In #0 of group "default", all_to_all_single, the send and receive splits do not match.',
+        "  rank 2 sends 20 elements to rank 0, which expects 14",
         (
-            "Look at: how the split sizes are made, and whether ranks exchange them before they"
-            " change."
+            "Look at: how the split sizes are computed, and whether they change after the ranks have"
+            " exchanged them."
         ),
     )
     assert verdict.facts["pairs"] == [{"from": 2, "to": 0, "sent": 20, "taken": 14}]
@@ -113,8 +113,8 @@ def test_sums_alone(tmp_path: Path) -> None:
     verdict = judged(tmp_path, sent, columns(FITTING), with_splits=False)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISMATCH, ())
     assert (
-        "  all ranks together send 96 elements and take 90; whose split is wrong does not show"
-        in verdict.explanation
+        "  all ranks together send 96 elements and expect 90; the boxes do not show which split is"
+        " wrong" in verdict.explanation
     )
 
 

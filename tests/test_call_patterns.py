@@ -176,11 +176,11 @@ def test_sure_where_all_others_do_as_ever(tmp_path: Path) -> None:
     assert verdict.certainty is Certainty.EXACT
     why, others = verdict.explanation[-2:]
     assert (
-        why == "Likely: rank 2 left out send of float32 [4] with peer 1, which it had always issued"
-        " there, 28 times or more, and went on to recv of float32 [4] with peer 1. Look at:"
-        " conditions on rank, step or data around what was left out."
+        why == "Likely cause: rank 2 skipped send of float32 [4] with peer 1, which it had always"
+        " issued there (at least 28 times), and continued with recv of float32 [4] with peer 1."
+        " Look at: conditions on rank, step or data around the skipped call."
     )
-    assert others == "The others do as they always did."
+    assert others == "The others followed their usual call pattern."
 
 
 def test_one_message_too_many(tmp_path: Path) -> None:
@@ -206,9 +206,9 @@ def test_one_message_too_many(tmp_path: Path) -> None:
     )
     assert (
         verdict.explanation[-1]
-        == 'Likely: rank 2 issued all_reduce of float32 [4] of group "0-2" where it had always'
-        ' issued recv of float32 [4] with peer 0 of group "0-1-2-3", 8 times or more. Look at:'
-        " what led it to that."
+        == 'Likely cause: rank 2 issued all_reduce of float32 [4] of group "0-2" where it had always'
+        ' issued recv of float32 [4] with peer 0 of group "0-1-2-3" (at least 8 times). Look at:'
+        " the code path that leads there."
     )
 
 
@@ -266,7 +266,7 @@ def test_in_a_first_round_nobody_is_sure(first: int, tmp_path: Path) -> None:
         (0, 1),
         Certainty.INFERRED,
     )
-    assert "which one does not show" in verdict.explanation[-2]
+    assert "the boxes do not show which one" in verdict.explanation[-2]
 
 
 def test_fewest_in_a_first_round(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("straggler", (slow,), "inferred")
     assert verdict.facts["late_s"] == pytest.approx(SLOW_NS / 1e9, rel=0.05)
     assert 0 < verdict.facts["unsure_s"] < SLOW_NS / 2e9
-    assert " The clocks of the hosts were aligned to about " in verdict.explanation[0]
+    assert " The host clocks were aligned to about " in verdict.explanation[0]
 
 
 def test_calls_that_do_not_wait(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def test_rings_have_wrapped(fault: str, kind: str, made: Made) -> None:
     ranks = RANKS if fault == "missing" else 256
     verdict = diagnose_folder(made(fault, ranks=ranks, steps=11, records=100))
     assert (verdict.kind, verdict.culprits) == (kind, (VICTIM % ranks,))
-    assert f"the rings of {ranks} ranks have wrapped" in " ".join(verdict.missing_data)
+    assert f"the rings of {ranks:,} ranks have wrapped" in " ".join(verdict.missing_data)
 
 
 # -- how -------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_killed_rank_is_named(where: str, runs: dict[str, tuple[int, Path]]) -> 
     }
     if codes[victim] is not None:  # Linux 6.15, or the monitor came before the launcher
         assert codes[victim] == -signal.SIGKILL
-        assert f"Rank {victim} ended: killed by SIGKILL." in verdict.explanation
+        assert f"Rank {victim} exited: killed by SIGKILL." in verdict.explanation
 
 
 @pytest.mark.parametrize("where", WHERE)

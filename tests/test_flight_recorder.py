@@ -220,7 +220,7 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
     recorders = four()
     for recorder in recorders[:VICTIM] + recorders[VICTIM + 1 :]:
         recorder.call(line=12, state="started")
-    likely = "rank 2 took another way, or is held, after train.py:9."
+    likely = "rank 2 took a different code path, or is blocked, after train.py:9."
     not_known = (
         "not the current place of a rank; they have no modules, passes, steps, roots and reduce ops"
     )
@@ -232,9 +232,9 @@ def test_text_of_a_verdict(tmp_path: Path) -> None:
     assert text.splitlines() == [
         "HANG  4 ranks",
         'Rank 2 never issued all_reduce of float32 [4], #5 of group "default".',
-        "  waiting: ranks 0, 1, 3, at train.py:12",
-        "  rank 2 was last seen at train.py:9; where it is now, its dump does not say",
-        f"Likely: {likely} Look at: conditions on rank, step or data before train.py:12.",
+        "  waiting: ranks 0-1, 3, at train.py:12",
+        "  rank 2 was last seen at train.py:9; its dump does not show where it is now",
+        f"Likely cause: {likely} Look at: conditions on rank, step or data before train.py:12.",
         'Completed in group "default", by the flight recorder: up to #4 on ranks 0-3.',
         "  last in common: all_reduce #4, train.py:9",
         f"Not known: dumps contain the issued collectives, {not_known}",

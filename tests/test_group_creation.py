@@ -96,8 +96,8 @@ def test_one_never_comes(tmp_path: Path) -> None:
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (2,), "exact")
     assert verdict.explanation[:2] == (
-        "Rank 2 never called init_process_group, in which ranks 0, 1, 3 wait.",
-        "  waiting: ranks 0, 1, 3, outside any module, train.py:0, step 0",
+        "Rank 2 never called init_process_group, where ranks 0-1, 3 wait.",
+        "  waiting: ranks 0-1, 3, outside any module, train.py:0, step 0",
     )
     assert verdict.stalled_s == pytest.approx(NOW_S - 1)
     assert verdict.facts["gathering"]["absent"] == [2]
@@ -120,7 +120,7 @@ def test_all_are_there(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits) == ("together", ())
     assert (
         verdict.explanation[0]
-        == "All 4 ranks wait in new_group of ranks 0, 1, and none is missing."
+        == "All 4 ranks wait in new_group of ranks 0-1, and no rank is missing."
     )
 
 
@@ -133,7 +133,7 @@ def test_a_rank_without_a_box(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (), "unknown")
     assert (
         verdict.explanation[0]
-        == "Ranks 0, 1, 3 wait in init_process_group, and of rank 2 nothing is known."
+        == "Ranks 0-1, 3 wait in init_process_group, and there is no data for rank 2."
     )
 
 
@@ -145,7 +145,7 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (3,))
     assert (
-        "  rank 3: new_group of ranks 2, 3, outside any module, train.py:3, step 0"
+        "  rank 3: new_group of ranks 2-3, outside any module, train.py:3, step 0"
         in verdict.explanation
     )
 
@@ -165,7 +165,7 @@ def test_made_by_its_members_alone(tmp_path: Path) -> None:
         )
     verdict = verdict_on(tmp_path)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (2, 3))
-    assert verdict.explanation[-1].startswith("All ranks must make all groups in one order")
+    assert verdict.explanation[-1].startswith("All ranks must create all groups in the same order")
 
 
 def test_others_went_on(tmp_path: Path) -> None:

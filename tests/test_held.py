@@ -43,11 +43,10 @@ def test_stopped(tmp_path: Path) -> None:
     ]
     assert (
         verdict.explanation[0]
-        == 'Rank 1 came to all_reduce of float32 [4], #2 of group "0-1-2-3", and cannot go on'
-        " there."
+        == 'Rank 1 reached all_reduce of float32 [4], #2 of group "0-1-2-3", but cannot complete it.'
     )
     assert any("stopped by a signal" in line for line in verdict.explanation)
-    assert "Look at: who stopped it" in verdict.explanation[-1]
+    assert "Look at: what stopped it" in verdict.explanation[-1]
 
 
 def test_died(tmp_path: Path) -> None:

@@ -424,7 +424,7 @@ def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
         ["0", "1"],
     )
     assert verdict["ranks"]["1"]["state"] == "dead"
-    assert verdict["ranks"]["1"]["detail"].startswith("without a word")
+    assert verdict["ranks"]["1"]["detail"].startswith("left no exit record")
     assert found.speakers == [speaker(found, ("a", "b"))]
 
 
@@ -470,7 +470,7 @@ def test_lives(scenes: dict[str, Scene | str]) -> None:
     lead = speaker(found, ("a", "b"))
     assert found.speakers == [lead]
     first, second = found.said[lead].split("--- torchwhere ---")[1:]
-    assert "Rank 1 ended: exception: ValueError: so early." in first
+    assert "Rank 1 exited: exception: ValueError: so early." in first
     assert "Rank 1 never issued all_reduce of float32 [4]" in second
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])

@@ -57,8 +57,8 @@ def test_reason_without_a_habit(tmp_path: Path) -> None:
     why = judged(in_pairs(3, steps=1, more=-1), tmp_path).explanation[-2]
     assert (
         why
-        == "Likely: rank 3, as most ranks that had issued the same calls before went another way."
-        " That does not prove it."
+        == "Likely culprit: rank 3, because most ranks with the same earlier calls took a different"
+        " path. This is not proof."
     )
 
 

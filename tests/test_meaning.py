@@ -347,7 +347,7 @@ def test_silent_faults(
     said = " ".join(verdict.explanation)
     assert ("so nothing fails" in said) == (name != "skips_a_step")
     fell = (
-        f"Rank {victim} fell behind in step {ODD_STEP - 1}: it left a step out (optimizer.step,"
+        f"Rank {victim} fell behind in step {ODD_STEP - 1}: it skipped a step (optimizer.step,"
         " torchwhere.step)."
     )
     assert (fell in said) == (name == "skips_a_step"), said
@@ -388,7 +388,7 @@ def test_those_who_stand_still(tmp_path: Path) -> None:
     assert {str(report.state) for report in verdict.ranks.values()} == {"waiting"}
     assert verdict.stalled_s == pytest.approx(20.0, abs=1.0)
     assert (
-        "Now all 4 ranks stand still, in calls that do not belong together." in verdict.explanation
+        "Now all 4 ranks are blocked, in calls that do not match each other." in verdict.explanation
     )
     early = diagnose(read_run(tmp_path), now_ns=WALL_NS, stall_s=5.0)
     assert (early.stalled_s, {str(report.state) for report in early.ranks.values()}) == (
@@ -411,5 +411,7 @@ def test_several_departed(tmp_path: Path) -> None:
     they are several."""
     verdict = parted(tmp_path, (1, 2), waited_s=20.0)
     assert verdict.culprits == (1, 2)
-    others = "The cohorts are of one size, but the others do as they did before"
-    assert f"{others}: ranks 1, 2 departed from their own ways." in verdict.explanation
+    assert (
+        "The cohorts have the same size, but only ranks 1-2 deviated from their own earlier calls."
+        in verdict.explanation
+    )

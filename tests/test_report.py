@@ -694,7 +694,7 @@ def test_layers_fold_over_stages_and_rings_that_wrapped(large: dict[str, Any]) -
     """Eight stages of four layers are one row, though every ring begins in the middle of a step and
     the last is cut short."""
     assert (
-        "the rings of 1024 ranks have wrapped: only what all of them still have was compared"
+        "the rings of 1,024 ranks have wrapped: only calls that all rings still hold were compared"
         in large["missing"]
     )
     names = [row["name"] for row in large["modules"]["rows"]]

@@ -171,7 +171,7 @@ HELD = {
         "/usr/lib/python3.11/threading.py:1112 in join",
         f"{TRAIN}:9 in main",
     ],
-    "waiting for a program it started": [
+    "waiting for a subprocess": [
         "/usr/lib/python3.11/threading.py:320 in wait",
         "/usr/lib/python3.11/subprocess.py:1209 in communicate",
         f"{TRAIN}:9 in main",
@@ -182,29 +182,29 @@ HELD = {
         f"{LIB}/torch/utils/cpp_extension.py:1818 in load",
         f"{TRAIN}:9 in main",
     ],
-    "waiting for another process to build a C++ extension, or for the file `lock` that a killed one left beside it": [
+    "waiting for another process to build a C++ extension, or for a stale `lock` file that a killed process left beside it": [
         f"{LIB}/torch/utils/file_baton.py:59 in wait",
         f"{LIB}/torch/utils/cpp_extension.py:2400 in _jit_compile",
         f"{LIB}/torch/utils/cpp_extension.py:1818 in load",
         f"{LIB}/deepspeed/ops/op_builder/builder.py:580 in jit_load",
         f"{TRAIN}:9 in main",
     ],
-    "waiting for the lock on a file": [
+    "waiting for a file lock": [
         f"{LIB}/filelock/_api.py:344 in acquire",
         f"{LIB}/datasets/builder.py:9 in download_and_prepare",
         f"{TRAIN}:9 in main",
     ],
-    "in new_group, which takes all ranks of the group": [
+    "in new_group, which needs all ranks of the group": [
         f"{C10D}:2169 in _new_process_group_helper",
         f"{C10D}:5863 in new_group",
         f"{LIB}/torch/distributed/c10d_logger.py:97 in wrapper",
         f"{TRAIN}:9 in main",
     ],
-    "in torch.distributed, outside any collective that its group has seen": [
+    "in torch.distributed, outside any recorded collective": [
         f"{C10D}:12 in all_reduce",
         f"{TRAIN}:9 in main",
     ],
-    "sleeping: in a call that waits, or a lock": [
+    "sleeping: in a blocking call, or waiting for a lock": [
         f"{TRAIN}:9 in log",
         f"{LIB}/torch/_dynamo/eval_frame.py:1 in _fn",
         "/usr/lib/python3.11/threading.py:1002 in _bootstrap",
@@ -233,7 +233,7 @@ def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
     )
     assert (
         holding(rank_calls, seen(*stack, state="R"))
-        == "running: an endless loop, a long computation, or C code that keeps the GIL"
+        == "running: an endless loop, a long computation, or native code that holds the GIL"
     )
 
 

@@ -105,7 +105,7 @@ def test_several_stragglers(tmp_path: Path) -> None:
     said = sentences(late)
     assert said[0].startswith("Ranks 1, 4 are late by 15")
     assert said[0].endswith(
-        " ms, in 50 of the last 50 steps, since step 1: that costs the job 60% of its time."
+        " ms in 50 of the last 50 steps, since step 1: this costs the job 60% of its time."
     )
 
 
@@ -135,7 +135,7 @@ def test_late_now_and_then(tmp_path: Path) -> None:
     )
     assert late.late_s == pytest.approx(30 * SLOW_NS / 1e9, rel=0.05)
     assert (
-        'of the last 200 collectives of group "0-1-2-3", since #5: that costs the job'
+        'of the last 200 collectives of group "0-1-2-3", since #5: this costs the job'
         in sentences(late)[0]
     )
     assert (
@@ -257,7 +257,7 @@ def test_a_crowded_core(tmp_path: Path) -> None:
     assert late is not None
     assert late.queued == pytest.approx(0.6, abs=0.01)
     assert (
-        "For 60% of the time it waited for a CPU: something else runs on those it may use."
+        "It waited for a CPU 60% of the time: something else runs on the CPUs it may use."
         in sentences(late)[0]
     )
 

@@ -563,7 +563,7 @@ def test_plain_snapshot(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"{tmp_path}  16 ranks  step 2")
     assert lines[1].startswith("rank 5 DEAD for ")
-    assert lines[2].startswith("DEAD: Rank 5 ended: exit 1")
+    assert lines[2].startswith("DEAD: Rank 5 exited: exit 1")
     assert len(lines) == 4 + 16
     assert lines[4].split()[:4] == ["!", "5", "DEAD", "2"]
     assert "\x1b" not in done.stdout

@@ -50,28 +50,28 @@ class Unfitting:
     def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
         said = [
             (
-                f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, what ranks'
-                " send is not what others take."
+                f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, the send'
+                " and receive splits do not match."
             )
         ]
         said += [
-            f"  rank {source} sends {sent} elements to rank {destination}, which takes {taken}"
+            f"  rank {source} sends {sent} elements to rank {destination}, which expects {taken}"
             for source, destination, sent, taken in self.pairs[:_MOST_SHOWN]
         ]
         if len(self.pairs) > _MOST_SHOWN:
             said.append(f"  and {len(self.pairs) - _MOST_SHOWN} more pairs")
         if not self.pairs:
             said.append(
-                f"  all ranks together send {self.sent} elements and take {self.taken}; whose split"
-                " is wrong does not show"
+                f"  all ranks together send {self.sent} elements and expect {self.taken}; the boxes"
+                " do not show which split is wrong"
             )
         line = job_calls.by_rank[self.ranks[0]].place_of(self.key, self.number)
         where = f" at {line.line}" if line is not None and line.line else ""
         return (
             *said,
             (
-                f"Look at: how the split sizes{where} are made, and whether ranks exchange them"
-                " before they change."
+                f"Look at: how the split sizes{where} are computed, and whether they change after"
+                " the ranks have exchanged them."
             ),
         )
 

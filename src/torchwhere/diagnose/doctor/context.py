@@ -10,6 +10,7 @@ import numpy as np
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty, Place
+from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.exits import Exits, ended_well
@@ -144,7 +145,9 @@ class Context:
         """How it ended, or what holds it."""
         rank_calls, state = self.job_calls.by_rank[rank], self.state(rank)
         if self.exits.has_left(rank) and not self.have_finished:
-            return "its watch has ended, its process has not: what it does since is not recorded"
+            return (
+                "its watch has ended, but its process still runs: what it does now is not recorded"
+            )
         if state is State.DEAD or (
             rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
         ):
@@ -172,8 +175,8 @@ class Context:
             return None
         before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
         return (
-            f"its heart stopped {before}: in C code that keeps the GIL, stopped by a signal, or"
-            " gone"
+            f"its heartbeat stopped {before}: in native code that holds the GIL, stopped by a"
+            " signal, or gone"
         )
 
     # -- time --------------------------------------------------------------------------------------
@@ -496,7 +499,7 @@ class Context:
             rank_calls.end is None for rank_calls in self.job_calls.by_rank.values()
         ):
             said.append(
-                "no process of this job was seen alive: states are those of the last moment in the"
+                "no process of this job was seen alive: the states are those at the end of the"
                 " boxes"
             )
         wrapped = [
@@ -506,8 +509,8 @@ class Context:
         ]
         if wrapped:
             said.append(
-                f"the rings of {len(wrapped)} ranks have wrapped: only what all of them still have"
-                " was compared"
+                f"the rings of {plural(len(wrapped), 'rank')} have wrapped: only calls that all"
+                " rings still hold were compared"
             )
         return said
 

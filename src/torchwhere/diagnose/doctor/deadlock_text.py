@@ -6,17 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 from torchwhere.core.events import Event
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.call_patterns import Deviation
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.deadlocks import Blame
-from torchwhere.diagnose.doctor.wait_text import call_text, ranks_text, what_text
+from torchwhere.diagnose.doctor.wait_text import call_text, what_text
 from torchwhere.diagnose.doctor.waits import Wait
 
 _MOST_LINKS = 16  # of a circle that are shown
 
 
 def on_deadlock(context: Context, found: list[Wait], blamed: Blame) -> tuple[str, ...]:
-    said = [f"{len(found)} ranks wait for each other in a circle:"]
+    said = [f"{len(found)} ranks wait for each other in a cycle:"]
     for wait in found[:_MOST_LINKS]:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         waits_for = [rank for rank in wait.missing if rank in context.waits]
@@ -24,10 +25,10 @@ def on_deadlock(context: Context, found: list[Wait], blamed: Blame) -> tuple[str
         what = call_text(call) if call is not None else "a collective"
         said.append(
             f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for'
-            f" {ranks_text(waits_for[:4])}"
+            f" {ranks_phrase(waits_for[:4])}"
         )
     if len(found) > _MOST_LINKS:
-        said.append(f"  and so on, {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
+        said.append(f"  and {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
     said += [
         _deviated(context, deviation)
         for deviation in {each.rank: each for each in blamed.deviations[::-1]}.values()
@@ -36,21 +37,27 @@ def on_deadlock(context: Context, found: list[Wait], blamed: Blame) -> tuple[str
         rank for rank in blamed.culprits if all(each.rank != rank for each in blamed.deviations)
     ]
     if blamed.deviations:
-        said += [f"{ranks_text(same).capitalize()} did the same."] if same else []
-        return (*said, "The others do as they always did.") if blamed.is_sure else tuple(said)
+        said += [f"{ranks_phrase(same).capitalize()} did the same."] if same else []
+        return (
+            (*said, "The others followed their usual call pattern.")
+            if blamed.is_sure
+            else tuple(said)
+        )
     if 0 < len(blamed.culprits) < len(found):
         why = "fewer ranks wait there than elsewhere"
         if blamed.have_stayed:
-            why = "most others went on without it"
+            why = "most others continued without it"
         elif blamed.is_outvoted:
-            why = "most ranks that had issued the same calls before went another way"
-        said.append(f"Likely: {ranks_text(blamed.culprits)}, as {why}. That does not prove it.")
+            why = "most ranks with the same earlier calls took a different path"
+        said.append(
+            f"Likely culprit: {ranks_phrase(blamed.culprits)}, because {why}. This is not proof."
+        )
     else:
         said.append(
-            "One of them left a call out, issued one too many, or took them in another order: which"
-            " one does not show."
+            "One of them skipped a call, issued one too many, or issued them in a different order:"
+            " the boxes do not show which one."
         )
-    return (*said, "Look at: the order of the lines above.")
+    return (*said, "Look at: the order of the calls above.")
 
 
 def _deviated(context: Context, deviation: Deviation) -> str:
@@ -64,20 +71,21 @@ def _deviated(context: Context, deviation: Deviation) -> str:
     )
     if deviation.is_early:
         return (
-            f"Likely: rank {deviation.rank} issued {instead} out of turn, or once too often: there"
-            f" it had always issued {what}, {deviation.rounds} times or more. Look at: what led it"
-            " to that."
+            f"Likely cause: rank {deviation.rank} issued {instead} out of order, or once too often,"
+            f" where it had always issued {what} (at least {deviation.rounds} times). Look at: the"
+            " code path that leads there."
         )
+    line = _line(issued).lstrip(", ")
     if deviation.is_new and not deviation.is_skip:
         return (
-            f"Likely: rank {deviation.rank} issued {instead} where it had always issued {what},"
-            f" {deviation.rounds} times or more. Look at: what led it"
-            f" to{_line(issued).lstrip(',') or ' that'}."
+            f"Likely cause: rank {deviation.rank} issued {instead} where it had always issued"
+            f" {what} (at least {deviation.rounds} times). Look at: the code path that leads"
+            f" {f'to {line}' if line else 'there'}."
         )
     return (
-        f"Likely: rank {deviation.rank} left out {what}, which it had always issued there,"
-        f" {deviation.rounds} times or more, and went on to {instead}. Look at: conditions on rank,"
-        f" step or data around{_line(due).lstrip(',') or ' what was left out'}."
+        f"Likely cause: rank {deviation.rank} skipped {what}, which it had always issued there (at"
+        f" least {deviation.rounds} times), and continued with {instead}. Look at: conditions on"
+        f" rank, step or data around {_line(due).lstrip(', ') or 'the skipped call'}."
     )
 
 
@@ -98,15 +106,14 @@ def on_wrong_peer(context: Context, strays: list[Wait]) -> tuple[str, ...]:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         what = call_text(call) if call is not None else "a message"
         other = (*wait.missing, *wait.no_data)[0]
-        answer = (
-            "does not listen to it"
-            if wait.key.source == wait.rank
-            else "has no such message for it"
-        )
-        said.append(f"Rank {wait.rank} waits for the wrong one: {what}; rank {other} {answer}.")
+        op = "recv" if wait.key.source == wait.rank else "send"
         said.append(
-            "  Another rank has written to it, or listens to it, and gets no answer. Look at: the"
-            " peer in that line."
+            f"Rank {wait.rank} waits on the wrong peer: {what}; rank {other} has posted no matching"
+            f" {op}."
+        )
+        said.append(
+            "  Another rank has posted a send to it, or a recv from it, that has no match. Look at:"
+            " the peer in that line."
         )
     return (
         (*said, f"And {len(strays) - _MOST_LINKS} more.")

@@ -53,9 +53,9 @@ _OUT_OF_MEMORY = re.compile(
 )
 _LEFT = "stop"  # the reason that a watch ended for which the process goes on
 _SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
-_NO_WORD = (
-    "without a word: killed by a signal, by the system for want of memory, ended by os._exit, or"
-    " crashed in C"
+NO_EXIT_RECORD = (
+    "left no exit record: killed by a signal (perhaps the OOM killer), os._exit(), or a native"
+    " crash"
 )
 _UNSEEN = ProcessStatus()
 _NEVER = 1 << 63
@@ -180,8 +180,8 @@ class Exits:
         if not self.by_hand or kind is VerdictKind.HEALTHY:
             return ()
         if self._was_interrupted:
-            return ("Then it was interrupted, with Ctrl-C.",)
-        return ("Then SIGTERM ended it.",) if kind is not VerdictKind.DEAD else ()
+            return ("Then Ctrl-C interrupted the job.",)
+        return ("Then SIGTERM ended the job.",) if kind is not VerdictKind.DEAD else ()
 
     def was_seen_to_go(self, rank: int) -> bool:
         """Whether somebody saw that a rank was gone, or how it ended: not only its box says so."""
@@ -363,7 +363,7 @@ class Exits:
         elif (unfinished := self._unfinished(rank)) is not None:
             said = f"exception: {unfinished}"
         else:
-            return status.out_of_memory or status.ended or self._exit_said(rank) or _NO_WORD
+            return status.out_of_memory or status.ended or self._exit_said(rank) or NO_EXIT_RECORD
         return f"out of memory: {said}" if _OUT_OF_MEMORY.search(said.partition("\n")[0]) else said
 
     def _exit_said(self, rank: int) -> str | None:
@@ -372,7 +372,7 @@ class Exits:
         if code is None:
             return None
         if code >= 0:
-            return f"exit code {code}, without an exit record: os._exit(), or an exit from C"
+            return f"exit code {code} without an exit record: os._exit(), or an exit in native code"
         names = {int(number): number.name for number in signal.Signals}
         return f"killed by {names.get(-code, f'signal {-code}')}"
 

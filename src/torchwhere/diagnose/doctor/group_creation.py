@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.place import Certainty
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.encode import GroupCreation
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
-from torchwhere.diagnose.doctor.wait_text import in_place, ranks_text
+from torchwhere.diagnose.doctor.wait_text import in_place
 
 _AT_THE_START = "init_process_group"
 _RULE = (
-    "All ranks must make all groups in one order, also those they are not in; or pass"
-    " use_local_synchronization=True."
+    "All ranks must create all groups in the same order, including groups they are not members of;"
+    " or pass use_local_synchronization=True."
 )
 _NETWORK = (
-    "the address and port of the rendezvous, the world size, firewalls and network interfaces"
-    " between the hosts"
+    "the rendezvous address and port, the world size, firewalls and network interfaces between the"
+    " hosts"
 )
 
 What = tuple[str, tuple[int, ...] | None]  # of a making: what was called, for which ranks
@@ -150,11 +151,11 @@ def _on_parted(
     culprits = (
         tuple(early[0]) if len(early) == 1 else tuple(fewer) if len(fewer) < len(most) else ()
     )
-    said = ["Ranks make different groups at the same time, so that they wait for each other."]
+    said = ["The ranks create different groups at the same time, so they wait for each other."]
     for what, ranks in cohorts.items():
         group_creations = context.job_calls.by_rank[ranks[0]].rank_summary.group_creations
         place = next(made.place for made in group_creations if (made.op, made.ranks) == what)
-        said.append(f"  {ranks_text(ranks)}: {_what(*what)}, {in_place(place)}")
+        said.append(f"  {ranks_phrase(ranks)}: {_what(*what)}, {in_place(place)}")
     return VerdictKind.MISMATCH, culprits, [*said, _RULE]
 
 
@@ -175,7 +176,7 @@ def _on_absent(
 ) -> tuple[VerdictKind | None, tuple[int, ...], list[str]]:
     what, waiting, absent = (
         _what(found.made.op, found.made.ranks),
-        ranks_text(found.there),
+        ranks_phrase(found.there),
         found.absent,
     )
     verb = "waits" if len(found.there) == 1 else "wait"
@@ -183,25 +184,26 @@ def _on_absent(
     if not absent and context.no_data:
         no_data = tuple(sorted(context.no_data))
         said = (
-            f"{waiting.capitalize()} {verb} in {what}, and of {ranks_text(no_data)} nothing is"
-            " known."
+            f"{waiting.capitalize()} {verb} in {what}, and there is no data for"
+            f" {ranks_phrase(no_data)}."
         )
+        they, its = ("It", "its") if len(no_data) == 1 else ("They", "their")
         why = (
-            "It may have to start yet, or have ended before it could be watched. Look at: its own"
-            " log."
+            f"{they} may not have started yet, or may have exited before the watch began. Look at:"
+            f" {its} own log."
         )
         return VerdictKind.MISSING, (), [said, where, why]
     if not absent:
-        said = f"All {len(found.there)} ranks wait in {what}, and none is missing."
+        said = f"All {len(found.there)} ranks wait in {what}, and no rank is missing."
         are_all = len(found.there) == len(context.job_calls.by_rank)
         return (
             VerdictKind.TOGETHER if are_all else None,
             (),
-            [said, where, f"Likely: the network. Look at: {_NETWORK}."],
+            [said, where, f"Likely cause: the network. Look at: {_NETWORK}."],
         )
     gone = tuple(rank for rank in absent if context.state(rank) in (State.DEAD, State.FINISHED))
     lines = [
-        f"{ranks_text(absent).capitalize()} never called {what}, in which {waiting} {verb}.",
+        f"{ranks_phrase(absent).capitalize()} never called {what}, where {waiting} {verb}.",
         where,
     ]
     lines += [f"  {_elsewhere(context, rank)}" for rank in absent[:4]]
@@ -219,12 +221,12 @@ def _on_absent(
 
 
 def _what(op: str, ranks: tuple[int, ...] | None) -> str:
-    return f"{op} of {ranks_text(ranks)}" if ranks else op
+    return f"{op} of {ranks_phrase(ranks)}" if ranks else op
 
 
 def _elsewhere(context: Context, rank: int) -> str:
     detail = context.detail(rank)
-    verb = {State.DEAD: "has died", State.FINISHED: "has finished"}.get(
+    verb = {State.DEAD: "has exited", State.FINISHED: "has finished"}.get(
         context.state(rank), "is instead"
     )
     said = f"rank {rank} {verb} {in_place(context.place(rank))}"

@@ -16,18 +16,17 @@ def consequences(context: Context, found: Mismatch, *, who: str, standing: str) 
     if found.what == "call_site":
         fails = "so nothing fails" if not context.standing else "so the call itself does not fail"
         said.append(
-            f"Op and shapes are the same, {fails}: each rank's data was combined with another"
-            " thing's."
+            f"Op and shapes are the same, {fails}: the call succeeds but mixes unrelated tensors."
         )
     elif found.what == "step":
         said.append(_of_steps(context, found, who))
     if len(context.standing) == len(context.job_calls.by_rank):
         said.append(
-            f"Now all {len(context.standing)} ranks stand still, in calls that do not belong"
-            " together."
+            f"Now all {len(context.standing)} ranks are blocked, in calls that do not match each"
+            " other."
         )
     elif context.standing:
-        said.append(f"Now {standing} {'stand' if len(context.standing) > 1 else 'stands'} still.")
+        said.append(f"Now {standing} {'are' if len(context.standing) > 1 else 'is'} blocked.")
     return said + _of_threads(context, found)
 
 
@@ -43,20 +42,20 @@ def _of_steps(context: Context, found: Mismatch, who: str) -> str:
         or other.step is None
         or one.step == other.step
     ):
-        return "Op, shapes and places are the same, the steps are not."
+        return "Op, shapes and call sites are the same, but the steps differ."
     first, it = min(one.step, other.step), "it" if len(found.culprits) == 1 else "they"
     counts = [int((said.calls[found.key].steps() == first).sum()) for said in (usual, odd)]
     if other.step < one.step:
         more = (
-            "made a call more, or left a step out"
+            "made an extra call, or skipped a step"
             if counts[1] < 2 * counts[0] or counts[0] == 1
-            else "left a step out"
+            else "skipped a step"
         )
         where = f"fell behind in step {first}: {it} {more}"
     else:
-        where = f"ran ahead in step {first}: {it} left a call out, or counted a step more"
+        where = f"ran ahead in step {first}: {it} skipped a call, or counted an extra step"
     return (
-        f"Op, shapes and places are the same, the steps are not. {who.capitalize()} {where}"
+        f"Op, shapes and call sites are the same, but the steps differ. {who.capitalize()} {where}"
         " (optimizer.step, torchwhere.step)."
     )
 
@@ -89,8 +88,8 @@ def _of_threads(context: Context, found: Mismatch) -> list[str]:
             named = " and ".join(sorted(threads)[:2])
             return [
                 (
-                    f"Rank {rank} uses this group from {len(threads)} threads, {named}: which of them"
-                    " comes first is chance."
+                    f"Rank {rank} uses this group from {len(threads)} threads, {named}: the order"
+                    " of their calls is not deterministic."
                 )
             ]
     return []

@@ -3,14 +3,19 @@ wrong does not show."""
 
 from __future__ import annotations
 
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.group_creation import waits_in
 from torchwhere.diagnose.doctor.stragglers import Pace
-from torchwhere.diagnose.doctor.wait_text import first_line, in_place, ranks_text, what_text
+from torchwhere.diagnose.doctor.wait_text import first_line, in_place, what_text
 from torchwhere.diagnose.doctor.waits import awaited, waiting_for
 
 _WORTH_TELLING_S = 1.0
+_SUSPECT_NETWORK = (
+    "Likely cause: the network or a device. Look at: the flight recorder dump, the NCCL log, the"
+    " network links and the devices."
+)
 
 
 def on_together(context: Context) -> tuple[str, ...]:
@@ -18,13 +23,10 @@ def on_together(context: Context) -> tuple[str, ...]:
     where = places.pop() if len(places) == 1 else f"in {len(places)} places"
     return (
         (
-            f"All {len(context.job_calls.by_rank)} ranks stand still, {where}. No rank is missing"
+            f"All {len(context.job_calls.by_rank)} ranks are stalled, {where}. No rank is missing"
             " from any collective."
         ),
-        (
-            "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the"
-            " links and the devices."
-        ),
+        _SUSPECT_NETWORK,
     )
 
 
@@ -34,14 +36,11 @@ def on_given_up(context: Context) -> tuple[str, ...]:
     count = len(context.job_calls.by_rank)
     return (
         (
-            f"All {count} ranks came to the same collective, and waited there until they gave up."
+            f"All {count} ranks reached the same collective and waited there until they timed out."
             " No rank is missing from it."
         ),
         f"  rank {first}: {first_line(str(context.detail(first)))}",
-        (
-            "Likely: the network or a device. Look at: the flight recorder's dump, NCCL's log, the"
-            " links and the devices."
-        ),
+        _SUSPECT_NETWORK,
     )
 
 
@@ -59,13 +58,12 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
         else None
     )
     if call is not None:
-        said = (
-            "The job is over, and nobody watched it. At the end all ranks were in"
-            f" {what_text(call)}. {found}"
-        )
         return (
-            said,
-            "Whether it was passing through, or hung there all together, the boxes do not say.",
+            (
+                "The job is over, and no process was seen at its end. At the end all ranks were in"
+                f" {what_text(call)}. {found}"
+            ),
+            "The boxes do not show whether the job hung there or was only passing through.",
         )
     if (
         not context.is_over
@@ -73,18 +71,18 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
         or any(status.alive is None for status in context.statuses.values())
     ):
         return (f"Progressing. {found}",)
-    said = f"Was progressing when it was interrupted, with Ctrl-C. {found}"
+    until = f"The job was progressing when Ctrl-C interrupted it. {found}"
     if context.exits.ended_unfinished:
-        said = f"Until then it was progressing. {found}"
+        until = f"Until then the job was progressing. {found}"
     elif not context.exits.by_hand:
-        said = f"Was progressing when it ended. {found}"
+        until = f"The job was progressing when it ended. {found}"
     if not context.all_in_one():
-        return said, *_had_begun_to_wait(context)
+        return until, *_had_begun_to_wait(context)
     call = next(iter(context.job_calls.by_rank.values())).last_collective
     return (
-        said,
+        until,
         (
-            f"At the end all ranks were in {what_text(call)}. A job that hung there, all together,"
+            f"At the end all ranks were in {what_text(call)}. A job in which all ranks hang there"
             " would look the same."
         ),
     )
@@ -98,12 +96,14 @@ def on_ended(context: Context, *, besides: list[int] | None = None) -> tuple[str
         - set(besides or ())
     ):
         alike.setdefault(context.exits.how(rank), []).append(rank)
-    lines = [f"  {ranks_text(ranks)}: {first_line(how)}" for how, ranks in list(alike.items())[:4]]
+    lines = [
+        f"  {ranks_phrase(ranks)}: {first_line(how)}" for how, ranks in list(alike.items())[:4]
+    ]
     if besides is not None:
-        return ("The others ended too:", *lines) if lines and context.is_over else ()
+        return ("The others exited too:", *lines) if lines and context.is_over else ()
     are_gone = all(context.status(rank).alive is False for rank in context.job_calls.by_rank)
     head = "No process is left" if are_gone else "No process is known to be left"
-    return (f"{head}, and the job had not finished. Which rank went first is not known.", *lines)
+    return (f"{head}, and the job had not finished. It is unknown which rank exited first.", *lines)
 
 
 def may_have_gone_first(context: Context) -> list[int]:
@@ -119,29 +119,32 @@ def on_first(context: Context) -> tuple[str, ...]:
     ranks = may_have_gone_first(context)
     if not ranks:
         return ()
-    others = ranks_text(sorted(wait.rank for wait in waiting_for(context.waits, ranks)))
+    them = "it" if len(ranks) == 1 else "them"
+    others = ranks_phrase(sorted(wait.rank for wait in waiting_for(context.waits, ranks)))
     return (
         (
-            f"{ranks_text(ranks).capitalize()} may have gone first: {others} waited for it. All may"
-            " have been killed at once."
+            f"{ranks_phrase(ranks).capitalize()} may have exited first: {others} waited for {them}."
+            " All ranks may also have been killed at the same time."
         ),
     )
 
 
 def on_quiet(context: Context, quiet_s: float, found: Pace) -> tuple[str, ...]:
     """Nobody waits for anybody, and nobody does anything that shows."""
-    over = "The job is over. In its last" if context.is_over else "In the last"
+    quiet = f"No rank has recorded anything for {quiet_s:.0f} s, and no rank waits for another"
+    if context.is_over:
+        quiet = (
+            f"The job is over. No rank recorded anything in its last {quiet_s:.0f} s, and no rank"
+            " waited for another"
+        )
     places: dict[str, list[int]] = {}
     for rank in context.job_calls.by_rank:
         places.setdefault(in_place(context.place(rank)), []).append(rank)
-    shown = [f"  {ranks_text(ranks)}: {place}" for place, ranks in list(places.items())[:4]]
+    shown = [f"  {ranks_phrase(ranks)}: {place}" for place, ranks in list(places.items())[:4]]
     return (
-        (
-            f"{over} {quiet_s:.0f} s no rank has recorded anything, and none waits for another one"
-            f" in a collective. {found}"
-        ),
+        f"{quiet} in a collective. {found}",
         *shown,
-        "Whether they work there, or hang, does not show. Look at: these lines.",
+        "The boxes do not show whether they work there or hang. Look at: these lines.",
     )
 
 
@@ -154,10 +157,11 @@ def _had_begun_to_wait(context: Context) -> tuple[str, ...]:
             for rank, made in zip(context.job_calls.by_rank, group_creations, strict=True)
             if made is not None
         ]
+        was = "was" if len(ranks) == 1 else "were"
         return (
             (
-                f"At the end {ranks_text(ranks)} had begun to make a process group, and waited"
-                " there for others."
+                f"At the end {ranks_phrase(ranks)} {was} creating a process group and waiting there"
+                " for other ranks."
             ),
         )
     blamed = awaited(context.waits)
@@ -166,11 +170,11 @@ def _had_begun_to_wait(context: Context) -> tuple[str, ...]:
     if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
         return ()
     who = (
-        f"{ranks_text([each.rank for each in waiting_for(context.waits, blamed)])} had waited for"
-        f" {ranks_text(blamed)}"
+        f"{ranks_phrase([each.rank for each in waiting_for(context.waits, blamed)])} had waited for"
+        f" {ranks_phrase(blamed)}"
     )
     what = what_text(context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number))
-    return (f"At the end {who} for {waited_s:.0f} s, in {what}. A pause looks like that too.",)
+    return (f"At the end {who} for {waited_s:.0f} s, in {what}. A normal pause looks the same.",)
 
 
 def on_unheard(
@@ -182,36 +186,36 @@ def on_unheard(
     found: Pace,
 ) -> tuple[str, ...]:
     """The job is over, what can be read is well, and a rank left nothing to read."""
-    no_data, noun = ranks_text(sorted(context.no_data)), context.run.noun
-    ended = f"The job is over, and {no_data} left no {noun} that can be read. {found}"
+    no_data, noun = ranks_phrase(sorted(context.no_data)), context.run.noun
+    ended = f"The job is over, and {no_data} left no readable {noun}. {found}"
     if key is None or example_rank is None:
-        return (ended, "The others have issued no collective: what the job did is not known.")
+        return (ended, "The others issued no collective: it is unknown what the job did.")
     what = what_text(context.job_calls.by_rank[example_rank].issued(key, number))
     call = f'{what}, #{number} of group "{context.job_calls.group(key).title}"'
     if went_on:
         past = (
-            f"{ranks_text(went_on).capitalize()} went on after {call}, which takes all of its"
-            " ranks: until then all was well."
+            f"{ranks_phrase(went_on).capitalize()} continued after {call}, which needs all ranks of"
+            " the group: until then nothing was wrong."
         )
-        return (ended, past, f"What {no_data} did after it is not known.")
+        return (ended, past, f"It is unknown what {no_data} did after it.")
     came = [
         rank for rank in sorted(context.no_data) if context.job_calls.has_come(rank, key, number)
     ]
     if came:
-        who = (
-            f"{ranks_text(came).capitalize()} came to it too, by its counts: what it issued there"
-            f" is lost with its {noun}."
-        )
+        its = "its" if len(came) == 1 else "their"
         return (
             ended,
-            f"The others came to {call}.",
-            who,
-            "Whether they hung there, and what was wrong, does not show.",
+            f"The others reached {call}.",
+            (
+                f"{ranks_phrase(came).capitalize()} reached it too, by {its} counters; the call"
+                f" itself is lost with {its} {noun}."
+            ),
+            "It is unknown whether they hung there, and what was wrong.",
         )
     return (
         ended,
         (
-            f"The others came to {call}. Nobody is known to have got past it, and what was wrong"
-            " does not show."
+            f"The others reached {call}. No rank is known to have passed it, and it is unknown what"
+            " was wrong."
         ),
     )

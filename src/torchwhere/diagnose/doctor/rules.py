@@ -476,7 +476,7 @@ class Rules:
         context = self.context
         key, number, example_rank = context.last_of_all()
         went_on = context.went_on_after(key, number) if key is not None else []
-        where: dict[str, Any] = {"key": key, "number": number, "witness": example_rank}
+        where: dict[str, Any] = {"key": key, "number": number, "example_rank": example_rank}
         explanation = no_culprit.on_unheard(context, example_rank, key, number, went_on, found)
         if went_on:
             return self._nothing_wrong(Certainty.INFERRED, explanation, found, **where)

@@ -49,16 +49,16 @@ _BATON = "/torch/utils/file_baton.py"
 # What a function of a library, called by the user, waits for: a part of its file, and in words.
 _HOLDS = (
     ("/torch/utils/cpp_extension.py", "building a C++ extension"),
-    ("/filelock/", "waiting for the lock on a file"),
+    ("/filelock/", "waiting for a file lock"),
     ("/multiprocessing/", "waiting for another process"),
-    ("/concurrent/futures/", "waiting for a pool of threads or processes"),
-    ("/subprocess.py", "waiting for a program it started"),
+    ("/concurrent/futures/", "waiting for a thread or process pool"),
+    ("/subprocess.py", "waiting for a subprocess"),
     ("/queue.py", "waiting for a queue"),
     ("/threading.py", "waiting for a lock or a thread"),
     ("/socket.py", "waiting for a socket"),
     ("/ssl.py", "waiting for a socket"),
 )
-_NO_COLLECTIVE = "in torch.distributed, outside any collective that its group has seen"
+_NO_COLLECTIVE = "in torch.distributed, outside any recorded collective"
 
 
 class StackFrame(NamedTuple):
@@ -112,16 +112,16 @@ def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
     """What holds a rank that others wait for, as far as its stack, its process and its last events
     tell."""
     if status.holds_gil and status.state in ("S", "D"):
-        return "in C with the GIL held, in a call that waits: no Python thread of it can run"
+        return "blocked in native code that holds the GIL: none of its Python threads can run"
     said = _called(status.stack) or _in_distributed(rank_calls, status)
     if said is not None:
         return said
     if rank_calls.is_compiling:
         return "in compilation"
     if status.stack and status.state == "R":
-        return "running: an endless loop, a long computation, or C code that keeps the GIL"
+        return "running: an endless loop, a long computation, or native code that holds the GIL"
     if status.stack and status.state in ("S", "D"):
-        return "sleeping: in a call that waits, or a lock"
+        return "sleeping: in a blocking call, or waiting for a lock"
     return None
 
 
@@ -180,8 +180,8 @@ def _called(stack: tuple[str, ...]) -> str | None:
         return "in compilation"
     if any(_BATON in frame.where for frame in own):
         return (
-            "waiting for another process to build a C++ extension, or for the file `lock` that a"
-            " killed one left beside it"
+            "waiting for another process to build a C++ extension, or for a stale `lock` file that"
+            " a killed process left beside it"
         )
     for frame in reversed(own):  # the outermost is what the user called
         for part, words in _HOLDS:
@@ -198,7 +198,7 @@ def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
         if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where
     ]
     if group_creation:
-        return f"in {group_creation[-1]}, which takes all ranks of the group"
+        return f"in {group_creation[-1]}, which needs all ranks of the group"
     call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None
     if call is not None and call.fields.get("backend") == "gloo" and stands_in(call, status):
         return f"waiting in {call.fields.get('op')}"

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.place import shown
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.job_calls import StreamCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
@@ -31,7 +32,6 @@ from torchwhere.diagnose.doctor.common_clock import Trust, by_one_clock
 from torchwhere.diagnose.doctor.cpu_contention import CpuContention, cpu_contention
 from torchwhere.diagnose.doctor.lateness import Lost, lost
 from torchwhere.diagnose.doctor.mismatch import CallWindow, longer_windows, windows
-from torchwhere.diagnose.doctor.wait_text import ranks_text
 from torchwhere.diagnose.doctor.waits import members
 
 _ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on
@@ -416,28 +416,28 @@ def _said(event: Any) -> str:
 
 
 def sentences(found: Straggler) -> tuple[str, ...]:
-    who, is_are = ranks_text(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
+    who, is_are = ranks_phrase(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
     rounds = "steps" if found.group is None else f'collectives of group "{found.group}"'
     since = f"step {found.since_step}" if found.group is None else f"#{found.since_number}"
     late = (
-        f"{found.late_s * 1e3:.3g} ms, in {found.steps} of the last {found.of_steps} {rounds},"
+        f"{found.late_s * 1e3:.3g} ms in {found.steps} of the last {found.of_steps} {rounds},"
         f" since {since}"
     )
     by = (
-        f" The clocks of the hosts were aligned to about {found.unsure_s * 1e3:.2g} ms."
+        f" The host clocks were aligned to about {found.unsure_s * 1e3:.2g} ms."
         if found.unsure_s
         else ""
     )
-    said = f"{who} {is_are} late by {late}: that costs the job {found.share:.0%} of its time.{by}"
+    said = f"{who} {is_are} late by {late}: this costs the job {found.share:.0%} of its time.{by}"
     if found.lacks_cpu:
-        who = "it" if len(found.ranks) == 1 else f"rank {found.rank}"
+        who = "It" if len(found.ranks) == 1 else f"Rank {found.rank}"
         said += (
-            f" For {found.queued:.0%} of the time {who} waited for a CPU: something else runs on"
-            " those it may use."
+            f" {who} waited for a CPU {found.queued:.0%} of the time: something else runs on the"
+            " CPUs it may use."
         )
     if not found.after or not found.before:
         return (said,)
-    one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for one,"
+    one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for example,"
     lost = (
         f"{one} loses the time in phase {found.phase}, "
         if found.phase

@@ -1,4 +1,4 @@
-"""Why, and what to look at: the sentences of a verdict."""
+"""Sentences of a verdict on mismatches, waits and exits: the cause and what to look at."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 from torchwhere.core.events import Event
 from torchwhere.core.place import Certainty, Place, shown
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.exits import NO_EXIT_RECORD
 from torchwhere.diagnose.doctor.mismatch import Mismatch
 from torchwhere.diagnose.doctor.mismatch_text import consequences
 from torchwhere.diagnose.doctor.verdict import State
@@ -22,27 +24,6 @@ _FORM_WORDS = {
     "shapes": "shape",
     "out_shapes": "shape of the result",
 }
-
-
-def ranks_text(ranks: list[int] | tuple[int, ...]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`, `ranks 0-511`."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    parts = [
-        f"{first}-{last}" if last > first + 1 else ", ".join(map(str, range(first, last + 1)))
-        for first, last in spans
-    ]
-    return (
-        "ranks "
-        + ", ".join(parts[:12])
-        + (f" and {len(parts) - 12} more spans" if len(parts) > 12 else "")
-    )
 
 
 def place_text(place: Place) -> str:
@@ -143,7 +124,7 @@ def cohorts(context: Context, found: Mismatch) -> list[dict[str, Any]]:
     rest = found.cohorts[_MOST_COHORTS:]
     if rest:
         ranks = sorted(rank for cohort in rest for rank in cohort)
-        said.append({"ranks": ranks, "issued": f"{len(rest)} other things"})
+        said.append({"ranks": ranks, "issued": f"{len(rest)} other calls"})
     return said
 
 
@@ -151,31 +132,28 @@ def on_mismatch(context: Context, found: Mismatch) -> tuple[str, ...]:
     group = context.job_calls.group(found.key)
     what = " and ".join(differs_in(context, found))
     differ = (
-        f"issued something different: they differ in {what}"
+        f"issued different calls: they differ in {what}"
         if found.what != "step"
         else "are in different steps"
     )
-    said = [f'At #{found.number} of group "{group.title}" ranks {differ}.']
-    said += [f"  {ranks_text(each['ranks'])}: {each['issued']}" for each in cohorts(context, found)]
+    said = [f'At #{found.number} of group "{group.title}", the ranks {differ}.']
+    said += [
+        f"  {ranks_phrase(each['ranks'])}: {each['issued']}" for each in cohorts(context, found)
+    ]
     said += consequences(
         context,
         found,
-        who=ranks_text(found.culprits),
-        standing=ranks_text(sorted(context.standing) or [0]),
+        who=ranks_phrase(found.culprits),
+        standing=ranks_phrase(sorted(context.standing) or [0]),
     )
     if not found.is_certain and found.deviated:
-        who, ways = (
-            ranks_text(found.deviated),
-            "its own ways" if len(found.deviated) == 1 else "their own ways",
-        )
+        own = "its own" if len(found.deviated) == 1 else "their own"
         said.append(
-            f"The cohorts are of one size, but the others do as they did before: {who} departed"
-            f" from {ways}."
+            f"The cohorts have the same size, but only {ranks_phrase(found.deviated)} deviated from"
+            f" {own} earlier calls."
         )
     elif not found.is_certain:
-        said.append(
-            "The cohorts are of one size: the boxes alone cannot say which of them is wrong."
-        )
+        said.append("The cohorts have the same size: the boxes do not show which one is wrong.")
     said += _before(context, found.culprits, found.key, found.number)
     return tuple(said)
 
@@ -194,7 +172,7 @@ def _before(context: Context, culprits: tuple[int, ...], key: StreamKey, number:
     )
     if call is not None and before is not None and before.place.line:
         said.append(
-            f"Likely: {ranks_text(culprits)} took another way after"
+            f"Likely cause: {ranks_phrase(culprits)} took a different code path after"
             f" {before.place.line}{_step(before)}. Look at: conditions on rank, step or data"
             f" {_between(before.place.line, call.place.line)}."
         )
@@ -214,7 +192,7 @@ def _went_on(rank_calls: RankCalls, record: int) -> list[str]:
     text = first_line(str(error.fields.get("text")))
     return [
         (
-            f"Rank {rank_calls.rank} had an exception before, and went on: {text}"
+            f"Rank {rank_calls.rank} raised an exception earlier and continued: {text}"
             f" ({place_text(error.place)})."
         )
     ]
@@ -249,7 +227,7 @@ def _waiting(context: Context, wait: Wait) -> list[str]:
             if rank in context.job_calls.by_rank
         ]
     places = {in_place(context.place(rank)) for rank in together}
-    said = f"waiting: {ranks_text(together)}"
+    said = f"waiting: {ranks_phrase(together)}"
     return [
         (
             f"  {said}, {places.pop()}"
@@ -261,36 +239,25 @@ def _waiting(context: Context, wait: Wait) -> list[str]:
 
 def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ...]:
     if _is_inside(context, blamed[0], wait):
-        came = (
-            f"{ranks_text(blamed).capitalize()} came to {_awaited_text(context, wait)}, and cannot"
-            " go on there."
-        )
         return (
-            came,
+            (
+                f"{ranks_phrase(blamed).capitalize()} reached {_awaited_text(context, wait)}, but"
+                " cannot complete it."
+            ),
             *_waiting(context, wait),
             *_held_text(context, blamed),
             *_branch(context, blamed, wait),
         )
-    never = (
-        "never" if any(context.job_calls.has_data(rank) for rank in blamed) else "may never have"
-    )
-    if all(rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed):
-        never = (
-            "has not, while it was watched,"
-            if len(blamed) == 1
-            else "have not, while they were watched,"
-        )
-    said = [
-        f"{ranks_text(blamed).capitalize()} {never} issued {_awaited_text(context, wait)}.",
-        *_waiting(context, wait),
-    ]
+    said = [_never_issued_text(context, blamed, wait), *_waiting(context, wait)]
     for rank in blamed[:4]:
         if not context.job_calls.has_data(rank):
             said.append(_no_data_text(context, rank))
             continue
         if context.place(rank).certainty is Certainty.UNKNOWN:
-            now = f"where it is now, its {context.run.noun} does not say"
-            said.append(f"  rank {rank} was last seen {in_place(context.place(rank))}; {now}")
+            said.append(
+                f"  rank {rank} was last seen {in_place(context.place(rank))}; its"
+                f" {context.run.noun} does not show where it is now"
+            )
             continue
         said.append(
             f"  rank {rank} is instead {in_place(context.place(rank))}:"
@@ -304,31 +271,40 @@ def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ..
     return (*said, *_doubts(context, blamed, wait))
 
 
+def _never_issued_text(context: Context, blamed: list[int], wait: Wait) -> str:
+    ranks, call = ranks_phrase(blamed).capitalize(), _awaited_text(context, wait)
+    if all(rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed):
+        watched = "it was watched" if len(blamed) == 1 else "they were watched"
+        return f"{ranks} did not issue {call} while {watched}."
+    has_data = any(context.job_calls.has_data(rank) for rank in blamed)
+    return f"{ranks} {'never' if has_data else 'may never have'} issued {call}."
+
+
 def _no_data_text(context: Context, rank: int) -> str:
     if rank in context.job_calls.past:
         return (
-            f"  rank {rank} was last seen {in_place(context.place(rank))}; what it did after that"
-            " is not known"
+            f"  rank {rank} was last seen {in_place(context.place(rank))}; its later calls are"
+            " unknown"
         )
-    return f"  rank {rank} has no {context.run.noun}: where it is, nobody knows"
+    return f"  rank {rank} left no {context.run.noun}; its location is unknown"
 
 
 def _doubts(context: Context, blamed: list[int], wait: Wait) -> list[str]:
     """What else it may be, as far as the data does not say."""
     if not any(context.job_calls.has_data(rank) for rank in blamed):
-        who = "They are the only ones" if len(blamed) > 1 else f"Rank {blamed[0]} is the only one"
+        they = "they" if len(blamed) > 1 else "it"
         return [
             (
-                f"{who} of which nothing is known. If it had come too, nobody is missing, and it is the"
-                " network or a device."
+                f"There is no data for {ranks_phrase(blamed)}. If {they} reached this collective"
+                " too, no rank is missing: suspect the network or a device."
             )
         ]
     others = [rank for rank in wait.no_data if rank not in blamed]
-    said = [f"  whether {ranks_text(others)} came to it is not known"] if others else []
+    said = [f"  it is unknown whether {ranks_phrase(others)} reached it"] if others else []
     if not context.is_live:
         said.append(
-            "How long they had waited when all ended, nobody saw: a job that was well may be"
-            " between two collectives."
+            "It is unknown how long they had waited when the job ended: a healthy job may also have"
+            " been between two collectives."
         )
     return said
 
@@ -364,15 +340,15 @@ def _held_text(context: Context, blamed: list[int]) -> list[str]:
 def on_excused(excused: dict[int, int]) -> tuple[str, ...]:
     """Who is waited for, and may wait himself for somebody of whom nothing is known."""
     said = [
-        f"Rank {rank} may itself wait for rank {other}, of which there is nothing to read."
+        f"Rank {rank} may itself be waiting for rank {other}, which left no data."
         for rank, other in excused.items()
     ]
-    return (*said[:4], "Who is to blame is not known.") if said else ()
+    return (*said[:4], "The culprit is unknown.") if said else ()
 
 
 def _branch(context: Context, blamed: list[int], wait: Wait) -> list[str]:
     if all(context.state(rank) is State.STOPPED for rank in blamed):
-        return ["Look at: who stopped it, a debugger, a shell, a scheduler that suspends jobs."]
+        return ["Look at: what stopped it (a debugger, a shell, a scheduler that suspends jobs)."]
     before = context.job_calls.by_rank[blamed[0]].issued(wait.key, wait.number - 1)
     call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
     said = []
@@ -383,13 +359,11 @@ def _branch(context: Context, blamed: list[int], wait: Wait) -> list[str]:
         else []
     )
     if before is not None and call is not None and call.place.line:
-        who = (
-            f"{ranks_text(blamed)} took another way, or {'is' if len(blamed) == 1 else 'are'} held"
-        )
+        is_are = "is" if len(blamed) == 1 else "are"
         after = f"{before.place.line or 'its last collective'}{_step(before)}"
         said.append(
-            f"Likely: {who}, after {after}. Look at: conditions on rank, step or data before"
-            f" {call.place.line}."
+            f"Likely cause: {ranks_phrase(blamed)} took a different code path, or {is_are} blocked,"
+            f" after {after}. Look at: conditions on rank, step or data before {call.place.line}."
         )
     return said
 
@@ -399,24 +373,27 @@ def on_dead(context: Context, blamed: list[int], wait: Wait | None) -> tuple[str
     if wait is not None:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         group = context.job_calls.group(wait.key)
-        what = what_text(call)
-        said.append(f'The others wait for it in {what}, #{wait.number} of group "{group.title}".')
+        them = "it" if len(blamed) == 1 else "them"
+        said.append(
+            f"The others wait for {them} in {what_text(call)}, #{wait.number} of group"
+            f' "{group.title}".'
+        )
         said += _waiting(context, wait)
         if all(
             rank in context.job_calls.by_rank and context.state(rank) is State.FINISHED
             for rank in blamed
         ):
             said.append(
-                "Likely: it had fewer batches, left a loop early, or skipped a step. Look at: what"
-                " ends its loop."
+                "Likely cause: it had fewer batches, left a loop early, or skipped a step. Look at:"
+                " the condition that ends its loop."
             )
     if context.exits.were_killed_together and not any(
         context.job_calls.by_rank[rank].end for rank in blamed
     ):
-        noticed = ranks_text(sorted(context.exits.failed()))
+        noticed = ranks_phrase(context.exits.failed()).capitalize()
         said.append(
-            f"That a process was gone, {noticed} noticed; then all were. They may have been killed"
-            " at once."
+            f"{noticed} noticed that a process had exited; then all processes were gone. They may"
+            " have been killed at the same time."
         )
     return tuple(said)
 
@@ -428,7 +405,7 @@ def _ends(context: Context, dead: list[int]) -> list[str]:
         alike.setdefault(_end(context, rank), []).append(rank)
     said = []
     for (how, *more), ranks in list(alike.items())[:4]:
-        said += [f"{ranks_text(ranks).capitalize()} {how}", *more]
+        said += [f"{ranks_phrase(ranks).capitalize()} {how}", *more]
     return said
 
 
@@ -436,12 +413,12 @@ def _end(context: Context, rank: int) -> tuple[str, ...]:
     if rank not in context.job_calls.by_rank:
         return (
             (
-                "may have died first: the others say that a peer hung up on them, and it has no"
-                " readable box."
+                "may have exited first: the others report that a peer closed the connection, and it"
+                " left no readable box."
             ),
         )
     rank_calls = context.job_calls.by_rank[rank]
-    how = "finished" if context.state(rank) is State.FINISHED else "ended"
+    verb = "finished" if context.state(rank) is State.FINISHED else "exited"
     error = rank_calls.exception
     where = error.place if error is not None else context.place(rank)
     text = _gist(context.detail(rank) or context.exits.how(rank)).removesuffix(".")
@@ -450,7 +427,8 @@ def _end(context: Context, rank: int) -> tuple[str, ...]:
         if error is not None and context.exits.has_failed(rank)
         else []
     )
-    return (f"{how}: {text}.", f"  its last place: {place_text(where)}", *before)
+    how = f"{verb} and {text}" if text == NO_EXIT_RECORD else f"{verb}: {text}"
+    return (f"{how}.", f"  its last place: {place_text(where)}", *before)
 
 
 def _gist(text: str) -> str:
@@ -470,13 +448,13 @@ def on_dead_together(context: Context, dead: list[int]) -> tuple[str, ...]:
     if context.exits.never_met(dead):
         return (
             (
-                f"{ranks_text(dead).capitalize()} could not connect to another one. Whether it had"
-                " ended before does not show:"
+                f"{ranks_phrase(dead).capitalize()} could not connect to another rank. The boxes do"
+                " not show whether that rank had already exited:"
             ),
             f"  {first_line(str(context.detail(dead[0])))}",
             (
-                "Look at: the log of the other ranks, the address and port of the rendezvous, the"
-                " network interfaces."
+                "Look at: the logs of the other ranks, the rendezvous address and port, the network"
+                " interfaces."
             ),
         )
     silent = [
@@ -486,14 +464,14 @@ def on_dead_together(context: Context, dead: list[int]) -> tuple[str, ...]:
     ]
     said = [
         (
-            f"A process ended, and it is not known whose went first. {ranks_text(dead).capitalize()}"
-            " failed of it:"
-        )
+            "A process exited, and it is unknown which rank exited first."
+            f" {ranks_phrase(dead).capitalize()} failed because of it:"
+        ),
+        f"  {first_line(str(context.detail(dead[0])))}",
     ]
-    said.append(f"  {first_line(str(context.detail(dead[0])))}")
     if silent:
         said.append(
-            f"  one of {ranks_text(silent)} was the first: they all went without a word, and no"
-            " monitor saw when"
+            f"  one of {ranks_phrase(silent)} exited first: none of them left an exit record, and"
+            " no monitor saw when they exited"
         )
     return tuple(said)
