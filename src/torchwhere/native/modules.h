@@ -6,7 +6,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "track.h"
+#include "thread_track.h"
 
 namespace torchwhere {
 
@@ -302,7 +302,7 @@ inline bool may_be_odd(const Calls* self, uint64_t below) {
 
 // enter(module) -> where the thread was before; None: this is not for us, but for `ModuleSense._enter_slowly`.
 inline PyObject* calls_enter(Calls* self, PyObject* module) {
-  ThreadTrack* track = tape_of(self->box);
+  ThreadTrack* track = track_of(self->box);
   if (track == nullptr) Py_RETURN_NONE;
   uint64_t below = track->top;
   Table::Slot* found = self->bases->of.find(reinterpret_cast<uint64_t>(module));
@@ -321,7 +321,7 @@ inline PyObject* calls_entered(Calls* self, PyObject* const* args, Py_ssize_t gi
   if (given != 2) return PyErr_Format(PyExc_TypeError, "a word and the one below, not %zd arguments", given);
   uint64_t word = PyLong_AsUnsignedLongLong(args[0]), below = PyLong_AsUnsignedLongLong(args[1]);
   if (PyErr_Occurred()) return nullptr;
-  ThreadTrack* track = tape_of(self->box);
+  ThreadTrack* track = track_of(self->box);
   if (track == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
   return entered(self, track, word, below);
 }
@@ -330,12 +330,12 @@ inline PyObject* calls_entered(Calls* self, PyObject* const* args, Py_ssize_t gi
 inline PyObject* calls_leave(Calls* self, PyObject* under) {
   uint64_t below = PyLong_AsUnsignedLongLong(under);
   if (PyErr_Occurred()) return nullptr;
-  ThreadTrack* track = tape_of(self->box);
+  ThreadTrack* track = track_of(self->box);
   if (track == nullptr) Py_RETURN_NONE;
   uint64_t t_ns = now_ns(), word = track->top;
   // A wrapper and what it wraps are one call.
   bool is_told = !self->exit_kind || word == below || tell(self, track, self->exit_kind, t_ns, word);
-  if ((track = tape_of(self->box)) != nullptr) {
+  if ((track = track_of(self->box)) != nullptr) {
     note(track, below);
     show(track, self->box, below, t_ns);
   }

@@ -3,9 +3,9 @@
 // else is handed back to it. Built by `torchwhere native` against one torch and one Python; see `docs/overhead.md`.
 #include "box.h"
 #include "modules.h"
-#include "passes.h"
+#include "fast_path.h"
 #include "reductions.h"
-#include "track.h"
+#include "thread_track.h"
 
 namespace {
 
@@ -39,13 +39,13 @@ PyMODINIT_FUNC PyInit_torchwhere_native() {
   for (PyType_Spec* spec :
        {&torchwhere::box_spec,
         &torchwhere::count_spec,
-        &torchwhere::tape_spec,
+        &torchwhere::track_spec,
         &torchwhere::buckets_spec,
         &torchwhere::words_spec,
         &torchwhere::counts_spec,
         &torchwhere::calls_spec,
         &torchwhere::sum_spec,
-        &torchwhere::passes_spec}) {
+        &torchwhere::fast_path_spec}) {
     if (!add(module, spec)) {
       Py_DECREF(module);
       return nullptr;

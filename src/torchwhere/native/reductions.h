@@ -17,7 +17,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include "track.h"
+#include "thread_track.h"
 
 namespace torchwhere {
 

@@ -27,27 +27,27 @@ struct Here {
 inline thread_local Here here;
 
 // The calling thread's track, null where it has none yet, or none that can be written to any more.
-inline ThreadTrack* tape_of(const Box* box) {
+inline ThreadTrack* track_of(const Box* box) {
   bool is_ready = here.box == box->id && box->words != nullptr && here.track->seqs_at != nullptr;
   return is_ready ? here.track : nullptr;
 }
 
-inline void tape_unready(ThreadTrack* self) {
+inline void track_unready(ThreadTrack* self) {
   self->seqs_at = self->marks_at = nullptr;
   if (self->seqs.obj != nullptr) PyBuffer_Release(&self->seqs);
   if (self->marks.obj != nullptr) PyBuffer_Release(&self->marks);
 }
 
 // use(seqs, marks): the log from now on; None, None: there is none.
-inline PyObject* tape_use(ThreadTrack* self, PyObject* args) {
+inline PyObject* track_use(ThreadTrack* self, PyObject* args) {
   PyObject *seqs, *marks;
   if (!PyArg_ParseTuple(args, "OO", &seqs, &marks)) return nullptr;
-  tape_unready(self);
+  track_unready(self);
   if (seqs == Py_None) Py_RETURN_NONE;
   if (PyObject_GetBuffer(seqs, &self->seqs, PyBUF_WRITABLE) < 0) return nullptr;
   if (PyObject_GetBuffer(marks, &self->marks, PyBUF_WRITABLE) < 0 ||
       self->seqs.len != static_cast<Py_ssize_t>(8 * (LOG_MASK + 1)) || self->marks.len != self->seqs.len) {
-    tape_unready(self);
+    track_unready(self);
     if (!PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a log of another length");
     return nullptr;
   }
@@ -57,7 +57,7 @@ inline PyObject* tape_use(ThreadTrack* self, PyObject* args) {
 }
 
 // is_here(box): this is the calling thread's track while that box is written.
-inline PyObject* tape_is_here(ThreadTrack* self, PyObject* box) {
+inline PyObject* track_is_here(ThreadTrack* self, PyObject* box) {
   uint64_t id = reinterpret_cast<Box*>(box)->id;
   here = id ? Here{id, self} : Here{};
   Py_RETURN_NONE;
@@ -85,7 +85,7 @@ inline void move(ThreadTrack* track, Box* box, uint64_t word, uint64_t line) {
 }
 
 // move(box, word[, line]) -> whether that could be done: go to another pass. With a line, even 0, it is noted in the log.
-inline PyObject* tape_move(ThreadTrack* self, PyObject* const* args, Py_ssize_t given) {
+inline PyObject* track_move(ThreadTrack* self, PyObject* const* args, Py_ssize_t given) {
   if (given < 2 || given > 3) return PyErr_Format(PyExc_TypeError, "a box, a word and a line, not %zd arguments", given);
   auto* box = reinterpret_cast<Box*>(args[0]);
   uint64_t word = PyLong_AsUnsignedLongLong(args[1]), line = given == 3 ? PyLong_AsUnsignedLongLong(args[2]) : 0;
@@ -98,33 +98,33 @@ inline PyObject* tape_move(ThreadTrack* self, PyObject* const* args, Py_ssize_t 
   Py_RETURN_TRUE;
 }
 
-inline void tape_dealloc(ThreadTrack* self) {
+inline void track_dealloc(ThreadTrack* self) {
   if (here.track == self) here = Here{};
-  tape_unready(self);
+  track_unready(self);
   Py_CLEAR(self->below_optimizer);
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-inline PyMethodDef tape_methods[] = {
-    {"use", method(tape_use), METH_VARARGS, nullptr},
-    {"move", method(tape_move), METH_FASTCALL, nullptr},
-    {"is_here", method(tape_is_here), METH_O, nullptr},
+inline PyMethodDef track_methods[] = {
+    {"use", method(track_use), METH_VARARGS, nullptr},
+    {"move", method(track_move), METH_FASTCALL, nullptr},
+    {"is_here", method(track_is_here), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyMemberDef tape_members[] = {
+inline PyMemberDef track_members[] = {
     {const_cast<char*>("top"), T_ULONGLONG, offsetof(ThreadTrack, top), 0, nullptr},
     {const_cast<char*>("count"), T_ULONGLONG, offsetof(ThreadTrack, count), 0, nullptr},
     {const_cast<char*>("cursor"), T_ULONGLONG, offsetof(ThreadTrack, cursor), 0, nullptr},
     {const_cast<char*>("number"), T_ULONGLONG, offsetof(ThreadTrack, number), 0, nullptr},
     {const_cast<char*>("below_optimizer"), T_OBJECT_EX, offsetof(ThreadTrack, below_optimizer), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
-inline PyType_Slot tape_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(tape_dealloc)},
-    {Py_tp_methods, tape_methods},
-    {Py_tp_members, tape_members},
+inline PyType_Slot track_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(track_dealloc)},
+    {Py_tp_methods, track_methods},
+    {Py_tp_members, track_members},
     {0, nullptr}};
-inline PyType_Spec tape_spec = {
-    "torchwhere_native.ThreadTrack", sizeof(ThreadTrack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, tape_slots};
+inline PyType_Spec track_spec = {
+    "torchwhere_native.ThreadTrack", sizeof(ThreadTrack), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, track_slots};
 
 }  // namespace torchwhere

@@ -36,7 +36,7 @@ struct Sized {
 };
 constexpr Py_ssize_t MOST_SIZED = 4;
 
-struct Passes {
+struct FastPath {
   PyObject_HEAD
   Box* box;
   Counts* calls;       // as in ModuleSense
@@ -54,8 +54,8 @@ struct Passes {
   Sized looked_at[MOST_SIZED];       // what Python looks at between steps, and how much that was
 };
 
-// Passes(box, calls, lines, names, steppers, steps, ended, under_way, backward_word, optimizer_word, *kinds)
-inline PyObject* passes_new(PyTypeObject* type, PyObject* args, PyObject*) {
+// FastPath(box, calls, lines, names, steppers, steps, ended, under_way, backward_word, optimizer_word, *kinds)
+inline PyObject* fast_path_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *box, *calls, *lines, *names, *steppers, *steps;
   unsigned long long ended, under_way, backward_word, optimizer_word;
   int optimizer_kind, step_end_kind, step_begin_kind;
@@ -63,7 +63,7 @@ inline PyObject* passes_new(PyTypeObject* type, PyObject* args, PyObject*) {
           args, "OOOO!O!OKKKKiii", &box, &calls, &lines, &PyDict_Type, &names, &PySet_Type, &steppers, &steps, &ended, &under_way,
           &backward_word, &optimizer_word, &optimizer_kind, &step_end_kind, &step_begin_kind))
     return nullptr;
-  auto* self = reinterpret_cast<Passes*>(type->tp_alloc(type, 0));
+  auto* self = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   for (PyObject* kept : {box, calls, lines, names, steppers, steps}) Py_INCREF(kept);
   self->box = reinterpret_cast<Box*>(box);
@@ -83,14 +83,14 @@ inline PyObject* passes_new(PyTypeObject* type, PyObject* args, PyObject*) {
 }
 
 // wake(): Python wants to be asked the next time.
-inline PyObject* passes_wake(Passes* self, PyObject*) {
+inline PyObject* fast_path_wake(FastPath* self, PyObject*) {
   self->resting_until = 0;
   for (Sized& sized : self->looked_at) Py_CLEAR(sized.container);
   Py_RETURN_NONE;
 }
 
-inline void passes_dealloc(Passes* self) {
-  Py_DECREF(passes_wake(self, nullptr));
+inline void fast_path_dealloc(FastPath* self) {
+  Py_DECREF(fast_path_wake(self, nullptr));
   Py_DECREF(self->box);
   Py_DECREF(self->calls);
   Py_DECREF(self->lines);
@@ -104,12 +104,12 @@ inline void passes_dealloc(Passes* self) {
 
 // rest(until_ns, counts_steps, containers): Python has seen to all that there is to do between steps. It need not be asked again
 // before that time, while each of those has the size that it has now.
-inline PyObject* passes_rest(Passes* self, PyObject* args) {
+inline PyObject* fast_path_rest(FastPath* self, PyObject* args) {
   unsigned long long until;
   int counts_steps;
   PyObject* containers;
   if (!PyArg_ParseTuple(args, "KpO!", &until, &counts_steps, &PyTuple_Type, &containers)) return nullptr;
-  Py_DECREF(passes_wake(self, nullptr));
+  Py_DECREF(fast_path_wake(self, nullptr));
   Py_ssize_t given = PyTuple_GET_SIZE(containers);
   if (given > MOST_SIZED) return PyErr_Format(PyExc_ValueError, "at most %zd containers, not %zd", MOST_SIZED, given);
   for (Py_ssize_t at = 0; at < given; ++at) {
@@ -129,7 +129,7 @@ inline PyObject* passes_rest(Passes* self, PyObject* args) {
 // The user's line, found as `stack.read` does. `lines` has each code that Python has seen on such a way, by its address, and each
 // instruction of the user's that a way has led to, by the address of its code plus its own place: an object of code is longer than
 // its instructions, so none of these is the address of another.
-inline bool line_of(Passes* self, uint32_t* line) {
+inline bool line_of(FastPath* self, uint32_t* line) {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
   Table::Slot* found = nullptr;
   while (frame != nullptr) {
@@ -150,7 +150,7 @@ inline bool is_in_engine() {
   return torch::autograd::get_current_graph_task_id() != -1;
 }
 
-inline bool is_resting(Passes* self, uint64_t now) {
+inline bool is_resting(FastPath* self, uint64_t now) {
   bool is_same = now < self->resting_until && self->box->step + 1 < NO_STEP;
   for (Sized& sized : self->looked_at)
     is_same = is_same && (sized.container == nullptr || PyObject_Size(sized.container) == sized.size);
@@ -165,7 +165,7 @@ inline bool came_from_outside(ThreadTrack* track) {
 }
 
 // Whether this optimizer, and no other, has stepped in the step before: then its step ends another one.
-inline bool is_only_stepper(Passes* self, PyObject* optimizer) {
+inline bool is_only_stepper(FastPath* self, PyObject* optimizer) {
   if (PySet_GET_SIZE(self->steppers) != 1) return false;
   PyObject* id = PyLong_FromVoidPtr(optimizer);
   bool is_in = id != nullptr && PySet_Contains(self->steppers, id) == 1;
@@ -173,7 +173,7 @@ inline bool is_only_stepper(Passes* self, PyObject* optimizer) {
   return is_in;
 }
 
-inline bool name_of(Passes* self, PyObject* optimizer, uint32_t* entry) {
+inline bool name_of(FastPath* self, PyObject* optimizer, uint32_t* entry) {
   PyObject* name = PyType_GetName(Py_TYPE(optimizer));
   PyObject* found = name == nullptr ? nullptr : PyDict_GetItemWithError(self->names, name);
   Py_XDECREF(name);
@@ -183,7 +183,7 @@ inline bool name_of(Passes* self, PyObject* optimizer, uint32_t* entry) {
 
 // -- what is written -------------------------------------------------------------------------------------------------
 
-inline Record record_at(Passes* self, ThreadTrack* track, int kind, uint64_t t_ns, uint32_t line) {
+inline Record record_at(FastPath* self, ThreadTrack* track, int kind, uint64_t t_ns, uint32_t line) {
   Record record{};
   record.kind = static_cast<uint8_t>(kind);
   record.t_ns = t_ns;
@@ -193,12 +193,12 @@ inline Record record_at(Passes* self, ThreadTrack* track, int kind, uint64_t t_n
   return record;
 }
 
-inline void put(Passes* self, ThreadTrack* track, Record record) {
+inline void put(FastPath* self, ThreadTrack* track, Record record) {
   self->box->words[track->cursor + CURSOR_RECORD] = self->box->put(record);
 }
 
 // As `Phases.step_begins`.
-inline void add_step(Passes* self, uint64_t now) {
+inline void add_step(FastPath* self, uint64_t now) {
   Sum* sum = self->steps;
   if (sum->running) {
     uint64_t took = now - sum->begun_ns;
@@ -217,7 +217,7 @@ inline void add_step(Passes* self, uint64_t now) {
 }
 
 // As `Session.next_step`, at one place and one time: the end of a step is the begin of the next.
-inline void go_to_step(Passes* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
+inline void go_to_step(FastPath* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
   put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;
@@ -229,8 +229,8 @@ inline void go_to_step(Passes* self, ThreadTrack* track, uint64_t step, uint32_t
 // -- what Python calls -----------------------------------------------------------------------------------------------
 
 // begin_backward(args) -> where the thread was before, None: this is for Python. The arguments of the engine, without the first.
-inline PyObject* passes_begin_backward(Passes* self, PyObject* args) {
-  ThreadTrack* track = tape_of(self->box);
+inline PyObject* fast_path_begin_backward(FastPath* self, PyObject* args) {
+  ThreadTrack* track = track_of(self->box);
   bool creates_graph = PyTuple_GET_SIZE(args) > 2 && PyTuple_GET_ITEM(args, 2) != Py_False;
   if (track == nullptr || creates_graph || self->is_paused || track->top == self->backward_word) Py_RETURN_NONE;
   uint32_t line;
@@ -241,16 +241,16 @@ inline PyObject* passes_begin_backward(Passes* self, PyObject* args) {
 }
 
 // end_backward(below) -> whether there is more to do, for Python: of one that began here.
-inline PyObject* passes_end_backward(Passes* self, PyObject* below) {
+inline PyObject* fast_path_end_backward(FastPath* self, PyObject* below) {
   uint64_t word = PyLong_AsUnsignedLongLong(below);
   if (PyErr_Occurred()) return nullptr;
-  if (ThreadTrack* track = tape_of(self->box)) move(track, self->box, word, 0);
+  if (ThreadTrack* track = track_of(self->box)) move(track, self->box, word, 0);
   return PyBool_FromLong(self->ends_after_backward);
 }
 
 // begin_optimizer() -> whether it was done
-inline PyObject* passes_begin_optimizer(Passes* self, PyObject*) {
-  ThreadTrack* track = tape_of(self->box);
+inline PyObject* fast_path_begin_optimizer(FastPath* self, PyObject*) {
+  ThreadTrack* track = track_of(self->box);
   if (track == nullptr || track->below_optimizer == nullptr) Py_RETURN_FALSE;
   PyObject* below = PyLong_FromUnsignedLongLong(track->top);
   bool is_kept = below != nullptr && PyList_Append(track->below_optimizer, below) == 0;
@@ -261,8 +261,8 @@ inline PyObject* passes_begin_optimizer(Passes* self, PyObject*) {
 }
 
 // end_optimizer(optimizer) -> whether it was done, and with it the end of the step, if that is one
-inline PyObject* passes_end_optimizer(Passes* self, PyObject* optimizer) {
-  ThreadTrack* track = tape_of(self->box);
+inline PyObject* fast_path_end_optimizer(FastPath* self, PyObject* optimizer) {
+  ThreadTrack* track = track_of(self->box);
   uint64_t now = now_ns();
   uint32_t line, entry;
   if (track == nullptr || !is_resting(self, now) || track->top != self->optimizer_word || is_in_engine() ||
@@ -282,8 +282,8 @@ inline PyObject* passes_end_optimizer(Passes* self, PyObject* optimizer) {
 }
 
 // next_step(step) -> whether it was done: the user counts them.
-inline PyObject* passes_next_step(Passes* self, PyObject* step) {
-  ThreadTrack* track = tape_of(self->box);
+inline PyObject* fast_path_next_step(FastPath* self, PyObject* step) {
+  ThreadTrack* track = track_of(self->box);
   uint64_t number = PyLong_AsUnsignedLongLong(step), now = now_ns();
   if (PyErr_Occurred()) return nullptr;
   uint32_t line;
@@ -292,25 +292,25 @@ inline PyObject* passes_next_step(Passes* self, PyObject* step) {
   return PyBool_FromLong(is_ours);
 }
 
-inline PyMethodDef passes_methods[] = {
-    {"rest", method(passes_rest), METH_VARARGS, nullptr},
-    {"wake", method(passes_wake), METH_NOARGS, nullptr},
-    {"begin_backward", method(passes_begin_backward), METH_O, nullptr},
-    {"end_backward", method(passes_end_backward), METH_O, nullptr},
-    {"begin_optimizer", method(passes_begin_optimizer), METH_NOARGS, nullptr},
-    {"end_optimizer", method(passes_end_optimizer), METH_O, nullptr},
-    {"next_step", method(passes_next_step), METH_O, nullptr},
+inline PyMethodDef fast_path_methods[] = {
+    {"rest", method(fast_path_rest), METH_VARARGS, nullptr},
+    {"wake", method(fast_path_wake), METH_NOARGS, nullptr},
+    {"begin_backward", method(fast_path_begin_backward), METH_O, nullptr},
+    {"end_backward", method(fast_path_end_backward), METH_O, nullptr},
+    {"begin_optimizer", method(fast_path_begin_optimizer), METH_NOARGS, nullptr},
+    {"end_optimizer", method(fast_path_end_optimizer), METH_O, nullptr},
+    {"next_step", method(fast_path_next_step), METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyMemberDef passes_members[] = {
-    {const_cast<char*>("is_paused"), T_BOOL, offsetof(Passes, is_paused), 0, nullptr},
-    {const_cast<char*>("ends_after_backward"), T_BOOL, offsetof(Passes, ends_after_backward), 0, nullptr},
+inline PyMemberDef fast_path_members[] = {
+    {const_cast<char*>("is_paused"), T_BOOL, offsetof(FastPath, is_paused), 0, nullptr},
+    {const_cast<char*>("ends_after_backward"), T_BOOL, offsetof(FastPath, ends_after_backward), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
-inline PyType_Slot passes_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(passes_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(passes_dealloc)},
-    {Py_tp_methods, passes_methods},
-    {Py_tp_members, passes_members},
+inline PyType_Slot fast_path_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(fast_path_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(fast_path_dealloc)},
+    {Py_tp_methods, fast_path_methods},
+    {Py_tp_members, fast_path_members},
     {0, nullptr}};
-inline PyType_Spec passes_spec = {"torchwhere_native.Passes", sizeof(Passes), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, passes_slots};
+inline PyType_Spec fast_path_spec = {"torchwhere_native.FastPath", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, fast_path_slots};
 
 }  // namespace torchwhere
