@@ -725,11 +725,11 @@ def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 OFFICE = """
 import sys, time
-from torchwhere.monitor.correspondence import Office
-from torchwhere.monitor.word import Word, run_key
+from torchwhere.monitor.broadcast import LeadState, run_key
+from torchwhere.monitor.transport import LeadServer
 
-office = Office(sys.argv[1], port=int(sys.argv[2]))
-office.say(Word(token=sys.argv[1], run=run_key(), asked=1))
+office = LeadServer(sys.argv[1], port=int(sys.argv[2]))
+office.say(LeadState(token=sys.argv[1], run=run_key(), asked=1))
 office.open()
 time.sleep(60)
 """

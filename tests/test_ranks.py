@@ -455,7 +455,7 @@ for thread in threads: thread.start()
 if os.fork() == 0: write("c"); os._exit(0)
 for thread in threads: thread.join()
 os.wait()
-import gc, torchwhere.ranks
+import gc, torchwhere.api.printing
 """,
         cwd=tmp_path,
     )
