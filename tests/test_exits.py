@@ -73,7 +73,7 @@ def test_killed_before_it_could_say_that_it_ends() -> None:
     )
     found.statuses = dict(found.statuses) | {2: ALIVE}
     assert [found.has_failed(rank) for rank in range(3)] == [True, True, False]
-    assert [found.was_hung_up_on(rank) for rank in range(3)] == [True, False, False]
+    assert [found.lost_its_peer(rank) for rank in range(3)] == [True, False, False]
     assert found.how(1) == "exception: ValueError: bad"
     assert found.first([]) == [1]
 
@@ -95,7 +95,7 @@ def test_who_reacts_is_not_blamed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "seen", "has_left"),
+    ("end", "seen", "outlived_its_watch"),
     [
         ("stop", ALIVE, True),
         ("stop", GONE, False),
@@ -107,10 +107,13 @@ def test_who_reacts_is_not_blamed() -> None:
     ],
 )
 def test_who_ended_its_watch_has_not_ended(
-    end: str | None, seen: ProcessStatus, has_left: bool
+    end: str | None, seen: ProcessStatus, outlived_its_watch: bool
 ) -> None:
     """A process that was there for more than a second after its watch goes on, or did, unseen."""
-    assert exits(rank_of(0, end=end), rank_of(1), seen={0: seen}).has_left(0) is has_left
+    assert (
+        exits(rank_of(0, end=end), rank_of(1), seen={0: seen}).outlived_its_watch(0)
+        is outlived_its_watch
+    )
 
 
 LEAVING = """
@@ -201,10 +204,10 @@ def test_who_gave_up_waited_for_another() -> None:
     found = exits(
         rank_of(0, end=f"exception: {text}"), rank_of(1, exception=HUNG_UP), rank_of(3, end="exit")
     )
-    assert [found.gave_up(rank) for rank in (0, 1, 3)] == [True, False, False]
+    assert [found.timed_out(rank) for rank in (0, 1, 3)] == [True, False, False]
     assert found.first([2]) == [2]
     assert found.first([]) == []
-    assert not exits(rank_of(0, end="exception: TimeoutError: the disk timed out")).gave_up(0)
+    assert not exits(rank_of(0, end="exception: TimeoutError: the disk timed out")).timed_out(0)
 
 
 def test_killed_together() -> None:
@@ -214,7 +217,7 @@ def test_killed_together() -> None:
     found = exits(*ranks)
     assert found.were_killed_together
     assert [found.is_dead(rank) for rank in range(4)] == [True, False, False, False]
-    assert [found.died_of_the_end(rank) for rank in range(4)] == [True, False, False, False]
+    assert [found.exited_with_the_job(rank) for rank in range(4)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +330,7 @@ def test_who_could_not_connect(text: str) -> None:
         seen=seen,
         now_ns=9_000_000_000,
     )
-    assert found.never_met([2])
+    assert found.could_not_connect([2])
     assert found.first([]) == []
     assert found.first([3]) == [3]
 
@@ -338,7 +341,7 @@ def test_crashed_in_a_collective() -> None:
     found = exits(
         rank_of(0, in_collective=True), rank_of(1), rank_of(2, end="exit 1", in_collective=True)
     )
-    assert [found.crashed_in_it(rank) for rank in range(4)] == [True, False, False, False]
+    assert [found.crashed_in_collective(rank) for rank in range(4)] == [True, False, False, False]
 
 
 def test_counted_before_it_is_gone() -> None:
@@ -385,7 +388,7 @@ def test_rank_that_sigterm_did_not_end(codes: tuple[int | None, ...], first: lis
     """Where SIGTERM ended the others, the rank that ended otherwise went first; where the codes do
     not show it, no rank did."""
     found = exits(*map(rank_of, range(4)), seen=ended_with(*codes))
-    assert found.went_first() == first
+    assert found.exited_first() == first
     assert [rank for rank in range(4) if found.is_dead(rank)] == first
     assert found.were_killed_together is not bool(first)
     assert found.ended_unfinished
@@ -394,7 +397,7 @@ def test_rank_that_sigterm_did_not_end(codes: tuple[int | None, ...], first: lis
 def test_rank_that_was_killed_after_sigterm() -> None:
     """A rank that does not obey SIGTERM is killed later: it did not go first."""
     seen = ended_with(-15, -15, -15, -15) | {2: ProcessStatus(alive=False, exit_code=-9, gone_ns=9)}
-    assert exits(*map(rank_of, range(4)), seen=seen).went_first() == []
+    assert exits(*map(rank_of, range(4)), seen=seen).exited_first() == []
 
 
 def test_ranks_that_the_launcher_has_ended_so_far() -> None:
@@ -407,7 +410,7 @@ def test_ranks_that_the_launcher_has_ended_so_far() -> None:
         now_ns=9_000_000_000,
     )
     assert [found.is_dead(rank) for rank in range(4)] == [False, False, True, False]
-    assert found.went_first() == [2]
+    assert found.exited_first() == [2]
     assert not found.ended_unfinished
 
 
@@ -427,9 +430,9 @@ def test_ranks_that_catch_sigterm(reason: str, beat_ns: int, first: list[int]) -
     first, unless its heart beat on: then it could not obey, and was killed later."""
     others = [rank_of(rank, end=reason, at_ns=100 + rank) for rank in (0, 1, 3)]
     found = exits(*others, rank_of(2, at_ns=80, beat_ns=beat_ns))
-    found.by_hand = interrupted(found.job_calls, waited_s=5)
-    assert set(found.by_hand) == {0, 1, 3}
-    assert (found.failed(), found.went_first()) == ([], first)
+    found.ended_externally = interrupted(found.job_calls, waited_s=5)
+    assert set(found.ended_externally) == {0, 1, 3}
+    assert (found.failed(), found.exited_first()) == ([], first)
     assert found.ended_unfinished
 
 
@@ -440,7 +443,7 @@ def test_another_exit_code_is_a_failure() -> None:
         rank_of(1, end="exception: ValueError: signal 150"),
         rank_of(2, end="exit 143"),
     )
-    found.by_hand = interrupted(found.job_calls, waited_s=5)
+    found.ended_externally = interrupted(found.job_calls, waited_s=5)
     assert (found.failed(), found.terminated(), found.first([])) == ([0, 1, 2], [2], [0, 1])
 
 
@@ -452,14 +455,14 @@ def test_job_that_finished_is_not_killed() -> None:
         *finished, rank_of(2), seen={2: ProcessStatus(alive=False, exit_code=0)}
     ).ended_unfinished
     assert not exits(*finished, seen=ended_with(-15, -15)).ended_unfinished  # while they ended
-    by_hand = exits(
+    interrupted_job = exits(
         rank_of(0, end=BY_HAND),
         rank_of(1, end=BY_HAND),
         rank_of(2),
         seen={2: ProcessStatus(alive=False, exit_code=-15)},
     )
-    by_hand.by_hand = interrupted(by_hand.job_calls, waited_s=5)
-    assert not by_hand.ended_unfinished
+    interrupted_job.ended_externally = interrupted(interrupted_job.job_calls, waited_s=5)
+    assert not interrupted_job.ended_unfinished
 
 
 def test_several_may_have_hung_up() -> None:
@@ -504,9 +507,9 @@ def test_who_was_interrupted_has_not_failed() -> None:
         rank_of(3, end="exception: ValueError"),
     )
     found = exits(*ranks)
-    found.by_hand = interrupted(found.job_calls, waited_s=5)
-    assert set(found.by_hand) == {0, 1}
-    assert [found.was_ended_by_hand(rank) for rank in range(4)] == [True, True, True, False]
+    found.ended_externally = interrupted(found.job_calls, waited_s=5)
+    assert set(found.ended_externally) == {0, 1}
+    assert [found.was_ended_externally(rank) for rank in range(4)] == [True, True, True, False]
     assert found.failed() == [3]
 
 

@@ -14,7 +14,7 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.rank_calls import heard
-from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
+from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.hooks import modules
 from torchwhere.processes.py_spy import PythonFrame
 from torchwhere.processes.stacks import without_own_frames
@@ -132,13 +132,15 @@ STANDING = {
 def test_stands_in() -> None:
     """Only a stack that is in the call, or where it is waited for, counts; where it may be, nothing
     is said."""
-    found = {name: stands_in(call, seen(*stack)) for name, (call, stack, _) in STANDING.items()}
+    found = {
+        name: is_in_collective(call, seen(*stack)) for name, (call, stack, _) in STANDING.items()
+    }
     assert found == {name: expected for name, (_, _, expected) in STANDING.items()}
 
 
 def test_a_device_is_waited_for_anywhere() -> None:
     """A rank that spins outside torch.distributed, as in `.item()`, may wait for its device."""
-    assert stands_in(issued(backend="nccl"), seen(f"{TRAIN}:11 in main", state="R")) is True
+    assert is_in_collective(issued(backend="nccl"), seen(f"{TRAIN}:11 in main", state="R")) is True
 
 
 HELD = {

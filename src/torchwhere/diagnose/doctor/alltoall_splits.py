@@ -1,10 +1,10 @@
-"""All_to_all calls whose parts do not fit: one rank sends another as many elements as that one does
-not take.
+"""Finds all_to_all calls whose splits do not match: a rank sends another one more or fewer elements
+than that rank expects.
 
-Takes a hearing, looks at the last call of each group that all of it have issued. Gloo crashes on
-such a call, NCCL hangs or fills tensors with something else. Of a pair that does not agree it is
-not known which side is wrong, unless one rank is in all of them. Where the sizes of the parts were
-not recorded, as late in a job that never repeats them, their sums may still differ.
+Compares the last call of each group that all of its ranks have issued. Gloo crashes on such a call;
+NCCL hangs or fills tensors with wrong data. It is unknown which rank of a pair is wrong, unless one
+rank is in all mismatched pairs. Where the split sizes were not recorded (late in a job that never
+repeats them), their sums may still differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Unfitting:
-    """A call in which what is sent is not what is taken, in elements."""
+    """A call whose sent and expected element counts differ."""
 
     key: StreamKey
     number: int
@@ -37,7 +37,7 @@ class Unfitting:
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The one that is in all pairs; both of a single one; else nobody can tell."""
+        """The rank that is in all pairs; both ranks of a single pair; else no rank."""
         ends = [{source, destination} for source, destination, _, _ in self.pairs]
         common = set.intersection(*ends) if ends else set()
         return tuple(sorted(common))
@@ -48,27 +48,27 @@ class Unfitting:
         return {"differs_in": ["splits"], "pairs": pairs, "sent": self.sent, "taken": self.taken}
 
     def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
-        said = [
+        lines = [
             (
                 f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, the send'
                 " and receive splits do not match."
             )
         ]
-        said += [
+        lines += [
             f"  rank {source} sends {sent} elements to rank {destination}, which expects {taken}"
             for source, destination, sent, taken in self.pairs[:_MOST_SHOWN]
         ]
         if len(self.pairs) > _MOST_SHOWN:
-            said.append(f"  and {len(self.pairs) - _MOST_SHOWN} more pairs")
+            lines.append(f"  and {len(self.pairs) - _MOST_SHOWN} more pairs")
         if not self.pairs:
-            said.append(
+            lines.append(
                 f"  all ranks together send {self.sent} elements and expect {self.taken}; the boxes"
                 " do not show which split is wrong"
             )
         line = job_calls.by_rank[self.ranks[0]].place_of(self.key, self.number)
         where = f" at {line.line}" if line is not None and line.line else ""
         return (
-            *said,
+            *lines,
             (
                 f"Look at: how the split sizes{where} are computed, and whether they change after"
                 " the ranks have exchanged them."
@@ -77,21 +77,25 @@ class Unfitting:
 
 
 def unfitting(job_calls: JobCalls) -> Unfitting | None:
-    """The first such call, of those that somebody issued last; None where all fit, or too little is
-    known."""
+    """The first mismatched call among the last calls of the ranks; None if all match or data is
+    missing."""
     lasts = {
-        said.last: None
-        for said in job_calls.by_rank.values()
-        if said.last is not None and _is_one(job_calls, said.rank)
+        rank_calls.last: None
+        for rank_calls in job_calls.by_rank.values()
+        if rank_calls.last is not None and _ends_in_alltoall(job_calls, rank_calls.rank)
     }
-    found = (_compared(job_calls, key, number) for key, number in lasts)
-    return next((each for each in found if each is not None), None)
+    mismatched = (_compared(job_calls, key, number) for key, number in lasts)
+    return next((call for call in mismatched if call is not None), None)
 
 
-def _is_one(job_calls: JobCalls, rank: int) -> bool:
-    said = job_calls.by_rank[rank]
-    calls = said.calls.get(said.last[0]) if said.last is not None else None
-    return calls is not None and said.last is not None and calls.of(said.last[1])[0].op == _OP
+def _ends_in_alltoall(job_calls: JobCalls, rank: int) -> bool:
+    rank_calls = job_calls.by_rank[rank]
+    calls = rank_calls.calls.get(rank_calls.last[0]) if rank_calls.last is not None else None
+    return (
+        calls is not None
+        and rank_calls.last is not None
+        and calls.of(rank_calls.last[1])[0].op == _OP
+    )
 
 
 def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | None:
@@ -101,15 +105,15 @@ def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | N
         for rank in ranks
     ):
         return None
-    said = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
+    fields = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
     sent, taken = (
-        sum(_elements(each, "shapes") for each in said),
-        sum(_elements(each, "out_shapes") for each in said),
+        sum(_elements(of_rank, "shapes") for of_rank in fields),
+        sum(_elements(of_rank, "out_shapes") for of_rank in fields),
     )
     pairs: tuple[tuple[int, int, int, int], ...] = ()
     if len(ranks) <= _MOST_RANKS:
-        sends = [_parts(each, "shapes", "splits", len(ranks)) for each in said]
-        takes = [_parts(each, "out_shapes", "out_splits", len(ranks)) for each in said]
+        sends = [_parts(of_rank, "shapes", "splits", len(ranks)) for of_rank in fields]
+        takes = [_parts(of_rank, "out_shapes", "out_splits", len(ranks)) for of_rank in fields]
         pairs = _unequal(ranks, sends, takes)
     return Unfitting(key, number, ranks, pairs, sent, taken) if pairs or sent != taken else None
 
@@ -119,10 +123,10 @@ def _unequal(
     sends: list[npt.NDArray[np.int64] | None],
     takes: list[npt.NDArray[np.int64] | None],
 ) -> tuple[tuple[int, int, int, int], ...]:
-    known = [each for each in (*sends, *takes) if each is not None]
-    if len(known) < 2 * len(ranks):
+    parts = [of_rank for of_rank in (*sends, *takes) if of_rank is not None]
+    if len(parts) < 2 * len(ranks):
         return ()
-    sent, taken = np.stack(known[: len(ranks)]), np.stack(known[len(ranks) :]).T
+    sent, taken = np.stack(parts[: len(ranks)]), np.stack(parts[len(ranks) :]).T
     return tuple(
         (ranks[i], ranks[j], int(sent[i, j]), int(taken[i, j]))
         for i, j in np.argwhere(sent != taken).tolist()
@@ -133,16 +137,16 @@ def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict
     calls = job_calls.by_rank[rank].calls.get(key)
     if calls is None or calls.at(number) is None or calls.of(number)[0].op != _OP:
         return None
-    found = job_calls.shared_ids.parsed(calls.of(number)[0].text)
+    fields = job_calls.shared_ids.parsed(calls.of(number)[0].text)
     return (
-        found
-        if isinstance(found, dict) and _shape(found, "shapes") and _shape(found, "out_shapes")
+        fields
+        if isinstance(fields, dict) and _shape(fields, "shapes") and _shape(fields, "out_shapes")
         else None
     )
 
 
 def _shape(fields: dict[str, Any], name: str) -> list[int]:
-    """Of the one tensor that there is; empty where there is none."""
+    """The shape of the only tensor; empty if there is no such tensor."""
     shapes = fields.get(name)
     shape = shapes[0] if isinstance(shapes, list) and len(shapes) == 1 else None
     return shape if isinstance(shape, list) and all(isinstance(size, int) for size in shape) else []
@@ -155,8 +159,7 @@ def _elements(fields: dict[str, Any], name: str) -> int:
 def _parts(
     fields: dict[str, Any], shape_name: str, name: str, ranks: int
 ) -> npt.NDArray[np.int64] | None:
-    """How many elements go to, or come from, each rank; None where that was not recorded, or makes
-    no sense."""
+    """The elements to or from each rank; None if they were not recorded or are not valid."""
     shape, splits = _shape(fields, shape_name), fields.get(name)
     if not isinstance(splits, list) or not all(isinstance(size, int) for size in splits):
         return None

@@ -1,10 +1,10 @@
-"""Each rank's own habit: where it did something else than it had always done next.
+"""Learns the call pattern of each rank, and finds where the rank deviated from it.
 
-Takes the calls of one rank in the order it issued them. At each call the longest stretch before it
-that the rank had gone through before says what is due: what had come after that stretch. A call
-that is not what was due is a departure, if what was due had its turn within the stretch itself:
-then the rank has gone round at least twice. Steps are not needed, and no other rank; of a first
-round nothing can be said. The stretches are those of a suffix automaton: the time is linear.
+Takes the calls of one rank in order. At each call, the longest context before it that occurred
+earlier predicts the next call: what had followed that context. A call that was not predicted is a
+deviation if the predicted one occurs within the context itself: then the rank has completed at
+least two rounds. Needs no steps and no other rank; the first round cannot be judged. A suffix
+automaton finds the contexts in linear time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torchwhere.diagnose.calls.job_calls import StreamCalls
 from torchwhere.diagnose.calls.keys import CallSite, StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 
-MOST_CALLS = 4096  # of a rank, the newest
-_MOST_OF_ALL = 400_000  # of all ranks that are asked for, together
+MOST_CALLS = 4096  # newest calls of a rank
+_MOST_OF_ALL = 400_000  # over all ranks that are asked for
 _LEAST_CALLS = 64
-_MOST_WAYS = 4  # to go on: where there are more, nothing is due
-_MOST_DEPARTURES = 64  # the newest: where there are more, it has no habits
+_MOST_PREDICTIONS = 4  # predictions: with more, nothing is predicted
+_MOST_DEVIATIONS = 64  # newest deviations that are kept
 
 Call = tuple[StreamKey, int]
 
@@ -35,26 +35,27 @@ class Deviation:
 
     rank: int
     record: int  # when
-    # mostly one; several where it had gone on in several ways, of which this is none
+    # the predicted calls: mostly one
     due: tuple[Call, ...]
     issued: Call
     like: Call  # the last time that it issued what was due
-    rounds: int  # that it had gone through in the same way, at the least
-    is_new: bool  # it had never issued this before: the program went on to something else
-    is_skip: bool  # what it issued used to come after what was due: one was left out
+    rounds: int  # earlier rounds with the predicted call, at least
+    is_new: bool  # it had never issued this before: perhaps a new part of the program
+    is_skip: bool  # the issued call used to follow the predicted one, which was skipped
     is_early: bool  # and then it issued what was due
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What one rank used to do, and where it did not."""
+    """The predicted calls of one rank, and its deviations."""
 
     deviations: tuple[Deviation, ...] = ()
     expected: frozenset[Call] = frozenset()  # calls that were due when they came
 
 
 class Patterns:
-    """The habits of some ranks, each found once. `ranks` is how many will be asked for, about."""
+    """The patterns of some ranks, each computed once. `ranks` is about how many will be asked
+    for."""
 
     def __init__(self, job_calls: JobCalls, *, ranks: int) -> None:
         self._job_calls = job_calls
@@ -63,13 +64,15 @@ class Patterns:
 
     def of(self, rank: int) -> Pattern:
         if rank not in self._known:
-            said = self._job_calls.by_rank.get(rank)
-            self._known[rank] = _pattern(said, self._most) if said is not None else Pattern()
+            rank_calls = self._job_calls.by_rank.get(rank)
+            self._known[rank] = (
+                _pattern(rank_calls, self._most) if rank_calls is not None else Pattern()
+            )
         return self._known[rank]
 
 
 class Unexpected(NamedTuple):
-    """A token of a sequence that was not the one due."""
+    """A token of a sequence that was not predicted."""
 
     at: int
     due: tuple[int, ...]  # what had ever come there
@@ -78,7 +81,7 @@ class Unexpected(NamedTuple):
 
 @dataclass(slots=True)
 class _Past:
-    """All stretches of a sequence so far: its suffix automaton. State 0 is the empty stretch."""
+    """Suffix automaton of the sequence so far. State 0 is the empty context."""
 
     following: list[dict[int, int]] = field(default_factory=lambda: [{}])
     # the state of the longest suffix with other endings
@@ -87,8 +90,8 @@ class _Past:
     last: int = 0
 
     def context(self) -> tuple[int, dict[int, int]]:
-        """The length of the longest suffix that was there before, and what has ever come after
-        it."""
+        """The length of the longest suffix that occurred before, and all tokens that have
+        followed it."""
         state = self.shorter[self.last]
         return (self.length[state], self.following[state]) if state > 0 else (0, {})
 
@@ -121,17 +124,16 @@ class _Past:
 
 
 def unexpected_tokens(tokens: list[int]) -> tuple[list[Unexpected], set[int]]:
-    """The tokens that were not what had ever come after the longest stretch before them; and where
-    those are that were."""
-    past, found, expected = _Past(), [], set()
+    """The tokens that were not predicted, and the positions of those that were."""
+    past, unexpected, expected = _Past(), [], set()
     for at, token in enumerate(tokens):
         length, options = past.context()
         if token in options:
             expected.add(at)
-        elif 0 < len(options) <= _MOST_WAYS:
-            found.append(Unexpected(at, tuple(sorted(options)), length))
+        elif 0 < len(options) <= _MOST_PREDICTIONS:
+            unexpected.append(Unexpected(at, tuple(sorted(options)), length))
         past.add(token)
-    return found, expected
+    return unexpected, expected
 
 
 # -- of a rank -------------------------------------------------------------------------------------
@@ -144,36 +146,36 @@ class Sequence(NamedTuple):
     streams: list[int]  # of each call, which of the keys
     numbers: list[int]
     records: list[int]
-    text: str  # a letter for each call, the same for calls of one stream from one place
+    text: str  # one character per call, equal for calls of one stream and call site
 
 
-def _pattern(said: RankCalls, most: int) -> Pattern:
-    calls = sequence(said, most)
-    found, expected = unexpected_tokens([ord(snapshot) for snapshot in calls.text])
+def _pattern(rank_calls: RankCalls, most: int) -> Pattern:
+    calls = sequence(rank_calls, most)
+    unexpected, expected = unexpected_tokens([ord(character) for character in calls.text])
     return Pattern(
         deviations=tuple(
             deviation
-            for each in found[-_MOST_DEPARTURES:]
-            if (deviation := _deviation(said.rank, calls, each)) is not None
+            for token in unexpected[-_MOST_DEVIATIONS:]
+            if (deviation := _deviation(rank_calls.rank, calls, token)) is not None
         ),
         expected=frozenset((calls.keys[calls.streams[at]], calls.numbers[at]) for at in expected),
     )
 
 
-def _deviation(rank: int, calls: Sequence, found: Unexpected) -> Deviation | None:
-    text, at = calls.text, found.at
-    begin = at - found.context
-    rounds = {snapshot: text.count(snapshot, begin, at) for snapshot in map(chr, found.due)}
-    due = [snapshot for snapshot, count in rounds.items() if count]
-    # what it did again after that became its habit
+def _deviation(rank: int, calls: Sequence, unexpected: Unexpected) -> Deviation | None:
+    text, at = calls.text, unexpected.at
+    begin = at - unexpected.context
+    rounds = {character: text.count(character, begin, at) for character in map(chr, unexpected.due)}
+    due = [character for character, count in rounds.items() if count]
+    # a deviation that is repeated later is a new pattern
     if not due or text.find(text[begin : at + 1], begin + 1) >= 0:
         return None
-    first = max(due, key=lambda snapshot: (rounds[snapshot], text.rfind(snapshot, 0, at)))
+    first = max(due, key=lambda character: (rounds[character], text.rfind(character, 0, at)))
     like = text.rfind(first, 0, at)
     return Deviation(
         rank=rank,
         record=calls.records[at],
-        due=tuple(_next(calls, text.rfind(snapshot, 0, at), at) for snapshot in due),
+        due=tuple(_next(calls, text.rfind(character, 0, at), at) for character in due),
         issued=(calls.keys[calls.streams[at]], calls.numbers[at]),
         like=(calls.keys[calls.streams[like]], calls.numbers[like]),
         rounds=rounds[first] + 1,
@@ -184,21 +186,21 @@ def _deviation(rank: int, calls: Sequence, found: Unexpected) -> Deviation | Non
 
 
 def _next(calls: Sequence, like: int, at: int) -> Call:
-    """The next call of the stream of an earlier one, as of a position."""
+    """The next call, as of a position, of the stream of an earlier call."""
     stream = calls.streams[like]
     newest = max(i for i in range(like, at) if calls.streams[i] == stream)
     return calls.keys[stream], calls.numbers[newest] + 1
 
 
-def sequence(said: RankCalls, most: int) -> Sequence:
-    """The newest calls of a rank, of the thread that issued the last one: how threads take turns is
-    chance."""
-    keys = list(said.calls)
+def sequence(rank_calls: RankCalls, most: int) -> Sequence:
+    """The newest calls of a rank, only of the thread that issued the last one: the order of
+    threads is not deterministic."""
+    keys = list(rank_calls.calls)
     if not keys:
         return Sequence([], [], [], [], "")
-    last = max(said.calls.values(), key=lambda calls: calls.record(calls.last))
+    last = max(rank_calls.calls.values(), key=lambda calls: calls.record(calls.last))
     mine = last.of(last.last)[1]
-    columns = [_column(index, calls, mine) for index, calls in enumerate(said.calls.values())]
+    columns = [_column(index, calls, mine) for index, calls in enumerate(rank_calls.calls.values())]
     streams, numbers, records, site_ids = (
         np.concatenate(column) for column in zip(*columns, strict=True)
     )
@@ -213,11 +215,13 @@ def sequence(said: RankCalls, most: int) -> Sequence:
 
 
 def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray[np.int64], ...]:
-    """Of the calls of one stream that belong to the thread of `mine`: the stream, number, record
-    and meaning of each."""
+    """Stream, number, record and call site of each call of one stream that belongs to the thread
+    of `mine`."""
     codes, first_of, renamed = np.unique(calls.codes(), return_index=True, return_inverse=True)
     call_sites = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
-    kept = np.array([_is_of_one_thread(spot, mine) for spot in call_sites], np.bool_)[renamed]
+    kept = np.array([_has_fixed_order(call_site, mine) for call_site in call_sites], np.bool_)[
+        renamed
+    ]
     numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[kept]
     return (
         np.full(len(numbers), index, np.int64),
@@ -227,7 +231,7 @@ def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray
     )
 
 
-def _is_of_one_thread(spot: CallSite, mine: CallSite) -> bool:
-    """Whether two calls come in an order that is no chance: the engine's threads run while the one
-    that called it waits."""
-    return spot.thread == mine.thread or spot.is_of_engine or mine.is_of_engine
+def _has_fixed_order(call_site: CallSite, mine: CallSite) -> bool:
+    """Whether the order of two calls is deterministic: autograd threads run while the thread
+    that called backward waits."""
+    return call_site.thread == mine.thread or call_site.is_of_engine or mine.is_of_engine

@@ -1,10 +1,9 @@
-"""Ranks of several hosts by one clock, and how far that can be trusted: who is late is told by
-clocks, and these differ.
+"""Converts the calls of ranks on several hosts to one clock, with an error bound.
 
 Takes the numbers that ranks have in common and the clocks of a run (`diagnose/clocks/clocks.py`
-aligns them by what ranks did together), gives the same numbers with times by the clock of one host,
-and for each rank how far off these may be. Ranks that are known by snapshots have been set right
-already, by the words that their monitors exchange.
+aligns them by common collectives). Gives the same numbers with times by the clock of one host, and
+for each rank how far off these may be. Ranks known from snapshots are already corrected, by the
+messages between their monitors.
 """
 
 from __future__ import annotations
@@ -19,40 +18,39 @@ from torchwhere.diagnose.clocks.clocks import Evidence
 from torchwhere.diagnose.clocks.host_clocks import Moments
 from torchwhere.diagnose.doctor.mismatch import CallWindow
 
-_BY_LETTERS_NS = 1_000_000.0  # the time a word takes on its way, at most, on a local network
-_LEAST_NS = 500_000.0  # by which hosts may differ in how soon they go on after a call
-_SCATTERS = 3  # nine of ten calls are within one
+_MESSAGE_DELAY_NS = 1_000_000.0  # longest delay of a message on a local network
+_LEAST_NS = 500_000.0  # by which hosts may differ in how soon they continue after a call
+_SCATTERS = 3  # one scatter covers nine of ten calls
 _WELL_ABOVE = 2  # times the doubt
 
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """Of each rank of a window, in its order: its host, and how far off its clock may be; None if
-    nothing says so."""
+    """Host and clock error of each rank of a window; None if the error is unknown."""
 
     hosts: tuple[str, ...]
     doubts_ns: tuple[float | None, ...]
 
     def doubt_ns(self, row: int) -> float | None:
-        """Between a rank and the middle of the others, if they are of several hosts."""
+        """Clock error between a rank and the median of ranks on other hosts."""
         if len(set(self.hosts)) < 2:
             return 0.0
         own, host = self.doubts_ns[row], self.hosts[row]
         others = [
             doubt for doubt, other in zip(self.doubts_ns, self.hosts, strict=True) if other != host
         ]
-        known = [doubt for doubt in others if doubt is not None]
+        known_doubts = [doubt for doubt in others if doubt is not None]
         return (
-            own + float(np.median(known))
-            if own is not None and 2 * len(known) > len(others)
+            own + float(np.median(known_doubts))
+            if own is not None and 2 * len(known_doubts) > len(others)
             else None
         )
 
     def is_beyond_doubt(
         self, row: int, late_ns: npt.NDArray[np.float64], *, least_ns: float
     ) -> bool:
-        """Whether one rank is late for certain, given how late each is: against others of its host,
-        or by much more than clocks can be off."""
+        """Whether one rank is certainly late: against ranks of its host, or by much more than
+        the clock error."""
         mates = [
             other
             for other, host in enumerate(self.hosts)
@@ -65,8 +63,7 @@ class Trust:
 
 
 def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, Trust]:
-    """With the clocks that whoever has read the boxes found, and has left in
-    `hearing.kept["moments"]`."""
+    """Uses the clocks that the loader of the boxes has left in `job_calls.kept["moments"]`."""
     metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
@@ -74,7 +71,7 @@ def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, T
     moments = job_calls.kept.get("moments")
     moments = moments if isinstance(moments, Moments) else Moments()
     doubts = [
-        _BY_LETTERS_NS if "source_host" in meta else _doubt_ns(moments, host)
+        _MESSAGE_DELAY_NS if "source_host" in meta else _doubt_ns(moments, host)
         for meta, host in zip(metas, hosts, strict=True)
     ]
     ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]
@@ -89,7 +86,7 @@ def _doubt_ns(moments: Moments, host: str) -> float | None:
         return None
     if clock.evidence is Evidence.REFERENCE:
         return 0.0
-    # Not `uncertainty_ns`: what holds whatever ranks did is as wide as one is late. They are taken
-    # to go on soon after a call.
+    # Not `uncertainty_ns`: this strict bound is as wide as a rank is late. Assume that ranks
+    # continue soon after a call.
     is_bound = clock.uncertainty_ns is not None  # by calls that wait
     return _LEAST_NS + _SCATTERS * (clock.scatter_ns or 0.0) if is_bound else None

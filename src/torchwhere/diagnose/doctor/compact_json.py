@@ -1,11 +1,10 @@
-"""The ranks of a verdict as JSON: all of them whole where they are few; of many, one whole for all
-that are like it.
+"""The ranks of a verdict as JSON: complete for small jobs, with one complete report per kind of
+rank for large ones.
 
-16,384 whole reports would be more than anybody reads, and tens of megabytes. Of a job with more
-than `MOST_WHOLE` ranks, the culprits and one rank of each kind are whole, and everyone else has
-`state`, `step` and `like`: the rank whose report stands for its own. In what the two are the same
-is said once, in `alike_in`: in all but the step as long as there are few enough kinds of ranks, in
-less where there are too many.
+16,384 complete reports would be tens of megabytes. In a job with more than `MOST_WHOLE` ranks, the
+culprits and one rank of each kind are complete; all others have `state`, `step` and `like`: the
+rank whose report represents theirs. `alike_in` lists the fields in which the two are equal: all but
+the step if there are few kinds of ranks, fewer fields otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import RankReport
 
 MOST_WHOLE = 256
-_CULPRITS = 64  # that are whole, of thousands
+_CULPRITS = 64  # most culprits that are complete
 _ALIKE_IN = (
     ("state", "pass", "module", "call", "line", "detail", "op", "group", "number"),
     ("state", "pass", "module", "line", "detail", "op", "group"),
@@ -28,29 +27,29 @@ _ALIKE_IN = (
 
 
 def folded(ranks: Mapping[int, RankReport], culprits: Iterable[int]) -> dict[str, Any]:
-    """`ranks` of a verdict; and `alike_in`, where not all of them are whole."""
+    """`ranks` of a verdict, and `alike_in` if not all of them are complete."""
     in_order = sorted(ranks.items())
     if len(ranks) <= MOST_WHOLE:
         return {"ranks": {str(rank): report.to_dict() for rank, report in in_order}}
     names, heads = _heads(in_order)
     whole = {rank for rank in list(culprits)[:_CULPRITS] if rank in ranks} | set(heads.values())
-    found: dict[str, Any] = {}
+    reports: dict[str, Any] = {}
     for rank, report in in_order:
         if rank in whole:
-            found[str(rank)] = report.to_dict()
+            reports[str(rank)] = report.to_dict()
         else:
-            found[str(rank)] = {
+            reports[str(rank)] = {
                 "state": str(report.state),
                 "step": report.place.step,
                 "like": heads[_key(report, names)],
             }
-    return {"ranks": found, "alike_in": list(names)}
+    return {"ranks": reports, "alike_in": list(names)}
 
 
 def _heads(
     ranks: list[tuple[int, RankReport]],
 ) -> tuple[tuple[str, ...], dict[tuple[Any, ...], int]]:
-    """In what ranks are told apart, and the first rank of each kind."""
+    """The fields that distinguish kinds of ranks, and the first rank of each kind."""
     for names in _ALIKE_IN:
         heads: dict[tuple[Any, ...], int] = {}
         for rank, report in ranks:

@@ -1,4 +1,4 @@
-"""The case before the doctor: what is known of each rank, put into the words of a verdict."""
+"""What is known about each rank, shared by all rules, and the verdict made from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.exits import Exits, ended_well
-from torchwhere.diagnose.doctor.stacks import holding, stands_in, user_line
+from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import (
     Wait,
@@ -28,16 +28,16 @@ from torchwhere.processes.status import ProcessStatus
 _UNSEEN_STALLS = 10
 _UNUSUAL = 10  # times the usual
 _AGAIN = 1.5  # times as long as a pause at the same place has lasted before
-_HEART_STOPPED_NS = 3_000_000_000
-_UNSEEN_S = 2.0  # a job may have stood for so much longer than its monitor or its hearts have told
-# a rank that stands still has left its stack by then, and what it sees of others
+_HEARTBEAT_STOPPED_NS = 3_000_000_000
+_UNSEEN_S = 2.0  # a stall may be this much longer than monitor or heartbeats show
+# a blocked rank has saved its stack, and a snapshot of the others, by then
 _TIME_TO_TELL_S = 3.0
 _SHOWN = ("op", "number", "dtype", "shapes", "bytes", "reduce_op", "peer", "for")
 
 
 @dataclass(slots=True)
 class Context:
-    """A run, what was seen of its processes, and who waits for whom."""
+    """A run, the state of its processes, and which rank waits for which."""
 
     run: RunSummary[Any]
     job_calls: JobCalls
@@ -46,33 +46,33 @@ class Context:
     exits: Exits
     now_ns: int | None
     is_suspicion: bool = False
-    is_together: bool = False  # all stand in one collective, and that is the matter
-    # after ranks have parted: those who stand in a collective
-    standing: frozenset[int] = frozenset()
-    is_over: bool = field(init=False)  # no process of the job is known to be there any more
-    recorded_ns: int = field(init=False)  # the last moment of which a box tells
+    is_together: bool = False  # all ranks are blocked in one collective
+    # after a mismatch: the ranks that are blocked in a collective
+    blocked: frozenset[int] = frozenset()
+    is_over: bool = field(init=False)  # no process of the job is known to be alive
+    recorded_ns: int = field(init=False)  # the newest record of any box
 
     def __post_init__(self) -> None:
         self.is_over = not any(status.alive for status in self.statuses.values())
         self.recorded_ns = max(
             (self._recorded_ns(rank) for rank in self.job_calls.by_rank), default=0
         )
-        if self.now_ns is not None:  # whoever wrote into a box was there, whoever looked or not
+        if self.now_ns is not None:  # a record proves that its rank was alive
             self.now_ns = max(self.now_ns, self.recorded_ns)
 
     def _recorded_ns(self, rank: int) -> int:
-        """When a rank last recorded something by itself, and not that it was ended."""
-        said = self.job_calls.by_rank[rank]
-        if not self.exits.was_ended_by_hand(rank):
-            return said.label.last_ns
-        return said.issued_ns(*said.last) if said.last is not None else 0
+        """When a rank last recorded something, apart from being ended from outside."""
+        rank_calls = self.job_calls.by_rank[rank]
+        if not self.exits.was_ended_externally(rank):
+            return rank_calls.label.last_ns
+        return rank_calls.issued_ns(*rank_calls.last) if rank_calls.last is not None else 0
 
     # -- ranks -------------------------------------------------------------------------------------
 
     @property
     def is_live(self) -> bool:
-        """Whether this is judged as of a moment at which the job is known to have been alive: now,
-        or the last one that a monitor saw, or that its own hearts tell."""
+        """Whether the verdict is as of a moment at which the job was alive: now, or the last one
+        that a monitor saw or a heartbeat shows."""
         return self.now_ns is not None
 
     def status(self, rank: int) -> ProcessStatus:
@@ -80,13 +80,13 @@ class Context:
 
     @property
     def is_unknown_end(self) -> bool:
-        """Whether a job ended in a collective that all had come to, and it is not known how long
-        they stood there."""
-        return self.is_over and not self.is_live and self.all_in_one()
+        """Whether a job ended inside a collective that all ranks had reached, after an unknown
+        wait."""
+        return self.is_over and not self.is_live and self.are_all_in_one_call()
 
     @property
     def have_finished(self) -> bool:
-        """Whether all ranks that were heard have finished, and well."""
+        """Whether all ranks with data have finished without an error."""
         return all(self.state(rank) is State.FINISHED for rank in self.job_calls.by_rank)
 
     def state(self, rank: int) -> State:
@@ -99,25 +99,25 @@ class Context:
             return State.STOPPED
         return (
             State.WAITING
-            if self.is_together or rank in self.waits or rank in self.standing
+            if self.is_together or rank in self.waits or rank in self.blocked
             else State.RUNNING
         )
 
     def place(self, rank: int) -> Place:
-        """Of a rank that waits, where it issued what it waits in; of another one, where its cursor
-        and its stack are."""
+        """Where a waiting rank issued its call; for other ranks, where their cursor and stack
+        are."""
         rank_calls, wait = self.job_calls.by_rank[rank], self.waits.get(rank)
         issued_at = rank_calls.place_of(wait.key, wait.number) if wait is not None else None
         if issued_at is not None:
             return issued_at
-        has_said_where = self.exits.has_failed(rank) or self.exits.was_ended_by_hand(rank)
-        error = rank_calls.exception if has_said_where else None
+        has_raised = self.exits.has_failed(rank) or self.exits.was_ended_externally(rank)
+        error = rank_calls.exception if has_raised else None
         place = error.place if error is not None else rank_calls.place
         folder = f"{rank_calls.label.meta.get('folder')}/"
-        # of one that has failed, the stack is that of its end
-        told = place.line if error is not None else None
-        seen = (user_line(self.status(rank).stack) or "").removeprefix(folder)
-        line = told or seen or place.line or rank_calls.rank_summary.last_line
+        # the stack of a failed rank is that of its exit
+        raised_at = place.line if error is not None else None
+        stack_line = (user_line(self.status(rank).stack) or "").removeprefix(folder)
+        line = raised_at or stack_line or place.line or rank_calls.rank_summary.last_line
         return Place(
             rank=rank,
             step=place.step,
@@ -142,14 +142,14 @@ class Context:
         )
 
     def detail(self, rank: int) -> str | None:
-        """How it ended, or what holds it."""
+        """How a rank exited, or what blocks it."""
         rank_calls, state = self.job_calls.by_rank[rank], self.state(rank)
-        if self.exits.has_left(rank) and not self.have_finished:
+        if self.exits.outlived_its_watch(rank) and not self.have_finished:
             return (
                 "its watch has ended, but its process still runs: what it does now is not recorded"
             )
         if state is State.DEAD or (
-            rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
+            rank_calls.end is not None and not self.exits.was_ended_externally(rank)
         ):
             return self.exits.how(rank)
         if state is State.STOPPED:
@@ -159,8 +159,8 @@ class Context:
         return self._heartbeat_stopped(rank) or holding(rank_calls, self.status(rank))
 
     def _heartbeat_stopped(self, rank: int) -> str | None:
-        """That a rank had not beaten for long when the job ended, as others had: its Python could
-        not run."""
+        """Reports a rank whose heartbeat stopped long before the others': its Python could not
+        run."""
         beat_ns, has_ended = (
             self.job_calls.by_rank[rank].label.beat_ns,
             self.job_calls.by_rank[rank].end is not None,
@@ -170,7 +170,7 @@ class Context:
             or not beat_ns
             or has_ended
             or self.now_ns is None
-            or self.now_ns - beat_ns < _HEART_STOPPED_NS
+            or self.now_ns - beat_ns < _HEARTBEAT_STOPPED_NS
         ):
             return None
         before = f"{(self.now_ns - beat_ns) / 1e9:.0f} s before the others'"
@@ -189,28 +189,29 @@ class Context:
         return (self.now_ns - issued) / 1e9 if self.now_ns is not None and issued else None
 
     def is_stalled(self, wait: Wait, stall_s: float) -> bool:
-        """Whether a wait has lasted too long. Of a job that is over, and nobody knows since when,
-        every wait may have.
+        """Whether a wait has lasted too long.
 
-        Of one of which that is known, the wait is held against the job's own pace: no more patience
-        can be had.
+        If the job is over and nothing shows since when, every wait may have. If that is known, the
+        wait is compared with the pace of the job: it cannot be given more time.
         """
         waited = self.waited_s(wait)
         if not self.is_live or waited is None:
             return True
         patience = self.patience_s(wait.rank, stall_s, wait.key)
-        # dumps, whose processes nobody has seen, are of when something was wrong
+        # flight recorder dumps come without processes, and are written when something is wrong
         if not self.is_over or not self.statuses:
             return waited >= patience
-        # A rank of which nothing is known had come, maybe, and all were past it: in time, their
-        # stacks would say so.
+        # A rank without data may have come, and the others continued: given this time, their
+        # stacks would show it.
         least = _TIME_TO_TELL_S if not wait.missing else 0.0
         return waited >= max(patience, least, _AGAIN * self._paused_s(wait))
 
     def patience_s(self, rank: int, stall_s: float, key: StreamKey | None = None) -> float:
-        """How long a wait may last: of a job that is over, and can be given no more time, ten times
-        what is usual, but not less than half of what it would be given. A job that is well pauses
-        too, to save or to evaluate."""
+        """How long a wait may last.
+
+        A job that is over cannot be given more time: ten times the usual interval, but at least
+        half of `stall_s`. A healthy job pauses too, to save or to evaluate.
+        """
         least = stall_s / 2
         return (
             max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL))
@@ -219,8 +220,8 @@ class Context:
         )
 
     def _paused_s(self, wait: Wait) -> float:
-        """The longest that this rank was in, or after, an earlier call from the same place before
-        it came to the next: to save, or to evaluate, may take as long each time."""
+        """The longest time between an earlier call at the same call site and the next one:
+        saving or evaluating may take as long each time."""
         calls = self.job_calls.by_rank[wait.rank].calls.get(wait.key)
         at = calls.at(wait.number) if calls is not None else None
         if calls is None or not at:
@@ -229,18 +230,18 @@ class Context:
         return float(np.diff(calls.times_ns()[: at + 1])[alike].max(initial=0)) / 1e9
 
     def _usual_s(self, rank: int, key: StreamKey | None = None) -> float:
-        """Seconds between two collectives of a rank, the median; at least a tenth. Of a stream in
-        which it has hardly issued anything, those of its busiest one."""
-        known = self.job_calls.by_rank[rank].calls
-        calls = known.get(key) if key is not None else None
+        """Median seconds between two collectives of a rank, at least 0.1. If the stream has too
+        few calls, that of its busiest stream."""
+        streams = self.job_calls.by_rank[rank].calls
+        calls = streams.get(key) if key is not None else None
         if calls is None or len(calls) < 2:
-            calls = max(known.values(), key=len, default=None)
+            calls = max(streams.values(), key=len, default=None)
         if calls is None or len(calls) < 2:
             return 1.0
         return max(0.1, float(np.median(np.diff(calls.times_ns()))) / 1e9)
 
     def recorded_s(self, wait: Wait) -> float:
-        """How long a wait lasted at the last moment of which a box tells: at least so long."""
+        """How long a wait had lasted at the last record of any box: a lower bound."""
         return (self.recorded_ns - self.issued_ns(wait)) / 1e9
 
     def was_moving(self, stall_s: float) -> bool:
@@ -251,8 +252,7 @@ class Context:
         return (self.now_ns - self.recorded_ns) / 1e9 < patience
 
     def quiet_s(self, stall_s: float) -> float | None:
-        """For how long no rank had recorded anything, if that was long, and nobody waits; None if
-        not, or if all is done."""
+        """How long no rank has recorded anything, if that is long and no rank waits; else None."""
         if self.now_ns is None or self.have_finished or self.waits or not self.job_calls.by_rank:
             return None
         lasted = (self.now_ns - self.recorded_ns) / 1e9
@@ -262,101 +262,107 @@ class Context:
             else None
         )
 
-    def still_s(self) -> float | None:
-        """How long all ranks have been in a collective that all of them have issued; None if one of
-        them is not in one.
+    def all_blocked_s(self) -> float | None:
+        """How long all ranks have been in a collective that all have issued; None if a rank is
+        elsewhere.
 
-        A rank that has moved since its last collective is somewhere else: starting, loading,
-        saving. That may take its time.
+        A rank that has moved since its last collective is starting, loading or saving, which may
+        take time.
         """
         since = [
             rank_calls.in_collective_since_ns for rank_calls in self.job_calls.by_rank.values()
         ]
         since += [None for _ in self.job_calls.past]
-        known = [moment for moment in since if moment is not None]
+        moments = [moment for moment in since if moment is not None]
         has_ended = any(
-            said.end and not self.exits.was_ended_by_hand(rank)
-            for rank, said in self.job_calls.by_rank.items()
+            rank_calls.end and not self.exits.was_ended_externally(rank)
+            for rank, rank_calls in self.job_calls.by_rank.items()
         )
-        if self.now_ns is None or has_ended or not known or len(known) < len(since):
+        if self.now_ns is None or has_ended or not moments or len(moments) < len(since):
             return None
-        return (self.now_ns - max(known)) / 1e9
+        return (self.now_ns - max(moments)) / 1e9
 
-    def stands_s(self, rank: int) -> float | None:
-        """How long a rank has been in its last collective, as far as is known; None if it is not in
-        one, or has ended."""
+    def blocked_s(self, rank: int) -> float | None:
+        """How long a rank has been in its last collective; None if it is not in one, or has
+        exited."""
         rank_calls = self.job_calls.by_rank[rank]
         since, wait = rank_calls.in_collective_since_ns, self.waits.get(rank)
-        has_ended = rank_calls.end is not None and not self.exits.was_ended_by_hand(rank)
+        has_ended = rank_calls.end is not None and not self.exits.was_ended_externally(rank)
         if has_ended or self.exits.is_dead(rank) or not self.job_calls.has_data(rank):
             return None
         if wait is not None:
             return max(0.0, (self.now_ns or self.recorded_ns) - self.issued_ns(wait)) / 1e9
-        is_in_it = stands_in(rank_calls.last_collective, self.status(rank))
+        is_in_it = is_in_collective(rank_calls.last_collective, self.status(rank))
         since = rank_calls.label.last_ns if is_in_it and since is None else since
         if since is None or is_in_it is False:
             return None
         return max(0.0, (self.now_ns or self.recorded_ns) - since) / 1e9
 
-    def stand(self, stall_s: float) -> float | None:
-        """Find out who stands still after ranks have parted: for longer than is usual, or to the
-        end of a job that nobody saw. Gives how long all have, if it is all, and known."""
-        found = {rank: self.stands_s(rank) for rank in self.job_calls.by_rank}
-        least = {
-            rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0
-            for rank in found
-        }
-        stood = {
-            rank: lasted
-            for rank, lasted in found.items()
-            if lasted is not None and lasted >= least[rank]
-        }
-        self.standing = frozenset(stood)
-        return min(stood.values()) if self.is_live and stood and len(stood) == len(found) else None
+    def find_blocked(self, stall_s: float) -> float | None:
+        """Find the ranks that are blocked after a mismatch, and set `blocked`.
 
-    def all_in_one(self) -> bool:
+        A rank is blocked if it has waited unusually long, or to the unobserved end of the job.
+        Returns how long all have been blocked, if all are and it is known.
+        """
+        lasted_s = {rank: self.blocked_s(rank) for rank in self.job_calls.by_rank}
+        least_s = {
+            rank: min(stall_s, self._usual_s(rank) * _UNUSUAL) if self.is_live else 0.0
+            for rank in lasted_s
+        }
+        blocked_s = {
+            rank: lasted
+            for rank, lasted in lasted_s.items()
+            if lasted is not None and lasted >= least_s[rank]
+        }
+        self.blocked = frozenset(blocked_s)
+        return (
+            min(blocked_s.values())
+            if self.is_live and blocked_s and len(blocked_s) == len(lasted_s)
+            else None
+        )
+
+    def are_all_in_one_call(self) -> bool:
         """Whether all ranks are, or were to the end, in the same collective."""
-        said = self.job_calls.by_rank.values()
-        lasts = {rank_calls.last for rank_calls in said}
+        ranks = self.job_calls.by_rank.values()
+        lasts = {rank_calls.last for rank_calls in ranks}
         if self.job_calls.past:
             return False
         return (
             None not in lasts
             and len(lasts) == 1
-            and all(each.in_collective_since_ns is not None for each in said)
+            and all(rank_calls.in_collective_since_ns is not None for rank_calls in ranks)
         )
 
-    def is_still(self, stall_s: float) -> bool:
-        """Whether all have been in one collective for too long: by their stacks, or for want of
-        them, much too long.
+    def are_all_blocked(self, stall_s: float) -> bool:
+        """Whether all ranks have been in one collective for too long, by their stacks; without
+        stacks, for much longer.
 
-        On a device a rank waits wherever it next needs the result, so a stack elsewhere says little
-        there.
+        On a device a rank waits wherever it next needs the result, so a stack elsewhere proves
+        little there.
         """
-        still, ranks = self.still_s(), list(self.job_calls.by_rank)
+        still, ranks = self.all_blocked_s(), list(self.job_calls.by_rank)
         if still is None or still < max(self.patience_s(rank, stall_s) for rank in ranks):
             return False
-        standing = [self._stands_in_last(rank) for rank in ranks]
-        if any(stands is False for stands in standing):
+        in_collective = [self._is_in_last_collective(rank) for rank in ranks]
+        if any(is_in_it is False for is_in_it in in_collective):
             return False
-        was_seen = self.is_suspicion or any(standing)
+        was_seen = self.is_suspicion or any(in_collective)
         return was_seen or still >= _UNSEEN_STALLS * stall_s
 
-    def _stands_in_last(self, rank: int) -> bool | None:
-        """Whether a rank is in its last collective, by its stack; None where that does not tell."""
-        return stands_in(self.job_calls.by_rank[rank].last_collective, self.status(rank))
+    def _is_in_last_collective(self, rank: int) -> bool | None:
+        """Whether a rank is in its last collective, by its stack; None if unknown."""
+        return is_in_collective(self.job_calls.by_rank[rank].last_collective, self.status(rank))
 
     # -- collectives -------------------------------------------------------------------------------
 
     @property
     def no_data(self) -> set[int]:
-        """Ranks of which it is not known what they did last: they have no box, or one that was cut
-        before its counts."""
+        """Ranks whose last calls are unknown: no box, or a box that was cut before its counters."""
         return {rank for rank in range(self.run.world_size) if not self.job_calls.has_data(rank)}
 
     @property
     def incomplete(self) -> list[int]:
-        """Ranks of which nothing is known, or not what they did last."""
+        """Ranks without data, or without their newest calls."""
         cut = [
             rank
             for rank, rank_calls in self.job_calls.by_rank.items()
@@ -365,8 +371,8 @@ class Context:
         return sorted([*self.no_data, *cut])
 
     def no_data_wait(self) -> Wait | None:
-        """A rank of which nothing is known may be the one all others wait for: where they are in
-        one of its collectives."""
+        """The wait for ranks without data, where all other ranks are in one of their
+        collectives."""
         key, number, example_rank = self.last_of_all()
         no_data = self.no_data
         if key is None or example_rank is None or not no_data:
@@ -377,37 +383,39 @@ class Context:
             for rank in taking_part
             if rank in no_data and not self.job_calls.has_come(rank, key, number)
         )
-        heard = [
-            said
+        with_data = [
+            rank_calls
             for rank in taking_part
-            if rank not in no_data and (said := self.job_calls.by_rank.get(rank)) is not None
+            if rank not in no_data and (rank_calls := self.job_calls.by_rank.get(rank)) is not None
         ]
         are_in_it = all(
-            rank_calls.in_collective_since_ns is not None for rank_calls in heard
-        ) and not any(self._stands_in_last(rank_calls.rank) is False for rank_calls in heard)
+            rank_calls.in_collective_since_ns is not None for rank_calls in with_data
+        ) and not any(
+            self._is_in_last_collective(rank_calls.rank) is False for rank_calls in with_data
+        )
         return Wait(example_rank, key, number, (), absent) if absent and are_in_it else None
 
     def excused(self, blamed: list[int]) -> dict[int, int]:
-        """Of ranks that others wait for, those that may themselves wait for a message of a rank
-        that has no box, and which."""
+        """Awaited ranks that may wait themselves for a message of a rank without data, and which
+        rank."""
         no_data = self.no_data
         if not no_data:
             return {}
-        found = {}
+        excused = {}
         for rank in blamed:
             other = (
                 may_wait_for(self.job_calls, rank, no_data)
                 if rank in self.job_calls.by_rank
                 else None
             )
-            if other is not None and self._stands_in_last(rank) is not False:
-                found[rank] = other
-        return found
+            if other is not None and self._is_in_last_collective(rank) is not False:
+                excused[rank] = other
+        return excused
 
     def went_on_after(self, key: StreamKey, number: int) -> list[int]:
-        """Ranks that did more after a collective which nobody gets past before all have issued it:
-        they returned from it, or came to a later step."""
-        found = []
+        """Ranks that continued after a collective that needs all ranks: they returned from it,
+        or reached a later step."""
+        ranks = []
         for rank, rank_calls in self.job_calls.by_rank.items():
             if rank_calls.last != (key, number):
                 continue
@@ -422,25 +430,24 @@ class Context:
                 and (has_returned or is_later)
                 and not self.exits.has_failed(rank)
             ):
-                found.append(rank)
-        return found
+                ranks.append(rank)
+        return ranks
 
     def last_of_all(self) -> tuple[StreamKey | None, int, int | None]:
-        """The last collective that a whole group has issued: its stream and number, and a rank that
-        knows it."""
-        found: tuple[int, StreamKey, int, int] | None = None
+        """The last collective of a group: its stream, its number, and a rank that has issued it."""
+        last: tuple[int, StreamKey, int, int] | None = None
         for rank, rank_calls in self.job_calls.by_rank.items():
             for key, calls in rank_calls.calls.items():
                 order = calls.record(calls.last)
-                if (found is None or order > found[0]) and len(members(self.job_calls, key)) > 1:
-                    found = order, key, calls.last, rank
-        return (found[1], found[2], found[3]) if found else (None, 0, None)
+                if (last is None or order > last[0]) and len(members(self.job_calls, key)) > 1:
+                    last = order, key, calls.last, rank
+        return (last[1], last[2], last[3]) if last else (None, 0, None)
 
     def collective(self, key: StreamKey, number: int, example_rank: int) -> dict[str, Any]:
         call = self.job_calls.by_rank[example_rank].issued(key, number)
         group = self.job_calls.group(key)
-        found = _shown(call.fields) if call is not None else {"number": number}
-        return found | {
+        fields = _shown(call.fields) if call is not None else {"number": number}
+        return fields | {
             "group": group.title,
             "group_ranks": list(group.ranks) if len(group.ranks) <= 64 else len(group.ranks),
         }
@@ -471,13 +478,12 @@ class Context:
         explanation: tuple[str, ...] = (),
         facts: dict[str, Any] | None = None,
     ) -> Verdict:
-        known = key is not None and example_rank is not None
         return Verdict(
             kind=kind,
             culprits=culprits,
             collective=(
                 self.collective(key, number, example_rank)
-                if known and key is not None and example_rank is not None
+                if key is not None and example_rank is not None
                 else None
             ),
             ranks={rank: self.report(rank) for rank in self.job_calls.by_rank},
@@ -489,16 +495,16 @@ class Context:
             missing_data=tuple(self.missing_data()),
             certainty=certainty,
             stalled_s=stalled_s,
-            explanation=explanation + self.exits.outside_said(kind),
+            explanation=explanation + self.exits.external_end_text(kind),
             facts=facts or {},
         )
 
     def missing_data(self) -> list[str]:
-        said = self.run.caveats()
+        lines = self.run.caveats()
         if not self.is_live and any(
             rank_calls.end is None for rank_calls in self.job_calls.by_rank.values()
         ):
-            said.append(
+            lines.append(
                 "no process of this job was seen alive: the states are those at the end of the"
                 " boxes"
             )
@@ -508,11 +514,11 @@ class Context:
             if rank_calls.label.counts.overwritten
         ]
         if wrapped:
-            said.append(
+            lines.append(
                 f"the rings of {plural(len(wrapped), 'rank')} have wrapped: only calls that all"
                 " rings still hold were compared"
             )
-        return said
+        return lines
 
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:

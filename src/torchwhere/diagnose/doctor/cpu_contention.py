@@ -1,10 +1,10 @@
-"""Whether a rank is late for want of a CPU: its main thread was ready to run, and another one had
-the CPU.
+"""Measures whether a rank is late because it waits for a CPU: its main thread was ready to run, but
+another one had the CPU.
 
-Takes what the hearts of ranks wrote beside their last beats (`recorder/heartbeat.py`), gives shares
-of time. On a host that runs more than it has cores for, the scheduler lets now one and now another
-rank wait, some of them for many steps in a row: that is nobody's fault. Where one waits and its
-neighbours do not, something else is on the cores that it may use.
+Takes the CPU delays that ranks write with their heartbeats (`recorder/heartbeat.py`), gives shares
+of time. On a host with more threads than cores, the scheduler delays one rank and then another,
+some for many steps in a row: no rank is at fault. If one rank waits and its neighbours do not,
+something else runs on its cores.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ _ALIKE = 0.5  # as much as the late one
 
 
 class CpuContention(NamedTuple):
-    """Shares of the time for which a late rank, and the middle one of those beside it on its host,
-    waited for a CPU."""
+    """Shares of time waiting for a CPU: a late rank, and the median of the ranks on its host."""
 
     own: float
     neighbours: float
 
     def explains(self, share: float) -> bool:
-        """Whether so much of the time may have been lost by it."""
+        """Whether it may explain this share of lost time."""
         return self.own >= _EXPLAINS * share
 
     @property
-    def is_everybodys(self) -> bool:
+    def is_host_wide(self) -> bool:
         return self.neighbours >= _ALIKE * self.own
 
 
@@ -46,8 +45,8 @@ def cpu_contention(
     columns: tuple[int, int],
     late: Sequence[int],
 ) -> CpuContention | None:
-    """Of a late rank, from one number of the window to another. None where its heart, or the
-    kernel, does not tell."""
+    """The contention of a late rank between two columns; None if heartbeat or kernel do not
+    provide it."""
     own = _share(job_calls, window, row, columns)
     if own is None:
         return None
@@ -70,13 +69,13 @@ def _host(job_calls: JobCalls, rank: int) -> object:
 def _share(
     job_calls: JobCalls, window: CallWindow, row: int, columns: tuple[int, int]
 ) -> float | None:
-    """By straight lines between beats, of which there is one a second. What they do not reach is
-    taken to be like the last."""
+    """Interpolated linearly between heartbeats, one per second. Outside of them the last value
+    is used."""
     rank_calls, calls = job_calls.by_rank[window.ranks[row]], window.calls[row]
-    beats = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
-    if len(beats) < 2:
+    delays = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
+    if len(delays) < 2:
         return None
-    times, waits = (np.array(each, dtype=np.float64) for each in zip(*beats, strict=True))
+    times, waits = (np.array(each, dtype=np.float64) for each in zip(*delays, strict=True))
     asked = [
         float(calls.times_ns(window.first + column, window.first + column + 1)[0])
         for column in columns

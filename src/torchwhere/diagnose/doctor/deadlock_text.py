@@ -1,5 +1,4 @@
-"""Why ranks wait for each other, and what to look at: the sentences on a circle, and on messages to
-the wrong one."""
+"""Sentences of a verdict on deadlocks and on messages with the wrong peer."""
 
 from __future__ import annotations
 
@@ -13,23 +12,23 @@ from torchwhere.diagnose.doctor.deadlocks import Blame
 from torchwhere.diagnose.doctor.wait_text import call_text, what_text
 from torchwhere.diagnose.doctor.waits import Wait
 
-_MOST_LINKS = 16  # of a circle that are shown
+_MOST_LINKS = 16  # waits of a cycle that are printed
 
 
-def on_deadlock(context: Context, found: list[Wait], blamed: Blame) -> tuple[str, ...]:
-    said = [f"{len(found)} ranks wait for each other in a cycle:"]
-    for wait in found[:_MOST_LINKS]:
+def on_deadlock(context: Context, cycle: list[Wait], blamed: Blame) -> tuple[str, ...]:
+    lines = [f"{len(cycle)} ranks wait for each other in a cycle:"]
+    for wait in cycle[:_MOST_LINKS]:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         waits_for = [rank for rank in wait.missing if rank in context.waits]
         title = context.job_calls.group(wait.key).title
         what = call_text(call) if call is not None else "a collective"
-        said.append(
+        lines.append(
             f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for'
             f" {ranks_phrase(waits_for[:4])}"
         )
-    if len(found) > _MOST_LINKS:
-        said.append(f"  and {len(found) - _MOST_LINKS} more, back to rank {found[0].rank}")
-    said += [
+    if len(cycle) > _MOST_LINKS:
+        lines.append(f"  and {len(cycle) - _MOST_LINKS} more, back to rank {cycle[0].rank}")
+    lines += [
         _deviated(context, deviation)
         for deviation in {each.rank: each for each in blamed.deviations[::-1]}.values()
     ][:4]
@@ -37,31 +36,31 @@ def on_deadlock(context: Context, found: list[Wait], blamed: Blame) -> tuple[str
         rank for rank in blamed.culprits if all(each.rank != rank for each in blamed.deviations)
     ]
     if blamed.deviations:
-        said += [f"{ranks_phrase(same).capitalize()} did the same."] if same else []
+        lines += [f"{ranks_phrase(same).capitalize()} did the same."] if same else []
         return (
-            (*said, "The others followed their usual call pattern.")
+            (*lines, "The others followed their usual call pattern.")
             if blamed.is_sure
-            else tuple(said)
+            else tuple(lines)
         )
-    if 0 < len(blamed.culprits) < len(found):
+    if 0 < len(blamed.culprits) < len(cycle):
         why = "fewer ranks wait there than elsewhere"
         if blamed.have_stayed:
             why = "most others continued without it"
         elif blamed.is_outvoted:
             why = "most ranks with the same earlier calls took a different path"
-        said.append(
+        lines.append(
             f"Likely culprit: {ranks_phrase(blamed.culprits)}, because {why}. This is not proof."
         )
     else:
-        said.append(
+        lines.append(
             "One of them skipped a call, issued one too many, or issued them in a different order:"
             " the boxes do not show which one."
         )
-    return (*said, "Look at: the order of the calls above.")
+    return (*lines, "Look at: the order of the calls above.")
 
 
 def _deviated(context: Context, deviation: Deviation) -> str:
-    """What a rank did otherwise than it always had."""
+    """How a rank deviated from its usual call pattern."""
     rank_calls = context.job_calls.by_rank[deviation.rank]
     due, issued = rank_calls.issued(*deviation.like), rank_calls.issued(*deviation.issued)
     of, instead_of = _groups_text(context, deviation)
@@ -90,7 +89,7 @@ def _deviated(context: Context, deviation: Deviation) -> str:
 
 
 def _groups_text(context: Context, deviation: Deviation) -> tuple[str, str]:
-    """Of what groups the two calls are, where they are of different ones."""
+    """The groups of the two calls, if they differ."""
     keys = deviation.like[0], deviation.issued[0]
     due, issued = (f' of group "{context.job_calls.group(key).title}"' for key in keys)
     return (due, issued) if keys[0].group != keys[1].group else ("", "")
@@ -101,29 +100,29 @@ def _line(call: Event | None) -> str:
 
 
 def on_wrong_peer(context: Context, strays: list[Wait]) -> tuple[str, ...]:
-    said = []
+    lines = []
     for wait in strays[:_MOST_LINKS]:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         what = call_text(call) if call is not None else "a message"
         other = (*wait.missing, *wait.no_data)[0]
         op = "recv" if wait.key.source == wait.rank else "send"
-        said.append(
+        lines.append(
             f"Rank {wait.rank} waits on the wrong peer: {what}; rank {other} has posted no matching"
             f" {op}."
         )
-        said.append(
+        lines.append(
             "  Another rank has posted a send to it, or a recv from it, that has no match. Look at:"
             " the peer in that line."
         )
     return (
-        (*said, f"And {len(strays) - _MOST_LINKS} more.")
+        (*lines, f"And {len(strays) - _MOST_LINKS} more.")
         if len(strays) > _MOST_LINKS
-        else tuple(said)
+        else tuple(lines)
     )
 
 
 def link(context: Context, wait: Wait) -> dict[str, Any]:
-    """One link of a circle, for JSON."""
+    """One wait of the cycle, for JSON."""
     return {
         "rank": wait.rank,
         "waits_for": list(wait.missing[:16]),
@@ -132,6 +131,6 @@ def link(context: Context, wait: Wait) -> dict[str, Any]:
     }
 
 
-def links(context: Context, found: list[Wait]) -> list[dict[str, Any]]:
-    """A circle, for JSON: the first links of it."""
-    return [link(context, wait) for wait in found[:_MOST_LINKS]]
+def links(context: Context, cycle: list[Wait]) -> list[dict[str, Any]]:
+    """The first waits of the cycle, for JSON."""
+    return [link(context, wait) for wait in cycle[:_MOST_LINKS]]

@@ -1,13 +1,13 @@
-"""Who is to blame for a circle: ranks that wait for each other, of which at least one did not do
-what it always did.
+"""Finds the culprits of a deadlock: ranks that wait for each other, of which at least one deviated
+from its call pattern.
 
-Takes a circle of waits, gives the ranks to blame and how sure that is. Where rank X waits for rank
-Y in a stream, either Y left a call of it out, or X issued one too many: each is asked whether it
-departed from its own habit (`habits.py`) in just that, since the two last agreed. What most members
-of a stream do for the first time together is no departure. Ranks that do as they always did cannot
-wait for each other in a circle, so somebody in it departed; where the boxes do not show who, that
-is said, and nobody is named for sure. Where ranks with the same program contradict one of the
-circle (`majority.py`), it is that one.
+Takes a cycle of waits, gives the culprits and the certainty. If rank X waits for rank Y in a
+stream, either Y skipped a call of it, or X issued one too many: each is checked for a deviation
+from its own pattern (`call_patterns.py`) in that stream since the two last agreed. What most
+members of a stream do for the first time together is not a deviation. Ranks that follow their
+patterns cannot deadlock, so a rank of the cycle deviated; if the boxes do not show which, the
+verdict says so and names no rank for certain. A rank of the cycle that ranks with the same program
+contradict (`majority.py`) is the culprit.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.roles import roles_of
 from torchwhere.diagnose.doctor.waits import Wait, members
 
-_ASKED = 16  # members of a group, whether they did the same
+_ASKED = 16  # members of a group that are checked for the same deviation
 _COMPANIONS = 64  # ranks that wait in the same call
 _SURE_ROUNDS = 3
-_NEIGHBOURS = 32  # ranks whose peers on the same line are looked at
+_NEIGHBOURS = 32  # ranks whose peers on the same line are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Who broke the circle, by what is known."""
+    """The culprits of a cycle, and the evidence."""
 
     culprits: tuple[int, ...] = ()
     deviations: tuple[Deviation, ...] = ()  # of the culprits
     is_sure: bool = False
-    has_wrong_peer: bool = False  # each of them turned to another rank than it was to
-    have_stayed: bool = False  # they did not come along where most of a group went
-    is_outvoted: bool = False  # most ranks with the same calls before went another way
+    has_wrong_peer: bool = False  # each of them used another peer than usual
+    have_stayed: bool = False  # they did not follow where most of a group went
+    is_outvoted: bool = False  # most ranks with the same earlier calls took a different path
 
     @property
     def certainty(self) -> Certainty:
@@ -50,8 +50,8 @@ class Blame:
 
 
 class _Sign(NamedTuple):
-    """A departure that explains a link of a circle: what is waited in was left out by one, or is
-    one too many of the other."""
+    """A deviation that explains a wait of the cycle: one rank skipped the awaited call, or the
+    other issued one too many."""
 
     deviation: Deviation
     left_out: StreamKey | None
@@ -59,67 +59,68 @@ class _Sign(NamedTuple):
 
 def blame(
     job_calls: JobCalls,
-    found: list[Wait],
+    cycle: list[Wait],
     waits: Mapping[int, Wait],
     *,
     unread: Collection[int] = (),
 ) -> Blame:
-    """Of ranks that wait for each other, in order, the last one for the first; `waits` are all
-    there are, and of `unread` ranks it is not known what they did last."""
-    patterns = Patterns(job_calls, ranks=len(found))
-    links = zip(found, [*found[1:], *found[:1]], strict=True)
+    """The culprits of a cycle; the last wait is for the first rank.
+
+    `waits` are all waits of the job. The last calls of `unread` ranks are unknown.
+    """
+    patterns = Patterns(job_calls, ranks=len(cycle))
+    links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
     signs = [
         sign for wait, other in links for sign in _signs(job_calls, patterns, wait, other.rank)
     ]
-    outvoted = frozenset(Majority(job_calls, ranks=[wait.rank for wait in found]).outvoted(found))
-    has_majority = 0 < len(outvoted) < len(found)
+    outvoted = frozenset(Majority(job_calls, ranks=[wait.rank for wait in cycle]).outvoted(cycle))
+    has_majority = 0 < len(outvoted) < len(cycle)
     if has_majority:
         deviated = {sign.deviation for sign in signs if sign.deviation.rank in outvoted}
     else:
         deviated = {sign.deviation for sign in signs if not _is_shared(job_calls, patterns, sign)}
     own = sorted(deviated, key=lambda deviation: (deviation.rank, deviation.record))
     culprits = outvoted if has_majority else frozenset(deviation.rank for deviation in own)
-    if 0 < len(culprits) < len(found):
+    if 0 < len(culprits) < len(cycle):
         others = {
             rank for rank in culprits for rank in _companions(patterns, own, waits[rank], waits)
         }
-        is_to_another = bool(own) and all(
-            _is_to_another(job_calls.by_rank[each.rank], each) for each in own
+        changes_only_peer = bool(own) and all(
+            _changes_only_peer(job_calls.by_rank[deviation.rank], deviation) for deviation in own
         )
-        is_sure = {each.rank for each in own} == culprits and _is_sure(
-            patterns, found, own, is_to_another=is_to_another
+        is_sure = {deviation.rank for deviation in own} == culprits and _is_sure(
+            patterns, cycle, own, changes_only_peer=changes_only_peer
         )
         return Blame(
             tuple(sorted(culprits | others)),
             tuple(own),
             is_sure,
-            is_to_another,
+            changes_only_peer,
             is_outvoted=has_majority,
         )
-    if any(wait.rank in unread for wait in found):
+    if any(wait.rank in unread for wait in cycle):
         return Blame()
-    stayed = {rank for sign in signs for rank in _stayed(job_calls, patterns, sign, found)}
-    if 0 < len(stayed) < len(found):
+    stayed = {rank for sign in signs for rank in _stayed(job_calls, patterns, sign, cycle)}
+    if 0 < len(stayed) < len(cycle):
         return Blame(tuple(sorted(stayed)), have_stayed=True)
-    strays = _out_of_line(job_calls, found)
-    return Blame(strays, has_wrong_peer=True) if strays else Blame(_fewest(job_calls, found, waits))
+    strays = _out_of_line(job_calls, cycle)
+    return Blame(strays, has_wrong_peer=True) if strays else Blame(_fewest(job_calls, cycle, waits))
 
 
-def has_left_out(job_calls: JobCalls, patterns: Patterns, rank: int, wait: Wait) -> bool:
-    """Whether a rank has left out, against its habit, what another one waits for."""
+def has_skipped(job_calls: JobCalls, patterns: Patterns, rank: int, wait: Wait) -> bool:
+    """Whether a rank skipped, against its usual pattern, what another rank waits for."""
     return any(
         sign.deviation.rank == rank and not _is_shared(job_calls, patterns, sign)
         for sign in _signs(job_calls, patterns, wait, rank)
     )
 
 
-def turns_away(job_calls: JobCalls, patterns: Patterns, wait: Wait) -> bool:
-    """Whether a rank that waits turned, against its habit, to another one than on that line it
-    always did."""
-    said, call = job_calls.by_rank[wait.rank], (wait.key, wait.number)
+def switched_peer(job_calls: JobCalls, patterns: Patterns, wait: Wait) -> bool:
+    """Whether a waiting rank uses another peer than it always used on that line."""
+    rank_calls, call = job_calls.by_rank[wait.rank], (wait.key, wait.number)
     return any(
-        each.issued == call and _is_to_another(said, each)
-        for each in patterns.of(wait.rank).deviations
+        deviation.issued == call and _changes_only_peer(rank_calls, deviation)
+        for deviation in patterns.of(wait.rank).deviations
     )
 
 
@@ -127,23 +128,23 @@ def turns_away(job_calls: JobCalls, patterns: Patterns, wait: Wait) -> bool:
 
 
 def _signs(job_calls: JobCalls, patterns: Patterns, wait: Wait, other: int) -> Iterator[_Sign]:
-    """Of a rank that waits and the one it waits for: where one of them changed how often it issues
-    what is waited in."""
+    """Deviations of a waiting rank, or of the awaited one, in the stream of the wait."""
     since, others_since = _last_agreed(job_calls, wait.key, wait.rank, other)
-    for each in patterns.of(wait.rank).deviations:
-        if each.issued[0] == wait.key and each.record > since:
-            yield _Sign(each, left_out=None)
-    for each in patterns.of(other).deviations:
-        if any(key == wait.key for key, _ in each.due) and each.record > others_since:
-            yield _Sign(each, left_out=wait.key)
+    for deviation in patterns.of(wait.rank).deviations:
+        if deviation.issued[0] == wait.key and deviation.record > since:
+            yield _Sign(deviation, left_out=None)
+    for deviation in patterns.of(other).deviations:
+        if any(key == wait.key for key, _ in deviation.due) and deviation.record > others_since:
+            yield _Sign(deviation, left_out=wait.key)
 
 
 def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
-    """Whether most of the others went on to the same thing too, or left the same out: then it is
-    the program that does."""
+    """Whether most of the others made the same deviation: then it is part of the program."""
     key, number = sign.deviation.issued
     went_on = _most(
-        patterns, _alike(job_calls, sign.deviation), lambda each: each.issued == (key, number)
+        patterns,
+        _alike(job_calls, sign.deviation),
+        lambda deviation: deviation.issued == (key, number),
     )
     if went_on or sign.left_out is None:
         return went_on
@@ -151,13 +152,16 @@ def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
     return _most(
         patterns,
         _others(job_calls, sign.left_out, sign.deviation.rank),
-        lambda each: not due.isdisjoint(each.due),
+        lambda deviation: not due.isdisjoint(deviation.due),
     )
 
 
 def _alike(job_calls: JobCalls, deviation: Deviation) -> list[int]:
-    """Ranks that could have gone on as a rank did: members of the stream it went to, with the role
-    that it left. A rank without that role goes on in any case, which says nothing."""
+    """Ranks that could have made the same deviation: members of the stream it continued with, with
+    the role that it left.
+
+    A rank without that role continues in any case, which proves nothing.
+    """
     roles, others = roles_of(job_calls), _others(job_calls, deviation.issued[0], deviation.rank)
     left = roles.of(deviation.rank, deviation.like[0])
     return [rank for rank in others if left.direction or roles.takes_part(rank, left)]
@@ -170,8 +174,8 @@ def _most(patterns: Patterns, ranks: list[int], did: Callable[[Deviation], bool]
 def _companions(
     patterns: Patterns, own: list[Deviation], wait: Wait, waits: Mapping[int, Wait]
 ) -> list[int]:
-    """Ranks that wait in the same call as a culprit, came there by the same departure, and are
-    waited for elsewhere too."""
+    """Awaited ranks that wait in the same call as a culprit and came there by the same
+    deviation."""
     issued = {deviation.issued for deviation in own if deviation.rank == wait.rank}
     missing = {
         rank
@@ -191,21 +195,32 @@ def _companions(
 
 
 def _last_agreed(job_calls: JobCalls, key: StreamKey, one: int, other: int) -> tuple[int, int]:
-    """When, on each of two ranks, they last came to the same call of a group with as many calls of
-    a stream behind them, or as far apart as ever: what parted them came after it. -1 where there is
-    no such call."""
-    said = [job_calls.by_rank[rank] for rank in (one, other)]
+    """The records, on two ranks, of the last common call at which their counts in a stream had the
+    usual difference: the deviation came later.
+
+    -1 if there is no such call.
+    """
+    ranks = [job_calls.by_rank[rank] for rank in (one, other)]
     latest = -1, -1
-    for mark in said[0].calls.keys() & said[1].calls.keys():
-        if mark == key or mark.source != mark.destination:
+    for common in ranks[0].calls.keys() & ranks[1].calls.keys():
+        if common == key or common.source != common.destination:
             continue
-        calls = [each.calls[mark] for each in said]
-        first, last = max(each.first for each in calls), min(each.last for each in calls)
+        calls = [rank_calls.calls[common] for rank_calls in ranks]
+        first, last = (
+            max(rank_calls.first for rank_calls in calls),
+            min(rank_calls.last for rank_calls in calls),
+        )
         if first > last:
             continue
-        records = [each.records()[first - each.first : last + 1 - each.first] for each in calls]
+        records = [
+            rank_calls.records()[first - rank_calls.first : last + 1 - rank_calls.first]
+            for rank_calls in calls
+        ]
         ahead = np.subtract(
-            *(_issued_before(each, key, when) for each, when in zip(said, records, strict=True))
+            *(
+                _issued_before(rank_calls, key, when)
+                for rank_calls, when in zip(ranks, records, strict=True)
+            )
         )
         at = int(np.flatnonzero(ahead == ahead[0])[-1])
         latest = max(latest, (int(records[0][at]), int(records[1][at])))
@@ -213,17 +228,17 @@ def _last_agreed(job_calls: JobCalls, key: StreamKey, one: int, other: int) -> t
 
 
 def _issued_before(
-    said: RankCalls, key: StreamKey, records: npt.NDArray[np.int64]
+    rank_calls: RankCalls, key: StreamKey, records: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """How many calls of a stream a rank had issued at each of these records."""
-    calls = said.calls.get(key)
+    calls = rank_calls.calls.get(key)
     if calls is None:
-        return np.full(len(records), said.counts.get(key, 0), np.int64)
+        return np.full(len(records), rank_calls.counts.get(key, 0), np.int64)
     return calls.first + np.searchsorted(calls.records(), records)
 
 
 def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> list[int]:
-    """Some of the other members of a stream that were heard, spread over all."""
+    """A sample of the other members of a stream that have data."""
     others = [
         member
         for member in members(job_calls, key)
@@ -232,16 +247,18 @@ def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> list[int]:
     return others[:: max(1, len(others) // _ASKED)][:_ASKED]
 
 
-# -- where habits do not tell ----------------------------------------------------------------------
+# -- where patterns do not decide ------------------------------------------------------------------
 
 
-def _fewest(job_calls: JobCalls, found: list[Wait], waits: Mapping[int, Wait]) -> tuple[int, ...]:
-    """Where a circle is over collectives of groups, those in the one of them that the fewest are
-    in. Only ranks that take part in all of them count: another rank has no choice. A message has
-    one rank on each side, which says nothing: of a circle of two it is one of both, and of a larger
-    one nobody is named."""
+def _fewest(job_calls: JobCalls, cycle: list[Wait], waits: Mapping[int, Wait]) -> tuple[int, ...]:
+    """For a cycle over collectives, the ranks in the collective with the fewest waiting ranks.
+
+    Only ranks that take part in all of them count: the others have no choice. A message has one
+    rank on each side, which proves nothing: both ranks of a cycle of two are named, and no rank of
+    a longer one.
+    """
     by_call: dict[tuple[StreamKey, int], list[int]] = {
-        (wait.key, wait.number): [] for wait in found
+        (wait.key, wait.number): [] for wait in cycle
     }
     in_all = frozenset.intersection(*(frozenset(members(job_calls, key)) for key, _ in by_call))
     for rank, wait in waits.items():
@@ -253,81 +270,83 @@ def _fewest(job_calls: JobCalls, found: list[Wait], waits: Mapping[int, Wait]) -
         return tuple(
             sorted(rank for ranks in sizes if len(ranks) == len(sizes[0]) for rank in ranks)
         )
-    return tuple(sorted(wait.rank for wait in found)) if len(found) == 2 else ()
+    return tuple(sorted(wait.rank for wait in cycle)) if len(cycle) == 2 else ()
 
 
 def _is_sure(
-    patterns: Patterns, found: list[Wait], own: list[Deviation], *, is_to_another: bool
+    patterns: Patterns, cycle: list[Wait], own: list[Deviation], *, changes_only_peer: bool
 ) -> bool:
-    """Whether the culprits left a round that they had gone through again and again for something
-    else of it, and all others stand where they were to come. A program that goes on to something
-    new may be right, and the others wrong to stay."""
+    """Whether the culprits left a well-known round for another part of it, and all others are where
+    their patterns predict.
+
+    A rank that continues with something new may be right, and the others wrong to stay.
+    """
     blamed = {deviation.rank for deviation in own}
     is_clear = all(
-        each.rounds >= _SURE_ROUNDS and (not each.is_new or is_to_another) for each in own
+        deviation.rounds >= _SURE_ROUNDS and (not deviation.is_new or changes_only_peer)
+        for deviation in own
     )
     return is_clear and all(
         (wait.key, wait.number) in patterns.of(wait.rank).expected
-        for wait in found
+        for wait in cycle
         if wait.rank not in blamed
     )
 
 
-def _stayed(job_calls: JobCalls, patterns: Patterns, sign: _Sign, found: list[Wait]) -> list[int]:
-    """Of a circle, the members of a group that did not come along where most of it went."""
+def _stayed(job_calls: JobCalls, patterns: Patterns, sign: _Sign, cycle: list[Wait]) -> list[int]:
+    """Ranks of the cycle that did not follow where most of their group went."""
     if not _is_shared(job_calls, patterns, sign):
         return []
     key, number = sign.deviation.issued
     taking_part = frozenset(members(job_calls, key))
-    ranks = [wait.rank for wait in found if wait.rank in taking_part]
+    ranks = [wait.rank for wait in cycle if wait.rank in taking_part]
     return [rank for rank in ranks if job_calls.by_rank[rank].counts.get(key, 0) <= number]
 
 
 # -- wrong peers -----------------------------------------------------------------------------------
 
 
-def _is_to_another(said: RankCalls, deviation: Deviation) -> bool:
-    """Whether all that a rank did otherwise is to whom it turned: the same line, the same
-    direction, another rank."""
+def _changes_only_peer(rank_calls: RankCalls, deviation: Deviation) -> bool:
+    """Whether a deviation changes only the peer: same line, same direction, another rank."""
     due, issued = deviation.like[0], deviation.issued[0]
     is_same_way = due.group == issued.group and (due.source == issued.source) != (
         due.destination == issued.destination
     )
-    places = said.place_of(*deviation.like), said.place_of(*deviation.issued)
+    places = rank_calls.place_of(*deviation.like), rank_calls.place_of(*deviation.issued)
     lines = {place.line if place is not None else None for place in places}
     return is_same_way and due.source != due.destination and len(lines) == 1 and deviation.is_new
 
 
-def _out_of_line(job_calls: JobCalls, found: list[Wait]) -> tuple[int, ...]:
-    """Of ranks that wait for the first message with somebody: those whose peer is not as far from
-    them as on that line the peers of all others are from theirs."""
-    first = [wait for wait in found if wait.key.source != wait.key.destination and wait.number == 0]
+def _out_of_line(job_calls: JobCalls, cycle: list[Wait]) -> tuple[int, ...]:
+    """Ranks that wait for a first message with a peer at another distance than all others use on
+    that line."""
+    first = [wait for wait in cycle if wait.key.source != wait.key.destination and wait.number == 0]
     strays = tuple(wait.rank for wait in first if _is_out_of_line(job_calls, wait))
-    return strays if len(strays) < len(found) else ()
+    return strays if len(strays) < len(cycle) else ()
 
 
 def _is_out_of_line(job_calls: JobCalls, wait: Wait) -> bool:
     ranks = job_calls.group(wait.key).ranks or tuple(sorted(job_calls.by_rank))
-    mine = _way(job_calls, wait.rank, wait.key, ranks)
+    mine = _peer_offset(job_calls, wait.rank, wait.key, ranks)
     if mine is None or wait.rank not in ranks:
         return False
     at = ranks.index(wait.rank)
     near = ranks[max(0, at - _NEIGHBOURS) : at + _NEIGHBOURS]
-    ways = [
-        way
+    offsets = [
+        offset
         for rank in near
         if rank != wait.rank and rank in job_calls.by_rank
         for key in job_calls.by_rank[rank].calls
-        if (way := _way(job_calls, rank, key, ranks)) is not None and way[:-1] == mine[:-1]
+        if (offset := _peer_offset(job_calls, rank, key, ranks)) is not None
+        and offset[:-1] == mine[:-1]
     ]
-    return len(ways) > 1 and len(set(ways)) == 1 and ways[0] != mine
+    return len(offsets) > 1 and len(set(offsets)) == 1 and offsets[0] != mine
 
 
-def _way(
+def _peer_offset(
     job_calls: JobCalls, rank: int, key: StreamKey, ranks: tuple[int, ...]
 ) -> tuple[int, bool, str, int] | None:
-    """Of the last message of a stream: its group, whether it is sent, its line, and how far around
-    the peer is."""
+    """Group, direction, line and peer distance of the last message of a stream."""
     calls = job_calls.by_rank[rank].calls.get(key)
     peer = key.destination if key.source == rank else key.source
     if calls is None or key.source == key.destination or rank not in ranks or peer not in ranks:

@@ -1,13 +1,12 @@
-"""Who died, and who died of it: when one process ends, those who are in a collective with it fail a
-moment later.
+"""Finds which ranks exited by themselves, and which only as a consequence.
 
-Takes what ranks said last and what was seen of their processes. A rank that says a peer hung up on
-it, or that crashed in C while it stood in a collective, reacts to another one. Where nobody failed
-by himself, the one to blame is a rank that left nothing to read, or one that went without a word;
-where several may have, nobody is blamed. Several that go without a word, unless somebody saw one of
-them go first, were killed together: that is the end of a job, and not what was wrong with it. A
-launcher that finds one rank dead ends the others with SIGTERM: a rank that ended otherwise, and not
-later, went first.
+When a process exits, the ranks in a collective with it fail a moment later. A rank that reports a
+closed connection, or that crashed in native code inside a collective, reacts to another rank. If no
+rank failed by itself, the culprit is a rank without data, or one that left no exit record; if
+several qualify, no rank is blamed. Several ranks without an exit record were killed together,
+unless one was seen to exit first: that is how the job ended, not what was wrong with it. A launcher
+that sees one rank exit ends the others with SIGTERM: a rank that exited in another way, and not
+later, was first.
 """
 
 from __future__ import annotations
@@ -25,24 +24,23 @@ from torchwhere.diagnose.doctor.verdict import VerdictKind
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest
 from torchwhere.processes.status import ProcessStatus
 
-# What gloo, NCCL and the store say when the process at the other end is gone; a wait that took too
-# long says something else.
-_NEVER_MET = (
+# Messages of gloo, NCCL and the store when the process of a peer is gone. Timeouts have others.
+_CANNOT_CONNECT = (
     "connectFullMesh failed|connection refused|timed out connecting|client socket has timed out"
 )
-_CONNECTING = re.compile(_NEVER_MET, re.IGNORECASE)
-_HUNG_UP = re.compile(
+_CONNECTING = re.compile(_CANNOT_CONNECT, re.IGNORECASE)
+_PEER_LOST = re.compile(
     r"closed by peer|connection reset|connection closed|broken pipe|remote process"
-    rf" exited|{_NEVER_MET}",
+    rf" exited|{_CANNOT_CONNECT}",
     re.IGNORECASE,
 )
-# And when nobody came for too long, and they gave up.
-_GAVE_UP = re.compile(
+# Messages of a collective that timed out.
+_TIMED_OUT = re.compile(
     r"timed out waiting \d+ ?ms for|collective operation timeout|failed to pass"
     r" monitoredBarrier|wait timeout",
     re.IGNORECASE,
 )
-# One rank's failure that a checkpoint raises again on all of them, with the ranks it was of.
+# A failure that a checkpoint raises again on all ranks, with the ranks that it came from.
 _OF_RANKS = re.compile(
     r"Exception ranks:dict_keys\(\[([\d, ]+)\]\)|^Traceback .*\(RANK (\d+)\)$", re.MULTILINE
 )
@@ -51,8 +49,8 @@ _OUT_OF_MEMORY = re.compile(
     r" memory",
     re.IGNORECASE,
 )
-_LEFT = "stop"  # the reason that a watch ended for which the process goes on
-_SAME_DEATH_NS = 1_000_000_000  # who went within a second of the last one went with it
+_WATCH_ENDED = "stop"  # end reason of a watch whose process continues
+_SAME_EXIT_NS = 1_000_000_000  # exits within a second count as simultaneous
 NO_EXIT_RECORD = (
     "left no exit record: killed by a signal (perhaps the OOM killer), os._exit(), or a native"
     " crash"
@@ -62,8 +60,7 @@ _NEVER = 1 << 63
 
 
 class _Sigterm(NamedTuple):
-    """When SIGTERM first ended a rank: by the exit records of ranks, and by the exit codes that a
-    monitor saw."""
+    """When SIGTERM first ended a rank: by exit records, and by exit codes that a monitor saw."""
 
     recorded_ns: int
     seen_ns: int
@@ -71,77 +68,76 @@ class _Sigterm(NamedTuple):
 
 @dataclass(slots=True)
 class Exits:
-    """How the ranks of a job ended, those that have."""
+    """How the ranks of a job exited."""
 
     job_calls: JobCalls
     statuses: Mapping[int, ProcessStatus]
-    # the last moment at which one of them was alive, by whoever saw it or by its own heart
+    # when a rank was last alive, by a monitor, this look or its own heartbeat
     now_ns: int | None
-    # ranks that somebody interrupted, and when
-    by_hand: Mapping[int, int] = field(default_factory=dict)
-    _somebody_hung_up: bool | None = None
+    # ranks that were interrupted from outside, and when
+    ended_externally: Mapping[int, int] = field(default_factory=dict)
+    _peers_were_lost: bool | None = None
     _together: bool | None = None
     _is_over: bool | None = None
     _looked: int | None = None
-    _first_by_hand: int | None = None
+    _first_external_ns: int | None = None
     _first_sigterm: _Sigterm | None = None
     _has_cause: bool | None = None
 
     def has_failed(self, rank: int) -> bool:
-        """Whether a rank ended, and not well: by its own last words, or by those that its crash
-        left."""
+        """Whether a rank failed, by its exit record or by what its crash left."""
         end = self.job_calls.by_rank[rank].end
-        if self.was_ended_by_hand(rank):
+        if self.was_ended_externally(rank):
             return False
         if end is not None:
             return not ended_well(end)
         return self._status(rank).ended is not None or self._unfinished(rank) is not None
 
     def is_dead(self, rank: int) -> bool:
-        """Whether a rank has failed, was killed for want of memory, or went without a word while
-        the others went on."""
+        """Whether a rank failed, was killed for lack of memory, or vanished while others
+        continued."""
         return (
             self.has_failed(rank)
             or self._status(rank).out_of_memory is not None
-            or self._is_gone_first(rank)
+            or self._exited_by_itself(rank)
         )
 
-    def has_left(self, rank: int) -> bool:
-        """Whether a rank ended its watch, and went on: what it does since is not recorded."""
+    def outlived_its_watch(self, rank: int) -> bool:
+        """Whether a rank ended its watch and its process continued: later calls are not
+        recorded."""
         end, status = self.job_calls.by_rank[rank].end, self._status(rank)
-        if end is None or end.fields.get("reason") != _LEFT:
+        if end is None or end.fields.get("reason") != _WATCH_ENDED:
             return False
         seen_ns = max(status.alive_ns or 0, status.stack_ns or 0)
-        return status.alive is True or seen_ns - end.t_ns > _SAME_DEATH_NS
+        return status.alive is True or seen_ns - end.t_ns > _SAME_EXIT_NS
 
     @property
     def were_killed_together(self) -> bool:
-        """Whether no process is left, several went without a word, and nobody saw one of them go
-        first.
+        """Whether no process is left, several left no exit record, and none was seen to exit first.
 
-        Others may have noticed that a peer was gone, but did not come to say that they end: whoever
-        does had time to.
+        Other ranks may have noticed a lost peer, but left no exit record either: a rank that fails
+        by itself has time to write one.
         """
         if self._together is None:
             is_over = not any(status.alive is not False for status in self.statuses.values())
             failed = set(self.failed())
-            silent = [
+            unrecorded = [
                 rank
                 for rank in self.statuses
-                if rank not in failed and self._has_said_nothing(rank)
+                if rank not in failed and self._left_no_exit_record(rank)
             ]
             self._together = (
                 is_over
-                and len(silent) > 1
+                and len(unrecorded) > 1
                 and all(
-                    self.job_calls.by_rank[rank].end is None and self.was_hung_up_on(rank)
+                    self.job_calls.by_rank[rank].end is None and self.lost_its_peer(rank)
                     for rank in failed
                 )
                 and not any(
-                    self._was_seen_gone(rank) or self.statuses[rank].out_of_memory
-                    for rank in silent
+                    self._was_seen_exited(rank) or self.statuses[rank].out_of_memory
+                    for rank in unrecorded
                 )
-                and not any(map(self._went_before_sigterm, silent))
+                and not any(map(self._exited_before_sigterm, unrecorded))
             )
         return self._together
 
@@ -153,62 +149,72 @@ class Exits:
 
     def terminated(self) -> list[int]:
         """Ranks that SIGTERM ended, by their exit record or their exit code."""
-        said = self.job_calls.by_rank.items()
+        ranks = self.job_calls.by_rank.items()
         return [
             rank
-            for rank, each in said
-            if was_terminated(each) or (each.end is None and self._got_sigterm(rank))
+            for rank, rank_calls in ranks
+            if was_terminated(rank_calls) or (rank_calls.end is None and self._got_sigterm(rank))
         ]
 
-    def went_first(self) -> list[int]:
-        """Of ranks without an exit record, those that were seen to go before the others, or that
-        went before SIGTERM ended the others."""
-        gone = [rank for rank in self.killed() if self._is_gone_first(rank)]
+    def exited_first(self) -> list[int]:
+        """Ranks without an exit record that exited before the others, or before SIGTERM ended
+        the others."""
+        gone = [rank for rank in self.killed() if self._exited_by_itself(rank)]
         return [
-            rank for rank in gone if self._was_seen_gone(rank) or self._went_before_sigterm(rank)
+            rank
+            for rank in gone
+            if self._was_seen_exited(rank) or self._exited_before_sigterm(rank)
         ]
 
     @property
     def ended_unfinished(self) -> bool:
-        """Whether no process is left, and ranks left no exit record, or SIGTERM ended them. Not so
-        with Ctrl-C."""
+        """Whether no process is left, and ranks left no exit record or SIGTERM ended them.
+
+        False after Ctrl-C.
+        """
         is_over = not any(status.alive for status in self.statuses.values())
         return is_over and not self._was_interrupted and bool(self.terminated() or self.killed())
 
-    def outside_said(self, kind: VerdictKind) -> tuple[str, ...]:
-        """That a job was ended from outside after what the verdict says."""
-        if not self.by_hand or kind is VerdictKind.HEALTHY:
+    def external_end_text(self, kind: VerdictKind) -> tuple[str, ...]:
+        """Says that the job was ended from outside after the fault."""
+        if not self.ended_externally or kind is VerdictKind.HEALTHY:
             return ()
         if self._was_interrupted:
             return ("Then Ctrl-C interrupted the job.",)
         return ("Then SIGTERM ended the job.",) if kind is not VerdictKind.DEAD else ()
 
-    def was_seen_to_go(self, rank: int) -> bool:
-        """Whether somebody saw that a rank was gone, or how it ended: not only its box says so."""
+    def was_seen_to_exit(self, rank: int) -> bool:
+        """Whether the exit was observed from outside, not only concluded from the box."""
         status = self._status(rank)
         return (
-            self._was_seen_gone(rank)
+            self._was_seen_exited(rank)
             or status.exit_code is not None
             or status.out_of_memory is not None
         )
 
     @property
     def _was_interrupted(self) -> bool:
-        """With Ctrl-C."""
-        return not all(was_terminated(self.job_calls.by_rank[rank]) for rank in self.by_hand)
+        """Whether Ctrl-C ended the job."""
+        return not all(
+            was_terminated(self.job_calls.by_rank[rank]) for rank in self.ended_externally
+        )
 
     def _was_killed(self, rank: int) -> bool:
         status = self._status(rank)
-        is_silent = status.alive is False and self._has_said_nothing(rank) and status.exit_code != 0
-        return is_silent and not self.has_failed(rank) and not self.was_ended_by_hand(rank)
+        is_silent = (
+            status.alive is False and self._left_no_exit_record(rank) and status.exit_code != 0
+        )
+        return is_silent and not self.has_failed(rank) and not self.was_ended_externally(rank)
 
     def _got_sigterm(self, rank: int) -> bool:
         return self._status(rank).exit_code == -signal.SIGTERM
 
-    def _went_before_sigterm(self, rank: int) -> bool:
-        """Whether a rank without an exit record ended otherwise than by SIGTERM, and not after
-        others were ended by it. A rank that cannot obey SIGTERM is killed later, and its heart
-        beats until then."""
+    def _exited_before_sigterm(self, rank: int) -> bool:
+        """Whether a rank without an exit record exited before SIGTERM ended others, and not by
+        SIGTERM.
+
+        A rank that does not obey SIGTERM is killed later, and sends heartbeats until then.
+        """
         status, label = self._status(rank), self.job_calls.by_rank[rank].label
         if self._got_sigterm(rank) or self._was_interrupted:
             return False
@@ -219,7 +225,7 @@ class Exits:
         return is_by_code or 0 < max(label.last_ns, label.beat_ns) <= first.recorded_ns < _NEVER
 
     def _was_ended_by_launcher(self, rank: int) -> bool:
-        """Whether SIGTERM ended a rank after another one had gone by itself."""
+        """Whether SIGTERM ended a rank after another rank had exited by itself."""
         if not self._got_sigterm(rank):
             return False
         if self._has_cause is None:
@@ -230,9 +236,11 @@ class Exits:
 
     def _sigterm(self) -> _Sigterm:
         if self._first_sigterm is None:
-            said = self.job_calls.by_rank.values()
+            ranks = self.job_calls.by_rank.values()
             recorded = [
-                each.end.t_ns for each in said if each.end is not None and was_terminated(each)
+                rank_calls.end.t_ns
+                for rank_calls in ranks
+                if rank_calls.end is not None and was_terminated(rank_calls)
             ]
             seen = [
                 self._status(rank).gone_ns or 0
@@ -244,130 +252,141 @@ class Exits:
 
     # -- causes ------------------------------------------------------------------------------------
 
-    def was_ended_by_hand(self, rank: int) -> bool:
-        """Whether a rank was interrupted with the others, or noticed that these were."""
-        if rank in self.by_hand or not self.by_hand:
-            return rank in self.by_hand
-        if self._first_by_hand is None:
-            self._first_by_hand = min(self.by_hand.values())
+    def was_ended_externally(self, rank: int) -> bool:
+        """Whether a rank was interrupted with the others, or noticed that they were."""
+        if rank in self.ended_externally or not self.ended_externally:
+            return rank in self.ended_externally
+        if self._first_external_ns is None:
+            self._first_external_ns = min(self.ended_externally.values())
         error = self.job_calls.by_rank[rank].exception
         return (
             error is not None
-            and error.t_ns > self._first_by_hand - _SAME_DEATH_NS
-            and self.was_hung_up_on(rank)
+            and error.t_ns > self._first_external_ns - _SAME_EXIT_NS
+            and self.lost_its_peer(rank)
         )
 
     @property
     def failed_unseen(self) -> bool:
-        """Whether ranks failed, and nobody has looked at the processes since: how many were there
-        then is not known."""
+        """Whether ranks failed after the last look at the processes: it is unknown which were
+        alive then."""
         failed = self.failed()
         return bool(failed) and self._looked_ns() <= min(self._failed_ns(failed), default=0)
 
     def is_only_candidate(self, rank: int) -> bool:
-        """Whether all other ranks without an exit record were alive after a rank had failed: they
-        did not go before."""
-        return not self._not_outliving([other for other in self.killed() if other != rank])
+        """Whether all other ranks without an exit record were alive after a rank had failed."""
+        return not self._silent_since_failure([other for other in self.killed() if other != rank])
 
     def is_doubtful(self, rank: int) -> bool:
-        """Whether a rank is taken for dead only because others were hung up on, and that may have
-        been another rank."""
+        """Whether a rank counts as exited only because others lost a peer, which may have been
+        another rank."""
         is_known = (
-            self._was_seen_gone(rank)
-            or self._went_before_sigterm(rank)
+            self._was_seen_exited(rank)
+            or self._exited_before_sigterm(rank)
             or self._status(rank).out_of_memory is not None
         )
         return self._was_killed(rank) and not is_known and not self.is_only_candidate(rank)
 
     def _looked_ns(self) -> int:
-        """When somebody who looks again and again last saw one of them alive."""
+        """When a monitor last saw one of the processes alive."""
         if self._looked is None:
             self._looked = max(
                 (status.alive_ns or 0 for status in self.statuses.values()), default=0
             )
         return self._looked
 
-    def died_of_the_end(self, rank: int) -> bool:
+    def exited_with_the_job(self, rank: int) -> bool:
         """Whether a rank only noticed that the others were killed, and was killed with them."""
         return self.were_killed_together and self.has_failed(rank)
 
-    def was_hung_up_on(self, rank: int) -> bool:
-        """Whether a rank ended because the process at the other end was gone."""
-        return _HUNG_UP.search(self._last_words(rank)) is not None
+    def lost_its_peer(self, rank: int) -> bool:
+        """Whether a rank failed because the process of a peer was gone."""
+        return _PEER_LOST.search(self._exit_message(rank)) is not None
 
-    def gave_up(self, rank: int) -> bool:
-        """Whether a rank ended because a collective took too long: it waited for somebody."""
-        return _GAVE_UP.search(self._last_words(rank)) is not None
+    def timed_out(self, rank: int) -> bool:
+        """Whether a rank failed because a collective timed out: it waited for another rank."""
+        return _TIMED_OUT.search(self._exit_message(rank)) is not None
 
-    def _last_words(self, rank: int) -> str:
+    def _exit_message(self, rank: int) -> str:
         rank_calls = self.job_calls.by_rank[rank]
         if rank_calls.end is not None:
             return str(rank_calls.end.fields.get("reason"))
         return (last_exception(rank_calls) or "") if self._status(rank).alive is not True else ""
 
     def _is_victim(self, rank: int) -> bool:
-        said = self.job_calls.by_rank[rank]
+        rank_calls = self.job_calls.by_rank[rank]
         return (
-            self.was_hung_up_on(rank)
-            or self.gave_up(rank)
-            or self._failed_of_others(rank)
-            or was_terminated(said)
+            self.lost_its_peer(rank)
+            or self.timed_out(rank)
+            or self._raised_again(rank)
+            or was_terminated(rank_calls)
         )
 
-    def _failed_of_others(self, rank: int) -> bool:
-        """Whether what a rank raised was raised by others first: it says of which ranks it is, and
-        is none of them."""
+    def _raised_again(self, rank: int) -> bool:
+        """Whether a rank raised again what other ranks raised first: the message names ranks,
+        but not this one."""
         named = {
             int(one)
-            for match in _OF_RANKS.finditer(self._last_words(rank))
+            for match in _OF_RANKS.finditer(self._exit_message(rank))
             for one in re.findall(r"\d+", match[0])
         }
         return bool(named) and rank not in named
 
-    def crashed_in_it(self, rank: int) -> bool:
-        """Whether a rank crashed in C while it stood in a collective: it may have been given what
-        it could not take."""
+    def crashed_in_collective(self, rank: int) -> bool:
+        """Whether a rank crashed in native code inside a collective: it may have received bad
+        data."""
         return rank in self.job_calls.by_rank and not self._is_victim(rank) and self._reacted(rank)
 
     def first_of_awaited(self, awaited: list[int], no_data: list[int]) -> list[int]:
-        """Of dead ranks that others wait for, those that went by themselves; where all were hung up
-        on, those of which nothing is known."""
+        """Of exited ranks that others wait for, those that exited by themselves.
+
+        If all of them lost a peer, the ranks without data.
+        """
         own = [rank for rank in awaited if not self._is_victim(rank)]
         return own or no_data or awaited
 
     def first(self, no_data: list[int]) -> list[int]:
-        """Where nobody waits for the dead, as all had come to one collective: those that failed by
-        themselves; else those of which nothing is known; else, if it is clear, the one that crashed
-        or fell silent."""
+        """The ranks that exited first, where all ranks had reached one collective.
+
+        Those that failed by themselves; else ranks without data; else, if it is unambiguous, the
+        rank that crashed or left no exit record.
+        """
         failed = self.failed()
         own = [rank for rank in failed if not self._reacted(rank)]
         if own or no_data:
-            return own or self._not_outliving(no_data) or self._silent() or no_data
+            return (
+                own or self._silent_since_failure(no_data) or self._without_exit_record() or no_data
+            )
         crashed = [rank for rank in failed if not self._is_victim(rank)]
-        # Who could not connect ended before there was a group: those who went without a word may
-        # have been ended because of it.
-        return crashed or ([] if self.never_met(failed) else self._silent())
+        # A rank that could not connect exited before there was a group: ranks without an exit
+        # record may have been ended because of it.
+        return crashed or ([] if self.could_not_connect(failed) else self._without_exit_record())
 
-    def never_met(self, failed: list[int]) -> bool:
-        """Whether ranks failed because they could not connect to another one."""
-        return all(_CONNECTING.search(self._last_words(rank)) for rank in failed)
+    def could_not_connect(self, failed: list[int]) -> bool:
+        """Whether ranks failed because they could not connect to a peer."""
+        return all(_CONNECTING.search(self._exit_message(rank)) for rank in failed)
 
     def failed(self) -> list[int]:
         return [rank for rank in self.job_calls.by_rank if self.has_failed(rank)]
 
     def how(self, rank: int) -> str:
-        """How a dead rank ended."""
+        """How a rank exited."""
         rank_calls, status = self.job_calls.by_rank[rank], self._status(rank)
         if rank_calls.end is not None:
-            said = str(rank_calls.end.fields.get("reason"))
+            reason = str(rank_calls.end.fields.get("reason"))
         elif (unfinished := self._unfinished(rank)) is not None:
-            said = f"exception: {unfinished}"
+            reason = f"exception: {unfinished}"
         else:
-            return status.out_of_memory or status.ended or self._exit_said(rank) or NO_EXIT_RECORD
-        return f"out of memory: {said}" if _OUT_OF_MEMORY.search(said.partition("\n")[0]) else said
+            return (
+                status.out_of_memory or status.ended or self._exit_code_text(rank) or NO_EXIT_RECORD
+            )
+        return (
+            f"out of memory: {reason}"
+            if _OUT_OF_MEMORY.search(reason.partition("\n")[0])
+            else reason
+        )
 
-    def _exit_said(self, rank: int) -> str | None:
-        """How a process ended, by the exit code that a monitor saw."""
+    def _exit_code_text(self, rank: int) -> str | None:
+        """How a process exited, by the exit code that a monitor saw."""
         code = self._status(rank).exit_code
         if code is None:
             return None
@@ -380,8 +399,8 @@ class Exits:
         return self.statuses.get(rank, _UNSEEN)
 
     def _unfinished(self, rank: int) -> str | None:
-        """An exception that was the last thing a rank recorded before it was gone: it did not come
-        to say that it ends."""
+        """An exception that is the last record of a process that is gone: it left no exit
+        record."""
         return (
             last_exception(self.job_calls.by_rank[rank])
             if self._status(rank).alive is False
@@ -397,40 +416,37 @@ class Exits:
         )
         return self._is_victim(rank) or (is_crash and rank_calls.in_collective_since_ns is not None)
 
-    def _is_gone_first(self, rank: int) -> bool:
-        """Whether a process that is gone, without a word, went by itself and not when all was over.
+    def _exited_by_itself(self, rank: int) -> bool:
+        """Whether a process without an exit record exited by itself, and not with the whole job.
 
-        It did if others were seen alive when it was gone already, or if they say that a peer hung
-        up on them, and none of those who ended by themselves, as of waiting too long, can be that
-        peer.
+        True if others were seen alive after it was gone, or if others report a lost peer and no
+        rank that exited by itself (by a timeout, say) can be that peer.
         """
         if self._status(rank).alive is not False or self.job_calls.by_rank[rank].end is not None:
             return False
         if self._was_ended_by_launcher(rank):
             return False
-        if self._was_seen_gone(rank) or self._went_before_sigterm(rank):
+        if self._was_seen_exited(rank) or self._exited_before_sigterm(rank):
             return True
         if self.were_killed_together:
             return False
-        if self._somebody_hung_up is None:
+        if self._peers_were_lost is None:
             failed = {rank: self._is_reaction(rank) for rank in self.failed()}
-            self._somebody_hung_up = bool(failed) and all(failed.values())
-        return self._somebody_hung_up
+            self._peers_were_lost = bool(failed) and all(failed.values())
+        return self._peers_were_lost
 
     def _is_reaction(self, rank: int) -> bool:
-        return self.was_hung_up_on(rank) or was_terminated(self.job_calls.by_rank[rank])
+        return self.lost_its_peer(rank) or was_terminated(self.job_calls.by_rank[rank])
 
-    def _has_said_nothing(self, rank: int) -> bool:
-        """Whether a box that can be read to its end has no last word; of any other one that is not
-        known."""
+    def _left_no_exit_record(self, rank: int) -> bool:
+        """Whether a box that is readable to its end has no exit record. False for any other box."""
         rank_calls = self.job_calls.by_rank.get(rank)
         if rank_calls is None or rank in self.job_calls.recalled or has_lost_its_newest(rank_calls):
             return False
         return rank_calls.end is None
 
-    def _was_seen_gone(self, rank: int) -> bool:
-        """Whether others are alive, or were seen alive when this one was gone already, or long
-        after it was last seen."""
+    def _was_seen_exited(self, rank: int) -> bool:
+        """Whether others are alive, or were seen alive after this rank was gone or last seen."""
         status = self._status(rank)
         if self.now_ns is None or status.alive is not False:
             return False
@@ -440,46 +456,48 @@ class Exits:
             return True
         is_earlier = status.gone_ns is not None and status.gone_ns <= self.now_ns
         return is_earlier or (
-            status.alive_ns is not None and self._looked_ns() - status.alive_ns > _SAME_DEATH_NS
+            status.alive_ns is not None and self._looked_ns() - status.alive_ns > _SAME_EXIT_NS
         )
 
-    def _not_outliving(self, ranks: list[int]) -> list[int]:
-        """Of some ranks, those that gave no sign of life after a rank had failed."""
+    def _silent_since_failure(self, ranks: list[int]) -> list[int]:
+        """The ranks that gave no sign of life after a rank had failed."""
         failed_ns = min(self._failed_ns(self.failed()), default=_NEVER)
         return [rank for rank in ranks if self._alive_ns(rank) <= failed_ns]
 
     def _alive_ns(self, rank: int) -> int:
-        """When a rank last gave a sign of life: to a monitor, or by its records and heartbeats; 0
-        if it never did."""
-        said = self.job_calls.by_rank.get(rank)
-        signs = (said.label.last_ns, said.label.beat_ns) if said is not None else ()
+        """When a rank was last known alive, by a monitor, its records or its heartbeats; 0 if
+        never."""
+        rank_calls = self.job_calls.by_rank.get(rank)
+        signs = (
+            (rank_calls.label.last_ns, rank_calls.label.beat_ns) if rank_calls is not None else ()
+        )
         return max(self._status(rank).alive_ns or 0, *signs, 0)
 
     def _failed_ns(self, failed: list[int]) -> list[int]:
-        """When ranks failed, those that could still say so."""
+        """When ranks failed, for those that recorded an exception."""
         return [
             error.t_ns
             for rank in failed
             if (error := self.job_calls.by_rank[rank].exception) is not None
         ]
 
-    def _silent(self) -> list[int]:
-        """Those that went without a word, the first of them; nobody, where there are several and no
-        one saw when they went."""
-        silent = [
+    def _without_exit_record(self) -> list[int]:
+        """The first rank without an exit record; none if there are several and their order is
+        unknown."""
+        unrecorded = [
             rank
             for rank in self.job_calls.by_rank
-            if not self.has_failed(rank) and self._is_gone_first(rank)
+            if not self.has_failed(rank) and self._exited_by_itself(rank)
         ]
-        seen = {rank: ns for rank in silent if (ns := self._status(rank).alive_ns) is not None}
-        if len(silent) < 2 or len(seen) < len(silent):
-            return silent if len(silent) < 2 else []
+        seen = {rank: ns for rank in unrecorded if (ns := self._status(rank).alive_ns) is not None}
+        if len(unrecorded) < 2 or len(seen) < len(unrecorded):
+            return unrecorded if len(unrecorded) < 2 else []
         first = min(seen.values())
-        return [rank for rank in silent if seen[rank] - first <= _SAME_DEATH_NS]
+        return [rank for rank in unrecorded if seen[rank] - first <= _SAME_EXIT_NS]
 
 
 def ended_well(end: Event) -> bool:
-    return str(end.fields.get("reason")) in (_LEFT, "exit", "exit 0")
+    return str(end.fields.get("reason")) in (_WATCH_ENDED, "exit", "exit 0")
 
 
 def last_exception(rank_calls: RankCalls) -> str | None:

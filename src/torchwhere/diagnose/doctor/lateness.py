@@ -1,10 +1,10 @@
-"""How much time each rank makes the others lose: how late it comes to the collectives of its group,
+"""Measures how much time the others lose by each rank: its delay at the collectives of its group,
 round by round.
 
-Takes a window by one clock, gives `Lost`. A round is a step or, where no steps are counted, one
-collective. Lateness is against the middle of the group (of two ranks, against the other one), and
-it is counted once: whoever was late at a call for which nobody waited (an asynchronous one, or one
-of a device) and is as late at the next, has lost nothing more.
+Takes a window by one clock, gives `Lost`. A round is a step or, if no steps are counted, one
+collective. A delay is relative to the median of the group (of two ranks, to the other one), and
+counts once: a rank that was late at a call that does not block (asynchronous, or on a device), and
+is as late at the next, has lost nothing more.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_TIMES = 1 << 21  # that are compared at once: 16 MB
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Time lost, one row a rank."""
+    """Lost time, one row per rank."""
 
     labels: npt.NDArray[np.int64]  # of each round, its step; or its number in the group
     has_steps: bool
@@ -34,7 +34,7 @@ class Lost:
     begins: npt.NDArray[np.int64]  # of each round, among these; one more, for the end of the last
 
     def latest(self, row: int, chosen: npt.NDArray[np.int64]) -> list[int]:
-        """Where in the window a rank lost the most, of each of the chosen rounds."""
+        """The column of the window where a rank lost the most, for each chosen round."""
         spans = [(int(self.begins[i]), int(self.begins[i + 1])) for i in chosen.tolist()]
         return [
             int(self.columns[low + int(self.calls[row, low:high].argmax())]) for low, high in spans
@@ -42,8 +42,8 @@ class Lost:
 
 
 def lost(window: CallWindow, *, waits: bool) -> Lost | None:
-    """Of the last rounds of a window. `waits`: whether a call that is not asynchronous returns when
-    it is done."""
+    """The lost time in the last rounds. `waits`: whether a call that is not asynchronous blocks
+    until it is done."""
     last = window.end - window.first
     cut = max(0, last - max(_MOST_TIMES // len(window.ranks), 2 * FEWEST_ROUNDS))
     steps = window.steps[0][cut:]
@@ -54,8 +54,8 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
     begins = np.flatnonzero(np.diff(labels, prepend=labels[0] - 1))
     if len(begins) < FEWEST_ROUNDS + 2:
         return None
-    # The first round may be cut off, and in its time things are made and compiled. The last one may
-    # not be over.
+    # The first round may be cut off, and includes setup and compilation. The last one may not be
+    # complete.
     low, high = int(begins[1]), int(begins[-1])
     begins = begins[1:] - low
     times = _times(window, cut + low, cut + high + 1)
@@ -80,11 +80,11 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
 def _lost(
     times: npt.NDArray[np.float64], *, is_new: npt.NDArray[np.bool_], is_held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.float64]:
-    """How much later each rank is at each call than the middle, less what it was late before, if
-    nobody waited for it there."""
+    """Delay of each rank at each call against the median, less an earlier delay at a call that
+    did not block."""
     middle = times[::-1] if len(times) == 2 else np.median(times, axis=0)
     late = (times - middle)[:, :-1]
-    # Nobody comes to a call before all came to the one before, if they waited there.
+    # If a call blocks, no rank reaches the next one before all have reached it.
     has_waited = times[:, 1:-1].min(axis=0) >= times[:, :-2].max(axis=0)
     goes_on = ~(has_waited & (is_held[:-1] | is_new[1:]))
     late[:, 1:] -= np.where(goes_on, late[:, :-1].clip(min=0), 0)
@@ -98,10 +98,9 @@ def _is_held(window: CallWindow, low: int, high: int, waits: bool) -> npt.NDArra
 
 
 def _times(window: CallWindow, low: int, high: int) -> npt.NDArray[np.float64]:
-    """When each rank issued some of the numbers, from the first of these on: a float cannot hold
-    today's ns."""
+    """Times of some calls, relative to the first: a float cannot hold the ns since 1970."""
     times = np.stack(
         [calls.times_ns(window.first + low, window.first + high) for calls in window.calls]
     )
-    found: npt.NDArray[np.float64] = (times - times[0, 0]).astype(np.float64)
-    return found
+    relative: npt.NDArray[np.float64] = (times - times[0, 0]).astype(np.float64)
+    return relative

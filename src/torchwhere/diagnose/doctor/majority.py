@@ -38,11 +38,13 @@ class _Path:
 
 
 class Majority:
-    """The calls of a sample of ranks, read once. `ranks` are those that will be asked about."""
+    """The calls of a sample of ranks, read once. `ranks` are those to be judged."""
 
     def __init__(self, job_calls: JobCalls, *, ranks: Iterable[int]) -> None:
         complete = [
-            rank for rank, said in job_calls.by_rank.items() if _is_complete(job_calls, said)
+            rank
+            for rank, rank_calls in job_calls.by_rank.items()
+            if _is_complete(job_calls, rank_calls)
         ]
         sample = complete[:: max(1, len(complete) // _VOTERS)][:_VOTERS]
         wanted = {*sample, *(rank for rank in ranks if rank in job_calls.by_rank)}
@@ -51,14 +53,14 @@ class Majority:
         self._voters = frozenset(complete)
 
     def outvoted(self, cycle: list[Wait]) -> list[int]:
-        """The ranks of a circle of waits that most others contradict, since they last did what is
-        waited for."""
+        """The ranks of a cycle that most others contradict since their last call in the awaited
+        stream."""
         links = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
         return sorted({own.rank for wait, own in links if self.is_outvoted(own, awaited_in=wait)})
 
     def is_outvoted(self, wait: Wait, *, awaited_in: Wait | None = None) -> bool:
-        """Whether a waiting rank went another way than most: to the call it waits in, or since it
-        was last in the stream in which another rank waits for it."""
+        """Whether a waiting rank took a different path than most: to the call it waits in, or
+        since its last call in the stream in which another rank waits for it."""
         path = self._paths.get(wait.rank)
         own = (
             path.at.get((self._roles.of(wait.rank, wait.key), wait.number))
@@ -100,8 +102,8 @@ class Majority:
                 yield theirs.tokens[at]
 
 
-def _is_complete(job_calls: JobCalls, said: RankCalls) -> bool:
-    return job_calls.has_data(said.rank) and not has_lost_its_newest(said)
+def _is_complete(job_calls: JobCalls, rank_calls: RankCalls) -> bool:
+    return job_calls.has_data(rank_calls.rank) and not has_lost_its_newest(rank_calls)
 
 
 def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:
@@ -112,9 +114,9 @@ def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:
     return length >= _LEAST_CONTEXT or (index == at and path.is_whole and theirs.is_whole)
 
 
-def _path(said: RankCalls, roles: Roles) -> _Path:
-    calls = sequence(said, _CALLS)
-    streams = [roles.of(said.rank, key) for key in calls.keys]
+def _path(rank_calls: RankCalls, roles: Roles) -> _Path:
+    calls = sequence(rank_calls, _CALLS)
+    streams = [roles.of(rank_calls.rank, key) for key in calls.keys]
     tokens = [
         (streams[stream], number)
         for stream, number in zip(calls.streams, calls.numbers, strict=True)
@@ -122,6 +124,6 @@ def _path(said: RankCalls, roles: Roles) -> _Path:
     return _Path(
         tokens,
         {token: index for index, token in enumerate(tokens)},
-        is_whole=len(tokens) == sum(said.counts.values()),
-        messages=roles.of_messages(said.rank),
+        is_whole=len(tokens) == sum(rank_calls.counts.values()),
+        messages=roles.of_messages(rank_calls.rank),
     )

@@ -1,13 +1,12 @@
-"""Where ranks part: the first number in a group at which they issued something different.
+"""Finds mismatches: the first number in a group at which ranks issued different calls.
 
-Different in form (op, shape, dtype, reduction, root) is wrong by itself. Different in meaning (the
-same op and shapes, but of another module, pass or line) is wrong where it is a departure: ranks of
-a sound program may well reach one collective from different lines, but then they do so every time.
-A departure is a meaning that most of the others have too, at another number, or one at a position
-of the step where all ranks agreed in the step before, and the others still do as they did then.
-What all do for the first time, they do together: nobody departs. A place that says nothing
-(`CallSite.compared`) is like any other, and a step is compared only where it is no chance in which
-one a call came.
+A different signature (op, shape, dtype, reduction, root) is always wrong. A different call site
+(same op and shapes, but another module, pass or line) is wrong only if it is a deviation: ranks of
+a correct program may reach one collective from different lines, but then they do so every time. A
+deviation is a call site that most of the others use at another number, or one at a position of the
+step where all ranks agreed in the step before and the others still do. What all ranks do for the
+first time is not a deviation. An unknown place (`CallSite.compared`) equals any other, and steps
+are compared only where the step of a call is deterministic.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.waits import has_lost_its_newest, members
 
-_NEARBY = 64  # numbers around one in which a swapped call is looked for
-_TIMES = 3  # that all agreed, where no steps are counted
+_NEARBY = 64  # calls before and after that are searched for a swapped call
+_TIMES = 3  # earlier agreements that are required if no steps are counted
 
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Ranks that issued something different at one number, in cohorts, the largest first."""
+    """Ranks that issued different calls at one number, in cohorts, the largest first."""
 
     key: StreamKey
     number: int
     cohorts: tuple[tuple[int, ...], ...]
     what: Literal["signature", "call_site", "step"]
-    # where none is larger than the others: who did otherwise in the step before
+    # if the largest cohort is not unique: ranks that changed since the step before
     deviated: tuple[int, ...] = ()
 
     @property
     def culprits(self) -> tuple[int, ...]:
-        """The smaller cohorts. Where none is larger than the others, those that departed from their
-        own ways; else all."""
+        """The smaller cohorts. If the largest is not unique, the ranks that deviated from their
+        own earlier calls; else all."""
         if len(self.cohorts) > 1 and len(self.cohorts[0]) == len(self.cohorts[1]):
             if self.deviated:
                 return self.deviated
@@ -58,8 +57,8 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class CallWindow:
-    """The numbers of a stream that all its ranks still have. Ranks that issued the same there, step
-    for step, are a class."""
+    """The numbers of a stream that all its ranks still have. A class is a set of ranks with
+    identical calls and steps there."""
 
     key: StreamKey
     ranks: tuple[int, ...]
@@ -80,7 +79,7 @@ class CallWindow:
 
     @cached_property
     def signature_ids(self) -> npt.NDArray[np.int64]:
-        """One row a class, one column a number."""
+        """One row per class, one column per number."""
         return issued.signature_ids(self._whats)
 
     @cached_property
@@ -100,31 +99,31 @@ class CallWindow:
 
     @property
     def has_steps(self) -> npt.NDArray[np.bool_]:
-        """Of each number, whether it is no chance in which step it was issued, on any rank."""
+        """For each number, whether its step is deterministic on all ranks."""
         return self._in_step[0]
 
     @property
     def is_shadow(self) -> npt.NDArray[np.bool_]:
-        """Of each number, whether some rank issued it in the name of one that is out of input."""
+        """For each number, whether a rank issued it in a `Join`, for a rank that is out of
+        input."""
         return self._in_step[1]
 
     @cached_property
     def differs(self) -> npt.NDArray[np.int64]:
-        """The columns in which ranks mean something different. A place that says nothing (0)
-        differs from none."""
+        """The columns in which call sites differ. An unknown call site (0) differs from none."""
         low = np.where(self.site_ids > 0, self.site_ids, np.iinfo(np.int64).max).min(axis=0)
         return np.flatnonzero(low < self.site_ids.max(axis=0))
 
     @cached_property
     def usuals(self) -> npt.NDArray[np.int64]:
-        """Of each column, the meaning that most ranks have."""
-        found: npt.NDArray[np.int64] = self.site_ids.max(axis=0)
+        """For each column, the call site of most ranks."""
+        usual_ids: npt.NDArray[np.int64] = self.site_ids.max(axis=0)
         for column in self.differs.tolist():
-            found[column] = self.usual(self.site_ids[:, column])
-        return found
+            usual_ids[column] = self.usual(self.site_ids[:, column])
+        return usual_ids
 
     def odd_at(self, column: int) -> npt.NDArray[np.bool_]:
-        """The classes that mean something else than most ranks do."""
+        """The classes with another call site than most ranks."""
         here = self.site_ids[:, column]
         odd: npt.NDArray[np.bool_] = (here != self.usuals[column]) & (here > 0)
         return odd
@@ -152,7 +151,7 @@ class CallWindow:
         )
 
     def usual(self, values: npt.NDArray[Any]) -> int:
-        """The meaning that most ranks have; of several, that of the first rank."""
+        """The call site of most ranks; on a tie, that of the first rank."""
         counts: dict[int, int] = {}
         for value, size in zip(values.tolist(), self.sizes.tolist(), strict=True):
             if value:
@@ -161,27 +160,27 @@ class CallWindow:
 
 
 def windows(job_calls: JobCalls) -> list[CallWindow]:
-    """One for each stream of which two or more ranks have a stretch in common, less those that are
-    all alike by their form."""
+    """One window for each stream that two or more ranks have in common, except messages with
+    equal signatures."""
     if "windows" not in job_calls.kept:
         by_stream: dict[StreamKey, list[tuple[int, StreamCalls]]] = {}
-        for rank, said in job_calls.by_rank.items():
-            for key, calls in said.calls.items():
+        for rank, rank_calls in job_calls.by_rank.items():
+            for key, calls in rank_calls.calls.items():
                 by_stream.setdefault(key, []).append((rank, calls))
-        found = (_window(job_calls, key, by_stream[key]) for key in sorted(by_stream))
-        job_calls.kept["windows"] = [window for window in found if window is not None]
+        candidates = (_window(job_calls, key, by_stream[key]) for key in sorted(by_stream))
+        job_calls.kept["windows"] = [window for window in candidates if window is not None]
     kept: list[CallWindow] = job_calls.kept["windows"]
     return kept
 
 
 def _window(
-    job_calls: JobCalls, key: StreamKey, said: list[tuple[int, StreamCalls]]
+    job_calls: JobCalls, key: StreamKey, by_rank: list[tuple[int, StreamCalls]]
 ) -> CallWindow | None:
     taking_part = frozenset(members(job_calls, key))
-    said = [(rank, calls) for rank, calls in said if rank in taking_part]
-    if len(said) < 2:
+    by_rank = [(rank, calls) for rank, calls in by_rank if rank in taking_part]
+    if len(by_rank) < 2:
         return None
-    ranks, calls = zip(*said, strict=True)
+    ranks, calls = zip(*by_rank, strict=True)
     if (
         key.source != key.destination and calls[0].signature_id == calls[1].signature_id >= 0
     ):  # all these messages are of one form
@@ -190,40 +189,42 @@ def _window(
     end = min(each.last for each in calls) + 1
     if first >= end:
         return None
-    known: dict[bytes, int] = {}
+    class_of: dict[bytes, int] = {}
     heads: list[int] = []
     classes = np.empty(len(calls), np.int64)
     for index, each in enumerate(calls):
         content = _content(each, first, end, is_message=key.source != key.destination)
-        number = classes[index] = known.setdefault(content, len(known))
+        number = classes[index] = class_of.setdefault(content, len(class_of))
         if number == len(heads):
             heads.append(index)
     return CallWindow(key, ranks, calls, first, end, classes, tuple(heads))
 
 
 def longer_windows(job_calls: JobCalls) -> Iterator[CallWindow]:
-    """Windows without ranks whose newest calls are lost, in a box that was cut or is gone: such a
-    one ends the window for all, and may end it before the difference that the others show."""
+    """Windows without ranks whose newest calls are lost, because a box was cut or is gone.
+
+    Such a rank ends the window for all, perhaps before the difference that the others show.
+    """
     lost = {
         rank
-        for rank, said in job_calls.by_rank.items()
-        if rank in job_calls.past or has_lost_its_newest(said)
+        for rank, rank_calls in job_calls.by_rank.items()
+        if rank in job_calls.past or has_lost_its_newest(rank_calls)
     }
     keys = {key for rank in lost for key in job_calls.by_rank[rank].calls}
     for key in sorted(keys):
-        said = [
-            (rank, each.calls[key])
-            for rank, each in job_calls.by_rank.items()
-            if rank not in lost and key in each.calls
+        by_rank = [
+            (rank, rank_calls.calls[key])
+            for rank, rank_calls in job_calls.by_rank.items()
+            if rank not in lost and key in rank_calls.calls
         ]
-        window = _window(job_calls, key, said)
+        window = _window(job_calls, key, by_rank)
         if window is not None:
             yield window
 
 
 def _content(calls: StreamCalls, first: int, end: int, *, is_message: bool) -> bytes:
-    """What is compared. Sender and receiver are in different places by nature: of a message, only
-    the form."""
+    """The compared bytes. Of a message only the signature: sender and receiver have different
+    call sites."""
     packed_ids = calls.packed_ids(first, end)
     return (
         issued.signature_ids(packed_ids).tobytes()
@@ -234,14 +235,14 @@ def _content(calls: StreamCalls, first: int, end: int, *, is_message: bool) -> b
 
 def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     """The first difference of each stream."""
-    found = []
+    first_differences = []
     for window in [*windows(job_calls), *longer_windows(job_calls)]:
         differences = (_in_form(window), _in_meaning(job_calls, window), _in_step(window))
-        known = [mismatch for mismatch in differences if mismatch is not None]
-        # what came first is the cause of the rest; of what came at once, the form says most
-        if known:
-            found.append(min(known, key=lambda mismatch: mismatch.number))
-    return found
+        differing = [mismatch for mismatch in differences if mismatch is not None]
+        # the first difference causes the rest; at the same number, the signature says most
+        if differing:
+            first_differences.append(min(differing, key=lambda mismatch: mismatch.number))
+    return first_differences
 
 
 def _in_form(window: CallWindow) -> Mismatch | None:
@@ -255,7 +256,7 @@ def _in_form(window: CallWindow) -> Mismatch | None:
 
 
 def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:
-    """A window without ranks that have lost names: a place that cannot be read is not another
+    """The window without ranks that have lost names: an unreadable place is not a different
     place."""
     damaged = {rank for rank in window.ranks if job_calls.by_rank[rank].label.counts.torn_entries}
     if not damaged:
@@ -274,27 +275,27 @@ def _in_meaning(job_calls: JobCalls, whole: CallWindow) -> Mismatch | None:
         return None
     if _takes_turns(window):
         return None
-    seen: set[bytes] = set()  # what ranks have done before, they may do again
+    seen: set[bytes] = set()  # a pattern that occurred before is not a fault
     for column in map(int, window.differs):
         pattern = window.site_ids[:, column].tobytes()
         is_new = pattern not in seen
         seen.add(pattern)
-        departs = _is_out_of_turn(window, column) or (
-            is_new and _departs(job_calls, window, column)
+        deviates = _is_out_of_turn(window, column) or (
+            is_new and _deviates(job_calls, window, column)
         )
-        if departs and not _is_barrier(job_calls, window, column):
-            # Whoever has no place of its own goes with the most.
+        if deviates and not _is_barrier(job_calls, window, column):
+            # A rank with an unknown call site counts as usual.
             values = np.where(window.site_ids > 0, window.site_ids, window.usuals[column])
             return _mismatch(window, column, values, "call_site")
     return None
 
 
 def _in_step(window: CallWindow) -> Mismatch | None:
-    """Ranks that were in the same step at one number and are not at a later one: somebody left a
-    call out, or made one more.
+    """Ranks that were in the same step at one number and are not at a later one: a rank skipped a
+    call, or made an extra one.
 
-    Ranks that have never agreed count their steps differently, which is their right. Those that ran
-    out of input, in a `Join`, have counted fewer ever after.
+    Ranks that never agreed count their steps differently, which is allowed. Ranks that ran out of
+    input in a `Join` have lower step counts from then on.
     """
     if len(window.heads) == 1 or window.key.source != window.key.destination:
         return None
@@ -317,7 +318,7 @@ def _mismatch(
     cohorts = window.cohorts(values[:, column])
     deviated: tuple[int, ...] = ()
     if len(cohorts) > 1 and len(cohorts[0]) == len(cohorts[1]):
-        has = _has_changed_length if what == "step" else _has_departed
+        has = _has_changed_length if what == "step" else _has_deviated
         deviated = window.members_of(
             np.array([has(window, row, column, values) for row in range(len(window.heads))])
         )
@@ -331,9 +332,9 @@ def _mismatch(
     )
 
 
-def _has_departed(window: CallWindow, row: int, column: int, values: npt.NDArray[np.int64]) -> bool:
-    """Whether ranks of a class issued something else at the same position of their step before;
-    without steps, whether they have never issued this before."""
+def _has_deviated(window: CallWindow, row: int, column: int, values: npt.NDArray[np.int64]) -> bool:
+    """Whether a class issued something else at the same position of the step before; without
+    steps, whether it never issued this before."""
     earlier = _a_step_before(window, row, column)
     if earlier is not None:
         return bool(values[row, earlier] != values[row, column])
@@ -343,17 +344,17 @@ def _has_departed(window: CallWindow, row: int, column: int, values: npt.NDArray
 def _has_changed_length(
     window: CallWindow, row: int, column: int, _values: npt.NDArray[np.int64]
 ) -> bool:
-    """Whether the step in which classes part has another number of calls, for this class, than the
-    one before."""
-    steps, parted = window.steps[row], int(window.steps[:, column].min())
+    """Whether the step of the mismatch has another number of calls, for this class, than the
+    step before."""
+    steps, step = window.steps[row], int(window.steps[:, column].min())
     last = int(steps[column])
-    this, before = int((steps == parted).sum()), int((steps == parted - 1).sum())
-    is_whole = last > parted or int(steps[-1]) > parted
+    this, before = int((steps == step).sum()), int((steps == step - 1).sum())
+    is_whole = last > step or int(steps[-1]) > step
     return before > 0 and (this != before if is_whole else this > before)
 
 
 def _takes_turns(window: CallWindow) -> bool:
-    """Whether most ranks are the odd one out at some number: each has its turn, as where everyone
+    """Whether most ranks differ from the others at some number: they take turns, as when each
     broadcasts to all."""
     odd = np.zeros(len(window.heads), np.bool_)
     for column in map(int, window.differs[:_NEARBY]):
@@ -362,7 +363,7 @@ def _takes_turns(window: CallWindow) -> bool:
 
 
 def _is_out_of_turn(window: CallWindow, column: int) -> bool:
-    """Whether somebody issues here what most issue nearby, and nearby what most issue here."""
+    """Whether a rank issues here what most issue nearby, and nearby what most issue here."""
     span = slice(max(0, column - _NEARBY), column + _NEARBY)
     odd = window.odd_at(column)
     has_usual = (window.site_ids[odd, span] == window.usuals[column]).any(axis=1)
@@ -370,14 +371,14 @@ def _is_out_of_turn(window: CallWindow, column: int) -> bool:
     return bool((has_usual & is_usual_nearby).any())
 
 
-def _departs(job_calls: JobCalls, window: CallWindow, column: int) -> bool:
-    """Whether somebody does otherwise than all did before."""
+def _deviates(job_calls: JobCalls, window: CallWindow, column: int) -> bool:
+    """Whether a rank deviates from what all ranks did before."""
     return _had_agreed(window, column) and not _is_first_ranks_own(job_calls, window, column)
 
 
 def _had_agreed(window: CallWindow, column: int) -> bool:
-    """Whether all ranks agreed the last time that the usual ones issued this, and these, half of
-    all or more, still do."""
+    """Whether all ranks agreed the last time this was issued, and at least half of them still do
+    the same."""
     if window.steps[0][0] == window.steps[0][-1]:
         earlier = _last_times(window, column)
     else:
@@ -391,8 +392,8 @@ def _had_agreed(window: CallWindow, column: int) -> bool:
 
 
 def _a_step_before(window: CallWindow, row: int, column: int) -> int | None:
-    """The column at the same position of the step before; None where there is none, or steps say
-    nothing."""
+    """The column at the same position of the step before; None if there is none, or steps are
+    unreliable."""
     steps = window.steps[row]
     this, before = (
         np.flatnonzero(steps == steps[column]),
@@ -406,21 +407,23 @@ def _a_step_before(window: CallWindow, row: int, column: int) -> int | None:
 
 
 def _last_times(window: CallWindow, column: int) -> list[int]:
-    """Of a job that counts no steps: the columns where the usual ranks issued this before, after
-    the same as here."""
+    """In a job without steps: earlier columns where most ranks issued this after the same call
+    as here."""
     usuals = window.usuals
     if column == 0:
         return []
-    found = 1 + np.flatnonzero(
+    earlier = 1 + np.flatnonzero(
         (usuals[1:column] == usuals[column]) & (usuals[: column - 1] == usuals[column - 1])
     )
-    return found[-_TIMES:].tolist() if len(found) >= _TIMES else []
+    return earlier[-_TIMES:].tolist() if len(earlier) >= _TIMES else []
 
 
 def _is_first_ranks_own(job_calls: JobCalls, window: CallWindow, column: int) -> bool:
-    """Whether the first rank alone took another line, in the same module, for one call, and all
-    went on together after it: what it writes down or prints now and then, it does in a branch of
-    its own."""
+    """Whether only the first rank took another line, in the same module, for one call, and all
+    ranks agreed after it.
+
+    The first rank often logs or prints in a branch of its own.
+    """
     odd = window.members_of(window.odd_at(column))
     if odd != (min(window.ranks),) or len(window.ranks) == 2:
         return False

@@ -1,5 +1,5 @@
-"""What there is to say where no rank is to blame: all stand together, all is well, or what was
-wrong does not show."""
+"""Sentences of a verdict without a culprit: all ranks blocked together, a healthy job, an
+unknown cause."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def on_together(context: Context) -> tuple[str, ...]:
     )
 
 
-def on_given_up(context: Context) -> tuple[str, ...]:
-    """All have ended, of waiting too long, and no rank is missing."""
-    first = next(rank for rank in context.job_calls.by_rank if context.exits.gave_up(rank))
+def on_timeout(context: Context) -> tuple[str, ...]:
+    """All ranks timed out in one collective, and no rank is missing from it."""
+    first = next(rank for rank in context.job_calls.by_rank if context.exits.timed_out(rank))
     count = len(context.job_calls.by_rank)
     return (
         (
@@ -47,11 +47,11 @@ def on_given_up(context: Context) -> tuple[str, ...]:
 # -- nothing wrong ---------------------------------------------------------------------------------
 
 
-def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
+def on_healthy(context: Context, pace: Pace) -> tuple[str, ...]:
     if context.have_finished:
         count = len(context.job_calls.by_rank)
         ranks = f"The {count} ranks with data" if context.no_data else f"All {count} ranks"
-        return (f"{ranks} have finished. {found}",)
+        return (f"{ranks} have finished. {pace}",)
     call = (
         next(iter(context.job_calls.by_rank.values())).last_collective
         if context.is_unknown_end
@@ -61,7 +61,7 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
         return (
             (
                 "The job is over, and no process was seen at its end. At the end all ranks were in"
-                f" {what_text(call)}. {found}"
+                f" {what_text(call)}. {pace}"
             ),
             "The boxes do not show whether the job hung there or was only passing through.",
         )
@@ -70,13 +70,13 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
         or not context.statuses
         or any(status.alive is None for status in context.statuses.values())
     ):
-        return (f"Progressing. {found}",)
-    until = f"The job was progressing when Ctrl-C interrupted it. {found}"
+        return (f"Progressing. {pace}",)
+    until = f"The job was progressing when Ctrl-C interrupted it. {pace}"
     if context.exits.ended_unfinished:
-        until = f"Until then the job was progressing. {found}"
-    elif not context.exits.by_hand:
-        until = f"The job was progressing when it ended. {found}"
-    if not context.all_in_one():
+        until = f"Until then the job was progressing. {pace}"
+    elif not context.exits.ended_externally:
+        until = f"The job was progressing when it ended. {pace}"
+    if not context.are_all_in_one_call():
         return until, *_had_begun_to_wait(context)
     call = next(iter(context.job_calls.by_rank.values())).last_collective
     return (
@@ -89,7 +89,7 @@ def on_healthy(context: Context, found: Pace) -> tuple[str, ...]:
 
 
 def on_ended(context: Context, *, besides: list[int] | None = None) -> tuple[str, ...]:
-    """How the ranks of a job ended that did not finish, all or all other ones."""
+    """How the ranks of an unfinished job ended; with `besides`, only the other ranks."""
     alike: dict[str, list[int]] = {}
     for rank in sorted(
         {*context.exits.killed(), *context.exits.terminated(), *context.exits.failed()}
@@ -107,15 +107,14 @@ def on_ended(context: Context, *, besides: list[int] | None = None) -> tuple[str
 
 
 def may_have_gone_first(context: Context) -> list[int]:
-    """Ranks that others had begun to wait for when all were killed, if they are fewer than half."""
+    """Ranks that others had begun to wait for when all were killed, if fewer than half."""
     killed = frozenset(context.exits.killed())
     blamed = [rank for rank in awaited(context.waits) if rank in killed]
     return blamed if 2 * len(blamed) < len(context.job_calls.by_rank) else []
 
 
 def on_first(context: Context) -> tuple[str, ...]:
-    """Which ranks may have gone first where all were killed: those that the others had begun to
-    wait for."""
+    """Names the ranks that may have exited first: the others had begun to wait for them."""
     ranks = may_have_gone_first(context)
     if not ranks:
         return ()
@@ -129,8 +128,8 @@ def on_first(context: Context) -> tuple[str, ...]:
     )
 
 
-def on_quiet(context: Context, quiet_s: float, found: Pace) -> tuple[str, ...]:
-    """Nobody waits for anybody, and nobody does anything that shows."""
+def on_quiet(context: Context, quiet_s: float, pace: Pace) -> tuple[str, ...]:
+    """No rank waits for another, and no rank records anything."""
     quiet = f"No rank has recorded anything for {quiet_s:.0f} s, and no rank waits for another"
     if context.is_over:
         quiet = (
@@ -142,15 +141,14 @@ def on_quiet(context: Context, quiet_s: float, found: Pace) -> tuple[str, ...]:
         places.setdefault(in_place(context.place(rank)), []).append(rank)
     shown = [f"  {ranks_phrase(ranks)}: {place}" for place, ranks in list(places.items())[:4]]
     return (
-        f"{quiet} in a collective. {found}",
+        f"{quiet} in a collective. {pace}",
         *shown,
         "The boxes do not show whether they work there or hang. Look at: these lines.",
     )
 
 
 def _had_begun_to_wait(context: Context) -> tuple[str, ...]:
-    """That ranks waited for another one when the job ended: too short to be held against it, and
-    long enough to be told."""
+    """Ranks that waited when the job ended: too short for a hang, long enough to report."""
     if any(group_creations := [waits_in(context, rank) for rank in context.job_calls.by_rank]):
         ranks = [
             rank
@@ -169,25 +167,25 @@ def _had_begun_to_wait(context: Context) -> tuple[str, ...]:
     waited_s = context.waited_s(wait) if wait is not None else None
     if wait is None or waited_s is None or waited_s < _WORTH_TELLING_S:
         return ()
-    who = (
+    waits = (
         f"{ranks_phrase([each.rank for each in waiting_for(context.waits, blamed)])} had waited for"
         f" {ranks_phrase(blamed)}"
     )
     what = what_text(context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number))
-    return (f"At the end {who} for {waited_s:.0f} s, in {what}. A normal pause looks the same.",)
+    return (f"At the end {waits} for {waited_s:.0f} s, in {what}. A normal pause looks the same.",)
 
 
-def on_unheard(
+def on_no_data(
     context: Context,
     example_rank: int | None,
     key: StreamKey | None,
     number: int,
     went_on: list[int],
-    found: Pace,
+    pace: Pace,
 ) -> tuple[str, ...]:
-    """The job is over, what can be read is well, and a rank left nothing to read."""
+    """The job is over, the readable boxes show no fault, and a rank left no data."""
     no_data, noun = ranks_phrase(sorted(context.no_data)), context.run.noun
-    ended = f"The job is over, and {no_data} left no readable {noun}. {found}"
+    ended = f"The job is over, and {no_data} left no readable {noun}. {pace}"
     if key is None or example_rank is None:
         return (ended, "The others issued no collective: it is unknown what the job did.")
     what = what_text(context.job_calls.by_rank[example_rank].issued(key, number))

@@ -1,9 +1,8 @@
-"""What a stream is for its rank: the tensor-parallel pairs of a mesh are different groups with the
-same role.
+"""Roles of streams: the tensor-parallel pairs of a mesh are different groups with the same role.
 
-Takes the groups of a job, gives a `Role` for a rank and a stream. Groups of a mesh are known by
-their dimension. Others are told apart by their size and by the order in which torch made them,
-which is the same on all ranks.
+Takes the groups of a job, gives a `Role` for a rank and a stream. Groups of a mesh are identified
+by their dimension; others by their size and by the order in which torch created them, which is the
+same on all ranks.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Roles:
 
 
 def roles_of(job_calls: JobCalls) -> Roles:
-    """The roles of a job, found once."""
+    """The roles of a job, roles once."""
     if "roles" not in job_calls.kept:
         job_calls.kept["roles"] = Roles(job_calls)
-    found: Roles = job_calls.kept["roles"]
-    return found
+    roles: Roles = job_calls.kept["roles"]
+    return roles

@@ -1,9 +1,9 @@
-"""The doctor: many boxes in, one verdict out.
+"""The rules of the doctor: takes all boxes, gives one verdict.
 
-Takes a run and what was seen of its processes; looks, in this order, for ranks that issued
-something different, ranks that died while others wait, ranks that others wait for, ranks that wait
-in a circle, ranks that stand still together, and ranks that are late. What comes first explains
-what comes after. Pure: it reads no clock, no process and no file by itself.
+Takes a run and the observed states of its processes. Checks, in this order: ranks that issued
+different calls, ranks that exited while others wait, ranks that others wait for, deadlocks, ranks
+that are blocked together, stragglers. An earlier finding explains the later ones. Pure: reads no
+clock, process or file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchwhere.diagnose.doctor import deadlock_text, no_culprit, stragglers, wa
 from torchwhere.diagnose.doctor.alltoall_splits import unfitting
 from torchwhere.diagnose.doctor.call_patterns import Patterns
 from torchwhere.diagnose.doctor.context import Context
-from torchwhere.diagnose.doctor.deadlocks import blame, has_left_out, turns_away
+from torchwhere.diagnose.doctor.deadlocks import blame, has_skipped, switched_peer
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.group_creation import on_group_creation, waits_in
 from torchwhere.diagnose.doctor.interruption import interrupted
@@ -30,8 +30,8 @@ from torchwhere.diagnose.doctor.waits import Wait, awaited, cycle, new_peers, wa
 from torchwhere.processes.status import ProcessStatus
 
 STALL_S = 30.0
-_USUALLY = 2  # times as late as it is in the middle
-_ASKED = 64  # of those who wait for one rank, to find what it owes them
+_USUALLY = 2  # times the median delay
+_ASKED = 64  # waiting ranks that are checked for a call that the awaited rank skipped
 
 
 def diagnose(
@@ -43,11 +43,11 @@ def diagnose(
     is_suspicion: bool = False,
     job_calls: JobCalls | None = None,
 ) -> Verdict:
-    """The verdict on a run. `now_ns` is the wall clock while it runs; without it the boxes are read
-    as the last word.
+    """The verdict on a run.
 
-    A suspicion may be wrong: it is what there is to say before the suspects were asked for their
-    stacks. `hearing` is what the boxes say, where they have been heard already.
+    `now_ns` is the wall clock while the job runs; without it the newest records are taken as the
+    end. A suspicion is a preliminary verdict, before the suspects were asked for their stacks.
+    `job_calls` are the calls of the boxes, if they have been loaded already.
     """
     job_calls = rebase_numbers(job_calls if job_calls is not None else heard(run))
     seen = dict(statuses or {})
@@ -58,15 +58,15 @@ def diagnose(
     held = stopped | {
         rank
         for rank in job_calls.by_rank
-        if exits.is_dead(rank) and not exits.died_of_the_end(rank)
+        if exits.is_dead(rank) and not exits.exited_with_the_job(rank)
     }
     failed_in_it = (
-        {rank for rank in exits.failed() if exits.was_hung_up_on(rank) or exits.gave_up(rank)}
+        {rank for rank in exits.failed() if exits.lost_its_peer(rank) or exits.timed_out(rank)}
         if held
         else ()
     )
-    found = waits(job_calls, held=held, failed_in_it=failed_in_it)
-    context = Context(run, job_calls, seen, found, exits, now_ns, is_suspicion)
+    by_rank = waits(job_calls, held=held, failed_in_it=failed_in_it)
+    context = Context(run, job_calls, seen, by_rank, exits, now_ns, is_suspicion)
     return Rules(context, stall_s).verdict()
 
 
@@ -74,16 +74,16 @@ def diagnose(
 class Rules:
     context: Context
     stall_s: float
-    parted: list[Mismatch] = field(default_factory=list)
+    differences: list[Mismatch] = field(default_factory=list)
 
     def verdict(self) -> Verdict:
-        self.parted = mismatches(self.context.job_calls)
+        self.differences = mismatches(self.context.job_calls)
         checks = (
             self._mismatch,
             self._splits,
             self._new_peer,
             self._group_creation,
-            self._dead,
+            self._exited,
             self._missing,
             self._deadlock,
             self._together,
@@ -96,13 +96,13 @@ class Rules:
     # -- the kinds ---------------------------------------------------------------------------------
 
     def _mismatch(self) -> Verdict | None:
-        if not self.parted:
+        if not self.differences:
             return None
         context = self.context
         first = min(
-            self.parted,
-            key=lambda found: context.job_calls.by_rank[found.culprits[0]].order(
-                found.key, found.number
+            self.differences,
+            key=lambda difference: context.job_calls.by_rank[difference.culprits[0]].order(
+                difference.key, difference.number
             ),
         )
         usual = first.cohorts[0][0]
@@ -111,7 +111,7 @@ class Rules:
             if first.what == "signature" and first.is_certain
             else Certainty.INFERRED
         )
-        stalled_s = context.stand(self.stall_s)
+        stalled_s = context.find_blocked(self.stall_s)
         return context.verdict(
             VerdictKind.MISMATCH,
             culprits=first.culprits,
@@ -128,24 +128,23 @@ class Rules:
         )
 
     def _splits(self) -> Verdict | None:
-        """Ranks that split an all_to_all so that what one sends is not what the other takes."""
-        found = unfitting(self.context.job_calls)
-        if found is None:
+        """All_to_all splits that do not match between two ranks."""
+        mismatched = unfitting(self.context.job_calls)
+        if mismatched is None:
             return None
         return self.context.verdict(
             VerdictKind.MISMATCH,
-            culprits=found.culprits,
-            key=found.key,
-            number=found.number,
-            example_rank=found.ranks[0],
+            culprits=mismatched.culprits,
+            key=mismatched.key,
+            number=mismatched.number,
+            example_rank=mismatched.ranks[0],
             certainty=Certainty.INFERRED,
-            explanation=found.sentences(self.context.job_calls),
-            facts=found.facts(),
+            explanation=mismatched.sentences(self.context.job_calls),
+            facts=mismatched.facts(),
         )
 
     def _new_peer(self) -> Verdict | None:
-        """A rank that waits for a message with somebody it never dealt with, while one with whom it
-        did waits for it."""
+        """A rank that waits on a new peer while a peer it used before waits for it."""
         context = self.context
         strays = [
             wait
@@ -153,7 +152,7 @@ class Rules:
             if context.is_stalled(wait, self.stall_s)
         ]
         patterns = Patterns(context.job_calls, ranks=len(strays))
-        turned = [wait for wait in strays if turns_away(context.job_calls, patterns, wait)]
+        turned = [wait for wait in strays if switched_peer(context.job_calls, patterns, wait)]
         return self._wrong_peer(turned, Certainty.INFERRED) if turned else None
 
     def _wrong_peer(self, strays: list[Wait], certainty: Certainty, **facts: Any) -> Verdict:
@@ -173,7 +172,7 @@ class Rules:
     def _group_creation(self) -> Verdict | None:
         return on_group_creation(self.context, self.stall_s)
 
-    def _dead(self) -> Verdict | None:
+    def _exited(self) -> Verdict | None:
         context, exits = self.context, self.context.exits
         ended = [
             rank
@@ -181,18 +180,20 @@ class Rules:
             if context.state(rank) in (State.DEAD, State.FINISHED)
         ]
         gone = [
-            rank for rank in ended if not exits.died_of_the_end(rank) and not exits.has_left(rank)
+            rank
+            for rank in ended
+            if not exits.exited_with_the_job(rank) and not exits.outlived_its_watch(rank)
         ]
-        dead = [rank for rank in gone if not exits.is_doubtful(rank)]
+        exited = [rank for rank in gone if not exits.is_doubtful(rank)]
         certainty = Certainty.EXACT
-        if dead:
-            blamed = exits.first_of_awaited(dead, context.incomplete)
-        elif likely := self._likely_dead():
+        if exited:
+            blamed = exits.first_of_awaited(exited, context.incomplete)
+        elif likely := self._likely_exited():
             blamed, certainty = likely, Certainty.INFERRED
-        elif not context.waits and not exits.were_killed_together and (dead := exits.failed()):
+        elif not context.waits and not exits.were_killed_together and (exited := exits.failed()):
             blamed = exits.first(context.incomplete)
-            if any(map(exits.gave_up, dead)) and set(blamed) <= set(context.incomplete):
-                return self._gave_up(blamed)
+            if any(map(exits.timed_out, exited)) and set(blamed) <= set(context.incomplete):
+                return self._timed_out(blamed)
         else:
             return None
         wait = self._wait_for(blamed)
@@ -203,22 +204,25 @@ class Rules:
             number=wait.number if wait else 0,
             example_rank=wait.rank if wait else None,
             certainty=certainty if self._is_sure_of(blamed) else Certainty.INFERRED,
-            explanation=wait_text.on_dead(context, blamed, wait)
-            or wait_text.on_dead_together(context, dead),
+            explanation=wait_text.on_exit(context, blamed, wait)
+            or wait_text.on_consequential_exits(context, exited),
         )
 
-    def _is_sure_of(self, dead: list[int]) -> bool:
+    def _is_sure_of(self, exited: list[int]) -> bool:
         return (
-            bool(dead)
-            and not set(dead) & set(self.context.incomplete)
-            and not any(map(self.context.exits.crashed_in_it, dead))
+            bool(exited)
+            and not set(exited) & set(self.context.incomplete)
+            and not any(map(self.context.exits.crashed_in_collective, exited))
         )
 
-    def _likely_dead(self) -> list[int]:
-        """Where all are gone, and nobody has looked since a rank said that a peer hung up on it:
-        the one that the others wait for, if they had hardly begun to, and if all others were alive
-        after that. Had they waited long before, what they waited for was missing before it was
-        gone. A rank that waited itself may have died just as well."""
+    def _likely_exited(self) -> list[int]:
+        """The likely first exit, where all processes are gone and none was observed since a rank
+        lost its peer.
+
+        It is the rank that the others wait for, if they had only just begun to wait and all other
+        ranks were alive after the failure. If they had waited long, the rank was missing before it
+        exited. A rank that waited itself may have exited just as well.
+        """
         context, exits = self.context, self.context.exits
         blamed = (
             awaited(context.waits) if exits.were_killed_together and exits.failed_unseen else []
@@ -234,9 +238,9 @@ class Rules:
             else []
         )
 
-    def _gave_up(self, blamed: list[int]) -> Verdict:
-        """All that were heard waited in one collective until they gave up: for one of which nothing
-        is known, or together."""
+    def _timed_out(self, blamed: list[int]) -> Verdict:
+        """All ranks with data timed out in one collective: a rank without data is missing, or
+        none is."""
         context = self.context
         key, number, example_rank = context.last_of_all()
         wait = (
@@ -248,7 +252,7 @@ class Rules:
         explanation = (
             wait_text.on_missing(context, blamed, wait)
             if blamed and wait is not None
-            else no_culprit.on_given_up(context)
+            else no_culprit.on_timeout(context)
         )
         return context.verdict(
             VerdictKind.MISSING if is_missing else VerdictKind.TOGETHER,
@@ -270,9 +274,9 @@ class Rules:
             if wait is None and not context.waits:
                 wait = context.no_data_wait()
             blamed, certainty = list(wait.no_data) if wait else [], Certainty.INFERRED
-            owing = self._owing()
-            if owing:
-                blamed, wait = owing, self._wait_for(owing)
+            skipping = self._skipping_ranks()
+            if skipping:
+                blamed, wait = skipping, self._wait_for(skipping)
         blamed = [
             rank
             for rank in blamed
@@ -286,7 +290,8 @@ class Rules:
         ):
             return None
         if any(
-            rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed
+            rank in context.job_calls.by_rank and context.exits.outlived_its_watch(rank)
+            for rank in blamed
         ):
             certainty = Certainty.INFERRED
         if (
@@ -299,7 +304,7 @@ class Rules:
         excused = {
             rank: other
             for rank, other in context.excused(blamed).items()
-            if not self._owes(patterns, rank)
+            if not self._has_skipped(patterns, rank)
         }
         return context.verdict(
             VerdictKind.MISSING,
@@ -313,10 +318,10 @@ class Rules:
         )
 
     def _is_pattern(self, wait: Wait) -> bool:
-        """Whether a rank of a group is always late, and the others wait no longer than they always
-        do, as far as the boxes go.
+        """Whether a rank is always late, and the others waited no longer than usual at the last
+        record.
 
-        That counts only where it is not known when the job ended, and so how long they waited.
+        Only checked if it is unknown when the job ended, and so how long they waited.
         """
         context = self.context
         late = (
@@ -324,30 +329,32 @@ class Rules:
         )
         return late is not None and context.recorded_s(wait) <= _USUALLY * late.late_s
 
-    def _owing(self) -> list[int]:
-        """Ranks that stand in a collective with one that has no box, but came there without what
-        others wait for from them."""
+    def _skipping_ranks(self) -> list[int]:
+        """Ranks that wait for a rank without data, but skipped what others wait for before they
+        came there."""
         context = self.context
         excused = [wait.rank for wait in context.waits.values() if not wait.missing]
         patterns = Patterns(context.job_calls, ranks=len(excused))
-        return sorted(rank for rank in excused if self._owes(patterns, rank))
+        return sorted(rank for rank in excused if self._has_skipped(patterns, rank))
 
-    def _owes(self, patterns: Patterns, rank: int) -> bool:
-        """Whether a rank has left out, against its habit, what another one waits for."""
+    def _has_skipped(self, patterns: Patterns, rank: int) -> bool:
+        """Whether a rank skipped, against its usual pattern, a call that another rank waits for."""
         others = waiting_for(self.context.waits, [rank])[:_ASKED]
-        return any(has_left_out(self.context.job_calls, patterns, rank, other) for other in others)
+        return any(has_skipped(self.context.job_calls, patterns, rank, other) for other in others)
 
     def _deadlock(self) -> Verdict | None:
         context = self.context
-        found = cycle(context.waits)
-        if not found or not context.is_stalled(found[0], self.stall_s):
+        blocked_cycle = cycle(context.waits)
+        if not blocked_cycle or not context.is_stalled(blocked_cycle[0], self.stall_s):
             return None
-        first = found[0]
-        blamed = blame(context.job_calls, found, context.waits, unread=context.incomplete)
+        first = blocked_cycle[0]
+        blamed = blame(context.job_calls, blocked_cycle, context.waits, unread=context.incomplete)
         certainty = Certainty.INFERRED if context.incomplete else blamed.certainty
         if blamed.has_wrong_peer:
             strays = [context.waits[rank] for rank in blamed.culprits]
-            return self._wrong_peer(strays, certainty, circle=deadlock_text.links(context, found))
+            return self._wrong_peer(
+                strays, certainty, circle=deadlock_text.links(context, blocked_cycle)
+            )
         return context.verdict(
             VerdictKind.DEADLOCK,
             culprits=blamed.culprits,
@@ -356,13 +363,13 @@ class Rules:
             example_rank=first.rank,
             certainty=certainty,
             stalled_s=context.waited_s(first),
-            explanation=deadlock_text.on_deadlock(context, found, blamed),
-            facts={"circle": deadlock_text.links(context, found)},
+            explanation=deadlock_text.on_deadlock(context, blocked_cycle, blamed),
+            facts={"circle": deadlock_text.links(context, blocked_cycle)},
         )
 
     def _together(self) -> Verdict | None:
         context = self.context
-        if not context.is_still(self.stall_s):
+        if not context.are_all_blocked(self.stall_s):
             return None
         context.is_together = True
         key, number, example_rank = context.last_of_all()
@@ -371,15 +378,15 @@ class Rules:
             key=key,
             number=number,
             example_rank=example_rank,
-            stalled_s=context.still_s(),
+            stalled_s=context.all_blocked_s(),
             certainty=Certainty.EXACT if not context.no_data else Certainty.INFERRED,
             explanation=no_culprit.on_together(context),
         )
 
     def _progressing(self) -> Verdict:
         context = self.context
-        if first := context.exits.went_first():
-            return self._went_first(first)
+        if first := context.exits.exited_first():
+            return self._exited_first(first)
         late = stragglers.straggler(context.job_calls)
         if late is not None:
             return context.verdict(
@@ -389,50 +396,52 @@ class Rules:
                 explanation=stragglers.sentences(late),
                 facts=late.to_dict(),
             )
-        found, failed = stragglers.pace(context.job_calls), context.exits.failed()
+        pace, failed = stragglers.pace(context.job_calls), context.exits.failed()
         if context.is_over and failed and not context.exits.were_killed_together:
-            said = wait_text.on_dead_together(context, failed)
-            return context.verdict(VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=said)
+            explanation = wait_text.on_consequential_exits(context, failed)
+            return context.verdict(
+                VerdictKind.DEAD, certainty=Certainty.UNKNOWN, explanation=explanation
+            )
         if (
             context.is_over
             and context.no_data
             and not context.have_finished
             and not context.was_moving(self.stall_s)
         ):
-            return self._no_data_to_the_end(found)
+            return self._no_data_to_the_end(pace)
         quiet_s = context.quiet_s(self.stall_s)
         explanation = (
-            no_culprit.on_healthy(context, found)
+            no_culprit.on_healthy(context, pace)
             if quiet_s is None
-            else no_culprit.on_quiet(context, quiet_s, found)
+            else no_culprit.on_quiet(context, quiet_s, pace)
         )
-        return self._nothing_wrong(self._certainty(quiet_s), explanation, found)
+        return self._nothing_wrong(self._certainty(quiet_s), explanation, pace)
 
-    def _went_first(self, ranks: list[int]) -> Verdict:
-        """Ranks are gone without an exit record, before the others, and nothing else is wrong."""
+    def _exited_first(self, ranks: list[int]) -> Verdict:
+        """Ranks exited before the others without an exit record, and nothing else is wrong."""
         context, exits = self.context, self.context.exits
         codes = {
             rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None
         }
-        is_seen = all(map(exits.was_seen_to_go, ranks))
+        is_seen = all(map(exits.was_seen_to_exit, ranks))
         return context.verdict(
             VerdictKind.DEAD,
             culprits=tuple(ranks),
             certainty=Certainty.EXACT if is_seen and not context.incomplete else Certainty.INFERRED,
             explanation=(
-                *wait_text.on_dead(context, ranks, None),
+                *wait_text.on_exit(context, ranks, None),
                 *no_culprit.on_ended(context, besides=ranks),
             ),
             facts={"exit_codes": codes} if codes else {},
         )
 
     def _certainty(self, quiet_s: float | None) -> Certainty:
-        """How sure it is that a job in which nothing is wrong was well: not to its end, where that
-        was not seen."""
+        """The certainty of a verdict that finds no fault: lower if the end of the job was not
+        observed."""
         context = self.context
         makes_groups = any(waits_in(context, rank) for rank in context.job_calls.by_rank)
         is_open = not context.have_finished and (
-            context.all_in_one() or bool(context.waits) or makes_groups
+            context.are_all_in_one_call() or bool(context.waits) or makes_groups
         )  # as the job ended
         if context.is_unknown_end or (context.is_over and quiet_s is not None):
             return Certainty.UNKNOWN
@@ -443,18 +452,18 @@ class Rules:
         self,
         certainty: Certainty,
         explanation: tuple[str, ...],
-        found: stragglers.Pace,
+        pace: stragglers.Pace,
         **where: Any,
     ) -> Verdict:
-        """Nothing is wrong in the boxes. A job that was killed, or ended with SIGTERM, was not
-        healthy all the same."""
+        """The boxes show no fault. A job that was killed, or ended by SIGTERM, is still not
+        healthy."""
         context = self.context
         if not context.exits.ended_unfinished:
             return context.verdict(
                 VerdictKind.HEALTHY,
                 certainty=certainty,
                 explanation=explanation,
-                facts=found.to_dict(),
+                facts=pace.to_dict(),
                 **where,
             )
         return context.verdict(
@@ -465,30 +474,29 @@ class Rules:
                 *explanation,
                 *no_culprit.on_first(context),
             ),
-            facts=found.to_dict()
-            | {"may_have_gone_first": no_culprit.may_have_gone_first(context)},
+            facts=pace.to_dict() | {"may_have_gone_first": no_culprit.may_have_gone_first(context)},
             **where,
         )
 
-    def _no_data_to_the_end(self, found: stragglers.Pace) -> Verdict:
-        """The job is over, nothing is wrong in the boxes, and one is missing: nobody is to blame,
-        and all may not be well."""
+    def _no_data_to_the_end(self, pace: stragglers.Pace) -> Verdict:
+        """The job is over, the boxes show no fault, and one is missing: no rank is blamed, but
+        the job may not have been healthy."""
         context = self.context
         key, number, example_rank = context.last_of_all()
         went_on = context.went_on_after(key, number) if key is not None else []
         where: dict[str, Any] = {"key": key, "number": number, "example_rank": example_rank}
-        explanation = no_culprit.on_unheard(context, example_rank, key, number, went_on, found)
+        explanation = no_culprit.on_no_data(context, example_rank, key, number, went_on, pace)
         if went_on:
-            return self._nothing_wrong(Certainty.INFERRED, explanation, found, **where)
+            return self._nothing_wrong(Certainty.INFERRED, explanation, pace, **where)
         return context.verdict(
             VerdictKind.MISSING,
             certainty=Certainty.UNKNOWN,
             explanation=explanation,
-            facts=found.to_dict(),
+            facts=pace.to_dict(),
             **where,
         )
 
     def _wait_for(self, blamed: list[int]) -> Wait | None:
-        """Somebody who waits for one of these, the longest first."""
+        """The wait for one of these ranks that began first."""
         context = self.context
         return min(waiting_for(context.waits, blamed), key=context.issued_ns, default=None)

@@ -1,10 +1,9 @@
-"""What a Python stack says: which line of the user's it is at, whether it stands in a collective,
-what holds it.
+"""Reads a Python stack: the user's line, whether it is inside a collective, what blocks it.
 
-Takes the frames of a rank's main thread as texts, innermost first. What a rank does shows in the
-frames inside the innermost one of the user's own: those outside of it have called the user's code,
-and wait for it. A stack cannot show a wait that the user's line does in C by itself, as
-`work.wait()`: where it may be one, the answer is that the stack does not tell.
+Takes the frames of a rank's main thread as texts, innermost first. The frames inside the innermost
+user frame show what the rank does; frames outside of it have called the user's code and wait for
+it. A stack does not show a wait in native code directly below the user's line, such as
+`work.wait()`: the answer is then None (unknown).
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ _NOT_THE_USERS = re.compile(
 _DISTRIBUTED = "/torch/distributed/"
 _IMPORT = re.compile(r"<frozen importlib|/importlib/")
 _LOADING = "/torch/utils/data/"
-# Frames that are there while a graph is compiled. What runs a compiled one (`eval_frame.py`,
-# `_inductor/output_code.py`), or only keeps dynamo out of a function, passes through other files of
-# both.
+# Frames that are on the stack while a graph is compiled. Code that runs a compiled graph
+# (`eval_frame.py`, `_inductor/output_code.py`), or that only disables dynamo, uses other files.
 _COMPILING = re.compile(
     r"/torch/_dynamo/(convert_frame|symbolic_convert|output_graph|bytecode_\w+)\.py|/torch/_dynamo/variables/"
     r"|/torch/_inductor/(compile_fx|graph|scheduler|lowering|codecache|async_compile|select_algorithm)\.py"
     r"|/torch/_inductor/(codegen|fx_passes)/"
 )
 _RUNS_COMPILED = frozenset({"run", "wrapper"})  # of those files, what calls the finished code
-# Functions out of which C++ waits for a collective that it has issued itself, or that was issued
-# before.
+# Functions that wait in C++ for a collective that C++ issued, or that was issued earlier.
 _WAITS = frozenset({"_engine_run_backward", "wait_tensor", "trigger_wait", "wait", "synchronize"})
 _MAKES_GROUPS = frozenset(
     {
@@ -44,9 +41,9 @@ _MAKES_GROUPS = frozenset(
         "new_subgroups_by_enumeration",
     }
 )
-# waits until a file is gone, however long its writer has been dead
+# waits until a file is deleted, even if the process that wrote it has exited
 _BATON = "/torch/utils/file_baton.py"
-# What a function of a library, called by the user, waits for: a part of its file, and in words.
+# What a library function called by the user waits for: a part of its file name, and the text.
 _HOLDS = (
     ("/torch/utils/cpp_extension.py", "building a C++ extension"),
     ("/filelock/", "waiting for a file lock"),
@@ -78,11 +75,11 @@ class StackFrame(NamedTuple):
 
 def frames(stack: tuple[str, ...]) -> list[StackFrame]:
     """The frames of a stack, innermost first."""
-    found = []
+    parsed = []
     for entry in stack:
         where, said_in, function = entry.rpartition(" in ")
-        found.append(StackFrame(where, function) if said_in else StackFrame(entry, ""))
-    return found
+        parsed.append(StackFrame(where, function) if said_in else StackFrame(entry, ""))
+    return parsed
 
 
 def user_line(stack: tuple[str, ...]) -> str | None:
@@ -90,9 +87,9 @@ def user_line(stack: tuple[str, ...]) -> str | None:
     return next((frame.where for frame in frames(stack) if frame.is_users), None)
 
 
-def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
-    """Whether a stack is that of a rank's last collective; None where it does not tell, or there is
-    none."""
+def is_in_collective(call: Event | None, status: ProcessStatus) -> bool | None:
+    """Whether a stack is inside the rank's last collective; None if unknown or there is no
+    stack."""
     if not status.stack:
         return None
     own = _inside(status.stack)
@@ -100,7 +97,7 @@ def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
         return False
     if _is_inside(call, own) or _waits_outside(call, own, status.stack):
         return True
-    # a device is waited for wherever its result is needed; it spins there
+    # a rank waits for its device wherever it needs the result, and spins there
     if call.fields.get("backend") != "gloo":
         return True if status.state == "R" else None
     is_seen = call.place.thread in (None, "MainThread")
@@ -109,13 +106,12 @@ def stands_in(call: Event | None, status: ProcessStatus) -> bool | None:
 
 
 def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
-    """What holds a rank that others wait for, as far as its stack, its process and its last events
-    tell."""
+    """What blocks a rank that others wait for, by its stack, its process and its last events."""
     if status.holds_gil and status.state in ("S", "D"):
         return "blocked in native code that holds the GIL: none of its Python threads can run"
-    said = _called(status.stack) or _in_distributed(rank_calls, status)
-    if said is not None:
-        return said
+    reason = _called(status.stack) or _in_distributed(rank_calls, status)
+    if reason is not None:
+        return reason
     if rank_calls.is_compiling:
         return "in compilation"
     if status.stack and status.state == "R":
@@ -129,7 +125,7 @@ def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
 
 
 def _inside(stack: tuple[str, ...]) -> list[StackFrame]:
-    """The frames inside the innermost one of the user's own: what the user's line has called."""
+    """The frames inside the innermost user frame: what the user's line has called."""
     return list(itertools.takewhile(lambda frame: not frame.is_users, frames(stack)))
 
 
@@ -148,8 +144,8 @@ def _is_inside(call: Event, own: list[StackFrame]) -> bool:
 
 
 def _waits_outside(call: Event, own: list[StackFrame], stack: tuple[str, ...]) -> bool:
-    """Whether a collective that returned at once, or that C++ issued, is waited for: by torch, or
-    on the very line."""
+    """Whether torch or the call's own line waits for a collective that is async or that C++
+    issued."""
     is_async, is_of_python = call.fields.get("async"), call.fields.get("api") is not None
     if is_of_python and not is_async:
         return False
@@ -158,16 +154,16 @@ def _waits_outside(call: Event, own: list[StackFrame], stack: tuple[str, ...]) -
             is_of_python and call.place.line and (user_line(stack) or "").endswith(call.place.line)
         )
     is_making = any(frame.function in _MAKES_GROUPS for frame in own)
-    # an op is called through it
+    # ops are called through _ops.py
     first = next((frame for frame in own if "/torch/_ops.py" not in frame.where), own[0])
     return not is_making and (first.function in _WAITS or _DISTRIBUTED in first.where)
 
 
-# -- what holds a rank -----------------------------------------------------------------------------
+# -- what blocks a rank ----------------------------------------------------------------------------
 
 
 def _called(stack: tuple[str, ...]) -> str | None:
-    """What the user's code has called, or was called by, that takes its time by itself."""
+    """Work or a wait that takes time by itself, called by the user's code or calling it."""
     every = [frame for frame in frames(stack) if frame.function != "<module>"]
     if any(_LOADING in frame.where for frame in every):
         return "in data loading"
@@ -184,9 +180,9 @@ def _called(stack: tuple[str, ...]) -> str | None:
             " a killed process left beside it"
         )
     for frame in reversed(own):  # the outermost is what the user called
-        for part, words in _HOLDS:
+        for part, text in _HOLDS:
             if part in frame.where:
-                return words
+                return text
     return None
 
 
@@ -200,7 +196,7 @@ def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
     if group_creation:
         return f"in {group_creation[-1]}, which needs all ranks of the group"
     call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None
-    if call is not None and call.fields.get("backend") == "gloo" and stands_in(call, status):
+    if call is not None and call.fields.get("backend") == "gloo" and is_in_collective(call, status):
         return f"waiting in {call.fields.get('op')}"
     if call is not None and _is_inside(call, own):
         return f"waiting in {call.fields.get('op')}"

@@ -1,14 +1,15 @@
-"""How fast a job goes, and which ranks hold it back.
+"""Measures the pace of a job, and finds stragglers.
 
-Ranks are stragglers if the job loses a good part of its time waiting for them, again and again, and
-for none of the others nearly as much. Time is what counts: 50 ms in every step, or half a second in
-every tenth. They may be several (a slow host), as long as they are fewer than the others. That
-somebody is late now and then is chance, on a crowded machine: it must be these same ranks so often
-that chance would hardly ever do it, and still go on.
+Ranks are stragglers if the job loses a large part of its time waiting for them, repeatedly, and for
+no other rank nearly as much. Time counts: 50 ms in every step, or half a second in every tenth.
+Several ranks may be stragglers (a slow host), as long as they are the minority. On a crowded
+machine any rank is late now and then: the same ranks must be late so often that chance hardly
+explains it, and still be late.
 
-Arrivals are compared by the clocks of the ranks' hosts, aligned as far as can be: against ranks of
-other hosts one is called late only by much more than those can be off (`one_clock.py`). Who may be
-late for want of a CPU (`crowding.py`) is named only after a good while. The verdict is `inferred`.
+Arrivals are compared by the clocks of the hosts, aligned as well as possible: a rank is late
+against ranks of other hosts only by much more than the clock error (`common_clock.py`). A rank that
+may be late because it lacks a CPU (`cpu_contention.py`) is named only after a longer time. The
+verdict is `inferred`.
 """
 
 from __future__ import annotations
@@ -34,30 +35,29 @@ from torchwhere.diagnose.doctor.lateness import Lost, lost
 from torchwhere.diagnose.doctor.mismatch import CallWindow, longer_windows, windows
 from torchwhere.diagnose.doctor.waits import members
 
-_ROUNDS = 50  # the last so many are looked at; where that does not suffice twice as many, and so on
-_COST = 0.15  # of its time, that a job loses: less is not worth a name
+_ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
+_COST = 0.15  # share of the job's time; less is not reported
 _ALWAYS = (
-    # of the rounds. Who is late less often must cost more, for longer: on a crowded machine anyone
-    # may be for a while
+    # of the rounds. A rank that is late less often must cost more, for longer: on a crowded
+    # machine any rank may be late for a while
     0.9
 )
 # (of four ranks on two busy cores one was measured to cost up to 0.25 of three seconds)
 _COST_AT_TIMES = 0.3
 _LONG_NS = 5e9
-_CROWDED_NS = 30e9  # where all ranks of a host lack CPUs
+_CROWDED_NS = 30e9  # if all ranks of a host lack CPUs
 _LATE_NS = 2_000_000
-_TIMES_AS_LATE = 2.0  # as the next of the others
-_CHANCE = 1e-5  # of a false alarm, where anyone is late as often as any other
-_MOST_OF_IT = 0.8  # of all time lost is what the larger delays make
+_TIMES_AS_LATE = 2.0  # compared with the next rank
+_CHANCE = 1e-5  # of a false alarm, if all ranks are late equally often
+_MOST_OF_IT = 0.8  # of all lost time: the larger delays
 _PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
-_ASKED = 16  # delays of a rank, to find who made it late
-_CALLS = 50  # the last so many make the pace of a job without steps
+_ASKED = 16  # delays of a rank that are checked for another cause
+_CALLS = 50  # newest calls that give the pace of a job without steps
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Steps a second, and how far it has come; of a job that counts no steps, collectives a
-    second."""
+    """Steps per second and the last step; collectives per second if no steps are counted."""
 
     steps_per_s: float | None
     last_step: int | None
@@ -78,23 +78,23 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Straggler:
-    """Ranks that are late again and again."""
+    """Ranks that are late repeatedly."""
 
     rank: int  # the one that costs the most
     ranks: tuple[int, ...]  # all of them
-    late_s: float  # at a time, the median
-    share: float  # of the job's time, that it loses waiting for them
-    steps: int  # in so many of `of_steps` it was late
+    late_s: float  # median delay
+    share: float  # of the job's time lost by waiting for them
+    steps: int  # late in this many of `of_steps`
     of_steps: int
     since_step: int | None
     after: str | None  # the last thing it did before the time was lost
     before: str | None  # the collective it was late at
     phase: str | None
-    # the share of the time for which it waited for a CPU; None if that is not known
+    # share of the time in which it waited for a CPU; None if unknown
     queued: float | None = None
-    lacks_cpu: bool = False  # whether it may be late for that
-    unsure_s: float = 0.0  # by about so much the clocks of its host and of others may be off
-    group: str | None = None  # whose collectives are counted where no steps are, and
+    lacks_cpu: bool = False  # whether that may be why it is late
+    unsure_s: float = 0.0  # about how far the host clocks may be off
+    group: str | None = None  # whose collectives are counted if no steps are
     since_number: int | None = None  # the first of them
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,9 +102,11 @@ class Straggler:
 
 
 def pace(job_calls: JobCalls) -> Pace:
-    said = [rank_calls.rank_summary for rank_calls in job_calls.by_rank.values()]
-    rates = [each.steps_per_s for each in said if each.steps_per_s is not None]
-    last = max((each.last_step for each in said if each.last_step is not None), default=None)
+    summaries = [rank_calls.rank_summary for rank_calls in job_calls.by_rank.values()]
+    rates = [summary.steps_per_s for summary in summaries if summary.steps_per_s is not None]
+    last = max(
+        (summary.last_step for summary in summaries if summary.last_step is not None), default=None
+    )
     if rates:
         return Pace(float(np.median(rates)), last)
     calls = [
@@ -116,7 +118,7 @@ def pace(job_calls: JobCalls) -> Pace:
 
 
 def _calls_per_s(rank_calls: RankCalls) -> float | None:
-    """Collectives a second, lately."""
+    """Recent collectives per second."""
     times = [calls.times_ns()[-_CALLS:] for calls in rank_calls.calls.values()]
     latest = np.sort(np.concatenate(times))[-_CALLS:] if times else np.empty(0, np.int64)
     lasted = int(latest[-1] - latest[0]) if len(latest) > 1 else 0
@@ -124,17 +126,18 @@ def _calls_per_s(rank_calls: RankCalls) -> float | None:
 
 
 def straggler(job_calls: JobCalls, *, key: StreamKey | None = None) -> Straggler | None:
-    """The ranks that are late, in all groups or in one. The most is told of the one that costs
-    most."""
-    known = [*windows(job_calls), *(longer_windows(job_calls) if job_calls.past else ())]
-    whole = [window for window in known if window.key.source == -1 and key in (None, window.key)]
-    found = [late for window in whole if (late := _late_in(job_calls, window)) is not None]
-    if not found:
+    """The ranks that are late, in all groups or in one. The details are those of the costliest."""
+    candidates = [*windows(job_calls), *(longer_windows(job_calls) if job_calls.past else ())]
+    whole = [
+        window for window in candidates if window.key.source == -1 and key in (None, window.key)
+    ]
+    late_groups = [late for window in whole if (late := _late_in(job_calls, window)) is not None]
+    if not late_groups:
         return None
-    worst = max(found, key=lambda late: late.share)
+    worst = max(late_groups, key=lambda late: late.share)
     rows = {
         late.window.ranks[row]: None
-        for late in found
+        for late in late_groups
         if 2 * late.share >= worst.share
         for row in late.rows
     }
@@ -148,7 +151,7 @@ class _Late(NamedTuple):
     rows: tuple[int, ...]
     share: float
     lost: Lost
-    first: int  # the round from which on was looked
+    first: int  # the first round that was examined
     is_late: npt.NDArray[np.bool_]  # the worst of them, in each round
     doubt_ns: float
     cpu_contention: CpuContention | None = None
@@ -159,15 +162,15 @@ class _Late(NamedTuple):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """From which to which number of the window was looked."""
+        """First and last column of the window that were examined."""
         return int(self.lost.columns[self.lost.begins[self.first]]), int(self.lost.columns[-1])
 
 
 def _late_in(job_calls: JobCalls, window: CallWindow) -> _Late | None:
     by_own_clocks = window
     window, trust = by_one_clock(job_calls, window)
-    found = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
-    for late in _late_in_rounds(window, trust, found) if found is not None else ():
+    losses = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
+    for late in _late_in_rounds(window, trust, losses) if losses is not None else ():
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
         if not rows:
             return None
@@ -178,27 +181,27 @@ def _late_in(job_calls: JobCalls, window: CallWindow) -> _Late | None:
 
 
 def _long_enough_ns(crowded: CpuContention | None, share: float) -> float:
-    """How long a rank must be late, if it may be for want of a CPU: whom the scheduler lets wait
-    changes, mostly soon."""
+    """How long a rank must be late if CPU contention may be the cause: the scheduler soon picks
+    another rank."""
     if crowded is None or not crowded.explains(share):
         return 0.0
-    return _CROWDED_NS if crowded.is_everybodys else _LONG_NS
+    return _CROWDED_NS if crowded.is_host_wide else _LONG_NS
 
 
-def _late_in_rounds(window: CallWindow, trust: Trust, found: Lost) -> Iterator[_Late]:
-    """In the last rounds, in twice as many, and so on."""
-    count = found.rounds.shape[1]
+def _late_in_rounds(window: CallWindow, trust: Trust, losses: Lost) -> Iterator[_Late]:
+    """The late ranks in the last rounds, in twice as many, and so on."""
+    count = losses.rounds.shape[1]
     lengths = (
         *takewhile(lambda length: length < count, (_ROUNDS << doubled for doubled in range(20))),
         count,
     )
-    tried = (_late_since(window, trust, found, count - length) for length in lengths)
+    tried = (_late_since(window, trust, losses, count - length) for length in lengths)
     return (late for late in tried if late is not None)
 
 
-def _late_since(window: CallWindow, trust: Trust, found: Lost, first: int) -> _Late | None:
-    """Who is late in the rounds from the first one on, if it is no chance."""
-    rounds, elapsed = found.rounds[:, first:], float(found.starts[-1] - found.starts[first])
+def _late_since(window: CallWindow, trust: Trust, losses: Lost, first: int) -> _Late | None:
+    """The ranks that are late from round `first` on, if it is not chance."""
+    rounds, elapsed = losses.rounds[:, first:], float(losses.starts[-1] - losses.starts[first])
     rows = _the_latest(rounds.sum(axis=1), least=_COST * elapsed)
     if not rows:
         return None
@@ -206,25 +209,25 @@ def _late_since(window: CallWindow, trust: Trust, found: Lost, first: int) -> _L
     costs = (rounds[list(rows)].max(axis=0) - others).clip(min=0)
     share = float(costs.sum()) / elapsed
     least = max(_LATE_NS, _COST * elapsed / rounds.shape[1])
-    is_late = found.rounds[rows[0]] >= least
+    is_late = losses.rounds[rows[0]] >= least
     is_always = bool(is_late[first:].mean() >= _ALWAYS)
     is_much = share >= _COST if is_always else share >= _COST_AT_TIMES and elapsed >= _LONG_NS
     if (
         not is_much
         or not _goes_on(is_late[first:])
-        or not _is_no_chance(rounds, rows, is_always=is_always)
+        or not _is_not_chance(rounds, rows, is_always=is_always)
     ):
         return None
-    if _others_had_it_too(found.rounds, rows, first):
+    if _moves_around(losses.rounds, rows, first):
         return None
     late_ns = np.median(rounds[:, is_late[first:]], axis=1)
     sure = tuple(row for row in rows if trust.is_beyond_doubt(row, late_ns, least_ns=least))
     doubt_ns = max((trust.doubt_ns(row) or 0.0 for row in sure), default=0.0)
-    return _Late(window, sure, share, found, first, is_late, doubt_ns) if sure else None
+    return _Late(window, sure, share, losses, first, is_late, doubt_ns) if sure else None
 
 
 def _the_latest(totals: npt.NDArray[np.float64], *, least: float) -> tuple[int, ...]:
-    """The rows that are far later than all others, fewer than half of them, the latest first."""
+    """The rows that are far later than the rest (fewer than half), latest first."""
     order = np.argsort(-totals, kind="stable")
     most = max(1, (len(totals) - 1) // 2)
     sizes = totals[order]
@@ -237,20 +240,22 @@ def _the_latest(totals: npt.NDArray[np.float64], *, least: float) -> tuple[int, 
 
 
 def _goes_on(is_late: npt.NDArray[np.bool_]) -> bool:
-    """Whether the last delay is not much longer ago than there is between two."""
+    """Whether the time since the last delay is not much longer than the usual interval."""
     late = np.flatnonzero(is_late)
     return len(late) > 1 and len(is_late) - int(late[-1]) <= _PAUSE * max(
         1.0, float(np.median(np.diff(late)))
     )
 
 
-def _is_no_chance(
+def _is_not_chance(
     rounds: npt.NDArray[np.float64], rows: tuple[int, ...], *, is_always: bool
 ) -> bool:
-    """Whether these would hardly be the latest so often if anyone was as often as any other: by
-    Chernoff's bound, for all choices of so many ranks together. Only the larger delays are counted,
-    which make most of the time lost; of somebody who is not always late, those in a row as one:
-    whatever else a core has to do, it does for a while."""
+    """Whether the same ranks are last more often than chance allows.
+
+    Chernoff bound, over all choices of this many ranks. Only the larger delays count, which make
+    most of the lost time. If a rank is not always late, consecutive delays count as one: other work
+    on a core lasts for a while.
+    """
     worst, latest = rounds.max(axis=0), rounds.argmax(axis=0)
     order = np.argsort(-worst, kind="stable")
     sums = np.cumsum(worst[order])
@@ -273,9 +278,9 @@ def _is_no_chance(
     return choices - count * entropy <= math.log(_CHANCE)
 
 
-def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], first: int) -> bool:
-    """Whether two others (of two ranks, the other one) have had a stretch like this before: then it
-    goes around."""
+def _moves_around(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], first: int) -> bool:
+    """Whether two other ranks (of two ranks, the other one) had a similar stretch before: then
+    it moves around."""
     length = rounds.shape[1] - first
     sums = np.cumsum(np.delete(rounds[:, :first], rows, axis=0), axis=1)
     if sums.shape[1] <= length:
@@ -284,36 +289,35 @@ def _others_had_it_too(rounds: npt.NDArray[np.float64], rows: tuple[int, ...], f
     return int((2 * stretches >= rounds[rows[0], first:].sum()).sum()) >= min(2, len(sums))
 
 
-# -- who, where, since when ------------------------------------------------------------------------
+# -- rank, place, first round ----------------------------------------------------------------------
 
 
 def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Straggler:
-    row, found = late.rows[0], late.lost
+    row, losses = late.rows[0], late.lost
     chosen = late.first + np.flatnonzero(late.is_late[late.first :])
-    since = int(found.labels[_since(late)])
-    after, before, phase = _where(job_calls, late.window, row, found.latest(row, chosen))
+    since = int(losses.labels[_since(late)])
+    after, before, phase = _where(job_calls, late.window, row, losses.latest(row, chosen))
     return Straggler(
         rank=late.window.ranks[row],
         ranks=ranks,
-        late_s=float(np.median(found.rounds[row, chosen])) / 1e9,
+        late_s=float(np.median(losses.rounds[row, chosen])) / 1e9,
         share=late.share,
         steps=len(chosen),
-        of_steps=found.rounds.shape[1] - late.first,
-        since_step=since if found.has_steps else None,
+        of_steps=losses.rounds.shape[1] - late.first,
+        since_step=since if losses.has_steps else None,
         after=after,
         before=before,
         phase=phase,
         queued=late.cpu_contention.own if late.cpu_contention is not None else None,
         lacks_cpu=late.cpu_contention is not None and late.cpu_contention.explains(late.share),
         unsure_s=late.doubt_ns / 1e9,
-        group=None if found.has_steps else job_calls.group(late.window.key).title,
-        since_number=None if found.has_steps else since,
+        group=None if losses.has_steps else job_calls.group(late.window.key).title,
+        since_number=None if losses.has_steps else since,
     )
 
 
 def _since(late: _Late) -> int:
-    """The round since which a rank is late, with no long pause in between, as far back as can be
-    looked at."""
+    """The round since which a rank is late, without a long pause, as far back as the data goes."""
     rounds = np.flatnonzero(late.is_late)
     between = np.diff(rounds)
     usual = (
@@ -326,36 +330,37 @@ def _since(late: _Late) -> int:
 
 
 def _is_dragged(job_calls: JobCalls, late: _Late, row: int) -> bool:
-    """Whether a rank came late because it waited for somebody else, in another group or for a
+    """Whether a rank was late because it waited for another rank, in another group or for a
     message."""
-    window, found = late.window, late.lost
+    window, losses = late.window, late.lost
     others = [other for other in range(len(window.ranks)) if other not in late.rows][:_ASKED]
     columns = [
-        column for column in found.latest(row, np.flatnonzero(late.is_late)[-_ASKED:]) if column > 0
+        column
+        for column in losses.latest(row, np.flatnonzero(late.is_late)[-_ASKED:])
+        if column > 0
     ]
     dragged = 0
     for column in columns:
-        more = _waited_ns(job_calls, window, row, column)
-        lost_ns = float(found.calls[row, int(np.searchsorted(found.columns, column))])
-        if more >= lost_ns / 2:  # as long as nobody else waited as long, and came in time
-            more -= float(
+        waited_ns = _waited_ns(job_calls, window, row, column)
+        lost_ns = float(losses.calls[row, int(np.searchsorted(losses.columns, column))])
+        if waited_ns >= lost_ns / 2:  # unless the others waited as long and still came in time
+            waited_ns -= float(
                 np.median([_waited_ns(job_calls, window, other, column) for other in others])
             )
-        dragged += more >= lost_ns / 2
+        dragged += waited_ns >= lost_ns / 2
     return 2 * dragged > len(columns)
 
 
 def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -> float:
-    """How long a rank waited, at most, in calls of other streams, since its call before this
-    one."""
+    """The longest possible wait of a rank in other streams since its previous call in this one."""
     number, own, rank = window.first + column, window.calls[row], window.ranks[row]
-    span, said = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
+    span, rank_calls = (own.record(number - 1), own.record(number)), job_calls.by_rank[rank]
     waited = 0
-    for key, calls in said.calls.items():
+    for key, calls in rank_calls.calls.items():
         for number in _between(calls, span) if key != window.key else ():
             others = [job_calls.by_rank[other] for other in _others(job_calls, key, rank)]
             last = max((other.issued_ns(key, number) for other in others), default=0)
-            waited += max(0, last - said.issued_ns(key, number))
+            waited += max(0, last - rank_calls.issued_ns(key, number))
     return waited
 
 
@@ -383,8 +388,7 @@ def _first_after(calls: StreamCalls, record: int) -> int:
 def _where(
     job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]
 ) -> tuple[str | None, str | None, str | None]:
-    """Between which two of its own records a late rank loses its time, most often, and in which
-    phase."""
+    """The two records between which a late rank loses its time most often, and the phase."""
     box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
     seen: Counter[tuple[str, str, str | None]] = Counter()
     for column in columns if box is not None else ():
@@ -398,14 +402,14 @@ def _where(
         end = begin + int(gaps.argmax()) + 1
         earlier, later = box.event(end - 1), box.event(end)
         seen[
-            _said(earlier),
-            _said(later),
+            _event_text(earlier),
+            _event_text(later),
             earlier.fields.get("phase") if earlier.kind == "phase_begin" else None,
         ] += 1
     return seen.most_common(1)[0][0] if seen else (None, None, None)
 
 
-def _said(event: Any) -> str:
+def _event_text(event: Any) -> str:
     what = event.fields.get("op") or event.fields.get("phase") or event.kind
     where = (
         f" in {event.place.pass_} of {shown(event.place.module)}"
@@ -415,32 +419,34 @@ def _said(event: Any) -> str:
     return f"{what}{where}" + (f" at {event.place.line}" if event.place.line else "")
 
 
-def sentences(found: Straggler) -> tuple[str, ...]:
-    who, is_are = ranks_phrase(found.ranks).capitalize(), "are" if len(found.ranks) > 1 else "is"
-    rounds = "steps" if found.group is None else f'collectives of group "{found.group}"'
-    since = f"step {found.since_step}" if found.group is None else f"#{found.since_number}"
-    late = (
-        f"{found.late_s * 1e3:.3g} ms in {found.steps} of the last {found.of_steps} {rounds},"
+def sentences(late: Straggler) -> tuple[str, ...]:
+    ranks, is_are = ranks_phrase(late.ranks).capitalize(), "are" if len(late.ranks) > 1 else "is"
+    rounds = "steps" if late.group is None else f'collectives of group "{late.group}"'
+    since = f"step {late.since_step}" if late.group is None else f"#{late.since_number}"
+    delay = (
+        f"{late.late_s * 1e3:.3g} ms in {late.steps} of the last {late.of_steps} {rounds},"
         f" since {since}"
     )
     by = (
-        f" The host clocks were aligned to about {found.unsure_s * 1e3:.2g} ms."
-        if found.unsure_s
+        f" The host clocks were aligned to about {late.unsure_s * 1e3:.2g} ms."
+        if late.unsure_s
         else ""
     )
-    said = f"{who} {is_are} late by {late}: this costs the job {found.share:.0%} of its time.{by}"
-    if found.lacks_cpu:
-        who = "It" if len(found.ranks) == 1 else f"Rank {found.rank}"
-        said += (
-            f" {who} waited for a CPU {found.queued:.0%} of the time: something else runs on the"
+    sentence = (
+        f"{ranks} {is_are} late by {delay}: this costs the job {late.share:.0%} of its time.{by}"
+    )
+    if late.lacks_cpu:
+        rank = "It" if len(late.ranks) == 1 else f"Rank {late.rank}"
+        sentence += (
+            f" {rank} waited for a CPU {late.queued:.0%} of the time: something else runs on the"
             " CPUs it may use."
         )
-    if not found.after or not found.before:
-        return (said,)
-    one = "It" if len(found.ranks) == 1 else f"Rank {found.rank}, for example,"
+    if not late.after or not late.before:
+        return (sentence,)
+    subject = "It" if len(late.ranks) == 1 else f"Rank {late.rank}, for example,"
     lost = (
-        f"{one} loses the time in phase {found.phase}, "
-        if found.phase
-        else f"{one} loses the time "
+        f"{subject} loses the time in phase {late.phase}, "
+        if late.phase
+        else f"{subject} loses the time "
     )
-    return said, f"{lost}between {found.after} and {found.before}."
+    return sentence, f"{lost}between {late.after} and {late.before}."

@@ -1,4 +1,4 @@
-"""What a verdict is: one kind, who, where, and why. The JSON names are a contract
+"""The verdict: its kind, the culprits, the place and the cause. The JSON names are a contract
 (`docs/doctor.md`)."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torchwhere.diagnose.doctor.compact_json import folded
 
 
 class VerdictKind(StrEnum):
-    """What is the matter with a job."""
+    """The fault of a job."""
 
     MISSING = "missing"  # some ranks never issued what the others wait for
-    MISMATCH = "mismatch"  # at one number ranks issued something different
-    DEADLOCK = "deadlock"  # ranks wait for each other in a circle
-    DEAD = "dead"  # a rank ended while others wait
-    STRAGGLER = "straggler"  # progressing, one rank late again and again
+    MISMATCH = "mismatch"  # at one number ranks issued different calls
+    DEADLOCK = "deadlock"  # ranks wait for each other in a cycle
+    DEAD = "dead"  # a rank exited while others wait
+    STRAGGLER = "straggler"  # progressing, but ranks are late repeatedly
     TOGETHER = "together"  # all are in the same place, none is missing: network or device
     HEALTHY = "healthy"
 
@@ -36,31 +36,31 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankReport(Shown):
-    """One rank, as the verdict sees it."""
+    """One rank in a verdict."""
 
     state: State
     place: Place
     last: dict[str, Any] | None = None  # its last collective
-    detail: str | None = None  # what else is known: how it ended, what it is stuck in
-    stack: tuple[str, ...] = ()  # its Python stack, innermost line first, where it was to be had
+    detail: str | None = None  # how it exited, or what blocks it
+    stack: tuple[str, ...] = ()  # its Python stack, innermost line first, if available
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
-        found = {"state": str(self.state)} | {
+        fields = {"state": str(self.state)} | {
             name: place[name] for name in ("step", "pass", "module", "call", "line")
         }
-        return found | {"last": self.last, "detail": self.detail, "stack": list(self.stack)}
+        return fields | {"last": self.last, "detail": self.detail, "stack": list(self.stack)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Shown, Tabular):
-    """Who, where and why.
+    """The culprits, the place and the cause.
 
-    `ranks` has every rank that was heard. As JSON it is `{rank: {state, step, pass, module, call,
-    line, last, detail, stack}}`, with every rank whole, up to 256 of them. Beyond that the culprits
-    and one rank of each kind are whole, and all others have `{state, step, like}`: `like` is the
-    rank whose report stands for theirs, and `alike_in` says in what they are the same (as of 16,384
-    ranks: about 1 MB). In Python all of them are always whole.
+    `ranks` has every rank with data. As JSON it is `{rank: {state, step, pass, module, call, line,
+    last, detail, stack}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank of
+    each kind are complete, and all others have `{state, step, like}`: `like` is the rank whose
+    report represents theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks:
+    about 1 MB). In Python all reports are always complete.
     """
 
     kind: VerdictKind
@@ -71,8 +71,8 @@ class Verdict(Shown, Tabular):
     missing_data: tuple[str, ...] = ()
     certainty: Certainty = Certainty.EXACT
     stalled_s: float | None = None
-    explanation: tuple[str, ...] = ()  # sentences for people: what was found, why, what to look at
-    # what only this kind has: cohorts, circle, lateness, pace
+    explanation: tuple[str, ...] = ()  # sentences: the fault, the cause, what to look at
+    # data of this kind: cohorts, circle, lateness, pace
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -89,15 +89,15 @@ class Verdict(Shown, Tabular):
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The ranks, one a row: state, place, last collective."""
+        """One row per rank: state, place, last collective."""
         return [_as_row(rank, report) for rank, report in sorted(self.ranks.items())]
 
 
 def _as_row(rank: int, report: RankReport) -> dict[str, Any]:
-    found = {"rank": rank} | report.to_dict()
-    last, stack = found.pop("last") or {}, found.pop("stack")
+    row = {"rank": rank} | report.to_dict()
+    last, stack = row.pop("last") or {}, row.pop("stack")
     return (
-        found
+        row
         | {f"last_{name}": last.get(name) for name in ("op", "group", "number")}
         | {"stack": "\n".join(stack) or None}
     )

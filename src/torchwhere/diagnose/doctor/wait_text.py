@@ -27,7 +27,7 @@ _FORM_WORDS = {
 
 
 def place_text(place: Place) -> str:
-    """Where, without the rank: `forward of layers.0, train.py:7, step 15`."""
+    """A place without its rank: `forward of layers.0, train.py:7, step 15`."""
     if place.module is None and place.pass_ == "outside":
         what = [] if place.certainty is Certainty.UNKNOWN else ["outside any module"]
     else:
@@ -41,11 +41,11 @@ def place_text(place: Place) -> str:
 
 
 def in_place(place: Place) -> str:
-    """The same, to follow a verb: `in forward of layers.0, ...`, `outside any module, ...`."""
-    said = place_text(place)
+    """A place after a verb: `in forward of layers.0, ...`, `outside any module, ...`."""
+    text = place_text(place)
     if place.module is None and place.pass_ == "outside" and place.certainty is Certainty.UNKNOWN:
-        return f"at {said}"
-    return said if said.startswith("outside") else f"in {said}"
+        return f"at {text}"
+    return text if text.startswith("outside") else f"in {text}"
 
 
 def call_text(call: Event) -> str:
@@ -78,15 +78,15 @@ def _of_text(call: Event | None) -> str:
 # -- mismatch --------------------------------------------------------------------------------------
 
 
-def differs_in(context: Context, found: Mismatch) -> list[str]:
-    """In what the first two cohorts differ."""
+def differs_in(context: Context, mismatch: Mismatch) -> list[str]:
+    """The fields in which the first two cohorts differ."""
     one, other = (
-        context.job_calls.by_rank[cohort[0]].issued(found.key, found.number)
-        for cohort in found.cohorts[:2]
+        context.job_calls.by_rank[cohort[0]].issued(mismatch.key, mismatch.number)
+        for cohort in mismatch.cohorts[:2]
     )
-    if one is None or other is None or found.what == "step":
-        return [found.what]
-    if found.what == "call_site":
+    if one is None or other is None or mismatch.what == "step":
+        return [mismatch.what]
+    if mismatch.what == "call_site":
         here, there = one.place, other.place
         places = {
             "module": here.module != there.module,
@@ -105,82 +105,83 @@ def differs_in(context: Context, found: Mismatch) -> list[str]:
     return ["op"] if "op" in differing else [_FORM_WORDS.get(name, name) for name in differing]
 
 
-def cohorts(context: Context, found: Mismatch) -> list[dict[str, Any]]:
-    said, differs = [], differs_in(context, found)
-    for cohort in found.cohorts[:_MOST_COHORTS]:
-        call = context.job_calls.by_rank[cohort[0]].issued(found.key, found.number)
+def cohorts(context: Context, mismatch: Mismatch) -> list[dict[str, Any]]:
+    entries, differs = [], differs_in(context, mismatch)
+    for cohort in mismatch.cohorts[:_MOST_COHORTS]:
+        call = context.job_calls.by_rank[cohort[0]].issued(mismatch.key, mismatch.number)
         issued = call_text(call) if call is not None else None
         reduction = (
             f", reduction {call.fields.get('reduce_op')}"
             if call is not None and differs == ["reduction"]
             else ""
         )
-        said.append(
+        entries.append(
             {
                 "ranks": list(cohort),
                 "issued": f"{issued}{reduction}" if issued is not None else None,
             }
         )
-    rest = found.cohorts[_MOST_COHORTS:]
+    rest = mismatch.cohorts[_MOST_COHORTS:]
     if rest:
         ranks = sorted(rank for cohort in rest for rank in cohort)
-        said.append({"ranks": ranks, "issued": f"{len(rest)} other calls"})
-    return said
+        entries.append({"ranks": ranks, "issued": f"{len(rest)} other calls"})
+    return entries
 
 
-def on_mismatch(context: Context, found: Mismatch) -> tuple[str, ...]:
-    group = context.job_calls.group(found.key)
-    what = " and ".join(differs_in(context, found))
+def on_mismatch(context: Context, mismatch: Mismatch) -> tuple[str, ...]:
+    group = context.job_calls.group(mismatch.key)
+    what = " and ".join(differs_in(context, mismatch))
     differ = (
         f"issued different calls: they differ in {what}"
-        if found.what != "step"
+        if mismatch.what != "step"
         else "are in different steps"
     )
-    said = [f'At #{found.number} of group "{group.title}", the ranks {differ}.']
-    said += [
-        f"  {ranks_phrase(each['ranks'])}: {each['issued']}" for each in cohorts(context, found)
+    lines = [f'At #{mismatch.number} of group "{group.title}", the ranks {differ}.']
+    lines += [
+        f"  {ranks_phrase(cohort['ranks'])}: {cohort['issued']}"
+        for cohort in cohorts(context, mismatch)
     ]
-    said += consequences(
+    lines += consequences(
         context,
-        found,
-        who=ranks_phrase(found.culprits),
-        standing=ranks_phrase(sorted(context.standing) or [0]),
+        mismatch,
+        culprits=ranks_phrase(mismatch.culprits),
+        blocked=ranks_phrase(sorted(context.blocked) or [0]),
     )
-    if not found.is_certain and found.deviated:
-        own = "its own" if len(found.deviated) == 1 else "their own"
-        said.append(
-            f"The cohorts have the same size, but only {ranks_phrase(found.deviated)} deviated from"
-            f" {own} earlier calls."
+    if not mismatch.is_certain and mismatch.deviated:
+        own = "its own" if len(mismatch.deviated) == 1 else "their own"
+        lines.append(
+            f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} deviated"
+            f" from {own} earlier calls."
         )
-    elif not found.is_certain:
-        said.append("The cohorts have the same size: the boxes do not show which one is wrong.")
-    said += _before(context, found.culprits, found.key, found.number)
-    return tuple(said)
+    elif not mismatch.is_certain:
+        lines.append("The cohorts have the same size: the boxes do not show which one is wrong.")
+    lines += _before(context, mismatch.culprits, mismatch.key, mismatch.number)
+    return tuple(lines)
 
 
 def _before(context: Context, culprits: tuple[int, ...], key: StreamKey, number: int) -> list[str]:
-    """What a culprit did last that all others did too: the branch is after it."""
-    said = []
+    """The last call that the culprit shares with the others: the branch comes after it."""
+    lines = []
     first = culprits[0]
     rank_calls = context.job_calls.by_rank.get(first)
     if rank_calls is None:
         return []
-    said += _went_on(rank_calls, rank_calls.order(key, number))
+    lines += _survived_exception(rank_calls, rank_calls.order(key, number))
     call, before = (
         rank_calls.issued(key, number),
         rank_calls.issued(key, number - 1) if number else None,
     )
     if call is not None and before is not None and before.place.line:
-        said.append(
+        lines.append(
             f"Likely cause: {ranks_phrase(culprits)} took a different code path after"
             f" {before.place.line}{_step(before)}. Look at: conditions on rank, step or data"
             f" {_between(before.place.line, call.place.line)}."
         )
-    return said
+    return lines
 
 
-def _went_on(rank_calls: RankCalls, record: int) -> list[str]:
-    """An exception of a rank that it survived: recorded shortly before a record."""
+def _survived_exception(rank_calls: RankCalls, record: int) -> list[str]:
+    """An exception shortly before a record that the rank survived."""
     near = [
         error
         for error in rank_calls.rank_summary.exceptions
@@ -214,25 +215,25 @@ def _between(one: str, other: str | None) -> str:
 
 
 def _waiting(context: Context, wait: Wait) -> list[str]:
-    """Who waits in the same call, and where."""
+    """The ranks that wait in the same call, and where."""
     together = sorted(
         rank
         for rank, other in context.waits.items()
         if (other.key, other.number) == (wait.key, wait.number)
     )
-    if not together:  # nobody is behind: all who can be heard wait for one who cannot
+    if not together:  # all ranks with data issued it: they wait for a rank without data
         together = [
             rank
             for rank in members(context.job_calls, wait.key)
             if rank in context.job_calls.by_rank
         ]
     places = {in_place(context.place(rank)) for rank in together}
-    said = f"waiting: {ranks_phrase(together)}"
+    lines = f"waiting: {ranks_phrase(together)}"
     return [
         (
-            f"  {said}, {places.pop()}"
+            f"  {lines}, {places.pop()}"
             if len(places) == 1
-            else f"  {said}, in {len(places)} different places"
+            else f"  {lines}, in {len(places)} different places"
         )
     ]
 
@@ -248,32 +249,35 @@ def on_missing(context: Context, blamed: list[int], wait: Wait) -> tuple[str, ..
             *_held_text(context, blamed),
             *_branch(context, blamed, wait),
         )
-    said = [_never_issued_text(context, blamed, wait), *_waiting(context, wait)]
+    lines = [_never_issued_text(context, blamed, wait), *_waiting(context, wait)]
     for rank in blamed[:4]:
         if not context.job_calls.has_data(rank):
-            said.append(_no_data_text(context, rank))
+            lines.append(_no_data_text(context, rank))
             continue
         if context.place(rank).certainty is Certainty.UNKNOWN:
-            said.append(
+            lines.append(
                 f"  rank {rank} was last seen {in_place(context.place(rank))}; its"
                 f" {context.run.noun} does not show where it is now"
             )
             continue
-        said.append(
+        lines.append(
             f"  rank {rank} is instead {in_place(context.place(rank))}:"
             f" {context.detail(rank) or context.state(rank)}"
         )
     if len(blamed) > 4:
-        said.append(f"  and {len(blamed) - 4} more")
-    known = [rank for rank in blamed if context.job_calls.has_data(rank)]
-    if known and wait.number:
-        said += _branch(context, known, wait)
-    return (*said, *_doubts(context, blamed, wait))
+        lines.append(f"  and {len(blamed) - 4} more")
+    with_data = [rank for rank in blamed if context.job_calls.has_data(rank)]
+    if with_data and wait.number:
+        lines += _branch(context, with_data, wait)
+    return (*lines, *_doubts(context, blamed, wait))
 
 
 def _never_issued_text(context: Context, blamed: list[int], wait: Wait) -> str:
     ranks, call = ranks_phrase(blamed).capitalize(), _awaited_text(context, wait)
-    if all(rank in context.job_calls.by_rank and context.exits.has_left(rank) for rank in blamed):
+    if all(
+        rank in context.job_calls.by_rank and context.exits.outlived_its_watch(rank)
+        for rank in blamed
+    ):
         watched = "it was watched" if len(blamed) == 1 else "they were watched"
         return f"{ranks} did not issue {call} while {watched}."
     has_data = any(context.job_calls.has_data(rank) for rank in blamed)
@@ -290,7 +294,7 @@ def _no_data_text(context: Context, rank: int) -> str:
 
 
 def _doubts(context: Context, blamed: list[int], wait: Wait) -> list[str]:
-    """What else it may be, as far as the data does not say."""
+    """Other explanations that the data does not exclude."""
     if not any(context.job_calls.has_data(rank) for rank in blamed):
         they = "they" if len(blamed) > 1 else "it"
         return [
@@ -300,23 +304,23 @@ def _doubts(context: Context, blamed: list[int], wait: Wait) -> list[str]:
             )
         ]
     others = [rank for rank in wait.no_data if rank not in blamed]
-    said = [f"  it is unknown whether {ranks_phrase(others)} reached it"] if others else []
+    lines = [f"  it is unknown whether {ranks_phrase(others)} reached it"] if others else []
     if not context.is_live:
-        said.append(
+        lines.append(
             "It is unknown how long they had waited when the job ended: a healthy job may also have"
             " been between two collectives."
         )
-    return said
+    return lines
 
 
 def _is_inside(context: Context, rank: int, wait: Wait) -> bool:
-    """Whether a rank that others wait for in a call has come to it."""
+    """Whether a rank that others wait for has issued the call itself."""
     rank_calls = context.job_calls.by_rank.get(rank)
     return rank_calls is not None and rank_calls.counts.get(wait.key, 0) > wait.number
 
 
 def _awaited_text(context: Context, wait: Wait) -> str:
-    """What the others wait for: the call they are in, or of a message its other end."""
+    """The awaited call: the collective, or the other end of a message."""
     call, key = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number), wait.key
     title = context.job_calls.group(key).title
     if key.source == key.destination:
@@ -329,21 +333,21 @@ def _awaited_text(context: Context, wait: Wait) -> str:
 
 
 def _held_text(context: Context, blamed: list[int]) -> list[str]:
-    said = [
+    lines = [
         f"  rank {rank} is {in_place(context.place(rank))}:"
         f" {context.detail(rank) or context.state(rank)}"
         for rank in blamed[:4]
     ]
-    return said + ([f"  and {len(blamed) - 4} more"] if len(blamed) > 4 else [])
+    return lines + ([f"  and {len(blamed) - 4} more"] if len(blamed) > 4 else [])
 
 
 def on_excused(excused: dict[int, int]) -> tuple[str, ...]:
-    """Who is waited for, and may wait himself for somebody of whom nothing is known."""
-    said = [
+    """Ranks that others wait for, and that may wait for a rank without data."""
+    lines = [
         f"Rank {rank} may itself be waiting for rank {other}, which left no data."
         for rank, other in excused.items()
     ]
-    return (*said[:4], "The culprit is unknown.") if said else ()
+    return (*lines[:4], "The culprit is unknown.") if lines else ()
 
 
 def _branch(context: Context, blamed: list[int], wait: Wait) -> list[str]:
@@ -351,39 +355,39 @@ def _branch(context: Context, blamed: list[int], wait: Wait) -> list[str]:
         return ["Look at: what stopped it (a debugger, a shell, a scheduler that suspends jobs)."]
     before = context.job_calls.by_rank[blamed[0]].issued(wait.key, wait.number - 1)
     call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
-    said = []
+    lines = []
     rank_calls = context.job_calls.by_rank[blamed[0]]
-    said += (
-        _went_on(rank_calls, rank_calls.rank_summary.records)
-        if not context.exits.was_ended_by_hand(blamed[0])
+    lines += (
+        _survived_exception(rank_calls, rank_calls.rank_summary.records)
+        if not context.exits.was_ended_externally(blamed[0])
         else []
     )
     if before is not None and call is not None and call.place.line:
         is_are = "is" if len(blamed) == 1 else "are"
         after = f"{before.place.line or 'its last collective'}{_step(before)}"
-        said.append(
+        lines.append(
             f"Likely cause: {ranks_phrase(blamed)} took a different code path, or {is_are} blocked,"
             f" after {after}. Look at: conditions on rank, step or data before {call.place.line}."
         )
-    return said
+    return lines
 
 
-def on_dead(context: Context, blamed: list[int], wait: Wait | None) -> tuple[str, ...]:
-    said = _ends(context, blamed)
+def on_exit(context: Context, blamed: list[int], wait: Wait | None) -> tuple[str, ...]:
+    lines = _ends(context, blamed)
     if wait is not None:
         call = context.job_calls.by_rank[wait.rank].issued(wait.key, wait.number)
         group = context.job_calls.group(wait.key)
         them = "it" if len(blamed) == 1 else "them"
-        said.append(
+        lines.append(
             f"The others wait for {them} in {what_text(call)}, #{wait.number} of group"
             f' "{group.title}".'
         )
-        said += _waiting(context, wait)
+        lines += _waiting(context, wait)
         if all(
             rank in context.job_calls.by_rank and context.state(rank) is State.FINISHED
             for rank in blamed
         ):
-            said.append(
+            lines.append(
                 "Likely cause: it had fewer batches, left a loop early, or skipped a step. Look at:"
                 " the condition that ends its loop."
             )
@@ -391,22 +395,22 @@ def on_dead(context: Context, blamed: list[int], wait: Wait | None) -> tuple[str
         context.job_calls.by_rank[rank].end for rank in blamed
     ):
         noticed = ranks_phrase(context.exits.failed()).capitalize()
-        said.append(
+        lines.append(
             f"{noticed} noticed that a process had exited; then all processes were gone. They may"
             " have been killed at the same time."
         )
-    return tuple(said)
+    return tuple(lines)
 
 
-def _ends(context: Context, dead: list[int]) -> list[str]:
-    """How each of them ended, and where; those that ended alike in one sentence."""
+def _ends(context: Context, ranks_exited: list[int]) -> list[str]:
+    """How and where each rank exited; ranks that exited alike share a sentence."""
     alike: dict[tuple[str, ...], list[int]] = {}
-    for rank in dead:
+    for rank in ranks_exited:
         alike.setdefault(_end(context, rank), []).append(rank)
-    said = []
-    for (how, *more), ranks in list(alike.items())[:4]:
-        said += [f"{ranks_phrase(ranks).capitalize()} {how}", *more]
-    return said
+    lines = []
+    for (how, *details), ranks in list(alike.items())[:4]:
+        lines += [f"{ranks_phrase(ranks).capitalize()} {how}", *details]
+    return lines
 
 
 def _end(context: Context, rank: int) -> tuple[str, ...]:
@@ -423,7 +427,7 @@ def _end(context: Context, rank: int) -> tuple[str, ...]:
     where = error.place if error is not None else context.place(rank)
     text = _gist(context.detail(rank) or context.exits.how(rank)).removesuffix(".")
     before = (
-        _went_on(rank_calls, error.number)
+        _survived_exception(rank_calls, error.number)
         if error is not None and context.exits.has_failed(rank)
         else []
     )
@@ -432,8 +436,8 @@ def _end(context: Context, rank: int) -> tuple[str, ...]:
 
 
 def _gist(text: str) -> str:
-    """What an exception says: its first line; of one that holds the traceback of another one, how
-    that ends too."""
+    """The first line of an exception. If it contains another traceback, also that one's last
+    line."""
     first, _, rest = text.partition("\n")
     last = (
         rest.strip().rpartition("\n")[2].strip()
@@ -443,35 +447,35 @@ def _gist(text: str) -> str:
     return f"{first[:200]}: {last[:200]}" if last else first_line(text)
 
 
-def on_dead_together(context: Context, dead: list[int]) -> tuple[str, ...]:
-    """Nobody went by himself: who was the first is not to be seen."""
-    if context.exits.never_met(dead):
+def on_consequential_exits(context: Context, failed: list[int]) -> tuple[str, ...]:
+    """Ranks exited only because a peer did: it is unknown which rank was first."""
+    if context.exits.could_not_connect(failed):
         return (
             (
-                f"{ranks_phrase(dead).capitalize()} could not connect to another rank. The boxes do"
-                " not show whether that rank had already exited:"
+                f"{ranks_phrase(failed).capitalize()} could not connect to another rank. The boxes"
+                " do not show whether that rank had already exited:"
             ),
-            f"  {first_line(str(context.detail(dead[0])))}",
+            f"  {first_line(str(context.detail(failed[0])))}",
             (
                 "Look at: the logs of the other ranks, the rendezvous address and port, the network"
                 " interfaces."
             ),
         )
-    silent = [
+    unrecorded = [
         rank
         for rank in context.job_calls.by_rank
-        if rank not in dead and context.state(rank) is State.DEAD
+        if rank not in failed and context.state(rank) is State.DEAD
     ]
-    said = [
+    lines = [
         (
             "A process exited, and it is unknown which rank exited first."
-            f" {ranks_phrase(dead).capitalize()} failed because of it:"
+            f" {ranks_phrase(failed).capitalize()} failed because of it:"
         ),
-        f"  {first_line(str(context.detail(dead[0])))}",
+        f"  {first_line(str(context.detail(failed[0])))}",
     ]
-    if silent:
-        said.append(
-            f"  one of {ranks_phrase(silent)} exited first: none of them left an exit record, and"
-            " no monitor saw when they exited"
+    if unrecorded:
+        lines.append(
+            f"  one of {ranks_phrase(unrecorded)} exited first: none of them left an exit record,"
+            " and no monitor saw when they exited"
         )
-    return tuple(said)
+    return tuple(lines)

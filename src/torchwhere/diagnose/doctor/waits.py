@@ -1,9 +1,9 @@
-"""Who waits for whom: the collectives that some ranks issued and others did not.
+"""Finds which rank waits for which: collectives that some ranks issued and others did not.
 
-Takes a hearing, gives for each rank the call it must be stuck in, if there is one, and who has yet
-to come. A rank that others wait for and that waits for nobody is where the trouble is; ranks that
-wait for each other in a circle are a deadlock. Ranks that wait for the same ones share one tuple of
-them: thousands may wait for thousands.
+Takes the calls of a job. Gives, for each rank, the call that it must be blocked in, if any, and the
+ranks that have not reached it. A rank that others wait for, and that waits for no rank, is the
+culprit; ranks that wait for each other in a cycle are a deadlock. Ranks that wait for the same
+ranks share one tuple of them: thousands may wait for thousands.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
 
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
-_RECENT = 16  # records back, in which a message may still be waited for
+_RECENT = 16  # newest records in which a message may still be incomplete
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Wait:
     rank: int
     key: StreamKey
     number: int
-    missing: tuple[int, ...]  # who has not issued it, by their own boxes, or cannot go on in it
-    no_data: tuple[int, ...]  # members without a box: nobody knows
+    missing: tuple[int, ...]  # ranks that have not issued it, or cannot complete it
+    no_data: tuple[int, ...]  # members without data
 
 
 def members(job_calls: JobCalls, key: StreamKey) -> tuple[int, ...]:
-    """Who takes part: the ranks of the group, or sender and receiver. A message from anybody has no
-    known sender."""
+    """The ranks of the group, or sender and receiver. A recv from any source has no known
+    sender."""
     if key.source == key.destination == -1:
         return job_calls.group(key).ranks
     return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
@@ -42,8 +42,11 @@ def members(job_calls: JobCalls, key: StreamKey) -> tuple[int, ...]:
 def waits(
     job_calls: JobCalls, *, held: Collection[int] = (), failed_in_it: Collection[int] = ()
 ) -> dict[int, Wait]:
-    """For each rank that has one, the incomplete call it must be in. `held` are ranks that are
-    stopped, or dead; `failed_in_it` those whose last call raised."""
+    """For each waiting rank, the incomplete call it must be in.
+
+    `held` are ranks that are stopped or have exited; `failed_in_it` are ranks whose last call
+    raised.
+    """
     streams: dict[StreamKey, dict[int, int]] = {}
     for rank, rank_calls in job_calls.by_rank.items():
         for key, count in rank_calls.counts.items() if job_calls.has_data(rank) else ():
@@ -52,21 +55,25 @@ def waits(
     for key, counts in streams.items():
         for wait in _incomplete(job_calls, key, counts):
             candidates[wait.rank].append(wait)
-    found = {rank: _blocking(job_calls.by_rank[rank], each) for rank, each in candidates.items()}
+    by_rank = {rank: _blocking(job_calls.by_rank[rank], each) for rank, each in candidates.items()}
     passed = (
-        {_left(said) for rank, said in job_calls.by_rank.items() if rank not in failed_in_it}
+        {
+            _left(rank_calls)
+            for rank, rank_calls in job_calls.by_rank.items()
+            if rank not in failed_in_it
+        }
         if held
         else set()
     )
-    found = _waits_for_held(job_calls, held, streams, found, passed) | found
-    found |= _waits_for_unheard(job_calls, awaited(found), streams)
-    return found | _waits_for_anybody(job_calls, awaited(found))
+    by_rank = _waits_for_held(job_calls, held, streams, by_rank, passed) | by_rank
+    by_rank |= _waits_for_no_data(job_calls, awaited(by_rank), streams)
+    return by_rank | _waits_for_any_source(job_calls, awaited(by_rank))
 
 
 def _incomplete(job_calls: JobCalls, key: StreamKey, counts: dict[int, int]) -> list[Wait]:
-    """Of each rank, its first call in this stream that somebody has not issued."""
+    """For each rank, its first call in this stream that a member has not issued."""
     taking_part = members(job_calls, key)
-    if len(taking_part) < 2 or _listens_to_anybody(job_calls, key):
+    if len(taking_part) < 2 or _receives_from_any(job_calls, key):
         return []
     if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
         counts = {rank: counts.get(rank, 0) for rank in taking_part if job_calls.has_data(rank)}
@@ -86,53 +93,52 @@ def _waits_for_held(
     job_calls: JobCalls,
     held: Collection[int],
     streams: dict[StreamKey, dict[int, int]],
-    found: Container[int],
+    waiting_already: Container[int],
     passed: Container[tuple[StreamKey, int] | None],
 ) -> dict[int, Wait]:
-    """Of ranks that all came to one call: those that stand there with one who was stopped in it, or
-    died in it."""
+    """Waits of ranks in one call with a rank that was stopped, or exited, inside it."""
     stuck: defaultdict[tuple[StreamKey, int], list[int]] = defaultdict(list)
     for rank in held:
-        call = _stands_in(job_calls.by_rank[rank])
-        if call is not None and rank not in found and job_calls.has_data(rank):
+        call = _current_call(job_calls.by_rank[rank])
+        if call is not None and rank not in waiting_already and job_calls.has_data(rank):
             stuck[call].append(rank)
     waiting: dict[int, Wait] = {}
     for (key, number), ranks in stuck.items():
-        # somebody got through it
+        # a rank completed it
         if max(streams[key].values()) > number + 1 or (key, number) in passed:
             continue
         missing = tuple(sorted(ranks))
-        others = (rank for rank in streams[key] if rank not in held and rank not in found)
-        standing = [rank for rank in others if _stands_in(job_calls.by_rank[rank]) == (key, number)]
-        waiting |= {rank: Wait(rank, key, number, missing, ()) for rank in standing}
+        others = (rank for rank in streams[key] if rank not in held and rank not in waiting_already)
+        blocked = [
+            rank for rank in others if _current_call(job_calls.by_rank[rank]) == (key, number)
+        ]
+        waiting |= {rank: Wait(rank, key, number, missing, ()) for rank in blocked}
     return waiting
 
 
-def _stands_in(rank_calls: RankCalls) -> tuple[StreamKey, int] | None:
+def _current_call(rank_calls: RankCalls) -> tuple[StreamKey, int] | None:
     """The call that a rank is in, by its last record and its cursor."""
     return rank_calls.last if rank_calls.in_collective_since_ns is not None else None
 
 
 def _left(rank_calls: RankCalls) -> tuple[StreamKey, int] | None:
-    """The last call of a rank, if it is one that nobody gets past before all have issued it, and
-    this one has returned."""
+    """The last call of a rank, if it needs all ranks and has returned."""
     call = rank_calls.last
     if call is None or rank_calls.in_collective_since_ns is not None or rank_calls.is_async(*call):
         return None
     return call if is_of_all(rank_calls, *call) else None
 
 
-def _listens_to_anybody(job_calls: JobCalls, key: StreamKey) -> bool:
-    """Whether the receiver of messages takes some from whoever writes: whose they were is not
-    known, so none can be missed."""
+def _receives_from_any(job_calls: JobCalls, key: StreamKey) -> bool:
+    """Whether the receiver also receives from any source: senders are then unknown, and no
+    message counts as missing."""
     if key.source == key.destination or key.destination not in job_calls.by_rank:
         return False
     return StreamKey(key.group, -1, key.destination) in job_calls.by_rank[key.destination].counts
 
 
-def _waits_for_anybody(job_calls: JobCalls, suspects: list[int]) -> dict[int, Wait]:
-    """Of ranks that others wait for, those that listen to anybody: they may wait for any of the
-    other suspects."""
+def _waits_for_any_source(job_calls: JobCalls, suspects: list[int]) -> dict[int, Wait]:
+    """Awaited ranks that receive from any source: they may wait for any other suspect."""
     listening = {}
     for rank in suspects:
         rank_calls = job_calls.by_rank[rank]
@@ -144,19 +150,22 @@ def _waits_for_anybody(job_calls: JobCalls, suspects: list[int]) -> dict[int, Wa
         ):
             listening[rank] = call
     others = tuple(rank for rank in suspects if rank not in listening)
-    found = {}
+    by_rank = {}
     for rank, call in listening.items():
         no_data = tuple(
             member for member in job_calls.group(call[0]).ranks if not job_calls.has_data(member)
         )
         if others or no_data:
-            found[rank] = Wait(rank, *call, others, no_data)
-    return found
+            by_rank[rank] = Wait(rank, *call, others, no_data)
+    return by_rank
 
 
 def _blocking(rank_calls: RankCalls, candidates: list[Wait]) -> Wait:
-    """The call a rank is in. One that returns only when it is done was the last it issued; of those
-    that return at once, the first that is not done is what it waits for sooner or later."""
+    """The call a rank is in.
+
+    A blocking call is the last one that it issued. Of async calls, the first incomplete one is what
+    it waits for sooner or later.
+    """
     if len(candidates) == 1:
         return candidates[0]
     in_order = sorted(candidates, key=lambda wait: rank_calls.order(wait.key, wait.number))
@@ -164,17 +173,16 @@ def _blocking(rank_calls: RankCalls, candidates: list[Wait]) -> Wait:
     return in_order[-1] if is_async is False else in_order[0]
 
 
-def _waits_for_unheard(
+def _waits_for_no_data(
     job_calls: JobCalls, suspects: Iterable[int], streams: dict[StreamKey, dict[int, int]]
 ) -> dict[int, Wait]:
-    """Of ranks that others wait for: those that stand in a collective themselves, with a member
-    that has no box.
+    """Awaited ranks that are themselves in a collective with a rank without data.
 
-    Whether that one has come nobody knows, unless somebody has gone on to the next. Who stands
-    there is not to blame for it.
+    It is unknown whether that rank has come, unless another one has continued with the next call. A
+    rank that is blocked there is not to blame.
     """
-    found: dict[int, Wait] = {}
-    # in a call: one tuple for all who stand there
+    by_rank: dict[int, Wait] = {}
+    # by call: one tuple for all ranks that are in it
     no_data: dict[tuple[StreamKey, int], tuple[int, ...]] = {}
     for rank in suspects:
         rank_calls = job_calls.by_rank[rank]
@@ -182,8 +190,8 @@ def _waits_for_unheard(
         if call is None or rank_calls.in_collective_since_ns is None:
             continue
         if call not in no_data:
-            # Of a broadcast, a receiver goes on while the root still waits for another one: that
-            # says nothing.
+            # A receiver of a broadcast continues while the root still waits for another rank: that
+            # proves nothing.
             is_newest = max(streams[call[0]].values()) == call[1] + 1 or not is_of_all(
                 rank_calls, *call
             )
@@ -192,12 +200,12 @@ def _waits_for_unheard(
                 member for member in taking_part if not _is_readable(job_calls, member, *call)
             )
         if no_data[call]:
-            found[rank] = Wait(rank, *call, (), no_data[call])
-    return found
+            by_rank[rank] = Wait(rank, *call, (), no_data[call])
+    return by_rank
 
 
 def _is_readable(job_calls: JobCalls, member: int, key: StreamKey, number: int) -> bool:
-    """Whether it is known of a rank what it issued at a number, or that it has not come to it."""
+    """Whether the call of a rank at a number is known, or that it has not reached it."""
     rank_calls = job_calls.by_rank.get(member)
     if rank_calls is None or not job_calls.has_data(member):
         return False
@@ -207,8 +215,8 @@ def _is_readable(job_calls: JobCalls, member: int, key: StreamKey, number: int) 
 
 
 def is_of_all(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
-    """Whether nobody gets past a collective before all have issued it; not so where it has a root,
-    or is a message."""
+    """Whether a collective completes only after all ranks have issued it; not so with a root, or
+    for a message."""
     calls = rank_calls.calls.get(key)
     return (
         calls is not None
@@ -218,66 +226,68 @@ def is_of_all(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
 
 
 def has_lost_its_newest(rank_calls: RankCalls) -> bool:
-    """Whether a rank has counted calls after the last one that can be read: its box was cut, or
-    damaged."""
+    """Whether a rank has counted calls after the last readable one: its box was cut or damaged."""
     has_wrapped = rank_calls.label.counts.overwritten > 0
-    for key, count in rank_calls.counts.items():  # of all ranks, several times: no generator
+    for key, count in rank_calls.counts.items():  # hot: no generator
         calls = rank_calls.calls.get(key)
         if count and (not has_wrapped if calls is None else calls.first + len(calls) < count):
             return True
     return False
 
 
-def awaited(found: dict[int, Wait]) -> list[int]:
-    """The ranks that others wait for and that wait for nobody themselves: where the trouble is."""
-    return sorted({rank for missing in _each_once(found) for rank in missing if rank not in found})
+def awaited(by_rank: dict[int, Wait]) -> list[int]:
+    """The ranks that others wait for and that do not wait themselves: the likely culprits."""
+    return sorted(
+        {rank for missing in _each_once(by_rank) for rank in missing if rank not in by_rank}
+    )
 
 
-def waiting_for(found: dict[int, Wait], ranks: Iterable[int]) -> list[Wait]:
-    """Those who wait for one of these ranks."""
+def waiting_for(by_rank: dict[int, Wait], ranks: Iterable[int]) -> list[Wait]:
+    """The waits for one of these ranks."""
     wanted = frozenset(ranks)
-    touched = {id(missing) for missing in _each_once(found) if not wanted.isdisjoint(missing)}
-    return [wait for wait in found.values() if id(wait.missing) in touched]
+    touched = {id(missing) for missing in _each_once(by_rank) if not wanted.isdisjoint(missing)}
+    return [wait for wait in by_rank.values() if id(wait.missing) in touched]
 
 
-def _each_once(found: dict[int, Wait]) -> list[tuple[int, ...]]:
+def _each_once(by_rank: dict[int, Wait]) -> list[tuple[int, ...]]:
     """The different tuples of missing ranks."""
-    return list({id(wait.missing): wait.missing for wait in found.values()}.values())
+    return list({id(wait.missing): wait.missing for wait in by_rank.values()}.values())
 
 
-def cycle(found: dict[int, Wait]) -> list[Wait]:
-    """Ranks that wait for each other, in order, the last one for the first; empty where there is no
-    such circle."""
-    following = {id(missing): _first_in(missing, found) for missing in _each_once(found)}
-    cleared: set[int] = set()  # nobody of these comes to a circle
-    for start in sorted(found):
+def cycle(by_rank: dict[int, Wait]) -> list[Wait]:
+    """Ranks that wait for each other, in order, the last one for the first; empty if there is no
+    cycle."""
+    following = {id(missing): _first_in(missing, by_rank) for missing in _each_once(by_rank)}
+    cleared: set[int] = set()  # ranks that lead to no cycle
+    for start in sorted(by_rank):
         path: dict[int, None] = {}
         rank = start
-        while rank in found and rank not in path and rank not in cleared:
+        while rank in by_rank and rank not in path and rank not in cleared:
             path[rank] = None
-            rank = following[id(found[rank].missing)]
+            rank = following[id(by_rank[rank].missing)]
         if rank in path:
             ranks = list(path)
-            return [found[member] for member in ranks[ranks.index(rank) :]]
+            return [by_rank[member] for member in ranks[ranks.index(rank) :]]
         cleared.update(path)
     return []
 
 
-def _first_in(ranks: tuple[int, ...], found: Container[int]) -> int:
-    return next((rank for rank in ranks if rank in found), -1)
+def _first_in(ranks: tuple[int, ...], waiting: Container[int]) -> int:
+    return next((rank for rank in ranks if rank in waiting), -1)
 
 
-def new_peers(job_calls: JobCalls, found: Iterable[Wait]) -> list[Wait]:
-    """Of ranks that wait, those that listen to a rank for the first time while another one, to
-    which they have listened, has written to them; or that write to one for the first time while
-    another one, to which they have written, listens. Whether one that was not heard does is not
-    known: it may."""
+def new_peers(job_calls: JobCalls, all_waits: Iterable[Wait]) -> list[Wait]:
+    """Waits for a first message with a new peer while an earlier peer has an unmatched message in
+    the same direction.
+
+    An earlier peer without data may have one.
+    """
     messages = [
-        wait for wait in found if wait.key.source != wait.key.destination and wait.number == 0
+        wait for wait in all_waits if wait.key.source != wait.key.destination and wait.number == 0
     ]
     if not messages:
         return []
-    # to or from whom, by others
+    # messages of the other ranks, by peer and direction
     sent: dict[tuple[int, int, bool], list[tuple[StreamKey, int]]] = {}
     for rank, rank_calls in job_calls.by_rank.items():
         for key, count in rank_calls.counts.items():
@@ -310,8 +320,8 @@ def _is_expected_elsewhere(
 
 
 def may_wait_for(job_calls: JobCalls, rank: int, no_data: Container[int]) -> int | None:
-    """A rank without a box for which this one may wait itself: its last message to or from it may
-    still be under way."""
+    """A rank without data that this rank may wait for: its last message to or from it may be
+    incomplete."""
     rank_calls = job_calls.by_rank[rank]
     recent = rank_calls.rank_summary.records - _RECENT
     for key, calls in rank_calls.calls.items():
