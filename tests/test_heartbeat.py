@@ -472,3 +472,18 @@ def test_a_later_heartbeat_overrides_a_saved_exit(tmp_path: Path, afterwards: No
         "dead",
         (VICTIM,),
     )
+
+
+def test_a_quiet_end_without_a_box(tmp_path: Path, afterwards: None) -> None:
+    """If a rank of a quiet job left no box, the verdict says so and blames no rank."""
+    make(Job(RANKS, steps=4, records=180), tmp_path)
+    (tmp_path / f"rank{VICTIM}.box").unlink()
+    for path in tmp_path.glob("rank*.box"):
+        move_cursor(path)  # they have left their last collective
+        beat_at(path, int(read_box(path).records["t_ns"].max()) + 40 * 10**9)
+    verdict = diagnose_folder(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (), "unknown")
+    assert any(
+        line.startswith(f"The job is over, and rank {VICTIM} left no readable box.")
+        for line in verdict.explanation
+    )

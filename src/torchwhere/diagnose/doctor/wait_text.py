@@ -228,12 +228,12 @@ def _waiting(context: Context, wait: Wait) -> list[str]:
             if rank in context.job_calls.by_rank
         ]
     places = {in_place(context.place(rank)) for rank in together}
-    lines = f"waiting: {ranks_phrase(together)}"
+    waiting = f"waiting: {ranks_phrase(together)}"
     return [
         (
-            f"  {lines}, {places.pop()}"
+            f"  {waiting}, {places.pop()}"
             if len(places) == 1
-            else f"  {lines}, in {len(places)} different places"
+            else f"  {waiting}, in {len(places)} different places"
         )
     ]
 
