@@ -366,10 +366,7 @@ def test_a_witness_sees_its_neighbours(
     assert (
         (verdict.kind, verdict.culprits) == (whole.kind, whole.culprits) == ("missing", (VICTIM,))
     )
-    assert (
-        f"calls of rank {VICTIM} come from a snapshot of its box"
-        in verdict.missing_data
-    )
+    assert f"calls of rank {VICTIM} come from a snapshot of its box" in verdict.missing_data
 
 
 def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

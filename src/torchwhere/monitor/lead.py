@@ -339,8 +339,8 @@ def _limits(snapshot: HostSnapshot, ranks: list[int]) -> list[str]:
     return (
         [
             (
-                f"of {_named(ranks)}, on host {snapshot.host}, only the last {CALLS} collectives were"
-                " compared"
+                f"of {_named(ranks)}, on host {snapshot.host}, only the last {CALLS} collectives"
+                " were compared"
             )
         ]
         if is_cut

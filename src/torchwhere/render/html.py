@@ -26,17 +26,20 @@ _COLOURS = {
 }
 _STYLE = (
     ".torchwhere{font:12px/1.5"
-    " ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;color:inherit;overflow-x:auto}.torchwhere"
+    " ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;color:inherit;overflow-x:auto}"
+    ".torchwhere"
     " table{border-collapse:collapse;margin:2px"
     " 0;font:inherit;color:inherit;background:none;border:0}.torchwhere th,.torchwhere"
     " td{padding:1px 12px 1px"
-    " 0;text-align:left;white-space:pre;border:0;background:none;vertical-align:top;font:inherit;color:inherit}.torchwhere"
+    " 0;text-align:left;white-space:pre;border:0;background:none;vertical-align:top;"
+    "font:inherit;color:inherit}.torchwhere"
     " thead th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:bold}.torchwhere tbody"
     " tr:nth-child(even) td{background:rgba(128,128,128,.07)}.torchwhere tbody tr:hover"
     " td{background:rgba(128,128,128,.18)}.torchwhere .n{text-align:right}.torchwhere"
     " .b{font-weight:bold}.torchwhere .d{opacity:.75}.torchwhere p{margin:2px"
     " 0;font:inherit}.torchwhere"
-    " pre{margin:0;font:inherit;color:inherit;background:none;border:0;padding:0;white-space:pre}.torchwhere"
+    " pre{margin:0;font:inherit;color:inherit;background:none;border:0;padding:0;white-space:pre}"
+    ".torchwhere"
     " pre.w{white-space:pre-wrap}"
     + "".join(f".torchwhere .{name}{{color:{colour}}}" for name, colour in _COLOURS.items())
 )

@@ -69,14 +69,11 @@ def _all(rows: Iterable[LayoutRow], depth: int) -> Iterator[tuple[LayoutRow, int
 def _html(row: LayoutRow, depth: int) -> Iterator[str]:
     asides = "".join(f'<div class="a">{isolated(text)}</div>' for text in row.asides)
     if not row.rows:
-        yield (
-            f"<div>{_html_cells(row.label, row.cls, row.cells(), 'r p' if row.is_param else 'r u p', depth)}{asides}</div>"
-        )
+        style = "r p" if row.is_param else "r u p"
+        yield f"<div>{_html_cells(row.label, row.cls, row.cells(), style, depth)}{asides}</div>"
         return
-    yield (
-        "<details"
-        f" open><summary>{_html_cells(row.label, row.cls, row.cells(), 'r u', depth)}</summary>{asides}"
-    )
+    summary = _html_cells(row.label, row.cls, row.cells(), "r u", depth)
+    yield f"<details open><summary>{summary}</summary>{asides}"
     for below in row.rows:
         yield from _html(below, depth + 1)
     yield "</details>"

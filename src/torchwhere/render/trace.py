@@ -192,7 +192,10 @@ class RankWriter:
             args = f'{args},"number":{more}'
         if meeting is not None:
             late_us = (begin_ns - meeting.first_ns) / 1000
-            args = f'{args},"arrived":{meeting.came},"last":{meeting.last_rank},"after_first_us":{late_us:.3f}'
+            args = (
+                f'{args},"arrived":{meeting.came},"last":{meeting.last_rank}'
+                f',"after_first_us":{late_us:.3f}'
+            )
         step_said = f',"step":{step}' if step != NO_STEP else ""
         call_text = f',"call":{call}' if call != NO_CALL and self._places[at][1] else ""
         when = (
@@ -205,7 +208,9 @@ class RankWriter:
             if marks
             else ""
         )
-        return f'{start}"ph":"X",{when},{self._tracks[thread, lane]},"args":{{{args}{step_said}{call_text}{marked}}}}}'
+        track = self._tracks[thread, lane]
+        all_args = f"{args}{step_said}{call_text}{marked}"
+        return f'{start}"ph":"X",{when},{track},"args":{{{all_args}}}}}'
 
     def _marked(self, marks: int) -> str:
         said = ""
@@ -291,7 +296,8 @@ class RankWriter:
             k: v for k, v in place.items() if k not in ("rank", "thread") and v is not None
         } | fields
         where = f'"ts":{self._us(each.t_ns)},{self._tracks[each.thread, 0]},"s":"t"'
-        return f'{{"name":{json.dumps(_short(name))},"cat":"{category}","ph":"i",{where},"args":{_compact(args)}}}'
+        named = f'"name":{json.dumps(_short(name))},"cat":"{category}"'
+        return f'{{{named},"ph":"i",{where},"args":{_compact(args)}}}'
 
     # -- arrows ------------------------------------------------------------------------------------
 
@@ -340,7 +346,8 @@ class RankWriter:
 
     def _point(self, name: str, phase: str, t_ns: int, each: Slice, meeting: Meeting) -> str:
         end = ',"bp":"e"' if phase == "f" else ""
-        where = f'"ts":{(t_ns + _LATER_NS[phase] - self._begin_ns) / 1000:.3f},{self._tracks[each.thread, each.lane]}'
+        t_us = (t_ns + _LATER_NS[phase] - self._begin_ns) / 1000
+        where = f'"ts":{t_us:.3f},{self._tracks[each.thread, each.lane]}'
         return f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{meeting.call},{where}{end}}}'
 
 

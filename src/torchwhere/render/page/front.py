@@ -118,7 +118,8 @@ def missing_html(report: Mapping[str, Any]) -> str:
     lines = [str(line) for line in report.get("missing") or ()]
     if not lines:
         return '<p class="nothing">Nothing: every rank has a whole box.</p>'
-    return f"<ul>{''.join(f'<li>{name_html(line, longest=_LONGEST_LINE)}</li>' for line in lines)}</ul>"
+    items = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
+    return f"<ul>{items}</ul>"
 
 
 def settings_html(report: Mapping[str, Any]) -> str:
