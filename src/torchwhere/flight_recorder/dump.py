@@ -38,7 +38,8 @@ _COMPRESSED = {
 _NOT_THE_USERS = re.compile(
     r"/(?:site|dist)-packages/|/lib/python\d|^<|torchinductor_|/torch/(?:_\w+|autograd|distributed|fx|nn|optim|utils)/"
     r"|/torch/_\w+\.py$"
-    r"|/torchwhere/(?:\w+\.py|(?:api|commands|drop_in|hooks|model|native|recorder)/)"
+    # older dumps have `sense`, an earlier name of `hooks`
+    r"|/torchwhere/(?:\w+\.py|(?:api|commands|drop_in|hooks|model|native|recorder|sense)/)"
 )
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -423,7 +423,8 @@ class Rules:
         codes = {
             rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None
         }
-        is_seen = all(map(exits.was_seen_to_exit, ranks))
+        are_known = len(ranks) == 1 or len(codes) == len(ranks)
+        is_seen = are_known and all(map(exits.was_seen_to_exit, ranks))
         return context.verdict(
             VerdictKind.DEAD,
             culprits=tuple(ranks),
