@@ -300,13 +300,15 @@ class Rank:
         thread: int = 0,
         line: int = 1,
         module: str | None = None,
-        what: int = 0,
-        more: int = 0,
+        subject: int = 0,
+        extra: int = 0,
     ) -> None:
         named = 0 if module is None else self.box.intern(EntryType.MODULE, module)
         where = self.box.intern(EntryType.LINE, f"train.py:{line}")
         pass_ = Pass.OUTSIDE if module is None else Pass.FORWARD
-        self.box.record(kind, 1, pass_, 0, thread, self.step, named, 0, where, 0, what, 0, 0, more)
+        self.box.record(
+            kind, 1, pass_, 0, thread, self.step, named, 0, where, 0, subject, 0, 0, extra
+        )
 
     def call(
         self,
