@@ -75,7 +75,7 @@ def test_recorded_lines_are_exact() -> None:
     assert (line.source, line.certainty) == ("recorded", Certainty.EXACT)
     forward = Block.forward
     assert ops_and_lines(z) == {
-        "MulBackward0": line_of(test_recorded_lines_are_exact, 4),
+        "MulBackward0": line_of(test_recorded_lines_are_exact, 5),
         "AddBackward0": line_of(forward, 3),
         "AddmmBackward0": line_of(forward, 1),  # the last one walked: `up`
         "PowBackward0": line_of(forward, 4),
@@ -96,7 +96,7 @@ def test_before_and_after_nothing_is_recorded() -> None:
     after = x.sin()
     found = [whole(torchwhere.forward_line(y)) for y in (before, first, between, second, after)]
     function = test_before_and_after_nothing_is_recorded
-    assert found == [None, line_of(function, 5), None, line_of(function, 8), None]
+    assert found == [None, line_of(function, 6), None, line_of(function, 9), None]
 
 
 def test_a_decorator_nested_and_an_exception() -> None:
@@ -122,7 +122,7 @@ def test_a_decorator_nested_and_an_exception() -> None:
     except KeyError:
         pass
     assert whole(torchwhere.forward_line(z)) == line_of(
-        test_a_decorator_nested_and_an_exception, 14
+        test_a_decorator_nested_and_an_exception, 18
     )
     assert sys.gettrace() is None
     assert sys._getframe().f_trace is None
@@ -318,7 +318,7 @@ def test_an_error_of_a_custom_backward() -> None:
     line = torchwhere.forward_line(raised.value)
     assert line is not None
     assert (whole(line), line.certainty) == (
-        line_of(test_an_error_of_a_custom_backward, 14),
+        line_of(test_an_error_of_a_custom_backward, 15),
         Certainty.EXACT,
     )
 
