@@ -221,7 +221,7 @@ def test_a_library_for_another_torch_is_refused(
     """One that got a name which is not its own is told by what is inside it."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "built_for", lambda: "another")
-        with pytest.raises(loading.RefusedFileError, match=r"was built for .*, this is another"):
+        with pytest.raises(loading.RefusedLibraryError, match=r"was built for .*, this is another"):
             loading.load(next(path for path in cache.iterdir() if path.suffix == ".so"))
 
 
@@ -861,9 +861,9 @@ def test_the_same_is_recorded(
 
 STEP = {  # what of ours in Python a step takes that is like the one before
     "make_wrapper.<locals>.__call__",
-    "BackwardSense._make_wrapper.<locals>._engine_run_backward",
-    "OptimizerSense._make_before.<locals>.before",
-    "OptimizerSense._make_after.<locals>.after",
+    "BackwardHook._make_wrapper.<locals>._engine_run_backward",
+    "OptimizerHook._make_before.<locals>.before",
+    "OptimizerHook._make_after.<locals>.after",
 }
 
 
