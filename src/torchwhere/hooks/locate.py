@@ -29,7 +29,7 @@ from torchwhere.model.module_names import NameTable, owner
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
     "Optimizer.profile_hook_step.<locals>.wrapper",
-    "OptimizerSense.watch_deepspeed.<locals>.step",
+    "OptimizerHook.watch_deepspeed.<locals>.step",
 )
 
 

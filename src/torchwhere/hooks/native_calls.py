@@ -40,7 +40,7 @@ def make_wrapper(
     errors: ErrorLimiter,
     runs_directly: bool,
 ) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-    """The wrapper, `call_through` and `retire`, as `ModuleSense._make_wrapper` gives them."""
+    """The wrapper, `call_through` and `retire`, as `ModuleHook._make_wrapper` returns them."""
     enter, leave, rarely = (
         calls.enter,
         calls.leave,
