@@ -82,8 +82,7 @@ class Exits:
     _looked: int | None = None
     _first_external_ns: int | None = None
     _first_sigterm: _Sigterm | None = None
-    # ranks that exited without an exit record and not by SIGTERM
-    _exited_alone: frozenset[int] | None = None
+    _has_cause: bool | None = None
 
     def has_failed(self, rank: int) -> bool:
         """Whether a rank failed, by its exit record or by what its crash left."""
@@ -226,17 +225,14 @@ class Exits:
         return is_by_code or 0 < max(label.last_ns, label.beat_ns) <= first.recorded_ns < _NEVER
 
     def _was_ended_by_launcher(self, rank: int) -> bool:
-        """Whether SIGTERM ended a rank after another rank had exited by itself. A rank whose exit
-        code is unknown may have been ended that way."""
-        code = self._status(rank).exit_code
-        if code is not None and not self._got_sigterm(rank):
+        """Whether SIGTERM ended a rank after another rank had exited by itself."""
+        if not self._got_sigterm(rank):
             return False
-        if self._exited_alone is None:
-            codes = {other: self._status(other).exit_code for other in self.killed()}
-            self._exited_alone = frozenset(
-                other for other, known in codes.items() if known not in (None, -signal.SIGTERM)
+        if self._has_cause is None:
+            self._has_cause = any(not self._got_sigterm(other) for other in self.killed()) or bool(
+                self.failed()
             )
-        return bool(self._exited_alone) or (code is not None and bool(self.failed()))
+        return self._has_cause
 
     def _sigterm(self) -> _Sigterm:
         if self._first_sigterm is None:

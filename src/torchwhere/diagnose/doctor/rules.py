@@ -423,8 +423,7 @@ class Rules:
         codes = {
             rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None
         }
-        are_known = len(ranks) == 1 or len(codes) == len(ranks)
-        is_seen = are_known and all(map(exits.was_seen_to_exit, ranks))
+        is_seen = all(map(exits.was_seen_to_exit, ranks))
         return context.verdict(
             VerdictKind.DEAD,
             culprits=tuple(ranks),
