@@ -1,5 +1,4 @@
-"""What a clerk writes down of boxes, and what a hearing makes of it: the same as the boxes
-themselves say."""
+"""Encoding boxes as batches and decoding them again gives what the boxes hold."""
 
 from __future__ import annotations
 
@@ -22,13 +21,10 @@ from torchwhere.blackbox.summary import summarize
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.encode import Encoder
-from torchwhere.diagnose.calls.keys import Signatures
+from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
+from torchwhere.diagnose.calls.keys import SignatureParser
 from torchwhere.diagnose.calls.order import narrow
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-
-# pytest takes what is called Test
-from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
-from torchwhere.diagnose.calls.rank_calls import heard as hear_run
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 
 
@@ -40,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def heard(box: Box) -> Said:
-    return JobCalls().hear(box.rank, box)
+def encoded(box: Box) -> RankCalls:
+    return JobCalls().add_box(box.rank, box)
 
 
 def test_events_come_back(folder: Path) -> None:
@@ -50,41 +46,43 @@ def test_events_come_back(folder: Path) -> None:
     seen = 0
     for path in sorted(folder.glob("*.box")):
         box = read_box(path)
-        said = heard(box)
+        rank_calls = encoded(box)
         by_record = {event.number: event for event in box.events(kinds={"collective"})}
-        for key, calls in said.calls.items():
+        for key, calls in rank_calls.calls.items():
             for number in range(calls.first, calls.last + 1):
-                event = said.issued(key, number)
+                event = rank_calls.issued(key, number)
                 assert event == by_record[calls.record(number)]
                 seen += 1
-        assert said.last_collective == by_record[max(by_record)]
+        assert rank_calls.last_collective == by_record[max(by_record)]
     assert seen > 32 * 100
 
 
-def test_clerks_agree(folder: Path) -> None:
-    """Who reads all boxes and who reads one say the same of it, in whatever order they come."""
+def test_encoders_agree(folder: Path) -> None:
+    """A box gives the same calls alone and among others, in whatever order boxes are read."""
     paths = sorted(folder.glob("*.box"), reverse=True)
     paths = [*paths[::3], *paths[1::3], *paths[2::3]]
     reader, encoder, job_calls = BoxReader(), Encoder(), JobCalls()
     for start in range(0, len(paths), 5):
         batch = encoder.encode(reader.read(path) for path in paths[start : start + 5])
-        job_calls.admit(batch, encoder=0, wanted=set(paths))
+        job_calls.add_batch(batch, encoder=0, wanted=set(paths))
     for path in paths:
-        alone = heard(read_box(path))
+        alone = encoded(read_box(path))
         among = job_calls.by_rank[alone.rank]
-        assert spoken(among) == spoken(alone)
+        assert all_calls(among) == all_calls(alone)
         assert among.rank_summary.last_line == alone.rank_summary.last_line
         assert (among.rank_summary.steps_per_s, among.rank_summary.last_step) == (
             *(alone.rank_summary.steps_per_s, alone.rank_summary.last_step),
         )
 
 
-def spoken(said: Said) -> dict[Any, Any]:
-    """All calls, in words that do not depend on who numbered what."""
+def all_calls(rank_calls: RankCalls) -> dict[Any, Any]:
+    """All calls, as events, which do not depend on ids."""
     found = {}
-    for key, calls in said.calls.items():
-        title = (said.shared_ids.group(key), key.source, key.destination)
-        found[title] = [said.issued(key, number) for number in range(calls.first, calls.last + 1)]
+    for key, calls in rank_calls.calls.items():
+        title = (rank_calls.shared_ids.group(key), key.source, key.destination)
+        found[title] = [
+            rank_calls.issued(key, number) for number in range(calls.first, calls.last + 1)
+        ]
     return found
 
 
@@ -129,13 +127,20 @@ def box_of(numbers: list[int]) -> Box:
 def test_numbers(numbers: list[int], kept: list[int]) -> None:
     """Of a stream its newest calls without a hole are kept: swapped ones in order, of a group made
     anew the new ones."""
-    said = heard(box_of(numbers))
+    rank_calls = encoded(box_of(numbers))
     found = [
-        number for calls in said.calls.values() for number in range(calls.first, calls.last + 1)
+        number
+        for calls in rank_calls.calls.values()
+        for number in range(calls.first, calls.last + 1)
     ]
     assert found == kept
-    assert all(said.issued(key, number) is not None for key in said.calls for number in kept)
-    assert all(said.issued(key, -1) is None and said.order(key, 10**6) == -1 for key in said.calls)
+    assert all(
+        rank_calls.issued(key, number) is not None for key in rank_calls.calls for number in kept
+    )
+    assert all(
+        rank_calls.issued(key, -1) is None and rank_calls.order(key, 10**6) == -1
+        for key in rank_calls.calls
+    )
 
 
 def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> None:
@@ -150,7 +155,7 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
     at = whole.geometry.ring_at + torn.number % whole.geometry.capacity * 64
     data[at + 20] ^= 0xFF
     (tmp_path / "rank3.box").write_bytes(data)
-    one, other = heard(whole), heard(read_box(tmp_path / "rank3.box"))
+    one, other = encoded(whole), encoded(read_box(tmp_path / "rank3.box"))
     for key, calls_before in one.calls.items():
         is_torn_stream = one.shared_ids.group(key).mesh_dim == "tp" and key.source == -1
         first = torn.fields["number"] + 1 if is_torn_stream else calls_before.first
@@ -160,23 +165,23 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
 
 def test_counts_without_names(folder: Path) -> None:
     """A box whose table is cut off has counted what it cannot name: its label says so, and it is
-    not heard at all."""
+    not read at all."""
     box = read_box(folder / "rank3.box")
     assert not summarize(box).lacks_counts
     box.names.clear()
     assert summarize(box).lacks_counts
-    assert (heard(box).counts, heard(box).calls) == ({}, {})
+    assert (encoded(box).counts, encoded(box).calls) == ({}, {})
     run = BoxRun(folder, {3: box, 4: read_box(folder / "rank4.box")})
-    assert list(hear_run(run).by_rank) == [4]
+    assert list(calls_of_run(run).by_rank) == [4]
 
 
 def test_times_keep_their_order_over_hours() -> None:
     """Times are kept to a part in four thousand million of what the ring spans."""
     box = box_of([0, 1, 2, 3])
     box.records["t_ns"] = [0, 10**9, 3600 * 10**9, 3600 * 10**9 + 5_000]
-    said = heard(box)
-    (key,) = said.calls
-    assert [said.issued_ns(key, number) for number in range(4)] == pytest.approx(
+    rank_calls = encoded(box)
+    (key,) = rank_calls.calls
+    assert [rank_calls.issued_ns(key, number) for number in range(4)] == pytest.approx(
         box.records["t_ns"].tolist(), abs=1_000
     )
 
@@ -211,16 +216,16 @@ def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
     """The short cut for signatures that differ in group and peer gives what JSON gives, for names
     that mislead it too."""
     fields = FIELDS | change
-    reader = Signatures()
+    parser = SignatureParser()
     for _ in range(2):
-        signature, group = reader.read(json.dumps(fields))
+        signature, group = parser.parse(json.dumps(fields))
         assert signature is not None
         assert (signature.op, group, signature.peer) == (
             fields["op"],
             fields["group"],
             -1 if fields["peer"] is None else fields["peer"],
         )
-        backwards, _ = Signatures().read(json.dumps(dict(reversed(fields.items()))))
+        backwards, _ = SignatureParser().parse(json.dumps(dict(reversed(fields.items()))))
         assert backwards is not None
         assert signature.signature_id == backwards.signature_id
 
@@ -230,22 +235,22 @@ def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
 )
 def test_what_is_no_signature(text: str) -> None:
     """An entry that is no JSON object is no collective."""
-    assert Signatures().read(text) == (None, "")
+    assert SignatureParser().parse(text) == (None, "")
 
 
 def test_roots_must_agree_and_peers_need_not() -> None:
     """The root is part of what ranks agree on; who a message goes to is not, and who sends it
     neither."""
-    reader = Signatures()
+    parser = SignatureParser()
 
-    def form(**change: Any) -> Any:
-        signature, _ = reader.read(json.dumps(FIELDS | change))
+    def signature_id(**change: Any) -> Any:
+        signature, _ = parser.parse(json.dumps(FIELDS | change))
         assert signature is not None
         return signature.signature_id
 
-    assert form(peer=1) == form(peer=2) == form(op="recv", peer=2)
-    assert form(op="broadcast", peer=1) != form(op="broadcast", peer=2)
-    assert form(shapes=[[2, 2]]) == form(shapes=[[4]]) != form(bytes=20)
+    assert signature_id(peer=1) == signature_id(peer=2) == signature_id(op="recv", peer=2)
+    assert signature_id(op="broadcast", peer=1) != signature_id(op="broadcast", peer=2)
+    assert signature_id(shapes=[[2, 2]]) == signature_id(shapes=[[4]]) != signature_id(bytes=20)
 
 
 @pytest.mark.parametrize(

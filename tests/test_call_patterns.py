@@ -12,7 +12,7 @@ import pytest
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.call_patterns import Patterns, Unexpected, _Past, unexpected_tokens
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
@@ -89,7 +89,7 @@ def test_what_is_done_again_is_a_habit(tmp_path: Path) -> None:
             yield recv(1 - rank)
 
     Player(rounds(2, body, count=30)).play().write(tmp_path, [Skew()] * 2, ["a"] * 2)
-    deviations = Patterns(heard(read_run(tmp_path)), ranks=2).of(0).deviations
+    deviations = Patterns(calls_of_run(read_run(tmp_path)), ranks=2).of(0).deviations
     late = min(
         (deviation for deviation in deviations if deviation.record > 3 * 5),
         key=lambda deviation: deviation.record,

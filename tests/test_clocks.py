@@ -1,11 +1,12 @@
-"""Clocks: offsets and drift between hosts are found by what ranks did together, and lateness is not
-taken for either."""
+"""Clocks: offsets and drifts between hosts are found from calls, and lateness is not mistaken for
+either."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +34,8 @@ def clocks_of(folder: Path) -> Clocks:
 def worst_ns(
     player: Player, clocks: Clocks, skews: list[Skew], *, ranks: range | None = None
 ) -> float:
-    """How far what was aligned is from what the clock of the first of the ranks showed at that
-    moment, at the worst."""
+    """Returns the largest difference between an aligned time and the reference clock at that
+    moment."""
     chosen = ranks or range(len(player.log))
     reference = skews[chosen[0]]
     return max(
@@ -88,12 +89,11 @@ def jitter(chance: random.Random, ns: float) -> Act:
     return work(ns * (0.7 + 0.6 * chance.random()))
 
 
-# -- what is removed -------------------------------------------------------------------------------
+# -- what is corrected -----------------------------------------------------------------------------
 
 
 def test_offsets_and_drift(tmp_path: Path) -> None:
-    """Offsets of 5 s and drifts of 100 ppm, one way and the other, are removed to under a
-    millisecond over a minute."""
+    """Offsets of 5 s and drifts of 100 ppm are corrected to below a millisecond over a minute."""
     world = range(4)
     programs = steps(
         4,
@@ -116,9 +116,8 @@ def test_offsets_and_drift(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skews", [SKEWS, [Skew()] * 4], ids=["skewed", "right"])
-def test_straggler_stays_one(tmp_path: Path, skews: list[Skew]) -> None:
-    """A rank that is late by 30 ms at every call, in the same place, is late by 30 ms afterwards:
-    not aligned away."""
+def test_straggler_stays_late(tmp_path: Path, skews: list[Skew]) -> None:
+    """A rank that is 30 ms late at every call is still 30 ms late after the alignment."""
     world = range(4)
 
     def body(rank: int, chance: random.Random) -> list[Act]:
@@ -142,8 +141,7 @@ def test_straggler_stays_one(tmp_path: Path, skews: list[Skew]) -> None:
 
 
 def test_messages_both_ways(tmp_path: Path) -> None:
-    """A pipeline that only sends: forward one way, backward the other, stage by stage, with nothing
-    recorded in between."""
+    """A pipeline that only sends, forward and backward, is aligned by its messages."""
     player = Player(steps(4, pipeline((0, 20), (0, 20)), count=400)).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
@@ -152,8 +150,7 @@ def test_messages_both_ways(tmp_path: Path) -> None:
 
 
 def test_small_groups_only(tmp_path: Path) -> None:
-    """Ranks 0 and 3 have no group in common: they are aligned over those in between, who compute
-    after each call."""
+    """Ranks 0 and 3 have no group in common: the ranks in between connect them."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
         pairs = [pair for pair in ((0, 1), (1, 2), (2, 3)) if rank in pair]
@@ -167,8 +164,7 @@ def test_small_groups_only(tmp_path: Path) -> None:
 
 
 def test_calls_that_do_not_wait(tmp_path: Path) -> None:
-    """Where no call waits, seconds are removed all the same, as well as the ranks' arrivals
-    allow."""
+    """If no call waits, offsets of seconds are still corrected, as far as arrivals allow."""
     world = range(4)
     programs = steps(
         4,
@@ -189,7 +185,7 @@ def test_calls_that_do_not_wait(tmp_path: Path) -> None:
     assert worst_ns(player, clocks, SKEWS) < drifted_apart_ns + 20 * MS
 
 
-# -- programs of many kinds: whoever leaves a call computes for a while, and nothing is recorded unt
+# -- programs of many kinds: ranks compute after each call, and record nothing until then ----------
 
 
 def straggler(rank: int, chance: random.Random) -> list[Act]:
@@ -232,12 +228,12 @@ def microbatches(rank: int, chance: random.Random) -> list[Act]:
 
 
 def in_a_ring(rank: int, chance: random.Random) -> list[Act]:
-    """Everyone sends to the next, one way round only."""
+    """Each rank sends to the next one, in one direction only."""
     return [send((rank + 1) % 5), recv((rank - 1) % 5), spread(chance, 0, 20)]
 
 
 def scheduled_badly(rank: int, chance: random.Random) -> list[Act]:
-    """Mostly soon, at times very late, everywhere."""
+    """Ranks are mostly quick after a call, and sometimes very slow."""
 
     def noise() -> Act:
         return work(MS * (chance.expovariate(0.5) + (chance.random() < 0.1) * 50 * chance.random()))
@@ -261,7 +257,7 @@ def an_hour(rank: int, chance: random.Random) -> list[Act]:
 
 
 def alike(rank: int, chance: random.Random) -> list[Act]:
-    """Nobody is ever quick after a call, but all are alike."""
+    """No rank is ever quick after a call, but all take equally long."""
     return [
         spread(chance, 7, 13),
         call(range(8)),
@@ -295,8 +291,8 @@ def skewed(ranks: int, seed: int) -> list[Skew]:
     ]
 
 
-def doubts_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
-    """Whether every rank is as right as is said. (A call is 3 us old when it is recorded.)"""
+def uncertainties_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
+    """Whether no clock is further off than its uncertainty. (A call is recorded 3 us late.)"""
     said = [clocks.of(rank) for rank in range(len(player.log))]
     return all(
         clock is not None
@@ -316,17 +312,17 @@ def doubts_hold(player: Player, clocks: Clocks, skews: list[Skew]) -> bool:
     ("body", "ranks", "count"), PROGRAMS, ids=[body.__name__ for body, _, _ in PROGRAMS]
 )
 def test_programs(tmp_path: Path, body: Body, ranks: int, count: int) -> None:
-    """Under a millisecond is left, and no clock is further off than is said of it."""
+    """Errors are below a millisecond, and no clock is further off than its uncertainty."""
     skews = skewed(ranks, seed=1)
     player = Player(steps(ranks, body, count=count, seed=1)).play()
     player.write(tmp_path, skews, [f"host{rank}" for rank in range(ranks)])
     clocks = clocks_of(tmp_path)
     assert worst_ns(player, clocks, skews) < 1 * MS
-    assert doubts_hold(player, clocks, skews)
+    assert uncertainties_hold(player, clocks, skews)
 
 
 def test_rank_that_stops_early(tmp_path: Path) -> None:
-    """It is aligned as long as it is there; the others are, to the end."""
+    """A rank that stops early is aligned until then, and the others until the end."""
     everyone, rest = range(4), range(3)
     programs = steps(
         4,
@@ -345,11 +341,11 @@ def test_rank_that_stops_early(tmp_path: Path) -> None:
     clocks = clocks_of(tmp_path)
     assert player.log[3][-1][0] < 0.6 * player.log[0][-1][0]
     assert worst_ns(player, clocks, SKEWS) < 1 * MS
-    assert doubts_hold(player, clocks, SKEWS)
+    assert uncertainties_hold(player, clocks, SKEWS)
 
 
-def test_ring_that_went_round(tmp_path: Path) -> None:
-    """Of what a box still holds; ranks do not all hold the same calls."""
+def test_ring_that_wrapped(tmp_path: Path) -> None:
+    """Clocks are aligned by the calls that rings still hold, which differ between ranks."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
         notes = [mark(Kind.NOTE)] * rank
@@ -360,10 +356,10 @@ def test_ring_that_went_round(tmp_path: Path) -> None:
     clocks = clocks_of(tmp_path)
     player.log = [log[-1400:] for log in player.log]
     assert worst_ns(player, clocks, SKEWS) < 1 * MS
-    assert doubts_hold(player, clocks, SKEWS)
+    assert uncertainties_hold(player, clocks, SKEWS)
 
 
-# -- what nobody can know --------------------------------------------------------------------------
+# -- what cannot be known --------------------------------------------------------------------------
 
 
 def slower_by_rank(rank: int, chance: random.Random) -> list[Act]:
@@ -373,14 +369,16 @@ def slower_by_rank(rank: int, chance: random.Random) -> list[Act]:
 @pytest.mark.parametrize(
     "body", [slower_by_rank, pipeline((3, 5), (6, 10))], ids=["calls", "messages"]
 )
-def test_doubt_is_said(tmp_path: Path, body: Body, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where each rank takes its own time after every call, offsets within that time explain all
-    that was recorded. That is said, by as much as clocks can be off."""
+def test_uncertainty_is_printed(
+    tmp_path: Path, body: Body, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If each rank takes its own time after every call, many offsets explain all records. The
+    uncertainty covers them and is printed."""
     player = Player(steps(4, body, count=200)).play()
     player.write(tmp_path, SKEWS, HOSTS)
     clocks = clocks_of(tmp_path)
     assert worst_ns(player, clocks, SKEWS) > 1 * MS
-    assert doubts_hold(player, clocks, SKEWS)
+    assert uncertainties_hold(player, clocks, SKEWS)
     doubts = [clock.uncertainty_ns or 0 for clock in clocks.clocks[1:]]
     assert all(1 * MS < doubt < 100 * MS for doubt in doubts)
     assert main(["trace", str(tmp_path), "-o", str(tmp_path / "trace.json")]) == 0
@@ -395,8 +393,7 @@ def test_doubt_is_said(tmp_path: Path, body: Body, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_no_bound_without_waiting(tmp_path: Path, backend: str) -> None:
-    """Calls that may only go into a queue are aligned by, if times allow, but bound nothing for
-    certain."""
+    """Calls that may only be queued align clocks if they fit, but give no uncertainty."""
     player = Player(
         steps(4, lambda rank, chance: [spread(chance, 0, 20), call(range(4))], count=100)
     ).play()
@@ -406,12 +403,81 @@ def test_no_bound_without_waiting(tmp_path: Path, backend: str) -> None:
     assert [clock.uncertainty_ns for clock in clocks.clocks] == [None] * 4
 
 
-# -- what is not touched ---------------------------------------------------------------------------
+def test_slow_calls_do_not_move_a_clock(tmp_path: Path) -> None:
+    """A few calls that are issued very late do not move a clock that only asynchronous calls
+    align."""
+
+    def body(rank: int, chance: random.Random) -> list[Act]:
+        slow_ms = 200 if rank else 20
+        noise_ms = [
+            chance.expovariate(0.5) + (chance.random() < 0.1) * slow_ms * chance.random()
+            for _ in range(2)
+        ]
+        return [act for ms in noise_ms for act in (work(ms * MS), call(range(4)))]
+
+    player = Player(steps(4, body, count=300)).play()
+    for log in player.log:
+        log[:] = [
+            (true_ns, replace(act, is_async=act.what == "call"), number)
+            for true_ns, act, number in log
+        ]
+    player.write(tmp_path, SKEWS, HOSTS)
+    clocks = clocks_of(tmp_path)
+    assert {clock.evidence for clock in clocks.clocks[1:]} == {Evidence.ISSUES}
+    assert worst_ns(player, clocks, SKEWS) < 2 * MS
+
+
+def queued(player: Player) -> Player:
+    """Makes asynchronous calls look like calls that go into the queue of a GPU: they do not wait,
+    and no flag says so."""
+    for log in player.log:
+        log[:] = [(true_ns, replace(act, is_async=False), number) for true_ns, act, number in log]
+    return player
+
+
+def test_messages_that_do_not_wait(tmp_path: Path) -> None:
+    """Messages that return before they have arrived do not mislead clocks that collectives
+    connect."""
+
+    def body(rank: int, chance: random.Random) -> list[Act]:
+        if rank % 2:
+            message = [recv(rank - 1, is_async=True)]
+        else:
+            message = [work(25 * MS), send(rank + 1, is_async=True)]
+        after = [mark(Kind.NOTE), spread(chance, 0, 20)]
+        return [spread(chance, 0, 20), call(range(4)), *after, *message, *after]
+
+    player = queued(Player(steps(4, body, count=200)).play())
+    player.write(tmp_path, SKEWS, HOSTS)
+    clocks = clocks_of(tmp_path)
+    assert worst_ns(player, clocks, SKEWS) < 1 * MS
+    assert uncertainties_hold(player, clocks, SKEWS)
+
+
+def test_queued_and_asynchronous_groups(tmp_path: Path) -> None:
+    """Two hosts may share a group whose calls turn out not to wait and one with asynchronous calls
+    only."""
+    pairs = (range(4), range(3, -1, -1))
+
+    def body(rank: int, chance: random.Random) -> list[Act]:
+        return [
+            act
+            for ranks, is_async in zip(pairs, (False, True), strict=True)
+            for act in (jitter(chance, 20 * MS), call(ranks, is_async=is_async))
+        ]
+
+    player = Player(steps(4, body), waits=False).play()
+    player.write(tmp_path, SKEWS, HOSTS)
+    clocks = clocks_of(tmp_path)
+    assert {clock.evidence for clock in clocks.clocks[1:]} == {Evidence.ISSUES}
+
+
+# -- what is not corrected -------------------------------------------------------------------------
 
 
 def test_late_host_of_a_gpu_job(tmp_path: Path) -> None:
-    """Calls that only go into a queue say nothing of a clock: a host that is 30 ms late on a right
-    clock stays late."""
+    """Calls that are only queued say nothing about a clock: a host with a right clock that is 30 ms
+    late stays late."""
     world = range(4)
 
     def body(rank: int, chance: random.Random) -> list[Act]:
@@ -429,8 +495,7 @@ def test_late_host_of_a_gpu_job(tmp_path: Path) -> None:
 
 
 def test_ranks_of_a_host_share_a_clock(tmp_path: Path) -> None:
-    """Two ranks of a host are one clock, and what they took for the wall-clock time, a little
-    apart, is made one."""
+    """Two ranks of a host share a clock, although their wall-clock offsets differ a little."""
     world, hosts, skews = range(4), ["a", "a", "b", "b"], [SKEWS[0], SKEWS[0], SKEWS[1], SKEWS[1]]
     player = Player(steps(4, lambda rank, chance: [jitter(chance, 100 * MS), call(world)])).play()
     player.write(tmp_path, skews, hosts, offsets=[0, 7 * MS, 0, -3 * MS])
@@ -446,7 +511,7 @@ def test_ranks_of_a_host_share_a_clock(tmp_path: Path) -> None:
 
 
 def test_hosts_of_one_name(tmp_path: Path) -> None:
-    """Ranks that say they are of one host, and cannot be: each has its own clock."""
+    """Ranks with one host name that cannot be on one host have their own clocks."""
     world = range(4)
     player = Player(
         steps(4, lambda rank, chance: [jitter(chance, 10 * MS), call(world)], count=200)
@@ -458,8 +523,8 @@ def test_hosts_of_one_name(tmp_path: Path) -> None:
 
 
 def test_islands(tmp_path: Path) -> None:
-    """Two pairs that never meet are aligned each by itself; one that meets nobody keeps its clock.
-    All of this is said."""
+    """Two pairs without a common call are aligned separately, and a rank without any call keeps its
+    clock; the evidence says so."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
         return [
@@ -482,8 +547,8 @@ def test_islands(tmp_path: Path) -> None:
     assert clocks.offset_ns(4, WALL_NS) == 0
 
 
-def test_nobody_and_strangers() -> None:
-    """No ranks give no clocks; the time of a rank that nobody knows is left as it is."""
+def test_no_ranks_and_unknown_ranks() -> None:
+    """No ranks give no clocks, and times of an unknown rank stay as they are."""
     clocks = aligned([])
     assert clocks.clocks == ()
     assert clocks.aligned_ns(3, 12345) == 12345

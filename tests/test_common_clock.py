@@ -10,7 +10,7 @@ import pytest
 from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_run
@@ -56,7 +56,7 @@ def test_a_clock_is_no_straggler(tmp_path: Path, skews: list[Skew]) -> None:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int) -> None:
     """Whoever is late by 15 ms is named, with that, though clocks are 50 ms apart; what they may
-    still be off is said."""
+    still be off is printed."""
     verdict = judged(tmp_path, hosts=["a", "b"], skews=skews, slow=slow)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("straggler", (slow,), "inferred")
     assert verdict.facts["late_s"] == pytest.approx(SLOW_NS / 1e9, rel=0.05)
@@ -81,6 +81,6 @@ def test_late_among_its_own(tmp_path: Path) -> None:
     plain = [Skew()] * 4
     (tmp_path / "plain").mkdir()
     judged(tmp_path / "plain", hosts=["a", "a", "b", "b"], skews=plain, slow=3)
-    late = straggler(heard(read_run(tmp_path / "plain")))
+    late = straggler(calls_of_run(read_run(tmp_path / "plain")))
     assert late is not None
     assert (late.rank, late.unsure_s) == (3, 0.0)

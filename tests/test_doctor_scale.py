@@ -19,8 +19,8 @@ from synthetic_boxes import RANKS, VICTIM, Made, made_once, make
 from synthetic_job import TP, Job
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxSummary
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.load import load_calls
-from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.verdict import State, Verdict
 from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.render.verdict import verdict_json
@@ -167,21 +167,20 @@ def test_rings_have_wrapped(fault: str, kind: str, made: Made) -> None:
 # -- how -------------------------------------------------------------------------------------------
 
 
-def test_processes_say_the_same(made: Made) -> None:
-    """Read here or by several processes, each with numbers of its own: one verdict, word for
-    word."""
+def test_processes_give_the_same_verdict(made: Made) -> None:
+    """Boxes read here or by several processes, each with its own ids, give the same verdict."""
     folder = made("shape")
     here, there = (judged(load_calls(folder, processes=processes)) for processes in (0, 3))
     assert here.to_dict() == there.to_dict()
     assert here.explanation == there.explanation
 
 
-def judged(heard: tuple[RunSummary[BoxSummary], JobCalls]) -> Verdict:
-    return diagnose_run(heard[0], {}, stall_s=10, job_calls=heard[1])
+def judged(loaded: tuple[RunSummary[BoxSummary], JobCalls]) -> Verdict:
+    return diagnose_run(loaded[0], {}, stall_s=10, job_calls=loaded[1])
 
 
 def test_without_processes(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no process can be started, or it ends at once, the boxes are read here."""
+    """If no process can be started, or it ends at once, the boxes are read here."""
     for program in ("/bin/false", "/nowhere/python"):
         monkeypatch.setattr(sys, "executable", program)
         run, job_calls = load_calls(made("missing"), processes=2)
@@ -189,15 +188,15 @@ def test_without_processes(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_progress(made: Made) -> None:
-    """Whoever asks is told how many boxes have been read, up to all of them."""
+    """`on_progress` gets the number of boxes read, up to all of them."""
     told: list[tuple[int, int]] = []
     diagnose_folder(made("none"), on_progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert (len(told) > 8, told[-1]) == (True, (RANKS, RANKS))
 
 
-def test_a_group_is_one_thing(made: Made) -> None:
-    """What a thousand boxes list, each of them a thousand members, is kept once."""
+def test_groups_are_shared(made: Made) -> None:
+    """A group that a thousand boxes list, each with a thousand members, is kept once."""
     _, job_calls = load_calls(made("none"), processes=2)
     job = Job(RANKS)
     worlds = {
@@ -208,12 +207,11 @@ def test_a_group_is_one_thing(made: Made) -> None:
     }
     assert len(worlds) == 1
     with pytest.raises(IndexError):
-        job_calls.shared_ids.groups.thing(1 + job.pp * job.dp + job.pp * TP + job.dp * TP)
+        job_calls.shared_ids.groups[1 + job.pp * job.dp + job.pp * TP + job.dp * TP]
 
 
-def test_earlier_boxes_are_not_heard(made: Made, tmp_path: Path) -> None:
-    """A box that a larger run before left in the folder is set aside, by whatever process it was
-    read."""
+def test_earlier_boxes_are_left_out(made: Made, tmp_path: Path) -> None:
+    """A box that a larger run left in the folder is left out, whatever process reads it."""
     folder = tmp_path / "run"
     shutil.copytree(made("none", ranks=64), folder)
     make(Job(128, steps=2, records=512), tmp_path / "larger")
@@ -241,10 +239,10 @@ def test_work_grows_as_the_ranks_do(fault: str, made: Made) -> None:
     work = {}
     for ranks in (256, RANKS):
         folder = made(fault, ranks=ranks)
-        heard = load_calls(folder, processes=0)
+        loaded = load_calls(folder, processes=0)
         work[ranks] = (
             calls_made(lambda folder=folder: load_calls(folder, processes=0)),
-            calls_made(lambda heard=heard: judged(heard)),
+            calls_made(lambda loaded=loaded: judged(loaded)),
         )
     for few, many in zip(work[256], work[RANKS], strict=True):
         assert many / few < 1.25 * RANKS / 256, work
@@ -256,16 +254,15 @@ def test_half_the_ranks_wait_for_the_other_half(tmp_path: Path) -> None:
     for ranks in (256, RANKS):
         job = Job(ranks, steps=2, records=256, fault="none")
         make(job, tmp_path / f"{ranks}", done=lambda rank, length: length - 4 * (rank % 2))
-        heard = load_calls(tmp_path / f"{ranks}", processes=0)
-        verdict = judged(heard)
+        loaded = load_calls(tmp_path / f"{ranks}", processes=0)
+        verdict = judged(loaded)
         assert (verdict.kind, verdict.culprits) == ("missing", tuple(range(1, ranks, 2)))
-        work[ranks] = calls_made(lambda heard=heard: judged(heard))
+        work[ranks] = calls_made(lambda loaded=loaded: judged(loaded))
     assert work[RANKS] / work[256] < 1.25 * RANKS / 256, work
 
 
 def test_every_record_is_decoded_once(made: Made) -> None:
-    """The clerk decodes each record of each box once, and the hearing keeps ten bytes or so of a
-    collective."""
+    """The encoder decodes each record of each box once, and keeps about ten bytes a collective."""
     from torchwhere.blackbox.reader import BoxReader
     from torchwhere.diagnose.calls.encode import Encoder
 

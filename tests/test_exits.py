@@ -16,7 +16,7 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls import rank_calls as by_rank
 from torchwhere.diagnose.calls.encode import RankSummary
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.doctor.exits import Exits
 from torchwhere.diagnose.doctor.interruption import interrupted
 from torchwhere.pipeline.verdict import diagnose_folder

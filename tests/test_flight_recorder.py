@@ -28,9 +28,9 @@ from faulty_jobs import FAULTS, WORLD
 from rank_pool import Pool
 from test_doctor import Nursery, kill, wait_for_verdict
 from torchwhere.cli import main
+from torchwhere.core import worker_pool
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.flight_recorder import load
 from torchwhere.flight_recorder.dump import user_line
 from torchwhere.flight_recorder.dumps import read_dumps
 from torchwhere.flight_recorder.verdict import consult_dumps
@@ -253,7 +253,7 @@ def test_many_dumps(program: str | None, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "nccl_trace_rank_7").write_bytes(b"\x80\x02cos\nsystem\n.")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1, 2})
     if program is not None:
-        monkeypatch.setattr(load, "_PROGRAM", program)
+        monkeypatch.setattr(worker_pool, "_PROGRAM", program)
     told: list[tuple[int, int]] = []
     run = read_dumps(tmp_path, on_progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)

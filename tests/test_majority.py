@@ -10,10 +10,10 @@ import pytest
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.diagnose.doctor.majority import Majority
-from torchwhere.diagnose.doctor.roles import roles_of
+from torchwhere.diagnose.doctor.roles import Roles
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import waits
@@ -97,10 +97,11 @@ def test_stages_of_a_pipeline_are_not_compared(tmp_path: Path) -> None:
             acts += [call(range(4))]
         programs.append(acts)
     Player(programs).play().write(tmp_path, [Skew()] * 4, ["a"] * 4)
-    job_calls = heard(read_run(tmp_path))
+    job_calls = calls_of_run(read_run(tmp_path))
     healthy = [wait for wait in waits(job_calls).values() if wait.rank != 2]
     assert healthy
-    assert not any(Majority(job_calls, ranks=range(4)).is_outvoted(wait) for wait in healthy)
+    majority = Majority(job_calls, Roles(job_calls), ranks=range(4))
+    assert not any(majority.is_outvoted(wait) for wait in healthy)
     assert diagnose(read_run(tmp_path)).culprits == (2,)
 
 
@@ -111,8 +112,8 @@ def test_parallel_groups_have_one_role(tmp_path: Path) -> None:
     programs[0].append(send(2))
     programs[2].append(recv(0))
     Player(programs).play().write(tmp_path, [Skew()] * WORLD, ["a"] * WORLD)
-    job_calls = heard(read_run(tmp_path))
-    roles = roles_of(job_calls)
+    job_calls = calls_of_run(read_run(tmp_path))
+    roles = Roles(job_calls)
     keys = {rank: said.counts for rank, said in job_calls.by_rank.items()}
     of_pair = {
         roles.of(rank, key)

@@ -19,7 +19,7 @@ from rank_pool import Pool
 from skewed_job import BOOT_NS, WALL_NS, Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict
 
@@ -300,7 +300,7 @@ def test_shadows_are_marked(four_ranks: Pool, tmp_path: Path, name: str) -> None
     not."""
     judged(four_ranks, tmp_path, name)
     shadows = {}
-    for rank, said in heard(read_run(tmp_path)).by_rank.items():
+    for rank, said in calls_of_run(read_run(tmp_path)).by_rank.items():
         calls = max(said.calls.values(), key=len)
         shadows[rank] = [
             calls.of(number)[1].is_shadow for number in range(calls.first, calls.last + 1)

@@ -31,8 +31,8 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import PASS_LABELS, Pass
-from torchwhere.diagnose.calls.load import load_calls
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
+from torchwhere.diagnose.calls.load import load_calls, load_calls_with
 from torchwhere.diagnose.clocks import host_clocks
 from torchwhere.diagnose.report import collectives, modules, ranks, steps, texts
 from torchwhere.diagnose.report.digest import Digest, step_times
@@ -683,10 +683,7 @@ def test_the_groups_of_a_large_job(large: dict[str, Any]) -> None:
     assert {group["group"] for group in large["collectives"]} >= {"default", "tp", "dp"}
     world = next(group for group in large["collectives"] if group["group"] == "default")
     assert (world["members"], world["count"], world["size"]) == (None, RANKS, RANKS)
-    assert (
-        f"arrival by the clocks of {RANKS // 8} hosts, aligned by what their ranks did together"
-        in world["window"]
-    )
+    assert f"arrival by the aligned clocks of {RANKS // 8} hosts" in world["window"]
     assert "the last of" in first["window"] or first["first"] == 0
 
 
@@ -766,9 +763,7 @@ def test_clocks_of_hosts_that_differ(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make(Job(64, steps=20, records=1024), tmp_path)
     found = report_json(report_on(tmp_path))
     world = next(group for group in found["collectives"] if group["group"] == "default")
-    assert world["window"].endswith(
-        "arrival by the clocks of 8 hosts, aligned by what their ranks did together"
-    )
+    assert world["window"].endswith("arrival by the aligned clocks of 8 hosts")
     assert max(row["skew_ms"] for row in world["rows"]) < 1
     assert max(found["ranks"]["age_ms"]) < 100
     assert all(-1000 < event[0] <= 0.01 for event in found["details"]["27"]["events"])
@@ -783,9 +778,7 @@ def test_too_many_hosts_to_align(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for group in report_json(report_on(tmp_path))["collectives"]
         if group["group"] == "default"
     )
-    assert world["window"].endswith(
-        "the wall clocks of 8 hosts: what differs between these clocks is in the skew"
-    )
+    assert world["window"].endswith("the wall clocks of 8 hosts, not aligned: they add to the skew")
 
 
 def test_workers_give_the_same_report(made: Made) -> None:
@@ -793,12 +786,13 @@ def test_workers_give_the_same_report(made: Made) -> None:
     folder = made("missing")
 
     def report(processes: int) -> str:
-        run, job_calls = load_calls(folder, processes=processes, extra=Digest)
+        run, job_calls, digests = load_calls_with(Digest, folder, processes=processes)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
         made_at = datetime(2026, 1, 1, tzinfo=UTC)
-        return json.dumps(
-            make_report(run, job_calls=job_calls, verdict=verdict, made_at=made_at).to_dict()
+        found = make_report(
+            run, job_calls=job_calls, verdict=verdict, digests=digests, made_at=made_at
         )
+        return json.dumps(found.to_dict())
 
     assert report(2) == report(0)
 
@@ -821,9 +815,10 @@ def test_work_grows_as_the_ranks_do(made: Made) -> None:
     work = {}
     for count in (256, RANKS):
         profile = cProfile.Profile()
-        run, job_calls = load_calls(made("missing", ranks=count), processes=0, extra=Digest)
+        folder = made("missing", ranks=count)
+        run, job_calls, digests = load_calls_with(Digest, folder, processes=0)
         verdict = diagnose_run(run, {}, stall_s=10, job_calls=job_calls)
-        profile.runcall(make_report, run, job_calls=job_calls, verdict=verdict)
+        profile.runcall(make_report, run, job_calls=job_calls, verdict=verdict, digests=digests)
         work[count] = int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
     assert work[RANKS] / work[256] < 1.1 * RANKS / 256, work
 
@@ -905,6 +900,6 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 def test_calls_of_whole_boxes(folder: Path) -> None:
     """Counts of calls are equal for batches of workers and for boxes in memory."""
     run = torchwhere.read_run(folder)
-    counted = list(heard(run).counted(dict.fromkeys(run.boxes, (1, 2))))
+    counted = list(calls_of_run(run).count_calls(dict.fromkeys(run.boxes, (1, 2))))
     assert sum(int(each.counts.sum()) for each in counted) == 4 * 3 * STEPS
     assert sum(int(each.within.sum()) for each in counted) == 4 * 3 * 2

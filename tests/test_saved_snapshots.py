@@ -16,8 +16,8 @@ from synthetic_job import Job
 from torchwhere.blackbox.file_format import pack_header
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import read_run
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.calls.load import load_calls
-from torchwhere.diagnose.calls.rank_calls import heard
 from torchwhere.monitor.monitor import Monitor
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.snapshots.read import fill_from_snapshots, is_of, saved_statuses, summaries_of
@@ -65,7 +65,7 @@ def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS - 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, heard(run))
+    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
     assert (VICTIM in job_calls.by_rank, said) == (False, [])
 
 
@@ -75,8 +75,8 @@ def test_others_went_on(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, heard(run))
-    assert (job_calls.past, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == (
+    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
+    assert (job_calls.stale, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == (
         {VICTIM},
         False,
         True,
@@ -111,7 +111,7 @@ def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
         path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:40]), "empty": b""}[spoil])
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, heard(run))
+    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
     assert (VICTIM in job_calls.by_rank, said) == (False, [])
 
 
@@ -120,16 +120,19 @@ def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
     does not."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, 30_000)
-    for run, job_calls in (load_calls(tmp_path), (read_run(tmp_path), heard(read_run(tmp_path)))):
+    for run, job_calls in (
+        load_calls(tmp_path),
+        (read_run(tmp_path), calls_of_run(read_run(tmp_path))),
+    ):
         counts = job_calls.unnamed_counts[VICTIM]
         key = next(
             key for key in job_calls.by_rank[0].counts if key.source == key.destination == -1
         )
         assert len(set(counts)) > 1
-        assert job_calls.has_come(VICTIM, key, min(counts) - 1) is True
-        assert job_calls.has_come(VICTIM, key, max(counts)) is False
-        assert job_calls.has_come(VICTIM, key, min(counts)) is None
-        assert job_calls.has_come(VICTIM, key._replace(source=0, destination=VICTIM), 0) is None
+        assert job_calls.has_issued(VICTIM, key, min(counts) - 1) is True
+        assert job_calls.has_issued(VICTIM, key, max(counts)) is False
+        assert job_calls.has_issued(VICTIM, key, min(counts)) is None
+        assert job_calls.has_issued(VICTIM, key._replace(source=0, destination=VICTIM), 0) is None
         assert run.world_size == RANKS
 
 

@@ -25,7 +25,7 @@ from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 
 # pytest takes what is called Test
 from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
@@ -70,7 +70,7 @@ def opened(data: bytes) -> HostSnapshot:
 
 def admitted(found: HostSnapshot) -> JobCalls:
     job_calls = JobCalls()
-    job_calls.admit(
+    job_calls.add_batch(
         found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries}
     )
     return job_calls
@@ -97,7 +97,7 @@ def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> N
     job_calls = admitted(found)
     assert sorted(job_calls.by_rank) == list(RANKS)
     for box in boxes:
-        alone, told = JobCalls().hear(box.rank, box), job_calls.by_rank[box.rank]
+        alone, told = JobCalls().add_box(box.rank, box), job_calls.by_rank[box.rank]
         assert spoken(told) == spoken(alone)
         assert told.last_collective == alone.last_collective
         assert {told.shared_ids.group(key).name: count for key, count in told.counts.items()} == {
@@ -156,7 +156,7 @@ def test_cut(boxes: list[Box], calls: int) -> None:
     assert is_cut
     found = admitted(opened(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
-        alone, told = JobCalls().hear(box.rank, box), found.by_rank[box.rank]
+        alone, told = JobCalls().add_box(box.rank, box), found.by_rank[box.rank]
         whole, kept = spoken(alone), spoken(told)
         newest = sorted(
             (event.number for events in whole.values() for event in events), reverse=True

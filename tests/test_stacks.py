@@ -13,7 +13,7 @@ from skewed_job import Player, Skew, call
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.hooks import modules
 from torchwhere.processes.py_spy import PythonFrame
@@ -217,7 +217,7 @@ HELD = {
 def test_what_holds_a_rank(tmp_path: Path) -> None:
     """What the user's line called says it, not what has called the user."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
-    rank_calls = heard(read_run(tmp_path)).by_rank[0]
+    rank_calls = calls_of_run(read_run(tmp_path)).by_rank[0]
     elsewhere = replace(
         rank_calls, rank_summary=rank_calls.rank_summary._replace(in_collective_since_ns=None)
     )
@@ -227,7 +227,7 @@ def test_what_holds_a_rank(tmp_path: Path) -> None:
 def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
     """What runs the finished code of a graph passes through the compilers' files."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
-    rank_calls = heard(read_run(tmp_path)).by_rank[0]
+    rank_calls = calls_of_run(read_run(tmp_path)).by_rank[0]
     stack = (
         "/tmp/torchinductor_me/ab/cab.py:40 in call",
         f"{LIB}/torch/_inductor/compile_fx.py:9 in run",

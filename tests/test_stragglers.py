@@ -11,7 +11,7 @@ import pytest
 from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.stragglers import Straggler, pace, sentences, straggler
 
 WORLD = (0, 1, 2, 3)
@@ -33,7 +33,7 @@ def found(folder: Path, slow: range, *, on_time: range = range(0)) -> Straggler 
         return acts
 
     Player([program(rank) for rank in WORLD]).play().write(folder, [Skew()] * 4, ["node0"] * 4)
-    return straggler(heard(read_run(folder)))
+    return straggler(calls_of_run(read_run(folder)))
 
 
 @pytest.mark.parametrize("first", [3, 60, 140])
@@ -93,7 +93,7 @@ def played(
     Player([program(rank) for rank in world]).play().write(
         folder, [Skew()] * ranks, ["node0"] * ranks
     )
-    return straggler(heard(read_run(folder)))
+    return straggler(calls_of_run(read_run(folder)))
 
 
 def test_several_stragglers(tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_dragged_along(tmp_path: Path) -> None:
         return step * STEPS
 
     Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
-    late = straggler(heard(read_run(tmp_path)))
+    late = straggler(calls_of_run(read_run(tmp_path)))
     assert late is not None
     assert late.ranks == (3,)
 
@@ -184,7 +184,7 @@ def test_lost_once_at_calls_that_do_not_wait(tmp_path: Path) -> None:
         ] * STEPS
 
     Player([program(rank) for rank in WORLD]).play().write(tmp_path, [Skew()] * 4, ["node0"] * 4)
-    late = straggler(heard(read_run(tmp_path)))
+    late = straggler(calls_of_run(read_run(tmp_path)))
     assert late is not None
     assert late.ranks == (1,)
     assert late.late_s == pytest.approx(SLOW_NS / 1e9, rel=0.1)
@@ -236,7 +236,7 @@ def crowded(folder: Path, queued: list[float], *, rounds: int) -> Straggler | No
     Player([program(rank) for rank in WORLD]).play().write(
         folder, [Skew()] * 4, ["node0"] * 4, queued=queued
     )
-    return straggler(heard(read_run(folder)))
+    return straggler(calls_of_run(read_run(folder)))
 
 
 def test_crowded_cores(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_late_for_another_reason(tmp_path: Path) -> None:
 def test_pace_without_steps(tmp_path: Path) -> None:
     """A job that counts no steps has a pace too: collectives a second."""
     played(tmp_path, lambda _, __: USUAL_NS, has_steps=False)
-    found = pace(heard(read_run(tmp_path)))
+    found = pace(calls_of_run(read_run(tmp_path)))
     assert (found.steps_per_s, found.last_step) == (None, None)
     assert str(found) == f"No step has been counted; {found.collectives_per_s:.3g} collectives/s."
     assert found.collectives_per_s == pytest.approx(1e9 / USUAL_NS, rel=0.1)

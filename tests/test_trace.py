@@ -578,15 +578,15 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--step", "99"], "step 99 was not recorded, or is overwritten: {run} has steps 1 to 6"),
+        (
+            ["--step", "99"],
+            "step 99 was not recorded, or overwritten since; {run} has steps 1 to 6",
+        ),
         (
             ["--steps", "50:60"],
-            (
-                "none of the steps 50 to 59 was recorded, or all are overwritten: {run} has steps 1"
-                " to 6"
-            ),
+            ("steps 50 to 59 were not recorded, or overwritten since; {run} has steps 1 to 6"),
         ),
-        (["--rank", "16"], "{run} has no box of rank 16; it has ranks 0 to 15"),
+        (["--rank", "16"], "{run} has no box of rank 16; it has ranks 0-15"),
         (
             ["-o", "{tmp}/none/t.json"],
             (

@@ -17,7 +17,7 @@ from torchwhere.core.errors import TorchwhereError
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.clocks.clocks import Clock, Clocks
-    from torchwhere.diagnose.timeline.load import Survey
+    from torchwhere.diagnose.timeline.load import RunTimelines
     from torchwhere.render.trace import TraceCounts
 
 _MOST_STEP = 0xFFFFFFFE
@@ -101,15 +101,15 @@ def _trace(arguments: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
+def _surveyed(arguments: argparse.Namespace) -> Iterator[RunTimelines]:
     """The run, looked through once, with what is to be said of it; a bar on a terminal as long as
     it is gone through."""
     from torchwhere.core.gc_pause import gc_paused
-    from torchwhere.diagnose.timeline.load import survey
+    from torchwhere.diagnose.timeline.load import load_timelines
     from torchwhere.render.progress import progress_bar
 
     with gc_paused(), progress_bar("reading boxes") as on_progress:
-        found = survey(
+        found = load_timelines(
             arguments.folder,
             ranks=ranks_asked(arguments),
             steps=arguments.steps,
@@ -120,7 +120,7 @@ def _surveyed(arguments: argparse.Namespace) -> Iterator[Survey]:
         yield found
 
 
-def _remarks(found: Survey) -> Iterator[str]:
+def _remarks(found: RunTimelines) -> Iterator[str]:
     if found.lacking:
         few = ", ".join(map(str, found.lacking[:8])) + (
             f" and {len(found.lacking) - 8} more" if len(found.lacking) > 8 else ""
@@ -135,7 +135,7 @@ def _is_folder(out: str) -> bool:
     return out.endswith(("/", os.sep)) or Path(out).is_dir()
 
 
-def _pieces(found: Survey, counter: TraceCounts) -> Iterator[str]:
+def _pieces(found: RunTimelines, counter: TraceCounts) -> Iterator[str]:
     """One file with all ranks."""
     from torchwhere.render import trace
 
@@ -150,7 +150,9 @@ def _pieces(found: Survey, counter: TraceCounts) -> Iterator[str]:
     yield trace.TAIL
 
 
-def _write_folder(folder: Path, arguments: argparse.Namespace) -> tuple[Survey, TraceCounts, int]:
+def _write_folder(
+    folder: Path, arguments: argparse.Namespace
+) -> tuple[RunTimelines, TraceCounts, int]:
     """A file for each rank."""
     from torchwhere.render import trace
 
@@ -180,7 +182,7 @@ def _say_others(folder: Path, ours: set[str]) -> None:
         say(f"{folder} has {few} of another trace beside these: HTA reads all that is in it")
 
 
-def _write_file(out: str, arguments: argparse.Namespace) -> tuple[Survey, TraceCounts, int]:
+def _write_file(out: str, arguments: argparse.Namespace) -> tuple[RunTimelines, TraceCounts, int]:
     """One file with all ranks; its size."""
     from torchwhere.render.trace import TraceCounts
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.calls.rank_calls import Group
+from torchwhere.diagnose.calls.keys import Group
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps

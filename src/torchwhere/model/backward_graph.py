@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from torchwhere.core.interner import Interner
 from torchwhere.core.place import Certainty
 from torchwhere.core.results import Tabular
 from torchwhere.model.graph_walk import Numbers, Trail, is_leaf, sources
@@ -225,24 +226,10 @@ class BackwardGraph(Tabular):
 # -- from the live nodes ---------------------------------------------------------------------------
 
 
-class _Table:
-    """Gives each thing a number, the same to equal ones."""
-
-    def __init__(self, first: Any) -> None:
-        self.found: dict[Any, int] = {first: 0}
-
-    def number(self, thing: Any) -> int:
-        return self.found.setdefault(thing, len(self.found))
-
-    @property
-    def things(self) -> list[Any]:
-        return list(self.found)
-
-
 def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGraph:
     """Everything there is to know about the nodes of a trail, with nothing of torch's kept."""
     nodes, count = trail.nodes, len(trail.nodes)
-    ops, outputs = _Table(""), _Table(((), None))
+    ops, outputs = Interner[str]([""]), Interner[Any]([((), None)])
     sequence = np.fromiter((node._sequence_nr() for node in nodes), np.uint64, count)
     leaves = {
         number: tuple(known.names(node.variable))
@@ -254,10 +241,10 @@ def read(trail: Trail, roots: Sequence[Any], known: NodeSources) -> BackwardGrap
         roots=tuple(number for number, node in enumerate(nodes) if node in wanted),
         starts=trail.starts,
         targets=trail.targets,
-        op=_column((ops.number(_op(node)) for node in nodes), count),
-        output=_column((outputs.number(_output(node)) for node in nodes), count),
-        ops=ops.things,
-        outputs=[(shapes, _dtype(dtype)) for shapes, dtype in outputs.things],
+        op=_column((ops.id_of(_op(node)) for node in nodes), count),
+        output=_column((outputs.id_of(_output(node)) for node in nodes), count),
+        ops=list(ops),
+        outputs=[(shapes, _dtype(dtype)) for shapes, dtype in outputs],
         lines=lines.lines,
         line=lines.line,
         sequence=sequence,

@@ -18,7 +18,7 @@ from typing import Any
 from torchwhere.blackbox.run import BoxRun, port_of
 from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.atomic_file import replace_file
-from torchwhere.diagnose.calls.rank_calls import heard
+from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
 from torchwhere.monitor.roles import (
@@ -121,7 +121,12 @@ class Lead(SingleHost):
     def gather(self, run: BoxRun) -> Inputs:
         if self._office is None:
             return SingleHost.gather(self, run)
-        job_calls, boxes, kept, lacks = heard(run), dict[int, Any](run.boxes), Kept(), list[str]()
+        job_calls, boxes, kept, lacks = (
+            calls_of_run(run),
+            dict[int, Any](run.boxes),
+            Kept(),
+            list[str](),
+        )
         for host, received in sorted(self._snapshots().items()):
             snapshot, self._seen[host] = self._decode_snapshot(host), received.at
             if isinstance(snapshot, InvalidSnapshot):
@@ -132,7 +137,7 @@ class Lead(SingleHost):
                 labels = {said.label.rank: said.label for said in snapshot.batch.rank_summaries}
                 labels = {rank: label for rank, label in labels.items() if rank not in boxes}
                 wanted = {label.path for label in labels.values() if not label.lacks_counts}
-                job_calls.admit(snapshot.batch, encoder=host, wanted=wanted)
+                job_calls.add_batch(snapshot.batch, encoder=host, wanted=wanted)
                 boxes |= labels
                 kept |= {
                     rank: snapshot.statuses[rank].to_dict()

@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.run import BoxRun, RunSummary
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.load import load_calls
-from torchwhere.diagnose.calls.rank_calls import JobCalls
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.processes.status import ProcessStatus
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.core.version import __version__
-from torchwhere.diagnose.calls.load import Progress, load_calls
+from torchwhere.diagnose.calls.load import Progress, load_calls_with
 from torchwhere.diagnose.doctor.rules import STALL_S
 from torchwhere.diagnose.report.digest import Digest
 from torchwhere.diagnose.report.report import Report, make_report
@@ -30,11 +30,11 @@ def report_on(
     is a hang.
     """
     with gc_paused():
-        run, job_calls = load_calls(folder, on_progress=on_progress, extra=Digest)
+        run, job_calls, digests = load_calls_with(Digest, folder, on_progress=on_progress)
         verdict = diagnose_run(
             run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls
         )
-        return make_report(run, job_calls=job_calls, verdict=verdict)
+        return make_report(run, job_calls=job_calls, verdict=verdict, digests=digests)
 
 
 def report_json(report: Report) -> dict[str, Any]:

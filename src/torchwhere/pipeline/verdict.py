@@ -19,9 +19,9 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, read_checksum
 from torchwhere.core.gc_pause import gc_paused
+from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.load import Progress, load_calls
-from torchwhere.diagnose.calls.rank_calls import JobCalls, heard
-from torchwhere.diagnose.clocks.host_clocks import moments
+from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
 from torchwhere.diagnose.doctor.rules import STALL_S, diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
@@ -84,22 +84,22 @@ def diagnose_run(
 ) -> Verdict:
     """The verdict on a run that was just read. Stacks are asked for only where something is wrong;
     of `ask`, on other hosts."""
-    job_calls = job_calls if job_calls is not None else heard(run)
+    job_calls = job_calls if job_calls is not None else calls_of_run(run)
     kept = {rank: value for rank, value in kept.items() if is_of(run, rank, value)}
     labels = dict(run.summaries) | summaries_of(kept, run)
     seen = _known_to_be_over(merged(look(labels), _not_outdated(kept, job_calls)), labels)
     _read_again(run, job_calls, [rank for rank, status in seen.items() if status.alive is False])
     job_calls, said = fill_from_snapshots(run, job_calls)
-    job_calls.kept["moments"] = moments(
-        RunSummary(run.folder, run.summaries)
-    )  # one clock for all hosts: who is late is told by it
-    verdict = _diagnose(run, job_calls, kept, seen, labels, stall_s, ask)
+    # One clock for all hosts: stragglers are found by it.
+    clocks = align_hosts(RunSummary(run.folder, run.summaries))
+    verdict = _diagnose(run, job_calls, clocks, kept, seen, labels, stall_s, ask)
     return replace(verdict, missing_data=(*verdict.missing_data, *said)) if said else verdict
 
 
 def _diagnose(
     run: RunSummary[Any],
     job_calls: JobCalls,
+    clocks: HostClocks,
     kept: dict[int, dict[str, Any]],
     seen: Mapping[int, ProcessStatus],
     labels: Mapping[int, BoxOrSummary],
@@ -114,6 +114,7 @@ def _diagnose(
         stall_s=stall_s,
         is_suspicion=now_ns is not None,
         job_calls=job_calls,
+        clocks=clocks,
     )
     if verdict.kind in _CALM:
         return verdict
@@ -126,7 +127,9 @@ def _diagnose(
     seen = _known_to_be_over(
         merged(look(labels, stacks=suspects), _not_outdated(kept, job_calls)), labels
     )
-    verdict = diagnose(run, statuses=seen, now_ns=now_ns, stall_s=stall_s, job_calls=job_calls)
+    verdict = diagnose(
+        run, statuses=seen, now_ns=now_ns, stall_s=stall_s, job_calls=job_calls, clocks=clocks
+    )
     is_there = any(status.alive for status in seen.values())
     return with_evidence(verdict, run.summaries, run.folder, may_ask=is_there)
 
@@ -182,7 +185,7 @@ def _read_again(run: RunSummary[Any], job_calls: JobCalls, gone: list[int]) -> N
             box = read_box(run.summaries[rank].path)
             # not of a restart
             if box.rank == rank and box.meta.get("pid") == run.summaries[rank].meta.get("pid"):
-                job_calls.hear(rank, box)
+                job_calls.add_box(rank, box)
 
 
 def _now(seen: Mapping[int, ProcessStatus], labels: Mapping[int, BoxOrSummary]) -> int | None:

@@ -19,8 +19,8 @@ from torchwhere.core.events import Kind, json_text
 from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
 from torchwhere.diagnose.clocks.arrivals import ClockStream
-from torchwhere.diagnose.clocks.meetings import Meeting
-from torchwhere.diagnose.timeline.load import Survey
+from torchwhere.diagnose.clocks.call_arrivals import CallArrivals
+from torchwhere.diagnose.timeline.load import RunTimelines
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
 # beyond all ranks: Perfetto takes a thread whose number is that of its process for the main thread
@@ -83,7 +83,7 @@ class TraceCounts:
         return found | {"ranks": self.ranks}
 
 
-def head(box: Box, found: Survey) -> str:
+def head(box: Box, found: RunTimelines) -> str:
     """The beginning of a file. HTA takes the first `"rank": N` in it, with the space, for the rank
     of the trace."""
     backend = next(
@@ -120,7 +120,7 @@ class RankWriter:
         self,
         box: Box,
         found: Timeline,
-        survey: Survey,
+        survey: RunTimelines,
         *,
         counter: TraceCounts,
         is_kineto: bool = False,
@@ -146,9 +146,9 @@ class RankWriter:
         yield from self._names()
         slices = self._found.slices
         self._tally.slices += len(slices)
-        for each, meeting in zip(slices, self._met(), strict=True):
-            if meeting is not None and meeting.came > 1:
-                yield f"{self._slice(each)},\n{self._arrow(each, meeting)}"
+        for each, arrivals in zip(slices, self._met(), strict=True):
+            if arrivals is not None and arrivals.arrived > 1:
+                yield f"{self._slice(each)},\n{self._arrow(each, arrivals)}"
             else:
                 yield self._slice(each)
         for instant in self._found.instants:
@@ -185,15 +185,15 @@ class RankWriter:
     # -- slices ------------------------------------------------------------------------------------
 
     def _slice(self, each: Slice) -> str:
-        begin_ns, end_ns, kind, at, thread, marks, _, meeting, lane = each
+        begin_ns, end_ns, kind, at, thread, marks, _, arrivals, lane = each
         start, args = self._said.get((kind, self._places[at])) or self._words(kind, at)
         step, more, call = self._own[at]
         if kind == "collective":
             args = f'{args},"number":{more}'
-        if meeting is not None:
-            late_us = (begin_ns - meeting.first_ns) / 1000
+        if arrivals is not None:
+            late_us = (begin_ns - arrivals.first_ns) / 1000
             args = (
-                f'{args},"arrived":{meeting.came},"last":{meeting.last_rank}'
+                f'{args},"arrived":{arrivals.arrived},"last":{arrivals.last_rank}'
                 f',"after_first_us":{late_us:.3f}'
             )
         step_said = f',"step":{step}' if step != NO_STEP else ""
@@ -301,54 +301,58 @@ class RankWriter:
 
     # -- arrows ------------------------------------------------------------------------------------
 
-    def _met(self) -> list[Meeting | None]:
+    def _met(self) -> list[CallArrivals | None]:
         """For each slice, who of those that are drawn came to that call."""
         slices, survey = self._found.slices, self._survey
-        if survey.shown is survey.meetings:
-            return [each.meeting for each in slices]
-        found: list[Meeting | None] = [None] * len(slices)
+        if survey.shown_arrivals is survey.arrivals:
+            return [each.arrivals for each in slices]
+        found: list[CallArrivals | None] = [None] * len(slices)
         by_stream: dict[ClockStream, list[int]] = {}
         for index, each in enumerate(slices):
             if each.stream is not None and not each.marks & Mark.CUT_BEGIN:
                 by_stream.setdefault(each.stream, []).append(index)
         for stream, indexes in by_stream.items():
             numbers = np.array([self._own[slices[index].at][1] for index in indexes], np.int64)
-            for index, meeting in zip(indexes, survey.shown.of(stream, numbers), strict=True):
-                found[index] = meeting
+            for index, arrivals in zip(
+                indexes, survey.shown_arrivals.of(stream, numbers), strict=True
+            ):
+                found[index] = arrivals
         return found
 
-    def _arrow(self, each: Slice, meeting: Meeting) -> str:
+    def _arrow(self, each: Slice, arrivals: CallArrivals) -> str:
         """From who came first, over all others, to who came last; from a send to its recv."""
         self._tally.flows += 1
         rank, stream = self._rank, each.stream
-        phase = "s" if rank == meeting.first_rank else "f" if rank == meeting.last_rank else "t"
+        phase = "s" if rank == arrivals.first_rank else "f" if rank == arrivals.last_rank else "t"
         if stream is None or not stream.is_message:
-            return self._point("collective", phase, each.begin_ns, each, meeting)
+            return self._point("collective", phase, each.begin_ns, each, arrivals)
         if (
-            meeting.first_rank != stream.destination
-            or meeting.held_ns <= meeting.last_ns + _LATER_NS["f"]
+            arrivals.first_rank != stream.destination
+            or arrivals.held_ns <= arrivals.last_ns + _LATER_NS["f"]
         ):
-            return self._point("message", phase, each.begin_ns, each, meeting)
+            return self._point("message", phase, each.begin_ns, each, arrivals)
         if rank == stream.source:
-            return self._point("message", "s", each.begin_ns, each, meeting)
-        return self._received(each, stream, meeting)
+            return self._point("message", "s", each.begin_ns, each, arrivals)
+        return self._received(each, stream, arrivals)
 
-    def _received(self, each: Slice, stream: ClockStream, meeting: Meeting) -> str:
+    def _received(self, each: Slice, stream: ClockStream, arrivals: CallArrivals) -> str:
         """A recv that has waited for its send. Perfetto draws from what began first to what began
         later: the arrow ends at a slice of its own, from when the message can have come."""
         self._tally.slices += 1
-        begin_ns = min(meeting.last_ns, each.end_ns)
+        begin_ns = min(arrivals.last_ns, each.end_ns)
         when = f'"ts":{self._us(begin_ns)},"dur":{(each.end_ns - begin_ns) / 1000:.3f}'
         name = f'"name":"from rank {stream.source}","cat":"message","ph":"X"'
         track = self._tracks[each.thread, each.lane]
-        point = self._point("message", "f", begin_ns, each, meeting)
+        point = self._point("message", "f", begin_ns, each, arrivals)
         return f'{{{name},{when},{track},"args":{{"number":{self._own[each.at][1]}}}}},\n{point}'
 
-    def _point(self, name: str, phase: str, t_ns: int, each: Slice, meeting: Meeting) -> str:
+    def _point(self, name: str, phase: str, t_ns: int, each: Slice, arrivals: CallArrivals) -> str:
         end = ',"bp":"e"' if phase == "f" else ""
         t_us = (t_ns + _LATER_NS[phase] - self._begin_ns) / 1000
         where = f'"ts":{t_us:.3f},{self._tracks[each.thread, each.lane]}'
-        return f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{meeting.call},{where}{end}}}'
+        return (
+            f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{arrivals.call},{where}{end}}}'
+        )
 
 
 def _process(box: Box) -> int:

@@ -24,7 +24,7 @@ from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.encode import CallBatch, GroupCreation, RankSummary, StreamSlice
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, Signatures, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, SignatureParser, StreamKey
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.checked import (
     MAX_NUMBER,
@@ -200,7 +200,7 @@ def _members(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 def _signature(value: Any, groups: int) -> Signature:
     description, group = value
-    signature, _ = Signatures().read(text_(description))
+    signature, _ = SignatureParser().parse(text_(description))
     if signature is None:
         raise InvalidError("a signature is not a collective")
     return signature._replace(group=int_(group, high=groups))

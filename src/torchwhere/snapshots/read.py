@@ -19,8 +19,7 @@ from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.encode import RankSummary
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.doctor.waits import has_lost_its_newest
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
 from torchwhere.snapshots.encode import MOST_BYTES, SEAL, HostSnapshot
@@ -99,7 +98,7 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
     these ranks.
 
     If a snapshot was read after the last call of all other ranks, it also shows the last call of
-    its ranks. Otherwise its ranks are in `JobCalls.past`: the calls until then count, but later
+    its ranks. Otherwise its ranks are in `JobCalls.stale`: the calls until then count, but later
     ones are unknown.
     """
     wanted = [rank for rank in range(run.world_size) if _is_incomplete(job_calls, rank)]
@@ -113,7 +112,7 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
             for summary in snapshot.batch.rank_summaries
             if _is_better(run, filled, wanted, summary)
         }
-        filled.admit(snapshot.batch, encoder=_FIRST_ENCODER - number, wanted=chosen)
+        filled.add_batch(snapshot.batch, encoder=_FIRST_ENCODER - number, wanted=chosen)
         ranks = {summary.label.rank for summary in chosen.values()}
         stale -= ranks
         if snapshot.read_ns < moved_ns:
@@ -122,7 +121,7 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
     changed = [
         rank for rank in wanted if filled.by_rank.get(rank) is not job_calls.by_rank.get(rank)
     ]
-    filled.recalled, filled.past = frozenset(changed), frozenset(stale)
+    filled.from_snapshot, filled.stale = frozenset(changed), frozenset(stale)
     return (filled, [_sentence(changed, stale)]) if changed else (job_calls, [])
 
 
@@ -140,7 +139,7 @@ def _is_incomplete(job_calls: JobCalls, rank: int) -> bool:
     rank_calls = job_calls.by_rank.get(rank)
     if rank_calls is None:
         return True
-    return rank_calls.label.counts.torn_entries > 0 or has_lost_its_newest(rank_calls)
+    return rank_calls.label.counts.torn_entries > 0 or rank_calls.has_lost_its_newest
 
 
 def _is_better(

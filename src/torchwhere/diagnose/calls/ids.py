@@ -1,13 +1,13 @@
-"""What one clerk has met: groups, signatures and spots, by number. Two boxes that mean the same get
-the same number.
+"""Ids of groups, signatures and call sites: local ones, shared ones, and the map between them.
 
-Takes the names of a box, gives numbers, and hands over what is new since it was asked last. Ranks
-of one stage name their spots alike, so that mostly those of the box before are right for the next
-one too.
+An `Encoder` gives equal things equal ids (`LocalIds`). Every worker process has its own encoder, so
+a local id means something only together with its encoder. `JobCalls` translates local ids to ids
+that all ranks of the job share (`SharedIds`); an `IdMap` holds the translation for one encoder.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -24,188 +24,245 @@ from torchwhere.blackbox.file_format import (
     EntryType,
 )
 from torchwhere.core.events import Kind
+from torchwhere.core.interner import Interner
 from torchwhere.core.place import Certainty, Pass
 from torchwhere.diagnose.calls.keys import (
     CallSite,
     Group,
     Signature,
-    Signatures,
+    SignatureParser,
     StreamKey,
     group_of,
+    parsed,
 )
-from torchwhere.diagnose.calls.order import Classes
+from torchwhere.diagnose.calls.order import RecordClasses
 
 _PASSES = frozenset(map(int, Pass))
 _NAMED = ("module", "line", "graph", "beneficiary", "param")
+# The fields of a record that decide its call site, with what the string table has for them.
+_SITE_FIELDS = ("pass", "flags", "thread", "call", *_NAMED)
 
 
 class NewIds(NamedTuple):
-    """What nobody was told yet, in the order of its numbers."""
+    """The values that got a local id since the batch before, in the order of their ids."""
 
     groups: list[Group]
     signatures: list[Signature]
     call_sites: list[CallSite]
 
 
-class _Last(NamedTuple):
-    """The classes of records of the box before, and what its table had to say of them."""
+class _PreviousBox(NamedTuple):
+    """The record classes of the box before, and what its string table had for them."""
 
     examples: npt.NDArray[np.int64]
-    packed_ids: list[int]  # ids of their signatures
-    ids: list[int]  # of all names
+    signature_entries: list[int]  # table entries of the signatures; 0 if not a collective
+    entries: list[int]  # all table entries that the call sites use
     names: list[tuple[int, str] | None]
     threads: dict[int, str | None]
     call_sites: list[int]
 
 
 class LocalIds:
-    """Numbers for what the names in boxes stand for."""
+    """Gives groups, signatures and call sites ids that are valid within one encoder.
+
+    Ranks of one pipeline stage mostly use the same call sites. So the ids of the box before are
+    mostly right for the next box, and checking that is faster than looking them up.
+    """
 
     def __init__(self) -> None:
-        self._reader = Signatures()
-        self._parsed: dict[str, Group | None] = {}
+        self._parser = SignatureParser()
+        self._parsed_groups: dict[str, Group | None] = {}
         self._groups: dict[str, int] = {}
-        # of what group, is another matter: names are a rank's own
+        # Signatures without a group: which group a name stands for depends on the rank.
         self._drafts: dict[str, tuple[Signature | None, str]] = {}
-        self._signatures: dict[tuple[str, int], int] = {}
-        self._told: list[Signature] = []
+        self._signature_ids: dict[tuple[str, int], int] = {}
+        self._signatures: list[Signature] = []
         self._call_sites: dict[tuple[Any, ...], int] = {}
-        self._last: _Last | None = None
-        self._news = NewIds([], [], [])
+        self._previous: _PreviousBox | None = None
+        self._new = NewIds([], [], [])
 
-    def news(self) -> NewIds:
-        found, self._news = self._news, NewIds([], [], [])
-        return found
+    def take_new(self) -> NewIds:
+        """Returns what got an id since the last call."""
+        new, self._new = self._new, NewIds([], [], [])
+        return new
 
     # -- groups ------------------------------------------------------------------------------------
 
     def groups_of(self, box: Box) -> dict[str, int]:
-        """The groups that a rank knew, by name; the latest entry of a name wins."""
+        """Returns the groups of a rank by name. If a name occurs twice, the latest entry wins."""
         texts = sorted(
-            [
-                (entry_id, text)
-                for entry_id, (sort, text) in box.names.items()
-                if sort == EntryType.GROUP
-            ]
+            (entry, text)
+            for entry, (entry_type, text) in box.names.items()
+            if entry_type == EntryType.GROUP
         )
-        latest = {group.name: text for _, text in texts if (group := self._group(text)) is not None}
-        return {name: self._number_of_group(text) for name, text in latest.items()}
+        latest = {}
+        for _, text in texts:
+            group = self._group(text)
+            if group is not None:
+                latest[group.name] = (text, group)
+        return {name: self._group_id(text, group) for name, (text, group) in latest.items()}
 
     def counts(self, box: Box, groups: dict[str, int]) -> dict[StreamKey, int]:
-        """What a rank has counted, by stream."""
-        found = {}
-        for (entry_id, source, destination), count in box.counters().items():
-            group = self._group(box.name(entry_id) or "")
+        """Returns how many calls a rank has counted in each stream."""
+        counts = {}
+        for (entry, source, destination), count in box.counters().items():
+            group = self._group(box.name(entry) or "")
             if group is not None and group.name in groups:
-                found[StreamKey(groups[group.name], source, destination)] = count
-        return found
+                counts[StreamKey(groups[group.name], source, destination)] = count
+        return counts
 
     def _group(self, text: str) -> Group | None:
         try:
-            return self._parsed[text]
+            return self._parsed_groups[text]
         except KeyError:
-            return self._parsed.setdefault(text, group_of(text))
+            return self._parsed_groups.setdefault(text, group_of(text))
 
-    def _number_of_group(self, text: str) -> int:
-        """By its text: the hash of a text is kept with it, that of a group of thousands is not."""
-        number = self._groups.get(text)
-        if number is None:
-            number = self._groups[text] = len(self._groups)
-            group = self._group(text)
-            assert group is not None
-            self._news.groups.append(group)
-        return number
+    def _group_id(self, text: str, group: Group) -> int:
+        # By text, because a string caches its hash; hashing a group of thousands of ranks is slow.
+        group_id = self._groups.get(text)
+        if group_id is None:
+            group_id = self._groups[text] = len(self._groups)
+            self._new.groups.append(group)
+        return group_id
 
     # -- calls -------------------------------------------------------------------------------------
 
     def pairs(
-        self, box: Box, records: npt.NDArray[Any], classes: Classes, groups: dict[str, int]
+        self, box: Box, records: npt.NDArray[Any], classes: RecordClasses, groups: dict[str, int]
     ) -> tuple[list[tuple[int, int]], list[StreamKey | None]]:
-        """Signature and spot of every class of records; and the streams they are counted in: None
-        for what is no collective, and where the group is not known."""
-        packed_ids, call_sites = self._call_sites_of(box, records, classes)
-        known: dict[int, tuple[int, StreamKey | None]] = {}
-        for what in packed_ids:
-            if what not in known:
-                number = self._signature(box.name(what) or "", groups)
-                known[what] = number, self._told[number].key(box.rank) if number >= 0 else None
-        return [
-            (known[what][0], call_site)
-            for what, call_site in zip(packed_ids, call_sites, strict=True)
-        ], [known[what][1] for what in packed_ids]
+        """Returns signature and call site of each class of records, and the stream of each class.
 
-    def _signature(self, text: str, groups: dict[str, int]) -> int:
+        The stream is None for records that are not collectives, and if the group is unknown.
+        """
+        entries, call_sites = self._call_sites_of(box, records, classes)
+        by_entry: dict[int, tuple[int, StreamKey | None]] = {}
+        for entry in entries:
+            if entry not in by_entry:
+                signature = self._signature_id(box.name(entry) or "", groups)
+                key = self._signatures[signature].key(box.rank) if signature >= 0 else None
+                by_entry[entry] = signature, key
+        pairs = [
+            (by_entry[entry][0], call_site)
+            for entry, call_site in zip(entries, call_sites, strict=True)
+        ]
+        return pairs, [by_entry[entry][1] for entry in entries]
+
+    def _signature_id(self, text: str, groups: dict[str, int]) -> int:
+        """Returns the id; -1 if the entry is lost or its group is unknown."""
         if text not in self._drafts:
-            self._drafts[text] = self._reader.read(text)
-        draft, group = self._drafts[text]
-        if draft is None or group not in groups:
+            self._drafts[text] = self._parser.parse(text)
+        draft, name = self._drafts[text]
+        if draft is None or name not in groups:
             return -1
-        number = self._signatures.get((text, groups[group]))
-        if number is None:
-            number = self._signatures[text, groups[group]] = len(self._signatures)
-            self._told.append(draft._replace(group=groups[group]))
-            self._news.signatures.append(self._told[-1])
-        return number
+        group = groups[name]
+        signature_id = self._signature_ids.get((text, group))
+        if signature_id is None:
+            signature_id = self._signature_ids[text, group] = len(self._signatures)
+            self._signatures.append(draft._replace(group=group))
+            self._new.signatures.append(self._signatures[-1])
+        return signature_id
 
     def _call_sites_of(
-        self, box: Box, records: npt.NDArray[Any], classes: Classes
+        self, box: Box, records: npt.NDArray[Any], classes: RecordClasses
     ) -> tuple[list[int], list[int]]:
-        """Of every class of records, the id of its signature, 0 for what is no collective; and the
-        number of its spot."""
-        last, name_of = self._last, box.names.get
+        """Returns the table entry of the signature and the call site id of each class."""
+        previous, name_of = self._previous, box.names.get
         if (
-            last is not None
-            and last.examples is classes.examples
-            and all(map(is_, map(name_of, last.ids), last.names))
-            and all(box.thread(number) == name for number, name in last.threads.items())
+            previous is not None
+            and previous.examples is classes.examples
+            and all(map(is_, map(name_of, previous.entries), previous.names))
+            and all(box.thread(number) == name for number, name in previous.threads.items())
         ):
-            return last.packed_ids, last.call_sites
+            return previous.signature_entries, previous.call_sites
         examples = records[classes.examples]
-        rows = examples.tolist()
-        ids = sorted({int(entry_id) for name in _NAMED for entry_id in examples[name].tolist()})
-        self._last = _Last(
+        is_call = (examples["kind"] == int(Kind.COLLECTIVE)).tolist()
+        entries = sorted({int(entry) for name in _NAMED for entry in examples[name].tolist()})
+        rows = zip(*(examples[name].tolist() for name in _SITE_FIELDS), strict=True)
+        self._previous = _PreviousBox(
             examples=classes.examples,
-            packed_ids=[row[11] if row[2] == Kind.COLLECTIVE else 0 for row in rows],
-            ids=ids,
-            names=[name_of(entry_id) for entry_id in ids],
-            threads={row[5]: box.thread(row[5]) for row in rows},
+            signature_entries=np.where(is_call, examples["subject"], 0).tolist(),
+            entries=entries,
+            names=[name_of(entry) for entry in entries],
+            threads={number: box.thread(number) for number in examples["thread"].tolist()},
             call_sites=[
-                self._call_site(box, row) if row[2] == Kind.COLLECTIVE else -1 for row in rows
+                self._call_site_id(box, row) if is_one else -1
+                for row, is_one in zip(rows, is_call, strict=True)
             ],
         )
-        return self._last.packed_ids, self._last.call_sites
+        return self._previous.signature_entries, self._previous.call_sites
 
-    def _call_site(self, box: Box, row: tuple[Any, ...]) -> int:
-        _, _, _, pass_, flags, thread, _, module, call, line, graph, _, beneficiary, param, _, _ = (
-            row
-        )
-        named, name = box.name(module), box.name
-        found = (
-            named,
-            pass_,
-            name(line),
-            name(beneficiary),
-            name(graph),
-            box.thread(thread),
-            name(param),
-            call,
-            flags,
-            bool(module),
-        )
-        number = self._call_sites.get(found)
-        if number is None:
-            number = self._call_sites[found] = len(self._call_sites)
-            is_lost = flags & FLAG_UNKNOWN or (module and named is None) or pass_ not in _PASSES
-            sure = (
-                Certainty.UNKNOWN
-                if is_lost
-                else Certainty.INFERRED
-                if flags & FLAG_INFERRED
-                else Certainty.EXACT
+    def _call_site_id(self, box: Box, row: tuple[int, ...]) -> int:
+        pass_, flags, thread, call, *entries = row
+        names = tuple(map(box.name, entries))
+        key = (names, pass_, box.thread(thread), call, flags, bool(entries[0]))
+        site_id = self._call_sites.get(key)
+        if site_id is None:
+            site_id = self._call_sites[key] = len(self._call_sites)
+            module, line, graph, beneficiary, param = names
+            is_lost = flags & FLAG_UNKNOWN or (entries[0] and module is None)
+            site = CallSite(
+                site_id=(module, pass_, line, beneficiary),
+                call=None if module is None or call == NO_CALL else call,
+                graph=graph,
+                thread=box.thread(thread),
+                certainty=_certainty(flags, is_lost=bool(is_lost or pass_ not in _PASSES)),
+                param=param,
+                is_async=bool(flags & FLAG_ASYNC),
+                is_shadow=bool(flags & FLAG_SHADOW),
             )
-            at = None if named is None or call == NO_CALL else call
-            flagged = bool(flags & FLAG_ASYNC), bool(flags & FLAG_SHADOW)
-            self._news.call_sites.append(
-                CallSite(found[:4], at, found[4], found[5], sure, found[6], *flagged)
-            )
-        return number
+            self._new.call_sites.append(site)
+        return site_id
+
+
+def _certainty(flags: int, *, is_lost: bool) -> Certainty:
+    if is_lost:
+        return Certainty.UNKNOWN
+    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
+
+
+class SharedIds:
+    """Ids of groups, signatures and call sites that mean the same on all ranks of a job."""
+
+    def __init__(self) -> None:
+        self.groups = Interner[Group]()
+        self.signature_ids = Interner[tuple[str, str]]()
+        # id 0: a place that says nothing about the call (`CallSite.compared`)
+        self.site_ids = Interner[Any]([None])
+        self._parsed: dict[str, Any] = {}
+
+    def group(self, key: StreamKey) -> Group:
+        return self.groups[key.group]
+
+    def parsed(self, text: str) -> Any:
+        """Parses a JSON text once. Callers must not change the result."""
+        if text not in self._parsed:
+            self._parsed[text] = parsed(text)
+        return self._parsed[text]
+
+
+@dataclass(slots=True)
+class IdMap:
+    """Translates the local ids of one encoder to shared ids."""
+
+    groups: list[int] = field(default_factory=list)
+    signatures: list[Signature] = field(default_factory=list)  # by local id
+    call_sites: list[CallSite] = field(default_factory=list)  # by local id
+    # The shared id of local id i is at i + 1: a call of an unknown group has the local id -1.
+    signature_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    site_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
+    # for each signature, whether its call site is compared
+    has_site_id: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))
+
+    def extend(self, new: NewIds, shared: SharedIds) -> None:
+        """Adds the next local ids of the encoder."""
+        self.groups += map(shared.groups.id_of, new.groups)
+        self.signatures += new.signatures
+        self.call_sites += new.call_sites
+        signature_ids = [
+            shared.signature_ids.id_of(signature.signature_id) for signature in new.signatures
+        ]
+        site_ids = [shared.site_ids.id_of(site.compared) for site in new.call_sites]
+        has_site_id = [not signature.is_bookkeeping for signature in new.signatures]
+        self.signature_ids = np.append(self.signature_ids, np.array(signature_ids, np.uint64))
+        self.site_ids = np.append(self.site_ids, np.array(site_ids, np.uint64))
+        self.has_site_id = np.append(self.has_site_id, np.array(has_site_id, np.bool_))

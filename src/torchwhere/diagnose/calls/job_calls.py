@@ -1,172 +1,247 @@
-"""The collectives of one rank in one stream, as arrays: views of a transcript, in the language that
-all ranks share."""
+"""The collectives of all ranks of a job, comparable as arrays.
+
+`JobCalls` takes batches and translates their local ids to ids that all ranks share.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import copy
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.encode import CallBatch, RankSummary
-from torchwhere.diagnose.calls.keys import CallSite, Signature
+from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.run import RunSummary
+from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
+from torchwhere.diagnose.calls.ids import IdMap, NewIds, SharedIds
+from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.calls.stream_calls import DecodedBatch, StreamCalls
+from torchwhere.diagnose.calls.windows import CallWindow, call_window
 
-# of a word that says what a call is
-FORM_SHIFT, _MEANING_MASK = np.uint64(32), np.uint64(0xFFFFFFFF)
-
-
-@dataclass(slots=True)
-class IdMap:
-    """What one clerk has numbered, and what we call it."""
-
-    groups: list[int] = field(default_factory=list)
-    signatures: list[Signature] = field(default_factory=list)
-    call_sites: list[CallSite] = field(default_factory=list)
-    # The numbers of both in our own language, one further on: a call whose group is not known has
-    # the signature -1.
-    signature_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    site_ids: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(1, np.uint64))
-    # of signatures
-    has_site_id: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(1, np.bool_))
+_OWN_ENCODER = -2  # the encoder for boxes that are added one by one
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedBatch:
-    """The arrays of a transcript, and what their codes stand for."""
+class CallCounts(NamedTuple):
+    """How often the ranks of one batch issued each pair of signature and call site.
 
-    batch: CallBatch
-    encoder: IdMap
-    packed_ids: npt.NDArray[np.uint64]  # of each pair: form above, meaning below
-
-
-class Counted(NamedTuple):
-    """How often some ranks issued what: columns, an item for each rank and sort of call."""
+    The arrays have one item for each rank and pair that occurs.
+    """
 
     ranks: npt.NDArray[np.int64]
-    pairs: npt.NDArray[np.int32]  # signature and spot, numbers of the clerk
+    pairs: npt.NDArray[np.int32]  # local ids of signature and call site
     counts: npt.NDArray[np.int64]
-    within: npt.NDArray[np.int64]  # of these, in the steps that were asked for
-    signatures: list[Signature]
-    call_sites: list[CallSite]
-    groups: list[int]  # of the signatures' groups, the numbers in our own language
+    within: npt.NDArray[np.int64]  # how many of them are in the wanted steps
+    signatures: list[Signature]  # by local id
+    call_sites: list[CallSite]  # by local id
+    groups: list[int]  # the shared id of each local group id
 
 
-# not frozen: that takes four times as long to make, and there are hundreds of thousands
-@dataclass(slots=True)
-class StreamCalls:
-    """The collectives that one rank issued in one stream, as far as its ring goes back without a
-    hole, in order."""
+class JobCalls:
+    """The calls of all ranks of a run, with shared ids."""
 
-    first: int  # number
-    signature_id: int  # of all of them, if they have but one; else -1
-    _length: int
-    _at: int
-    _statement: RankSummary
-    _page: DecodedBatch
+    def __init__(self) -> None:
+        self.by_rank: dict[int, RankCalls] = {}
+        # how many calls a rank issued in each of its groups, if its box says no more
+        self.unnamed_counts: dict[int, tuple[int, ...]] = {}
+        # ranks whose box is gone or cut, and whose data comes from a snapshot
+        self.from_snapshot: frozenset[int] = frozenset()
+        self.stale: frozenset[int] = frozenset()  # those that may have done more since
+        self.shared_ids = SharedIds()
+        self._keys: dict[StreamKey, StreamKey] = {}
+        self._id_maps: dict[int, IdMap] = {}  # by encoder
+        self._own_encoder = Encoder()
+        self._windows: list[CallWindow] | None = None
 
-    def __len__(self) -> int:
-        return self._length
+    # -- adding ranks ------------------------------------------------------------------------------
 
-    @property
-    def last(self) -> int:
-        return self.first + self._length - 1
+    def add_box(self, rank: int, box: Box) -> RankCalls:
+        """Encodes one box in this process."""
+        decoded = self._decoded(self._own_encoder.encode([box]), _OWN_ENCODER)
+        rank_calls = self._rank_calls(rank, decoded.batch.rank_summaries[0], decoded)
+        rank_calls._box = box
+        self.by_rank[rank] = rank_calls
+        return rank_calls
 
-    def at(self, number: int) -> int | None:
-        """The index of a number; None where the ring does not have it."""
-        return number - self.first if self.first <= number <= self.last else None
+    def add_batch(self, batch: CallBatch, *, encoder: int, wanted: Container[Path]) -> None:
+        """Adds the wanted boxes of a batch.
 
-    def _cut(self, first: int | None, end: int | None) -> slice:
-        begin = self._at + (0 if first is None else first - self.first)
-        return slice(begin, self._at + (self._length if end is None else end - self.first))
+        All batches of one encoder must come in the order in which it made them, because each one
+        brings only the ids that are new.
+        """
+        decoded = self._decoded(batch, encoder)
+        for summary in batch.rank_summaries:
+            if summary.label.path not in wanted:
+                continue
+            if summary.label.lacks_counts:
+                self._add_unnamed(summary)
+            else:
+                rank = summary.label.rank
+                self.by_rank[rank] = self._rank_calls(rank, summary, decoded)
 
-    def packed_ids(
-        self, first: int | None = None, end: int | None = None
-    ) -> npt.NDArray[np.uint64]:
-        """Form and meaning of the calls from number `first` to before `end`, in one word: equal if
-        ranks issued the same."""
-        found: npt.NDArray[np.uint64] = self._page.packed_ids[self._statement.pairs_at :][
-            self._page.batch.codes[self._cut(first, end)]
-        ]
-        return found
+    def add_cut_box(self, box: Box) -> None:
+        """Adds a box that was cut before its counts, or before the names of what they count."""
+        for summary in self._decoded(
+            self._own_encoder.encode([box]), _OWN_ENCODER
+        ).batch.rank_summaries:
+            self._add_unnamed(summary)
 
-    def codes(self) -> npt.NDArray[Any]:
-        """Equal for calls of this rank that are the same in all but number, step and time."""
-        found: npt.NDArray[Any] = self._page.batch.codes[self._cut(None, None)]
-        return found
+    def copy(self) -> JobCalls:
+        """Returns a copy with the same ranks. Ranks added to it are not added to this one."""
+        other = copy.copy(self)
+        other.by_rank = dict(self.by_rank)
+        other._windows = None
+        return other
 
-    def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
-        return self._page.batch.steps[self._cut(first, end)].astype(np.int64) + self._statement.step
+    def _add_unnamed(self, summary: RankSummary) -> None:
+        if summary.unnamed is not None:
+            self.unnamed_counts[summary.label.rank] = summary.unnamed
 
-    def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
-        """Wall clock of the rank's host."""
-        said = self._statement
-        return (
-            self._page.batch.ticks[self._cut(first, end)].astype(np.int64) * said.tick_ns
-            + said.start_ns
+    def _decoded(self, batch: CallBatch, encoder: int) -> DecodedBatch:
+        id_map = self._id_maps.setdefault(encoder, IdMap())
+        new = NewIds(batch.groups, batch.signatures, batch.call_sites)
+        id_map.extend(new, self.shared_ids)
+        return DecodedBatch.decode(batch, id_map)
+
+    def _rank_calls(self, rank: int, summary: RankSummary, decoded: DecodedBatch) -> RankCalls:
+        rank_calls = RankCalls(rank, summary, {}, {}, self.shared_ids)
+        id_map, keys = decoded.id_map, self._keys
+        groups, signature_ids = id_map.groups, id_map.signature_ids
+        for part in summary.parts:
+            key = StreamKey(groups[part.key.group], part.key.source, part.key.destination)
+            key = keys.setdefault(key, key)  # one object for all ranks
+            rank_calls.counts[key] = part.issued
+            if part.length:
+                signature_id = int(signature_ids[part.signature + 1]) if part.signature >= 0 else -1
+                rank_calls.calls[key] = StreamCalls(
+                    part.first, signature_id, part.length, part.at, summary, decoded
+                )
+            if summary.last is not None and part.key == summary.last[0]:
+                rank_calls.last = key, summary.last[1]
+        return rank_calls
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def group(self, key: StreamKey) -> Group:
+        return self.shared_ids.group(key)
+
+    def members(self, key: StreamKey) -> tuple[int, ...]:
+        """Returns the ranks of a stream: those of the group, or sender and receiver.
+
+        A recv from any source has no known sender.
+        """
+        if key.source == key.destination == -1:
+            return self.group(key).ranks
+        return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
+
+    def has_data(self, rank: int) -> bool:
+        """Whether it is known what a rank did last."""
+        return rank in self.by_rank and rank not in self.stale
+
+    def has_issued(self, rank: int, key: StreamKey, number: int) -> bool | None:
+        """Whether a rank of which only the counts are left has issued a collective of a group.
+
+        None if the counts do not decide that, because they do not say which group each belongs to.
+        """
+        counts = self.unnamed_counts.get(rank)
+        if counts is None or key.source != -1 or key.destination != -1:
+            return None
+        answers = {count > number for count in counts}
+        return answers.pop() if len(answers) == 1 else None
+
+    def windows(self) -> list[CallWindow]:
+        """Returns a window for each stream of which two or more ranks have a part in common.
+
+        Streams in which all calls are alike are left out. The windows are computed once.
+        """
+        if self._windows is None:
+            by_stream: dict[StreamKey, list[tuple[int, StreamCalls]]] = {}
+            for rank, rank_calls in self.by_rank.items():
+                for key, calls in rank_calls.calls.items():
+                    by_stream.setdefault(key, []).append((rank, calls))
+            candidates = [
+                call_window(key, by_stream[key], members=self.members(key))
+                for key in sorted(by_stream)
+            ]
+            self._windows = [candidate for candidate in candidates if candidate is not None]
+        return self._windows
+
+    def longer_windows(self) -> Iterator[CallWindow]:
+        """Yields windows without the ranks whose newest calls are lost.
+
+        Such a rank ends a window for all ranks, perhaps before the difference that the others show.
+        """
+        cut = {
+            rank
+            for rank, rank_calls in self.by_rank.items()
+            if rank in self.stale or rank_calls.has_lost_its_newest
+        }
+        keys = {key for rank in cut for key in self.by_rank[rank].calls}
+        for key in sorted(keys):
+            calls = [
+                (rank, rank_calls.calls[key])
+                for rank, rank_calls in self.by_rank.items()
+                if rank not in cut and key in rank_calls.calls
+            ]
+            longer = call_window(key, calls, members=self.members(key))
+            if longer is not None:
+                yield longer
+
+    # -- counting ----------------------------------------------------------------------------------
+
+    def count_calls(self, steps: Mapping[int, tuple[int, int]]) -> Iterator[CallCounts]:
+        """Counts all calls that the rings still hold without a gap.
+
+        `steps` are the first and the last wanted step of each rank.
+        """
+        batches = {}
+        for rank_calls in self.by_rank.values():
+            for calls in rank_calls.calls.values():
+                batches[id(calls._decoded)] = calls._decoded
+                break
+        for decoded in batches.values():
+            yield self._count(decoded, steps)
+
+    def _count(self, decoded: DecodedBatch, steps: Mapping[int, tuple[int, int]]) -> CallCounts:
+        batch, summaries = decoded.batch, decoded.batch.rank_summaries
+        lengths = [sum(part.length for part in summary.parts) for summary in summaries]
+        begins = [summary.pairs_at for summary in summaries]
+        pairs_per_rank = np.diff([*begins, len(batch.pairs)])
+        ranks = [summary.label.rank for summary in summaries]
+        wanted = np.array([steps.get(rank, (1, 0)) for rank in ranks], np.int64)
+        wanted -= [[summary.step] for summary in summaries]
+        first, last = np.repeat(wanted, lengths, axis=0).T
+        pair = batch.codes.astype(np.int64) + np.repeat(begins, lengths)
+        counts = np.bincount(pair, minlength=len(batch.pairs))
+        is_within = (batch.steps >= first) & (batch.steps <= last)
+        within = np.bincount(pair[is_within], minlength=len(batch.pairs))
+        is_ours = [self._is_from(summary) for summary in summaries]
+        chosen = (counts > 0) & np.repeat(is_ours, pairs_per_rank)
+        return CallCounts(
+            np.repeat(ranks, pairs_per_rank)[chosen],
+            batch.pairs[chosen],
+            counts[chosen],
+            within[chosen],
+            decoded.id_map.signatures,
+            decoded.id_map.call_sites,
+            decoded.id_map.groups,
         )
 
-    def set_back(self, by_ns: int) -> StreamCalls:
-        """The same by another clock, of which that of the rank's host is ahead."""
-        said = self._statement
-        return (
-            self
-            if not by_ns
-            else replace(self, _statement=said._replace(start_ns=said.start_ns - by_ns))
-        )
-
-    def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Of the calls from number `first` to before `end`, whether it is no chance in which step
-        they were issued; and whether they are shadows, which belong to a step of others."""
-        call_sites, which = self._call_sites(first, end)
-        is_counted = np.array(
-            [call_site.is_counted_by(self._statement.steppers) for call_site in call_sites],
-            np.bool_,
-        )
-        return is_counted[which], np.array(
-            [call_site.is_shadow for call_site in call_sites], np.bool_
-        )[which]
-
-    def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
-        """Whether the calls from number `first` to before `end` returned at once."""
-        call_sites, which = self._call_sites(first, end)
-        return np.array([call_site.is_async for call_site in call_sites], np.bool_)[which]
-
-    def _call_sites(self, first: int, end: int) -> tuple[list[CallSite], npt.NDArray[np.int64]]:
-        """The spots that some calls were issued from, and which of them each call was."""
-        page, said = self._page, self._statement
-        used, which = np.unique(page.batch.codes[self._cut(first, end)], return_inverse=True)
-        numbers = page.batch.pairs[said.pairs_at + used.astype(np.int64), 1]
-        return [page.encoder.call_sites[number] for number in numbers.tolist()], which
-
-    def record(self, number: int) -> int:
-        """The number of the record: when it came among all that the rank did."""
-        return (
-            int(self._page.batch.records[self._at + number - self.first]) + self._statement.record
-        )
-
-    def records(self) -> npt.NDArray[np.int64]:
-        """The numbers of the records of all of them."""
-        return (
-            self._page.batch.records[self._cut(None, None)].astype(np.int64)
-            + self._statement.record
-        )
-
-    def of(self, number: int) -> tuple[Signature, CallSite]:
-        """What was issued, and from where."""
-        page, said = self._page, self._statement
-        signature, call_site = page.batch.pairs[
-            said.pairs_at + int(page.batch.codes[self._at + number - self.first])
-        ]
-        return page.encoder.signatures[signature], page.encoder.call_sites[call_site]
+    def _is_from(self, summary: RankSummary) -> bool:
+        """Whether the data of a rank comes from this summary."""
+        rank_calls = self.by_rank.get(summary.label.rank)
+        return rank_calls is not None and rank_calls.rank_summary is summary
 
 
-def signature_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """What ranks must agree on, of words as `StreamCalls.whats` gives them."""
-    return (packed_ids >> FORM_SHIFT).astype(np.int64)
-
-
-def site_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Module, pass, line and beneficiary: what ranks agree on in a sound program. 0 where that is
-    not known."""
-    return (packed_ids & _MEANING_MASK).astype(np.int64)
+def calls_of_run(run: RunSummary[Any]) -> JobCalls:
+    """Encodes all boxes of a run that are in memory."""
+    job_calls = JobCalls()
+    for rank, box in run.in_order():
+        if box.lacks_counts:
+            job_calls.add_cut_box(box)
+        else:
+            job_calls.add_box(rank, box)
+    return job_calls

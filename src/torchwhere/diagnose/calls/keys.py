@@ -1,7 +1,7 @@
-"""The words in which ranks are compared: groups, streams, what a collective is, and from where it
-was issued.
+"""The values by which ranks are compared: process groups, streams, signatures and call sites.
 
-Made from the names in a box; equal on two ranks if and only if the ranks mean the same.
+They are made from the string table of a box. Two ranks have equal values exactly if they mean the
+same thing.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from torchwhere.core.place import Pass
 
-# What ranks must agree on in one collective, beyond its name. Ranks may give all_to_all different
-# shapes, only one rank of a scatter has the list of tensors, and what was sent may be received in
-# another shape of as many bytes.
+# The fields of a collective that must be equal on all ranks, beside its name. Ranks may pass
+# different shapes to all_to_all. Only one rank of a scatter has the list of tensors. A recv may use
+# a different shape with the same number of bytes as the send.
 _MUST_AGREE = {
     "all_gather": ("dtype", "out_shapes"),
     "all_to_all": ("dtype",),
@@ -34,8 +34,11 @@ P2P = frozenset({"send", "recv"})
 
 
 class StreamKey(NamedTuple):
-    """What is counted in one sequence: the collectives of a group, or the messages from one rank to
-    another (else -1)."""
+    """Names a stream: calls that share one sequence of numbers.
+
+    A stream holds either the collectives of a group (`source` and `destination` are -1) or the
+    messages from one rank to another.
+    """
 
     group: int
     source: int = -1
@@ -44,7 +47,7 @@ class StreamKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group, the same on all its ranks."""
+    """A process group. It is equal on all its ranks."""
 
     name: str
     ranks: tuple[int, ...]
@@ -54,7 +57,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """What people call it: its mesh dimension, its description, or its name."""
+        """The name that users know: the mesh dimension, the description, or the name."""
         if self.mesh_dim:
             return self.mesh_dim
         if self.desc in ("default_pg", "") and self.name in ("0", ""):
@@ -63,44 +66,44 @@ class Group:
 
 
 class Signature(NamedTuple):
-    """A collective, less its number and its place. `group` is a number of whoever made this."""
+    """A collective without its number and its place."""
 
-    text: str  # the JSON object of the box
-    group: int
-    signature_id: tuple[str, str]  # what ranks must agree on
+    text: str  # the JSON object from the box
+    group: int  # a local id: see `ids.py`
+    signature_id: tuple[str, str]  # what all ranks must agree on
     op: str
     peer: int
 
     @property
     def bytes(self) -> int:
-        """How much it moves; 0 where that is not known."""
-        match = _BYTES.search(self.text)  # a twentieth of the time that parsing takes
+        """The bytes that the call moves; 0 if unknown."""
+        match = _BYTES.search(self.text)  # takes a twentieth of the time of parsing
         return int(match[1]) if match is not None else 0
 
     @property
     def is_bookkeeping(self) -> bool:
-        """Whether it is DDP's own: which parameters were used. No function of torch.distributed
-        issued it, and gradients are no integers. DDP does it when the last gradient happens to be
-        there, in whatever module that is."""
+        """Whether DDP issued it itself, to find out which parameters were used.
+
+        No function of torch.distributed issues it, and gradients are not integers. DDP issues it
+        when the last gradient is ready, in whatever module that happens.
+        """
         return (
             self.op == "all_reduce" and '"dtype": "int' in self.text and '"api": null' in self.text
         )
 
     def key(self, rank: int) -> StreamKey:
-        """The stream it is counted in, on a rank."""
+        """Returns the stream that a rank counts this call in."""
         if self.op not in P2P:
             return StreamKey(self.group)
-        return (
-            StreamKey(self.group, rank, self.peer)
-            if self.op == "send"
-            else StreamKey(self.group, self.peer, rank)
-        )
+        if self.op == "send":
+            return StreamKey(self.group, rank, self.peer)
+        return StreamKey(self.group, self.peer, rank)
 
 
 class CallSite(NamedTuple):
-    """A place, less its rank and step, and what was issued there was for."""
+    """A place without its rank and step, and what the call there was for."""
 
-    # module, pass, line, beneficiary: a sound program's ranks agree
+    # module, pass, line, beneficiary: equal on all ranks of a correct program
     site_id: tuple[str | None, int, str | None, str | None]
     call: int | None
     graph: str | None
@@ -108,17 +111,16 @@ class CallSite(NamedTuple):
     certainty: str
     param: str | None
     is_async: bool
-    is_shadow: bool = False  # `Join` issued it, for a rank that is out of input
+    is_shadow: bool = False  # `Join` issued it for a rank that has run out of input
 
     @property
     def compared(self) -> tuple[str | None, int, str | None, str | None] | None:
-        """What ranks are held against each other for; None where a place says nothing of what was
-        issued.
+        """The part of the site by which ranks are compared; None if no part of it can be compared.
 
-        A shadow stands for whatever the others issue. A callback that torch runs on a thread of its
-        own has no place at all, and it is chance whether it runs there or inside the call. Where it
-        is known whose data moves, it does not matter in which module the program was just then: DDP
-        reduces a bucket when the last of its gradients happens to be there.
+        A shadow call stands for any call of the other ranks. A callback that torch runs on its own
+        thread has no place at all, and chance decides whether it runs there or inside the call. If
+        the owner of the data is known, the module does not matter: DDP reduces a bucket when its
+        last gradient is ready, wherever the program is then.
         """
         module, pass_, line, beneficiary = self.site_id
         if self.is_shadow or (module is None and line is None and beneficiary is None):
@@ -126,15 +128,19 @@ class CallSite(NamedTuple):
         return (None if beneficiary is not None else module), pass_, line, beneficiary
 
     def is_counted_by(self, steppers: tuple[str, ...]) -> bool:
-        """Whether the step it was issued in is its own: another thread comes to a call in whatever
-        step the counting one is just then. Threads of the autograd engine run while the one that
-        counts waits for them."""
+        """Whether the recorded step of the call is its own.
+
+        A thread that does not count steps issues its calls in whatever step the counting thread
+        has reached. Threads of the autograd engine are an exception: they run while the counting
+        thread waits for them.
+        """
         if not steppers:
             return True
         return (self.thread,) == steppers or (len(steppers) == 1 and self.is_of_engine)
 
     @property
     def is_of_engine(self) -> bool:
+        """Whether a thread of the autograd engine issued it."""
         return (
             self.site_id[1] == Pass.BACKWARD
             and self.thread is not None
@@ -143,7 +149,7 @@ class CallSite(NamedTuple):
 
 
 def group_of(text: str) -> Group | None:
-    """The group that an entry of a table describes; None if it describes none."""
+    """Parses a group entry of the string table; None if it does not describe a group."""
     value = parsed(text)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -160,57 +166,55 @@ def group_of(text: str) -> Group | None:
     )
 
 
-class Signatures:
-    """Reads what the entries of tables say of collectives.
+class SignatureParser:
+    """Parses the collective entries of string tables.
 
-    In a large job most of them differ in the group and the peer alone, and there are tens of
-    thousands: what is left of a text without these two is parsed once.
+    A large job has tens of thousands of entries, and most differ only in the group and the peer.
+    The rest of each text is parsed once.
     """
 
-    # As the recorder writes them; a text of any other form is parsed as it is.
+    # The form that the recorder writes; texts of other forms are parsed as a whole.
     _FORM = re.compile(
         r'(\{"op": "(\w+)", .*"group": ")([^"\\]*)(", "dtype": .*"peer": )(null|\d+)(, .*\})'
     )
 
     def __init__(self) -> None:
-        self._forms: dict[tuple[str, ...], tuple[str, str] | None] = {}
+        self._signature_ids: dict[tuple[str, ...], tuple[str, str] | None] = {}
 
-    def read(self, text: str) -> tuple[Signature | None, str]:
-        """The signature, and the name of its group: what group that is, its rank knows."""
+    def parse(self, text: str) -> tuple[Signature | None, str]:
+        """Returns the signature, still without a group, and the name of its group."""
         match = self._FORM.fullmatch(text)
         if match is None:
-            fields = parsed(text)
-            return _signature(text, fields) if isinstance(fields, dict) else (None, "")
+            return _signature(text)
         head, op, group, middle, peer, tail = match.groups()
         key = (head, middle, tail, "" if op in P2P else peer)
-        if key not in self._forms:
-            found = (
-                _signature(text, fields)[0] if isinstance(fields := parsed(text), dict) else None
-            )
-            self._forms[key] = found.signature_id if found is not None else None
-        signature_id = self._forms[key]
-        return (
-            (Signature(text, -1, signature_id, op, -1 if peer == "null" else int(peer)), group)
-            if signature_id is not None
-            else (None, "")
-        )
+        if key not in self._signature_ids:
+            signature, _ = _signature(text)
+            self._signature_ids[key] = None if signature is None else signature.signature_id
+        signature_id = self._signature_ids[key]
+        if signature_id is None:
+            return None, ""
+        return Signature(text, -1, signature_id, op, -1 if peer == "null" else int(peer)), group
 
 
 def must_agree(op: str) -> tuple[str, ...]:
-    """The fields of a collective that are the same on all its ranks."""
+    """Returns the fields of a collective that must be equal on all its ranks."""
     return _MUST_AGREE.get(op, _MUST_AGREE_ELSE)
 
 
-def _signature(text: str, fields: dict[str, Any]) -> tuple[Signature, str]:
+def _signature(text: str) -> tuple[Signature | None, str]:
+    fields = parsed(text)
+    if not isinstance(fields, dict):
+        return None, ""
     op, peer = str(fields.get("op")), fields.get("peer")
     agreed = {name: fields.get(name) for name in must_agree(op)}
     signature_id = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
-    return Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1), str(
-        fields.get("group")
-    )
+    signature = Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1)
+    return signature, str(fields.get("group"))
 
 
 def parsed(text: str | None) -> Any:
+    """Parses a JSON text; None if it is not JSON."""
     try:
         return json.loads(text or "null")
     except (ValueError, RecursionError):

@@ -1,198 +1,117 @@
-"""Reads the boxes of a large job at once: processes of their own, each of which writes down what
-some of the boxes say.
+"""Reads all boxes of a run, in worker processes if there are many, into a `JobCalls`.
 
-Takes a folder, gives who is there (`RunSummary`) and what they say (`JobCalls`), without keeping a
-box. Few boxes are read right here. The processes are plain interpreters that know nothing of this
-one but its import path: it may have threads, or no main module.
+It keeps no box in memory. A small run is read in this process, because starting a worker takes as
+long as reading a few hundred boxes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import os
-import pickle
-import queue
-import signal
-import subprocess
-import sys
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.worker_pool import default_workers, run_jobs
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 
-Progress = Callable[[int, int], None]  # boxes read, of how many
+Progress = Callable[[int, int], None]  # boxes read so far, and boxes in all
+
+_FEW = 256  # this process reads so many boxes before a worker has started
+_CHUNK = 64  # boxes that become one batch
 
 
 class Extractor(Protocol):
-    """Takes of the boxes, as they are read, what else is wanted of them. Is made in the process
-    that reads, and comes home."""
+    """Extracts extra data from each box while it is read.
 
-    def take(self, box: Box) -> Box: ...
+    A worker process creates it and pickles it back.
+    """
+
+    def take(self, box: Box) -> Box:
+        """Extracts what it wants from a box. Returns the box for the encoder."""
+        ...
 
 
-Aside = Callable[[], Extractor] | None
+E = TypeVar("E", bound=Extractor)
 
-_FEW = 256  # boxes that are read before another process has started
-_CHUNK = 64  # boxes that are written down together
-_MOST_PROCESSES = 8
-_PIPE_BYTES = 1 << 20  # a transcript of so many boxes fits
-_HERE = -1  # the clerk of this process
-_PROGRAM = (
-    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from"
-    " torchwhere.diagnose.calls.load import serve; serve()"
-)
-_Work = deque[list[Path]]
-_Told = queue.SimpleQueue["tuple[int, CallBatch] | None"]
+
+class _NoExtractor:
+    def take(self, box: Box) -> Box:
+        return box
 
 
 def load_calls(
+    folder: str | Path, *, on_progress: Progress | None = None, processes: int | None = None
+) -> tuple[RunSummary[BoxSummary], JobCalls]:
+    """Loads the newest run in a folder.
+
+    Args:
+        folder: The folder with the boxes.
+        on_progress: Called with the number of boxes read so far and the number of all boxes.
+        processes: How many worker processes read; by default this depends on the number of boxes.
+
+    Raises:
+        TorchwhereError: The folder holds no run.
+    """
+    run, job_calls, _ = load_calls_with(
+        _NoExtractor, folder, on_progress=on_progress, processes=processes
+    )
+    return run, job_calls
+
+
+def load_calls_with(
+    make_extractor: Callable[[], E],
     folder: str | Path,
     *,
     on_progress: Progress | None = None,
     processes: int | None = None,
-    extra: Aside = None,
-) -> tuple[RunSummary[BoxSummary], JobCalls]:
-    """The newest run in a folder. Raises `TorchwhereError` when there is nothing there to read.
-
-    `aside` makes a `Extractor` for some of the boxes at a time; those are in `JobCalls.asides`.
-    """
+) -> tuple[RunSummary[BoxSummary], JobCalls, list[E]]:
+    """Like `load_calls`. Also returns the extractors: each has seen some of the boxes."""
     files = box_files(folder)
-    told = []
+    if processes is None:
+        processes = default_workers() if len(files) > _FEW else 0
+    chunks = [files[start : start + _CHUNK] for start in range(0, len(files), _CHUNK)]
+    batches: list[tuple[int, CallBatch]] = []
+    extractors: list[E] = []
     done = 0
-    for encoder, batch in _read(
-        files, _how_many(len(files)) if processes is None else processes, extra
-    ):
-        told.append((encoder, batch))
+    task = partial(_ChunkReader, make_extractor)
+    for worker, (batch, extractor) in run_jobs(task, chunks, workers=processes):
+        batches.append((worker, batch))
+        extractors.append(extractor)
         done += len(batch.rank_summaries)
         if on_progress is not None:
             on_progress(done, len(files))
-    labels = [rank_summary.label for _, batch in told for rank_summary in batch.rank_summaries]
-    chosen, earlier, unreadable = choose(Path(folder), labels)
+    summaries = [summary.label for _, batch in batches for summary in batch.rank_summaries]
+    chosen, earlier, unreadable = choose(Path(folder), summaries)
+    run = RunSummary(Path(folder), dict(sorted(chosen.items())), earlier, unreadable)
     job_calls = JobCalls()
-    wanted = {label.path for label in chosen.values()}
-    job_calls.extras = [batch.extra for _, batch in told if batch.extra is not None]
-    for encoder, batch in told:
-        job_calls.admit(batch, encoder=encoder, wanted=wanted)
+    wanted = {summary.path for summary in chosen.values()}
+    for worker, batch in batches:
+        job_calls.add_batch(batch, encoder=worker, wanted=wanted)
     job_calls.by_rank = dict(sorted(job_calls.by_rank.items()))
-    return RunSummary(Path(folder), dict(sorted(chosen.items())), earlier, unreadable), job_calls
+    return run, job_calls, extractors
 
 
-def _how_many(boxes: int) -> int:
-    return (
-        min(len(os.sched_getaffinity(0)), _MOST_PROCESSES) if boxes > _FEW and sys.executable else 0
-    )
+class _ChunkReader(Generic[E]):
+    """The task of a worker: reads some boxes and encodes them as one batch."""
 
+    def __init__(self, make_extractor: Callable[[], E]) -> None:
+        self._make_extractor = make_extractor
+        self._reader = BoxReader()
+        self._encoder = Encoder()
 
-def _read(files: Sequence[Path], processes: int, extra: Aside) -> Iterator[tuple[int, CallBatch]]:
-    """Transcripts as they come, each with the number of the clerk that wrote it."""
-    work: _Work = deque(
-        list(files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK)
-    )
-    with contextlib.ExitStack() as stack:
-        told: _Told = queue.SimpleQueue()
-        for number in range(processes):
-            stack.enter_context(_Worker(number, work, told, extra))
-        for _ in range(processes):  # each says when it is done
-            yield from iter(told.get, None)
-    # What nobody took, or whose reader was killed, is read here.
-    reader, encoder = BoxReader(), Encoder()
-    while work:
-        yield _HERE, _written_down(encoder, _boxes(reader, work.popleft()), extra)
+    def __call__(self, files: Sequence[Path]) -> tuple[CallBatch, E]:
+        extractor = self._make_extractor()
+        return self._encoder.encode(map(extractor.take, self._boxes(files))), extractor
 
-
-def _written_down(encoder: Encoder, boxes: Iterator[Box], extra: Aside) -> CallBatch:
-    taker = extra() if extra is not None else None
-    batch = encoder.encode(boxes if taker is None else map(taker.take, boxes))
-    batch.extra = taker
-    return batch
-
-
-def _boxes(reader: BoxReader, files: Sequence[Path]) -> Iterator[Box]:
-    for path in files:
-        try:
-            yield reader.read(path)
-        except TorchwhereError as error:  # deleted since the folder was listed
-            yield Box(path=path, problems=[str(error)])
-
-
-class _Worker:
-    """A process that reads, and the thread that hands it work and takes what it has written
-    down."""
-
-    def __init__(self, number: int, work: _Work, told: _Told, extra: Aside) -> None:
-        self._number, self._work, self._told, self._aside = number, work, told, extra
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(
-            target=self._hand_out, name=f"torchwhere-loader-{number}", daemon=True
-        )
-
-    def __enter__(self) -> _Worker:
-        with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=_PIPE_BYTES,
-                pipesize=_PIPE_BYTES,
-            )
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._thread.join()
-        for pipe in (
-            (self._process.stdin, self._process.stdout) if self._process is not None else ()
-        ):
-            with contextlib.suppress(OSError):  # what was not sent is lost with the process
-                if pipe is not None:
-                    pipe.close()
-
-    def _hand_out(self) -> None:
-        chunk: list[Path] | None = None
-        try:
-            if self._process is None or self._process.stdin is None or self._process.stdout is None:
-                return
-            _send(self._process.stdin, sys.path)
-            _send(self._process.stdin, self._aside)
-            while self._work:
-                chunk = self._work.popleft()
-                _send(self._process.stdin, chunk)
-                self._told.put((self._number, pickle.load(self._process.stdout)))
-                chunk = None
-        except IndexError:  # another one took the last
-            pass
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
-            if chunk is not None:
-                self._work.append(chunk)
-        finally:
-            self._told.put(None)
-
-
-def _send(pipe: IO[bytes], what: Any) -> None:
-    pickle.dump(what, pipe, protocol=5)
-    pipe.flush()
-
-
-def serve() -> None:
-    """What such a process does: paths in, transcripts out, until there is nobody to read for."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it ends it
-    gc.disable()  # there are no cycles, and much that is only made to be sent away
-    reader, encoder = BoxReader(), Encoder()
-    with contextlib.suppress(EOFError, OSError):
-        extra = pickle.load(sys.stdin.buffer)
-        while True:
-            files = pickle.load(sys.stdin.buffer)
-            _send(sys.stdout.buffer, _written_down(encoder, _boxes(reader, files), extra))
+    def _boxes(self, files: Sequence[Path]) -> Iterator[Box]:
+        for path in files:
+            try:
+                yield self._reader.read(path)
+            except TorchwhereError as error:  # the file was deleted after the folder was listed
+                yield Box(path=path, problems=[str(error)])

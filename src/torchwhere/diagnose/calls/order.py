@@ -1,8 +1,9 @@
-"""Sorts what one rank did: records that are alike share a code, calls of one stream stand together.
+"""Groups the records of one rank: equal records share a code, calls of one stream are contiguous.
 
-Takes records as a box has them, gives small arrays. Works on columns only: a rank has thousands of
-them, a job thousands of ranks. Ranks of one stage do the same things in the same order: mostly, a
-`Sorter` finds what it found for the one before.
+It takes the records of a box and gives small arrays. All work is done on columns, because a rank
+has thousands of records and a job has thousands of ranks. Ranks of one pipeline stage do the same
+things in the same order, so a `CallSorter` keeps the result of the box before and can mostly reuse
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy.typing as npt
 from torchwhere.blackbox.ring import as_words
 from torchwhere.diagnose.calls.keys import StreamKey
 
-# threads may write down two calls in the wrong order; a number that falls back further was counted
-# anew
+# Two threads may record two calls in the wrong order. A number that falls back by more than this
+# comes from a group that was created again and counts from 0.
 _SWAPPED = 64
-# The words of a record, of 8 bytes, without what differs from call to call: its number, time, step,
-# and number in the stream.
+# The 8-byte words of a record, without the fields that differ from call to call: record number,
+# time, step, and number in the stream.
 _WORDS = slice(2, 7)
 _MASKS = np.array([[0xFFFFFFFF], *[[0xFFFFFFFFFFFFFFFF]] * 3, [0xFFFFFFFF]], np.uint64)
 _FACTORS = np.array(
@@ -35,97 +36,98 @@ _FACTORS = np.array(
 )
 
 
-class Classes(NamedTuple):
-    """Which records are alike: of every record the code of its class, of every class its first
-    record."""
+class RecordClasses(NamedTuple):
+    """Classes of records that are equal in kind, signature and place."""
 
-    codes: npt.NDArray[np.int64]
-    examples: npt.NDArray[np.int64]
+    codes: npt.NDArray[np.int64]  # the class of each record
+    examples: npt.NDArray[np.int64]  # the first record of each class
 
 
 class Stretch(NamedTuple):
-    """The calls of one stream, numbered without a hole."""
+    """The calls of one stream, with consecutive numbers."""
 
     key: StreamKey
-    first: int
-    at: int
+    first: int  # number of the first call
+    at: int  # index of the first call in `SortedCalls.order`
     length: int
 
 
 class SortedCalls(NamedTuple):
-    """The calls of a rank, stream by stream; those of no known group, and those before a hole, are
-    left out."""
+    """The calls of a rank, stream by stream.
 
-    order: npt.NDArray[np.int64]
+    Calls of unknown groups and calls before a gap in the numbers are left out.
+    """
+
+    order: npt.NDArray[np.int64]  # indexes of the records
     codes: npt.NDArray[Any]
     stretches: list[Stretch]
-    last: tuple[StreamKey, int] | None
+    last: tuple[StreamKey, int] | None  # stream and number of the last call of all
 
 
 class _Order(NamedTuple):
-    """The calls of a rank by stream."""
+    """The order of a rank's calls by stream, and what it was computed from."""
 
-    # the codes that were sorted, or that the sorted ones are the first of
-    of: npt.NDArray[np.int64]
-    length: int
-    streams: list[int]  # of each code
+    of: npt.NDArray[np.int64]  # the codes; the array itself is compared, not its contents
+    length: int  # how many of these codes were used
+    streams: list[int]  # the stream of each code
     order: npt.NDArray[np.int64]
     codes: npt.NDArray[Any]
     begins: npt.NDArray[np.int64]  # of each stream
     ends: npt.NDArray[np.int64]
 
 
-class Sorter:
+class CallSorter:
     """Sorts the calls of one rank after another."""
 
     def __init__(self) -> None:
         self._columns = np.empty((5, 0), np.uint64)
-        self._classes = Classes(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._classes = RecordClasses(np.empty(0, np.int64), np.empty(0, np.int64))
         self._order: _Order | None = None
 
-    def alike(self, records: npt.NDArray[Any]) -> Classes:
-        """Records of the same kind, signature and place."""
-        columns, known = as_words(records).T[_WORDS] & _MASKS, self._classes
-        is_seen = known.examples.max(initial=-1) < len(records) <= len(known.codes)
-        if is_seen and np.array_equal(columns, self._columns[:, : len(records)]):
-            return Classes(known.codes[: len(records)], known.examples)
+    def classify(self, records: npt.NDArray[Any]) -> RecordClasses:
+        """Finds the records that are equal in kind, signature and place."""
+        columns, previous = as_words(records).T[_WORDS] & _MASKS, self._classes
+        may_reuse = previous.examples.max(initial=-1) < len(records) <= len(previous.codes)
+        if may_reuse and np.array_equal(columns, self._columns[:, : len(records)]):
+            return RecordClasses(previous.codes[: len(records)], previous.examples)
         self._columns, self._classes = columns, _classes(columns)
         return self._classes
 
     def sort(
-        self, numbers: npt.NDArray[Any], classes: Classes, keys: Sequence[StreamKey | None]
+        self, numbers: npt.NDArray[Any], classes: RecordClasses, keys: Sequence[StreamKey | None]
     ) -> SortedCalls:
-        """By stream, and in each by number. `keys` are the streams of the classes; None is none."""
-        index = {
-            key: number
-            for number, key in enumerate(dict.fromkeys(key for key in keys if key is not None))
-        }
+        """Sorts calls by stream, and by number within each stream.
+
+        `keys` are the streams of the classes; None if a class belongs to no stream.
+        """
+        distinct = dict.fromkeys(key for key in keys if key is not None)
+        index = {key: number for number, key in enumerate(distinct)}
         streams = [len(index) if key is None else index[key] for key in keys]
-        found = self._by_stream(streams, classes.codes, len(index))
-        in_order = numbers[found.order].astype(np.int64)
+        by_stream = self._by_stream(streams, classes.codes, len(index))
+        in_order = numbers[by_stream.order].astype(np.int64)
         follows = in_order[1:] - in_order[:-1] == 1
-        follows[found.begins[1:] - 1] = True  # where another stream begins
+        follows[by_stream.begins[1:] - 1] = True  # where the next stream begins
         if not follows.all():
-            return _with_holes(found, in_order, list(index))
+            return _without_gaps(by_stream, in_order, list(index))
         columns = (
-            in_order[found.begins].tolist(),
-            found.begins.tolist(),
-            (found.ends - found.begins).tolist(),
+            in_order[by_stream.begins].tolist(),
+            by_stream.begins.tolist(),
+            (by_stream.ends - by_stream.begins).tolist(),
         )
-        stretches = [Stretch(key, *each) for key, *each in zip(index, *columns, strict=True)]
-        return SortedCalls(found.order, found.codes, stretches, _last(found.order, stretches))
+        stretches = [Stretch(key, *row) for key, *row in zip(index, *columns, strict=True)]
+        last = _last(by_stream.order, stretches)
+        return SortedCalls(by_stream.order, by_stream.codes, stretches, last)
 
     def _by_stream(self, streams: list[int], codes: npt.NDArray[np.int64], count: int) -> _Order:
-        known, of = self._order, self._classes.codes
-        is_known = (
-            known is not None
-            and known.of is of
-            and known.length == len(codes)
-            and known.streams == streams
-        )
-        # of no stream at all, all are number 0 too
-        if known is not None and is_known and len(known.ends) == count:
-            return known
+        previous, of = self._order, self._classes.codes
+        if (
+            previous is not None
+            and previous.of is of
+            and previous.length == len(codes)
+            and previous.streams == streams
+            and len(previous.ends) == count  # without any stream, all codes have stream 0 too
+        ):
+            return previous
         of_record = np.array(streams, np.uint16)[codes]
         lengths = np.bincount(of_record, minlength=count)[:count]
         ends = np.cumsum(lengths)
@@ -136,53 +138,51 @@ class Sorter:
         return self._order
 
 
-def _classes(columns: npt.NDArray[np.uint64]) -> Classes:
-    # by a hash: equal ones come to stand together
+def _classes(columns: npt.NDArray[np.uint64]) -> RecordClasses:
+    # Sorting by a hash brings equal records together.
     order = (columns * _FACTORS).sum(axis=0).argsort()
     in_order = columns[:, order]
-    # Told apart by what they are: where two hashes are equal by chance, a class falls into pieces,
-    # and nothing is wrong.
+    # Neighbours are compared by value. If two hashes collide, a class is split in pieces, which is
+    # harmless.
     begins = np.ones(len(order), np.bool_)
     begins[1:] = (in_order[:, 1:] != in_order[:, :-1]).any(axis=0)
     codes = np.empty(len(order), np.int64)
     codes[order] = np.cumsum(begins) - 1
     starts = np.flatnonzero(begins)
-    return Classes(codes, np.minimum.reduceat(order, starts) if len(order) else order)
+    return RecordClasses(codes, np.minimum.reduceat(order, starts) if len(order) else order)
 
 
-def _with_holes(
-    found: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]
+def _without_gaps(
+    by_stream: _Order, numbers: npt.NDArray[np.int64], keys: Sequence[StreamKey]
 ) -> SortedCalls:
-    """Of each stream, the newest calls without a hole between them."""
+    """Keeps the newest calls of each stream that have consecutive numbers."""
     pieces: list[npt.NDArray[np.int64]] = []
     stretches: list[Stretch] = []
     begin, at = 0, 0
-    for key, end in zip(keys, found.ends.tolist(), strict=True):
+    for key, end in zip(keys, by_stream.ends.tolist(), strict=True):
         chosen = begin + _newest(numbers[begin:end])
         pieces.append(chosen)
         stretches.append(Stretch(key, int(numbers[chosen[0]]), at, len(chosen)))
         begin, at = end, at + len(chosen)
     kept = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    return SortedCalls(
-        found.order[kept], found.codes[kept], stretches, _last(found.order[kept], stretches)
-    )
+    order = by_stream.order[kept]
+    return SortedCalls(order, by_stream.codes[kept], stretches, _last(order, stretches))
 
 
 def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where the newest calls of a stream stand whose numbers follow each other, by number."""
-    # the group was made anew and counts from its start
-    anew = np.flatnonzero(numbers[1:] < numbers[:-1] - _SWAPPED)
-    start = int(anew[-1]) + 1 if len(anew) else 0
+    """Returns the indexes of the newest calls with consecutive numbers, ordered by number."""
+    restarts = np.flatnonzero(numbers[1:] < numbers[:-1] - _SWAPPED)
+    start = int(restarts[-1]) + 1 if len(restarts) else 0
     values, where = np.unique(numbers[start:], return_index=True)
-    holes = np.flatnonzero(values[1:] - values[:-1] != 1)
-    found: npt.NDArray[np.int64] = where[int(holes[-1]) + 1 if len(holes) else 0 :] + start
-    return found
+    gaps = np.flatnonzero(values[1:] - values[:-1] != 1)
+    newest: npt.NDArray[np.int64] = where[int(gaps[-1]) + 1 if len(gaps) else 0 :] + start
+    return newest
 
 
 def _last(
     order: npt.NDArray[np.int64], stretches: Sequence[Stretch]
 ) -> tuple[StreamKey, int] | None:
-    """Stream and number of the last call of all."""
+    """Returns stream and number of the last call of all."""
     if not stretches:
         return None
     lasts = order[[stretch.at + stretch.length - 1 for stretch in stretches]]
@@ -191,18 +191,9 @@ def _last(
 
 
 def narrow(column: npt.NDArray[Any], *, base: int | None = None) -> tuple[npt.NDArray[Any], int]:
-    """Numbers in as few bytes as they need, and what they count from."""
+    """Stores integers in as few bytes as possible. Returns them and the base they count from."""
     if not len(column):
         return np.empty(0, np.uint8), 0
     base = int(column.min()) if base is None else base
-    most = int(column.max()) - base
-    kind = (
-        np.uint8
-        if most < 1 << 8
-        else np.uint16
-        if most < 1 << 16
-        else np.uint32
-        if most < 1 << 32
-        else np.uint64
-    )
+    kind = np.min_scalar_type(int(column.max()) - base)
     return (column - column.dtype.type(base)).astype(kind), base

@@ -1,10 +1,10 @@
-"""Numbers that mean the same on all ranks, also where some began to count elsewhere.
+"""Makes the numbers of calls equal on all ranks if some ranks began to count late.
 
-A watch that begins late goes on from what a group says it has done so far. gloo counts messages
-there as well, and ranks do not all send as many: then the same collective has other numbers on
-other ranks. Which of the two it is, ranks that began at different moments or a count that was wrong
-from the start, shows in the collectives themselves: as counted, or each rank's from its own
-beginning, they are the same or not.
+A watch that begins late continues from the number of collectives that the group reports. With gloo
+this number includes messages, and not all ranks send equally many. Then one collective has
+different numbers on different ranks. But a difference may also be right: the ranks began to watch
+at different moments. The calls themselves decide: `rebase_numbers` compares them as numbered, and
+with each rank numbered from its own beginning, and takes the numbering under which they agree.
 """
 
 from __future__ import annotations
@@ -14,69 +14,79 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from torchwhere.diagnose.calls.job_calls import StreamCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.calls.stream_calls import StreamCalls
 
-# in a box's header: what groups had done when the watch began, where that is not nothing
+# In the header of a box: the counts of groups when the watch began, if they were not 0.
 COUNTED = "counted"
 
 
 def rebase_numbers(job_calls: JobCalls) -> JobCalls:
-    """The same testimonies; each group whose ranks agree only if each begins at its own count is
-    counted from there."""
-    late = {
-        rank: counted for rank, said in job_calls.by_rank.items() if (counted := _counted(said))
-    }
+    """Returns the same calls with the numbering under which the ranks of each group agree."""
+    late = {}
+    for rank, rank_calls in job_calls.by_rank.items():
+        counts = _counts_at_start(rank_calls)
+        if counts:
+            late[rank] = counts
     if not late:
         return job_calls
-    found = job_calls.copy()
+    rebased = job_calls.copy()
     for key in {key for rank in late for key in job_calls.by_rank[rank].calls if key.source == -1}:
         name = job_calls.group(key).name
         calls = {
-            rank: said.calls[key] for rank, said in job_calls.by_rank.items() if key in said.calls
+            rank: rank_calls.calls[key]
+            for rank, rank_calls in job_calls.by_rank.items()
+            if key in rank_calls.calls
         }
         begins = {rank: late.get(rank, {}).get(name, 0) for rank in calls}
-        if len(set(begins.values())) > 1 and _likeness(calls, begins) > _likeness(
-            calls, dict.fromkeys(calls, 0)
-        ):
+        if len(set(begins.values())) < 2:
+            continue
+        if _agreement(calls, begins) > _agreement(calls, dict.fromkeys(calls, 0)):
             for rank, begin in begins.items():
-                found.by_rank[rank] = _from(found.by_rank[rank], key, begin)
-    return found
+                rebased.by_rank[rank] = _numbered_from(rebased.by_rank[rank], key, begin)
+    return rebased
 
 
-def _counted(said: RankCalls) -> dict[str, int]:
-    counted = said.label.meta.get(COUNTED)
-    known = counted.items() if isinstance(counted, dict) else ()
+def _counts_at_start(rank_calls: RankCalls) -> dict[str, int]:
+    """Returns the counts of groups when the watch began, by name."""
+    counts = rank_calls.label.meta.get(COUNTED)
+    if not isinstance(counts, dict):
+        return {}
     return {
-        name: number
-        for name, number in known
-        if isinstance(name, str) and type(number) is int and number > 0
+        name: count
+        for name, count in counts.items()
+        if isinstance(name, str) and type(count) is int and count > 0
     }
 
 
-def _likeness(calls: Mapping[int, StreamCalls], begins: Mapping[int, int]) -> tuple[int, int]:
-    """How many collectives are as on the rank that has most of them, less those that are not; where
-    that does not tell, how little the last ones are apart."""
-    first = max(calls, key=lambda rank: len(calls[rank]))
-    usual, score = calls[first], 0
+def _agreement(calls: Mapping[int, StreamCalls], begins: Mapping[int, int]) -> tuple[int, int]:
+    """Scores a numbering by how well the calls of all ranks agree.
+
+    The score is the number of calls that equal those of the rank with most calls, minus the number
+    of calls that do not. The distance between the last calls of the ranks breaks ties.
+    """
+    longest = max(calls, key=lambda rank: len(calls[rank]))
+    reference, score = calls[longest], 0
     for rank, own in calls.items():
-        begin = max(own.first - begins[rank], usual.first - begins[first])
-        end = min(own.last - begins[rank], usual.last - begins[first]) + 1
-        if begin < end and rank != first:
+        begin = max(own.first - begins[rank], reference.first - begins[longest])
+        end = min(own.last - begins[rank], reference.last - begins[longest]) + 1
+        if begin < end and rank != longest:
             here = own.packed_ids(begin + begins[rank], end + begins[rank])
-            there = usual.packed_ids(begin + begins[first], end + begins[first])
+            there = reference.packed_ids(begin + begins[longest], end + begins[longest])
             score += 2 * int(np.count_nonzero(here == there)) - len(here)
     lasts = [own.last - begins[rank] for rank, own in calls.items()]
     return score, min(lasts) - max(lasts)
 
 
-def _from(said: RankCalls, key: StreamKey, begin: int) -> RankCalls:
-    found = copy.copy(said)
-    found.calls, found.counts = dict(said.calls), dict(said.counts)
-    found.calls[key] = copy.copy(said.calls[key])
-    found.calls[key].first -= begin
-    found.counts[key] -= begin
-    if said.last is not None and said.last[0] == key:
-        found.last = key, said.last[1] - begin
-    return found
+def _numbered_from(rank_calls: RankCalls, key: StreamKey, begin: int) -> RankCalls:
+    """Returns a copy in which the call with number `begin` gets number 0."""
+    rebased = copy.copy(rank_calls)
+    rebased.calls, rebased.counts = dict(rank_calls.calls), dict(rank_calls.counts)
+    rebased.calls[key] = copy.copy(rank_calls.calls[key])
+    rebased.calls[key].first -= begin
+    rebased.counts[key] -= begin
+    if rank_calls.last is not None and rank_calls.last[0] == key:
+        rebased.last = key, rank_calls.last[1] - begin
+    return rebased

@@ -1,145 +1,138 @@
-"""Who came to which call and went on when: all clocks of a circle in one table, by call.
+"""All calls of some clocks as one table: a row for each call and clock.
 
-Takes the series of clocks and the lines that are known so far. Times in the table are by these
-lines, from a moment in the middle on, so that floating-point numbers hold them to a nanosecond:
-that is the frame.
+Times in the table are already corrected by the lines found so far, and count from a moment in the
+middle of the run. So floats hold them to a nanosecond, and whatever correction is still needed is
+small.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchwhere.diagnose.clocks.arrivals import NEVER, ClockStream
-from torchwhere.diagnose.clocks.line_bounds import Floats
-from torchwhere.diagnose.clocks.pairwise import Line, Series
+from torchwhere.diagnose.clocks.clock_calls import ClockCalls
+from torchwhere.diagnose.clocks.line import Floats, Line
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """In order of calls; each has at least two rows, one a clock."""
+class CallTable:
+    """Rows in the order of calls. Each call has at least two rows, one for each of its clocks."""
 
-    zero_ns: int
+    zero_ns: int  # the moment that times count from
     clock: Ints
     call: Ints
-    came: Floats
-    bound: Floats  # the same where others wait for it; minus infinity for who receives
-    left: Floats  # infinite where that says nothing
+    came: Floats  # when the call was issued
+    bound: Floats  # the same if others wait for it; minus infinity for a receiver
+    left: Floats  # when its thread went on; infinity if that says nothing
     site: Ints
     stream: Ints
-    is_sure: Bools  # the call waits, whatever times say
+    is_sure: Bools  # whether the backend says that the call waits
 
     def __len__(self) -> int:
         return len(self.call)
 
-    def of_calls(self) -> Rows:
-        """Those of collectives."""
+    def collectives(self) -> CallTable:
+        """Returns the rows of collectives, without messages."""
         return self.without(np.unique(self.stream[np.isneginf(self.bound)]))
 
-    def without(self, streams: Ints) -> Rows:
+    def without(self, streams: Ints) -> CallTable:
         return self.at(~np.isin(self.stream, streams)) if len(streams) else self
 
-    def at(self, chosen: Ints | Bools) -> Rows:
-        return Rows(self.zero_ns, *(getattr(self, name)[chosen] for name in _COLUMNS))
-
-
-_COLUMNS: dict[str, Any] = {
-    "clock": np.int64,
-    "call": np.int64,
-    "came": np.float64,
-    "bound": np.float64,
-    "left": np.float64,
-}
-_COLUMNS |= {"site": np.int64, "stream": np.int64, "is_sure": np.bool_}
+    def at(self, rows: Ints | Bools) -> CallTable:
+        columns = (getattr(self, column.name)[rows] for column in fields(self)[1:])
+        return CallTable(self.zero_ns, *columns)
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What a clock is still ahead, in the frame: at its zero, and how much more a nanosecond
-    later."""
+    """How far a clock of the table is still ahead: offset + slope * time."""
 
     offset: float = 0.0
     slope: float = 0.0
-
-    def at(self, times: Floats) -> Floats:
-        found: Floats = self.offset + self.slope * times
-        return found
 
     def line(self, zero_ns: int) -> Line:
         return Line(self.offset, self.slope, zero_ns)
 
 
-def rows_of(series: Mapping[int, Series], lines: Mapping[int, Line]) -> Rows:
-    """All calls in which at least two of the clocks took part."""
-    meeting: defaultdict[ClockStream, list[int]] = defaultdict(list)
-    for index, each in series.items():
-        for stream in each.streams:
-            meeting[stream].append(index)
-    zero_ns = _zero_ns(series, lines)
-    parts: list[tuple[npt.NDArray[Any], ...]] = []
+def call_table(clocks: Mapping[int, ClockCalls], lines: Mapping[int, Line]) -> CallTable:
+    """Collects all calls in which at least two of the clocks took part."""
+    clocks_of: defaultdict[ClockStream, list[int]] = defaultdict(list)
+    for index, clock in clocks.items():
+        for stream in clock.streams:
+            clocks_of[stream].append(index)
+    zero_ns = _zero_ns(clocks, lines)
+    parts: list[CallTable] = []
     calls = 0
-    for number, (stream, clocks) in enumerate(meeting.items()):
-        if len(clocks) > 1:
-            numbers = np.unique(
-                np.concatenate([series[index].streams[stream].numbers for index in clocks])
+    for number, (stream, sharing) in enumerate(clocks_of.items()):
+        if len(sharing) < 2:
+            continue
+        numbers = np.unique(
+            np.concatenate([clocks[index].streams[stream].numbers for index in sharing])
+        )
+        is_sure = not any(stream in clocks[index].unsure for index in sharing)
+        for index in sharing:
+            call = np.searchsorted(numbers, clocks[index].streams[stream].numbers) + calls
+            came, bound, left = _times(clocks[index], stream, lines[index], zero_ns)
+            part = CallTable(
+                zero_ns=zero_ns,
+                clock=np.full(len(call), index),
+                call=call,
+                came=came,
+                bound=bound,
+                left=left,
+                site=clocks[index].streams[stream].sites,
+                stream=np.full(len(call), number),
+                is_sure=np.full(len(call), is_sure),
             )
-            is_sure = not any(stream in series[index].unsure for index in clocks)
-            for index in clocks:
-                *own, site = _of_one(series[index], stream, lines[index], zero_ns)
-                call = np.searchsorted(numbers, series[index].streams[stream].numbers) + calls
-                parts.append(
-                    (_all(index, call), call, *own, site, _all(number, call), _all(is_sure, call))
-                )
-            calls += len(numbers)
-    columns = (
-        [np.concatenate(each) for each in zip(*parts, strict=True)]
-        if parts
-        else [np.empty(0)] * len(_COLUMNS)
-    )
-    found = Rows(
-        zero_ns,
-        *(column.astype(kind) for column, kind in zip(columns, _COLUMNS.values(), strict=True)),
-    )
-    at = np.flatnonzero(np.bincount(found.call, minlength=1)[found.call] > 1)
-    return found.at(at[np.argsort(found.call[at], kind="stable")])
+            parts.append(part)
+        calls += len(numbers)
+    table = _joined(zero_ns, parts)
+    rows = np.flatnonzero(np.bincount(table.call, minlength=1)[table.call] > 1)
+    return table.at(rows[np.argsort(table.call[rows], kind="stable")])
 
 
-def _of_one(
-    series: Series, stream: ClockStream, line: Line, zero_ns: int
-) -> Iterator[npt.NDArray[Any]]:
-    """When it came, when that bounds others, when it left, and from where."""
-    calls = series.streams[stream]
-    came = _framed(calls.issued_ns, line, zero_ns)
-    leaves = calls.waits & (calls.next_ns != NEVER)
-    receives = stream.is_message and stream.source not in series.ranks
-    yield came
-    yield np.full_like(came, -np.inf) if receives else came
-    yield np.where(
-        leaves, _framed(np.where(leaves, calls.next_ns, calls.issued_ns), line, zero_ns), np.inf
-    )
-    yield calls.sites
+def _joined(zero_ns: int, parts: list[CallTable]) -> CallTable:
+    if not parts:
+        ints, floats = np.empty(0, np.int64), np.empty(0)
+        nothing = np.empty(0, np.bool_)
+        return CallTable(zero_ns, ints, ints, floats, floats, floats, ints, ints, nothing)
+    columns: list[npt.NDArray[Any]] = [
+        np.concatenate([getattr(part, column.name) for part in parts])
+        for column in fields(CallTable)[1:]
+    ]
+    return CallTable(zero_ns, *columns)
 
 
-def _all(value: int, like: Ints) -> Ints:
-    return np.full(len(like), value)
+def _times(
+    clock: ClockCalls, stream: ClockStream, line: Line, zero_ns: int
+) -> tuple[Floats, Floats, Floats]:
+    """Returns the columns `came`, `bound` and `left` of one clock and stream."""
+    calls = clock.streams[stream]
+    came = _corrected(calls.issued_ns, line, zero_ns)
+    waits = calls.waits & (calls.next_ns != NEVER)
+    left = _corrected(np.where(waits, calls.next_ns, calls.issued_ns), line, zero_ns)
+    receives = stream.is_message and stream.source not in clock.ranks
+    bound = np.full_like(came, -np.inf) if receives else came
+    return came, bound, np.where(waits, left, np.inf)
 
 
-def _framed(times: Ints, line: Line, zero_ns: int) -> Floats:
-    found: Floats = (times - zero_ns).astype(np.float64) - line.at(times)
-    return found
+def _corrected(times: Ints, line: Line, zero_ns: int) -> Floats:
+    corrected: Floats = (times - zero_ns).astype(np.float64) - line.at(times)
+    return corrected
 
 
-def _zero_ns(series: Mapping[int, Series], lines: Mapping[int, Line]) -> int:
-    for index, each in series.items():
-        for calls in each.streams.values():
+def _zero_ns(clocks: Mapping[int, ClockCalls], lines: Mapping[int, Line]) -> int:
+    for index, clock in clocks.items():
+        for calls in clock.streams.values():
             if len(calls):
                 middle = int(calls.issued_ns[len(calls) // 2])
                 return middle - round(lines[index].at(middle))

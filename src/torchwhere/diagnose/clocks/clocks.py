@@ -1,16 +1,17 @@
-"""Whose clock is off, by how much, and how fast it drifts: the clocks of hosts, aligned by what
-their ranks did together.
+"""Finds how far the clock of each host is off and how fast it drifts, from calls of its ranks.
 
-Takes the arrivals of all ranks, gives `Clocks`, which turns the wall-clock time of a rank into that
-of a reference: the host of the lowest rank. Ranks of one host share a clock, unless what they did
-together shows that they do not. Clocks are straight lines against each other, an offset and a
-drift. `pairing.py` compares two of them; here they are put together: from the reference on, each
-clock is compared with one that is known already, over the best evidence that there is.
-`consensus.py` makes these lines better, by all clocks at once, and `strips.py` says how far off
-they can be for all that.
+`aligned` takes the arrivals of all ranks and gives `Clocks`, which convert the wall-clock time of a
+rank to that of the reference: the host of the lowest rank. Ranks of one host share a clock, unless
+their calls show that they do not. The difference of two clocks is a straight line: offset and
+drift.
 
-Hosts that have no call in common with the reference, nor with one that has, keep their own wall
-clock, and are said to.
+1. `pairwise.py` compares two clocks. Starting at the reference, each clock is compared with one
+   that is already known, by the best evidence there is.
+2. `joint_fit.py` improves these lines by fitting all clocks at once.
+3. `bounds.py` says how far off they can still be.
+
+Hosts that have no call in common with the reference, not even over other hosts, keep their own wall
+clock and are marked as `unmatched`.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from typing import Any, overload
 
 import numpy as np
 
-from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream, Times
-from torchwhere.diagnose.clocks.bounds import clock_bounds
-from torchwhere.diagnose.clocks.call_table import Correction, rows_of
-from torchwhere.diagnose.clocks.joint_fit import agreed, broken
-from torchwhere.diagnose.clocks.pairwise import Fit, Line, Quality, Series, compare, shares_a_clock
+from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
+from torchwhere.diagnose.clocks.bounds import uncertainties
+from torchwhere.diagnose.clocks.call_table import call_table
+from torchwhere.diagnose.clocks.clock_calls import ClockCalls
+from torchwhere.diagnose.clocks.joint_fit import fit, streams_that_do_not_wait
+from torchwhere.diagnose.clocks.line import Line, Times
+from torchwhere.diagnose.clocks.pairwise import Fit, Quality, compare, shares_a_clock
 
-# wall-clock offsets of one boot of a host, measured at different moments, are this close
+# Wall-clock offsets of one boot of a host, measured at different moments, differ by less than this.
 _SAME_CLOCK_NS = 1_000_000_000
-_FAR_NS = float(1 << 61)  # further no clock is ahead: what says so is damaged
-_KEPT_NS = 100_000.0  # a clock that is off by less is left alone
-_ROUNDS = 3  # of leaving out what contradicts the rest
-_MOST_CALLS = 2048  # of a stream, that are kept of each rank
-_MOST_KEPT = 1 << 22  # of all streams and ranks together
+_FAR_NS = float(1 << 61)  # no clock is further ahead; a larger offset comes from damaged data
+_KEPT_NS = 100_000.0  # a clock that is off by less is not corrected
+_ROUNDS = 3  # of leaving out streams that do not wait
+_MOST_CALLS = 2048  # kept of each stream and rank
+_MOST_KEPT = 1 << 22  # kept of all streams and ranks together
 _FEWEST_CALLS = 128
 
 
@@ -44,25 +47,32 @@ class Evidence(StrEnum):
     """What a clock was aligned by."""
 
     REFERENCE = "reference"
-    COMPLETIONS = "completions"  # calls that nobody leaves before all have come
+    COMPLETIONS = "completions"  # calls that no rank leaves before all have arrived
     MESSAGES = "messages"  # no recv ends before its send began
     # calls that do not wait: a host that is always late looks like a clock that is ahead
     ISSUES = "issues"
-    WALL_CLOCK = "wall clock"  # nothing speaks against it
+    WALL_CLOCK = "wall clock"  # no call contradicts it
     UNMATCHED = "unmatched"  # no call in common with the reference
+
+
+_EVIDENCE = {
+    Quality.TIGHT: Evidence.COMPLETIONS,
+    Quality.MESSAGES: Evidence.MESSAGES,
+    Quality.LOOSE: Evidence.ISSUES,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """One clock, against the reference."""
+    """One clock, compared with the reference."""
 
     host: str
     ranks: tuple[int, ...]
     evidence: Evidence
     line: Line = field(default_factory=Line)  # how far it is ahead
-    calls: int = 0  # compared
-    scatter_ns: float | None = None  # of single calls around the line; nine of ten are closer
-    # it cannot be further off than this, whatever ranks did; None if nothing bounds it
+    calls: int = 0  # that were compared
+    scatter_ns: float | None = None  # nine of ten calls are closer to the pairwise line than this
+    # It cannot be further off than this, whatever the ranks did. None if nothing bounds it.
     uncertainty_ns: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,12 +90,11 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """All clocks of a job, and which rank goes by which."""
+    """All clocks of a job, and the clock of each rank."""
 
     clocks: tuple[Clock, ...] = ()
-    _by_rank: Mapping[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # index of the clock, and own wall time to the clock's
+    # index of the clock, and what to add to the rank's wall-clock time to get that of the clock
+    _by_rank: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def of(self, rank: int) -> Clock | None:
         return self.clocks[self._by_rank[rank][0]] if rank in self._by_rank else None
@@ -95,26 +104,25 @@ class Clocks:
     @overload
     def offset_ns(self, rank: int, t_ns: Times) -> Times: ...
     def offset_ns(self, rank: int, t_ns: int | Times) -> int | Times:
-        """How far the wall clock of a rank is ahead of the reference, when it shows `t_ns`. 0 for a
-        rank that is not known."""
+        """Returns how far the wall clock of a rank is ahead of the reference when it shows `t_ns`.
+
+        0 for an unknown rank.
+        """
         index, shift_ns = self._by_rank.get(rank, (-1, 0))
         if index < 0:
             return 0 if isinstance(t_ns, int) else np.zeros_like(t_ns)
-        line = self.clocks[index].line
+        ahead = np.clip(self.clocks[index].line.at(t_ns + shift_ns), -_FAR_NS, _FAR_NS)
         if isinstance(t_ns, int):
-            return int(np.clip(line.at(t_ns + shift_ns), -_FAR_NS, _FAR_NS)) - shift_ns
-        ahead: Times = (
-            np.rint(np.clip(line.at(t_ns + shift_ns), -_FAR_NS, _FAR_NS)).astype(np.int64)
-            - shift_ns
-        )
-        return ahead
+            return int(ahead) - shift_ns
+        rounded: Times = np.rint(ahead).astype(np.int64) - shift_ns
+        return rounded
 
     @overload
     def aligned_ns(self, rank: int, t_ns: int) -> int: ...
     @overload
     def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
     def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
-        """A wall-clock time of a rank, by the reference."""
+        """Converts a wall-clock time of a rank to the reference clock."""
         return t_ns - self.offset_ns(rank, t_ns)  # type: ignore[arg-type, operator, no-any-return]
 
     def to_dict(self) -> list[dict[str, Any]]:
@@ -122,211 +130,186 @@ class Clocks:
 
 
 def aligned(all_arrivals: Iterable[Arrivals]) -> Clocks:
-    """The clocks of a job. What is given is gone through once, and little of it is kept."""
+    """Aligns the clocks of a job. It reads the arrivals once and keeps only some calls of each."""
     kept: list[Arrivals] = []
-    for found in all_arrivals:
-        kept.append(thinned(found, ranks=len(kept) + 1))
+    for arrivals in all_arrivals:
+        kept.append(thinned(arrivals, ranks=len(kept) + 1))
     return Aligner(kept).clocks() if kept else Clocks()
 
 
-def thinned(found: Arrivals, *, ranks: int) -> Arrivals:
-    """What is enough to compare clocks by, for so many ranks."""
+def thinned(arrivals: Arrivals, *, ranks: int) -> Arrivals:
+    """Keeps as many calls as are needed to compare the clocks of so many ranks."""
     most = max(_FEWEST_CALLS, min(_MOST_CALLS, _MOST_KEPT // ranks))
-    streams = {stream: calls.thinned(most) for stream, calls in found.streams.items()}
-    return Arrivals(found.rank, found.host, found.offset_ns, streams, found.step_ns, found.unsure)
+    streams = {stream: calls.thinned(most) for stream, calls in arrivals.streams.items()}
+    return replace(arrivals, streams=streams)
+
+
+# A clock that can be compared next: quality (at best), number of clocks to the reference, its
+# index, and the index of the known clock.
+_Candidate = tuple[int, int, int, int]
 
 
 class Aligner:
-    """Puts clocks together."""
+    """Aligns all clocks of a job."""
 
     def __init__(self, arrivals: Iterable[Arrivals]) -> None:
-        ranks = sorted(arrivals, key=lambda each: each.rank)
-        steps = [each.step_ns for each in ranks if each.step_ns is not None]
+        ranks = sorted(arrivals, key=lambda arrivals: arrivals.rank)
+        steps = [arrivals.step_ns for arrivals in ranks if arrivals.step_ns is not None]
         self._step_ns = float(np.median(steps)) if steps else None
-        self._sharing = list(self._shared(ranks))
-        self._series = [Series(sharing) for sharing in self._sharing]
-        # the first of those that a clock is connected with by calls that wait
-        self._circles: dict[int, int] = {}
+        shared = sorted(self._shared(ranks), key=lambda sharing: sharing[0].rank)
+        self._ranks = shared  # the ranks of each clock; the clock of the lowest rank first
+        self._calls = [ClockCalls(sharing) for sharing in shared]
+        self._clocks: dict[int, Clock] = {}
         self._qualities: dict[int, Quality] = {}
-        self._meeting: defaultdict[ClockStream, list[int]] = defaultdict(list)
-        for index, series in enumerate(self._series):
-            for stream in series.streams:
-                self._meeting[stream].append(index)
+        # the first clock of the component: clocks that are connected by calls that wait
+        self._component: dict[int, int] = {}
+        self._clocks_of: defaultdict[ClockStream, list[int]] = defaultdict(list)
+        for index, calls in enumerate(self._calls):
+            for stream in calls.streams:
+                self._clocks_of[stream].append(index)
 
     def _shared(self, ranks: list[Arrivals]) -> Iterator[list[Arrivals]]:
-        """The ranks of each clock, the lowest first."""
-        by_host: defaultdict[str, list[list[Arrivals]]] = defaultdict(list)
-        for each in ranks:
-            boots = by_host[each.host or f"rank {each.rank}"]
-            same = (
-                boot for boot in boots if abs(boot[0].offset_ns - each.offset_ns) <= _SAME_CLOCK_NS
-            )
-            boot = next(same, None)
-            if boot is None:
-                boots.append([each])
+        """Yields the ranks of each clock, the lowest first."""
+        boots: defaultdict[str, list[list[Arrivals]]] = defaultdict(list)
+        for arrivals in ranks:
+            of_host = boots[arrivals.host or f"rank {arrivals.rank}"]
+            for boot in of_host:
+                if abs(boot[0].offset_ns - arrivals.offset_ns) <= _SAME_CLOCK_NS:
+                    boot.append(arrivals)
+                    break
             else:
-                boot.append(each)
-        apart = []
-        for sharing in (boot for boots in by_host.values() for boot in boots):
-            first = Series(sharing[:1])
-            own = [
-                each
-                for each in sharing[1:]
-                if not shares_a_clock(first, Series([sharing[0], each], only=1), self._step_ns)
-            ]
-            apart += [[each] for each in own]
-            yield [each for each in sharing if each not in own]
-        yield from apart
+                of_host.append([arrivals])
+        for sharing in (boot for of_host in boots.values() for boot in of_host):
+            first = ClockCalls(sharing[:1])
+            together = [sharing[0]]
+            for arrivals in sharing[1:]:
+                other = ClockCalls([sharing[0], arrivals], only=1)
+                if shares_a_clock(first, other, self._step_ns):
+                    together.append(arrivals)
+                else:
+                    yield [arrivals]
+            yield together
 
     def clocks(self) -> Clocks:
-        order = sorted(range(len(self._series)), key=lambda index: self._sharing[index][0].rank)
-        found: dict[int, Clock] = {}
-        self._circles.clear()
-        for index in order:
-            if index not in found:
-                evidence = Evidence.UNMATCHED if found else Evidence.REFERENCE
-                found[index] = self._clock(index, evidence, Line(), Fit())
-                self._circles[index] = index
-                self._grow(index, found)
-        self._refine(found)
-        by_rank = {
-            each.rank: (place, sharing[0].offset_ns - each.offset_ns)
-            for place, index in enumerate(order)
-            for sharing in [self._sharing[index]]
-            for each in sharing
-        }
-        return Clocks(tuple(found[index] for index in order), by_rank)
-
-    def _clock(self, index: int, evidence: Evidence, line: Line, fit: Fit) -> Clock:
-        sharing = self._sharing[index]
-        return Clock(
-            sharing[0].host,
-            tuple(each.rank for each in sharing),
-            evidence,
-            line,
-            fit.calls,
-            fit.scatter_ns,
-        )
-
-    def _grow(self, start: int, found: dict[int, Clock]) -> None:
-        """From one clock on to all that can be reached. The best evidence first, then the fewest
-        clocks in between."""
-        told: set[ClockStream] = set()
-        waiting: list[tuple[int, int, int, int, Fit | None]] = []
-        self._reach(start, 0, found, told, waiting)
-        while waiting:
-            quality, hops, index, over, fit = heapq.heappop(waiting)
-            if index in found:
-                continue
-            if fit is None:
-                fit = compare(self._series[over], self._series[index], self._step_ns)
-                if fit is None:
-                    continue
-                if fit.quality > quality:  # not as good as it looked: perhaps there is another way
-                    heapq.heappush(waiting, (fit.quality, hops, index, over, fit))
-                    continue
-            is_known = found[over].evidence is not Evidence.UNMATCHED
-            evidence = (
-                Evidence.UNMATCHED
-                if not is_known
-                else _EVIDENCE[fit.quality]
-                if fit.line != Line()
-                else _KEPT
-            )
-            found[index] = self._clock(index, evidence, found[over].line.after(fit.line), fit)
-            self._circles[index] = index if fit.quality is Quality.LOOSE else self._circles[over]
-            self._qualities[index] = fit.quality
-            self._reach(index, hops, found, told, waiting)
-
-    def _refine(self, found: dict[int, Clock]) -> None:
-        """Within each circle, by all of its clocks at once."""
-        circles: defaultdict[int, list[int]] = defaultdict(list)
-        for index, first in self._circles.items():
-            circles[first].append(index)
-        for first, members in circles.items():
+        for index in range(len(self._calls)):
+            if index not in self._clocks:
+                evidence = Evidence.UNMATCHED if self._clocks else Evidence.REFERENCE
+                self._add(index, evidence, Line(), Fit(), component=index)
+                self._reach_from(index)
+        components: defaultdict[int, list[int]] = defaultdict(list)
+        for index, first in self._component.items():
+            components[first].append(index)
+        for first, members in components.items():
             if len(members) > 1:
-                series = {index: self._series[index] for index in members}
-                lines = {index: found[index].line for index in members}
-                by_calls = all(
-                    self._qualities[index] is Quality.TIGHT for index in members if index != first
-                )
-                lines, doubts = _refined(series, lines, first, by_calls=by_calls)
-                for index in members:
-                    if index != first:
-                        found[index] = self._judged(
-                            index, found[index], lines[index], doubts[index]
-                        )
+                self._refine(first, members)
+        by_rank = {
+            arrivals.rank: (index, sharing[0].offset_ns - arrivals.offset_ns)
+            for index, sharing in enumerate(self._ranks)
+            for arrivals in sharing
+        }
+        return Clocks(tuple(self._clocks[index] for index in range(len(self._calls))), by_rank)
 
-    def _judged(self, index: int, clock: Clock, line: Line, doubt_ns: float | None) -> Clock:
-        """A clock with a better line; with none if what it would correct is less than can be
-        known."""
+    # -- pair by pair ------------------------------------------------------------------------------
+
+    def _add(self, index: int, evidence: Evidence, line: Line, fit: Fit, *, component: int) -> None:
+        sharing = self._ranks[index]
+        ranks = tuple(arrivals.rank for arrivals in sharing)
+        self._clocks[index] = Clock(
+            sharing[0].host, ranks, evidence, line, fit.calls, fit.scatter_ns
+        )
+        self._component[index] = component
+        self._qualities[index] = fit.quality
+
+    def _reach_from(self, start: int) -> None:
+        """Compares all clocks that can be reached from one.
+
+        Clocks with the best evidence come first (Dijkstra), then those with the fewest clocks in
+        between.
+        """
+        seen: set[ClockStream] = set()
+        queue: list[_Candidate] = []
+        fits: dict[tuple[int, int], Fit | None] = {}
+        self._enqueue(start, 0, seen, queue)
+        while queue:
+            quality, hops, index, over = heapq.heappop(queue)
+            if index in self._clocks:
+                continue
+            if (over, index) not in fits:
+                fits[over, index] = compare(self._calls[over], self._calls[index], self._step_ns)
+            fit = fits[over, index]
+            if fit is None:
+                continue
+            if fit.quality > quality:  # worse than expected: there may be a better pair
+                heapq.heappush(queue, (fit.quality, hops, index, over))
+                continue
+            known = self._clocks[over]
+            component = index if fit.quality is Quality.LOOSE else self._component[over]
+            evidence = Evidence.UNMATCHED
+            if known.evidence is not Evidence.UNMATCHED:
+                evidence = _EVIDENCE[fit.quality] if fit.line != Line() else Evidence.WALL_CLOCK
+            self._add(index, evidence, known.line.after(fit.line), fit, component=component)
+            self._enqueue(index, hops, seen, queue)
+
+    def _enqueue(
+        self, index: int, hops: int, seen: set[ClockStream], queue: list[_Candidate]
+    ) -> None:
+        """Adds all clocks that have a stream in common with a clock.
+
+        The clocks of a stream are compared with the first of them that is known.
+        """
+        for stream, calls in self._calls[index].streams.items():
+            if stream not in seen:
+                seen.add(stream)
+                for other in self._clocks_of[stream]:
+                    if other not in self._clocks:
+                        best = _best_quality(stream, calls)
+                        heapq.heappush(queue, (best, hops + 1, other, index))
+
+    # -- all at once -------------------------------------------------------------------------------
+
+    def _refine(self, first: int, members: list[int]) -> None:
+        """Fits the clocks of a component at once. The line of the first one stays."""
+        calls = {index: self._calls[index] for index in members}
+        lines = {index: self._clocks[index].line for index in members}
+        table = call_table(calls, lines)
+        slopes = {index: line.slope for index, line in lines.items()}
+        # If collectives connect all clocks, they decide which messages wait.
+        others = [index for index in members if index != first]
+        is_tight = all(self._qualities[index] is Quality.TIGHT for index in others)
+        used = table.collectives() if is_tight else table
+        corrections = fit(used, first, slopes)
+        for _ in range(_ROUNDS):
+            waiting = table.without(streams_that_do_not_wait(table, corrections))
+            if len(waiting) == len(used):
+                break
+            used, corrections = waiting, fit(waiting, first, slopes)
+        for index, correction in corrections.items():
+            if index != first:
+                lines[index] = correction.line(table.zero_ns).after(lines[index])
+        table = call_table(calls, lines)
+        table = table.without(np.setdiff1d(table.stream, used.stream))
+        uncertainty = uncertainties(table, first)
+        for index in others:
+            self._clocks[index] = self._refined(index, lines[index], uncertainty.get(index))
+
+    def _refined(self, index: int, line: Line, uncertainty_ns: float | None) -> Clock:
+        """Returns a clock with a better line, or its wall clock if that is hardly off."""
+        clock = self._clocks[index]
         if clock.evidence is Evidence.UNMATCHED:
-            return replace(clock, line=line, uncertainty_ns=doubt_ns)
-        farthest = max((abs(line.at(edge)) for edge in self._series[index].span_ns()), default=0.0)
-        if farthest <= _KEPT_NS:
-            wider = None if doubt_ns is None else doubt_ns + farthest
-            return replace(clock, evidence=Evidence.WALL_CLOCK, line=Line(), uncertainty_ns=wider)
+            return replace(clock, line=line, uncertainty_ns=uncertainty_ns)
+        farthest = max((abs(line.at(edge)) for edge in self._calls[index].span_ns()), default=0.0)
+        if farthest > _KEPT_NS:
+            evidence = _EVIDENCE[self._qualities[index]]
+            return replace(clock, evidence=evidence, line=line, uncertainty_ns=uncertainty_ns)
+        if uncertainty_ns is not None:
+            uncertainty_ns += farthest
         return replace(
-            clock, evidence=_EVIDENCE[self._qualities[index]], line=line, uncertainty_ns=doubt_ns
+            clock, evidence=Evidence.WALL_CLOCK, line=Line(), uncertainty_ns=uncertainty_ns
         )
 
-    def _reach(
-        self,
-        index: int,
-        hops: int,
-        found: Mapping[int, Clock],
-        told: set[ClockStream],
-        waiting: list[tuple[int, int, int, int, Fit | None]],
-    ) -> None:
-        """All that have a call in common with a clock. A group is compared with the first of it
-        that is known."""
-        for stream, calls in self._series[index].streams.items():
-            if stream not in told:
-                told.add(stream)
-                for other in self._meeting[stream]:
-                    if other not in found:
-                        heapq.heappush(
-                            waiting, (_looks(stream, calls), hops + 1, other, index, None)
-                        )
 
-
-def _refined(
-    series: Mapping[int, Series], lines: dict[int, Line], first: int, *, by_calls: bool
-) -> tuple[dict[int, Line], dict[int, float | None]]:
-    """Better lines for clocks, the first of which goes right; and how far off each can be at most.
-    `by_calls`: collectives connect all of them, so that they can say which messages to believe."""
-    rows, slopes = rows_of(series, lines), {index: line.slope for index, line in lines.items()}
-    used = rows.of_calls() if by_calls else rows
-    found = agreed(used, {first}, slopes)
-    for _ in range(_ROUNDS):
-        kept = rows.without(broken(rows, found))
-        if len(kept) == len(used):
-            break
-        used, found = kept, agreed(kept, {first}, slopes)
-    for index, correction in found.items():
-        if index != first:
-            lines[index] = correction.line(rows.zero_ns).after(lines[index])
-    kept = rows_of(series, lines)
-    kept = kept.without(np.setdiff1d(kept.stream, used.stream))
-    doubts: dict[int, float | None] = dict.fromkeys(series)
-    for index, strip in clock_bounds(kept, {first}).items():
-        if index != first:
-            correction = strip.kept(Correction())
-            lines[index] = correction.line(kept.zero_ns).after(lines[index])
-            doubts[index] = strip.doubt(correction)
-    return lines, doubts
-
-
-_KEPT = Evidence.WALL_CLOCK
-_EVIDENCE = {
-    Quality.TIGHT: Evidence.COMPLETIONS,
-    Quality.MESSAGES: Evidence.MESSAGES,
-    Quality.LOOSE: Evidence.ISSUES,
-}
-
-
-def _looks(stream: ClockStream, calls: CallTimes) -> int:
-    """How good the evidence of a stream will be at best."""
+def _best_quality(stream: ClockStream, calls: CallTimes) -> int:
+    """Returns how good the evidence of a stream is at best."""
     if stream.is_message:
         return Quality.MESSAGES
     return Quality.TIGHT if calls.waits.any() else Quality.LOOSE

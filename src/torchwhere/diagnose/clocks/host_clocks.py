@@ -1,83 +1,74 @@
-"""When something happened, by one clock for all hosts of a report.
+"""Aligns the clocks of the hosts of a run, by reading one rank of each host.
 
-Takes a run, gives `Moments`, which turns wall-clock times of a rank into those of the host of the
-lowest rank. One rank of each host is read for that (`diagnose/clocks/clocks.py` says how clocks are
-compared): about 3 ms a host, so of more than `MOST_HOSTS` hosts none is, their wall clocks are
-taken as they are, and that is said.
+That takes about 3 ms a host. With more than `MOST_HOSTS` hosts nothing is aligned: wall clocks are
+used as they are, and `HostClocks.description` says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, overload
 
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.clocks.arrivals import Arrivals, arrivals
-from torchwhere.diagnose.clocks.clocks import Clocks, Evidence, aligned
+from torchwhere.diagnose.clocks.clocks import Clock, Clocks, Evidence, aligned
+from torchwhere.diagnose.clocks.line import Times
 
 MOST_HOSTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """One clock for all ranks, as far as it is known."""
+class HostClocks:
+    """Converts wall-clock times of ranks to the clock of the lowest rank's host."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clocks: Clocks = field(default_factory=Clocks)
-    # the rank by which a host's clock is known
-    witnesses: Mapping[str, int] = field(default_factory=dict)
+    probes: Mapping[str, int] = field(default_factory=dict)  # the rank that was read for a host
 
-    def of(self, rank: int, t_ns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        stall_snapshot = self.witnesses.get(self.hosts.get(rank, ""))
-        return t_ns if stall_snapshot is None else self.clocks.aligned_ns(stall_snapshot, t_ns)
+    def of_host(self, host: str) -> Clock | None:
+        """Returns the clock of a host; None if it was not compared with others."""
+        return self.clocks.of(self.probes[host]) if host in self.probes else None
 
-    def one(self, rank: int, t_ns: int) -> int:
-        stall_snapshot = self.witnesses.get(self.hosts.get(rank, ""))
-        return t_ns if stall_snapshot is None else self.clocks.aligned_ns(stall_snapshot, t_ns)
+    @overload
+    def aligned_ns(self, rank: int, t_ns: int) -> int: ...
+    @overload
+    def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
+    def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+        """Converts a wall-clock time of a rank; unchanged if its host's clock was not compared."""
+        probe = self.probes.get(self.hosts.get(rank, ""))
+        return t_ns if probe is None else self.clocks.aligned_ns(probe, t_ns)
 
-    def said(self, ranks: Iterable[int]) -> str:
-        """By what clocks the times of some ranks are compared."""
+    def description(self, ranks: Iterable[int]) -> str:
+        """Says by what clocks the times of some ranks are compared."""
         hosts = {self.hosts.get(rank, "") for rank in ranks}
         if len(hosts) < 2:
             return "the wall clock of the host"
-        known = [self.clocks.of(self.witnesses[host]) for host in hosts if host in self.witnesses]
-        sure = [
-            clock
-            for clock in known
-            if clock is not None and clock.evidence is not Evidence.UNMATCHED
-        ]
-        if not sure:
-            return (
-                f"the wall clocks of {len(hosts)} hosts: what differs between these clocks is in"
-                " the skew"
-            )
-        rest = (
-            f", {len(hosts) - len(sure)} of them as their wall clocks are"
-            if len(sure) < len(hosts)
-            else ""
-        )
-        return f"the clocks of {len(hosts)} hosts, aligned by what their ranks did together{rest}"
+        clocks = [self.of_host(host) for host in hosts]
+        unaligned = sum(clock is None or clock.evidence is Evidence.UNMATCHED for clock in clocks)
+        if unaligned == len(hosts):
+            return f"the wall clocks of {len(hosts)} hosts, not aligned: they add to the skew"
+        exception = f" ({unaligned} of them not aligned)" if unaligned else ""
+        return f"the aligned clocks of {len(hosts)} hosts{exception}"
 
 
-def moments(run: RunSummary[Any]) -> Moments:
-    """The clocks of a run."""
+UNALIGNED = HostClocks()
+
+
+def align_hosts(run: RunSummary[Any]) -> HostClocks:
+    """Aligns the clocks of the hosts of a run."""
     hosts = {rank: str(box.meta.get("host") or "") for rank, box in sorted(run.boxes.items())}
-    witnesses: dict[str, int] = {}
+    probes: dict[str, int] = {}
     for rank, host in hosts.items():
         if host and not run.boxes[rank].lacks_counts:
-            witnesses.setdefault(host, rank)
-    if not 2 <= len(witnesses) <= MOST_HOSTS:
-        return Moments(hosts)
-    found = aligned(_arrivals(run, witnesses.values()))
-    return Moments(
-        hosts, found, {host: rank for host, rank in witnesses.items() if found.of(rank) is not None}
-    )
+            probes.setdefault(host, rank)
+    if not 2 <= len(probes) <= MOST_HOSTS:
+        return HostClocks(hosts)
+    clocks = aligned(_arrivals(run, probes.values()))
+    compared = {host: rank for host, rank in probes.items() if clocks.of(rank) is not None}
+    return HostClocks(hosts, clocks, compared)
 
 
 def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
@@ -85,7 +76,7 @@ def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
     for rank in ranks:
         try:
             box = reader.read(run.boxes[rank].path)
-        except TorchwhereError:  # gone since the folder was listed
+        except TorchwhereError:  # deleted after the folder was listed
             continue
         if box.rank == rank:
             yield arrivals(box)

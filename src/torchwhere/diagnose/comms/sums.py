@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP, RECORD
-from torchwhere.blackbox.row_numbers import row_numbers
 from torchwhere.core.events import Kind
+from torchwhere.core.row_ids import row_ids
 
 KEY_FIELDS = ("pass", "module", "subject", "beneficiary", "line")
 # positions of the fields in an unpacked record
@@ -47,7 +47,7 @@ class Sums:
 def sums(records: npt.NDArray[Any]) -> Sums:
     """Count the collectives among some records."""
     rows = records[records["kind"] == Kind.COLLECTIVE]
-    numbers = row_numbers(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
+    numbers = row_ids(rows[name] for name in KEY_FIELDS) if len(rows) else np.empty(0, np.int64)
     _, first_at, counts = np.unique(numbers, return_index=True, return_counts=True)
     order = np.argsort(first_at)
     key_index = np.empty(len(order), np.int64)

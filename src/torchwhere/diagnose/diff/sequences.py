@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
-from torchwhere.blackbox.row_numbers import row_numbers
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
+from torchwhere.core.interner import Interner
 from torchwhere.core.place import Pass
+from torchwhere.core.row_ids import row_ids
 from torchwhere.diagnose.calls.keys import P2P, must_agree
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
@@ -32,19 +33,6 @@ _PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
 _COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # recompilation depends on the data
 _IDENTITY = ("kind", "pass", "module", "call", "line", "subject", "beneficiary", "param")
-
-
-class EventIds:
-    """Gives each value an id from 1 on; equal values of all ranks get equal ids."""
-
-    def __init__(self) -> None:
-        self._ids: dict[Hashable, int] = {}
-
-    def id_of(self, value: Hashable) -> int:
-        return self._ids.setdefault(value, len(self._ids) + 1)
-
-    def values(self) -> dict[int, Any]:
-        return {number: value for value, number in self._ids.items()}
 
 
 class EventStream(NamedTuple):
@@ -132,8 +120,8 @@ class _Reader:
 
     box: Box
     boxes: Mapping[int, Box]
-    ids: EventIds
-    streams: EventIds
+    ids: Interner[Hashable]
+    streams: Interner[EventStream | None]
     strip: Stripper
     ignore: Patterns = ()
     labels: dict[str, str] = field(default_factory=dict)  # of groups, by name
@@ -213,7 +201,7 @@ class _Reader:
         """Stream, flow and value of each event. Events that differ only in time and number are
         encoded once."""
         has_text = np.isin(rows["kind"], _TEXTS)
-        distinct = row_numbers(rows[name] for name in _IDENTITY)
+        distinct = row_ids(rows[name] for name in _IDENTITY)
         distinct = np.where(has_text, -1 - np.arange(len(rows)), distinct)
         _, first, number_of = np.unique(distinct, return_index=True, return_inverse=True)
         fields = rows[[*_IDENTITY, "extra", "step"]][first]
@@ -344,11 +332,13 @@ def read_sequences(
 ) -> tuple[list[EventSequence], dict[int, EventStream]]:
     """The sequences of some ranks, and the streams by id. `strip` and `ignore` are patterns of the
     user."""
-    ids, streams = EventIds(), EventIds()
+    # id 0 is that of an event that is not compared
+    ids = Interner[Hashable]([None])
+    streams = Interner[EventStream | None]([None])
     sequences = []
     for rank in ranks:
         box = boxes[rank]
         host = box.meta.get("host")
         stripper = Stripper(rank, host if isinstance(host, str) else None, strip)
         sequences.append(_Reader(box, boxes, ids, streams, stripper, ignore).read())
-    return sequences, streams.values()
+    return sequences, {at: stream for at, stream in enumerate(streams) if stream is not None}

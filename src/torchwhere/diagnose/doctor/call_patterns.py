@@ -10,15 +10,18 @@ automaton finds the contexts in linear time.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls import job_calls as issued
-from torchwhere.diagnose.calls.job_calls import StreamCalls
+from torchwhere.diagnose.calls import stream_calls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import CallSite, StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.calls.stream_calls import StreamCalls
+from torchwhere.diagnose.doctor.roles import Roles
 
 MOST_CALLS = 4096  # newest calls of a rank
 _MOST_OF_ALL = 400_000  # over all ranks that are asked for
@@ -69,6 +72,10 @@ class Patterns:
                 _pattern(rank_calls, self._most) if rank_calls is not None else Pattern()
             )
         return self._known[rank]
+
+    @cached_property
+    def roles(self) -> Roles:
+        return Roles(self._job_calls)
 
 
 class Unexpected(NamedTuple):
@@ -227,7 +234,7 @@ def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray
         np.full(len(numbers), index, np.int64),
         numbers,
         calls.records()[kept],
-        issued.site_ids(calls.packed_ids())[kept],
+        stream_calls.site_ids(calls.packed_ids())[kept],
     )
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.windows import CallWindow
 from torchwhere.diagnose.clocks.clocks import Evidence
-from torchwhere.diagnose.clocks.host_clocks import Moments
-from torchwhere.diagnose.doctor.mismatch import CallWindow
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 
 _MESSAGE_DELAY_NS = 1_000_000.0  # longest delay of a message on a local network
 _LEAST_NS = 500_000.0  # by which hosts may differ in how soon they continue after a call
@@ -62,26 +62,28 @@ class Trust:
         return doubt_ns is not None and bool(late_ns[row] >= _WELL_ABOVE * doubt_ns)
 
 
-def by_one_clock(job_calls: JobCalls, window: CallWindow) -> tuple[CallWindow, Trust]:
-    """Uses the clocks that the loader of the boxes has left in `job_calls.kept["moments"]`."""
+def by_one_clock(
+    job_calls: JobCalls, window: CallWindow, clocks: HostClocks
+) -> tuple[CallWindow, Trust]:
+    """Moves the times of a window to one clock. Returns also how far each rank can be off."""
     metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
         return window, Trust(hosts, (0.0,) * len(hosts))
-    moments = job_calls.kept.get("moments")
-    moments = moments if isinstance(moments, Moments) else Moments()
     doubts = [
-        _MESSAGE_DELAY_NS if "source_host" in meta else _doubt_ns(moments, host)
+        _MESSAGE_DELAY_NS if "source_host" in meta else _doubt_ns(clocks, host)
         for meta, host in zip(metas, hosts, strict=True)
     ]
     ends = [int(calls.times_ns(window.end - 1, window.end)[0]) for calls in window.calls]
-    shifts = [end - moments.one(rank, end) for rank, end in zip(window.ranks, ends, strict=True)]
+    shifts = [
+        end - clocks.aligned_ns(rank, end) for rank, end in zip(window.ranks, ends, strict=True)
+    ]
     calls = tuple(each.set_back(shift) for each, shift in zip(window.calls, shifts, strict=True))
     return replace(window, calls=calls), Trust(hosts, tuple(doubts))
 
 
-def _doubt_ns(moments: Moments, host: str) -> float | None:
-    clock = moments.clocks.of(moments.witnesses[host]) if host in moments.witnesses else None
+def _doubt_ns(clocks: HostClocks, host: str) -> float | None:
+    clock = clocks.of_host(host)
     if clock is None or clock.evidence is Evidence.UNMATCHED:
         return None
     if clock.evidence is Evidence.REFERENCE:

@@ -11,17 +11,16 @@ import numpy as np
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty, Place
 from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor.exits import Exits, ended_well
 from torchwhere.diagnose.doctor.stacks import holding, is_in_collective, user_line
 from torchwhere.diagnose.doctor.verdict import RankReport, State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import (
     Wait,
-    has_lost_its_newest,
     is_of_all,
     may_wait_for,
-    members,
 )
 from torchwhere.processes.status import ProcessStatus
 
@@ -49,6 +48,7 @@ class Context:
     is_together: bool = False  # all ranks are blocked in one collective
     # after a mismatch: the ranks that are blocked in a collective
     blocked: frozenset[int] = frozenset()
+    clocks: HostClocks = UNALIGNED  # of the hosts, aligned
     is_over: bool = field(init=False)  # no process of the job is known to be alive
     recorded_ns: int = field(init=False)  # the newest record of any box
 
@@ -272,7 +272,7 @@ class Context:
         since = [
             rank_calls.in_collective_since_ns for rank_calls in self.job_calls.by_rank.values()
         ]
-        since += [None for _ in self.job_calls.past]
+        since += [None for _ in self.job_calls.stale]
         moments = [moment for moment in since if moment is not None]
         has_ended = any(
             rank_calls.end and not self.exits.was_ended_externally(rank)
@@ -325,7 +325,7 @@ class Context:
         """Whether all ranks are, or were to the end, in the same collective."""
         ranks = self.job_calls.by_rank.values()
         lasts = {rank_calls.last for rank_calls in ranks}
-        if self.job_calls.past:
+        if self.job_calls.stale:
             return False
         return (
             None not in lasts
@@ -366,7 +366,7 @@ class Context:
         cut = [
             rank
             for rank, rank_calls in self.job_calls.by_rank.items()
-            if has_lost_its_newest(rank_calls)
+            if rank_calls.has_lost_its_newest
         ]
         return sorted([*self.no_data, *cut])
 
@@ -377,11 +377,11 @@ class Context:
         no_data = self.no_data
         if key is None or example_rank is None or not no_data:
             return None
-        taking_part = members(self.job_calls, key)
+        taking_part = self.job_calls.members(key)
         absent = tuple(
             rank
             for rank in taking_part
-            if rank in no_data and not self.job_calls.has_come(rank, key, number)
+            if rank in no_data and not self.job_calls.has_issued(rank, key, number)
         )
         with_data = [
             rank_calls
@@ -439,7 +439,7 @@ class Context:
         for rank, rank_calls in self.job_calls.by_rank.items():
             for key, calls in rank_calls.calls.items():
                 order = calls.record(calls.last)
-                if (last is None or order > last[0]) and len(members(self.job_calls, key)) > 1:
+                if (last is None or order > last[0]) and len(self.job_calls.members(key)) > 1:
                     last = order, key, calls.last, rank
         return (last[1], last[2], last[3]) if last else (None, 0, None)
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.doctor.mismatch import CallWindow
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.windows import CallWindow
 
 _ASKED = 16  # neighbours
 _EXPLAINS = 0.5  # of the time that is lost

@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.place import Certainty
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.call_patterns import Deviation, Patterns
 from torchwhere.diagnose.doctor.majority import Majority
-from torchwhere.diagnose.doctor.roles import roles_of
-from torchwhere.diagnose.doctor.waits import Wait, members
+from torchwhere.diagnose.doctor.waits import Wait
 
 _ASKED = 16  # members of a group that are checked for the same deviation
 _COMPANIONS = 64  # ranks that wait in the same call
@@ -73,7 +73,8 @@ def blame(
     signs = [
         sign for wait, other in links for sign in _signs(job_calls, patterns, wait, other.rank)
     ]
-    outvoted = frozenset(Majority(job_calls, ranks=[wait.rank for wait in cycle]).outvoted(cycle))
+    majority = Majority(job_calls, patterns.roles, ranks=[wait.rank for wait in cycle])
+    outvoted = frozenset(majority.outvoted(cycle))
     has_majority = 0 < len(outvoted) < len(cycle)
     if has_majority:
         deviated = {sign.deviation for sign in signs if sign.deviation.rank in outvoted}
@@ -143,7 +144,7 @@ def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
     key, number = sign.deviation.issued
     went_on = _most(
         patterns,
-        _alike(job_calls, sign.deviation),
+        _alike(job_calls, patterns, sign.deviation),
         lambda deviation: deviation.issued == (key, number),
     )
     if went_on or sign.left_out is None:
@@ -156,13 +157,14 @@ def _is_shared(job_calls: JobCalls, patterns: Patterns, sign: _Sign) -> bool:
     )
 
 
-def _alike(job_calls: JobCalls, deviation: Deviation) -> list[int]:
+def _alike(job_calls: JobCalls, patterns: Patterns, deviation: Deviation) -> list[int]:
     """Ranks that could have made the same deviation: members of the stream it continued with, with
     the role that it left.
 
     A rank without that role continues in any case, which proves nothing.
     """
-    roles, others = roles_of(job_calls), _others(job_calls, deviation.issued[0], deviation.rank)
+    others = _others(job_calls, deviation.issued[0], deviation.rank)
+    roles = patterns.roles
     left = roles.of(deviation.rank, deviation.like[0])
     return [rank for rank in others if left.direction or roles.takes_part(rank, left)]
 
@@ -241,7 +243,7 @@ def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> list[int]:
     """A sample of the other members of a stream that have data."""
     others = [
         member
-        for member in members(job_calls, key)
+        for member in job_calls.members(key)
         if member != rank and member in job_calls.by_rank
     ]
     return others[:: max(1, len(others) // _ASKED)][:_ASKED]
@@ -260,7 +262,7 @@ def _fewest(job_calls: JobCalls, cycle: list[Wait], waits: Mapping[int, Wait]) -
     by_call: dict[tuple[StreamKey, int], list[int]] = {
         (wait.key, wait.number): [] for wait in cycle
     }
-    in_all = frozenset.intersection(*(frozenset(members(job_calls, key)) for key, _ in by_call))
+    in_all = frozenset.intersection(*(frozenset(job_calls.members(key)) for key, _ in by_call))
     for rank, wait in waits.items():
         if (wait.key, wait.number) in by_call and rank in in_all:
             by_call[wait.key, wait.number].append(rank)
@@ -298,7 +300,7 @@ def _stayed(job_calls: JobCalls, patterns: Patterns, sign: _Sign, cycle: list[Wa
     if not _is_shared(job_calls, patterns, sign):
         return []
     key, number = sign.deviation.issued
-    taking_part = frozenset(members(job_calls, key))
+    taking_part = frozenset(job_calls.members(key))
     ranks = [wait.rank for wait in cycle if wait.rank in taking_part]
     return [rank for rank in ranks if job_calls.by_rank[rank].counts.get(key, 0) <= number]
 

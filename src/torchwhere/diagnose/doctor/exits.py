@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.interruption import was_terminated
 from torchwhere.diagnose.doctor.verdict import VerdictKind
-from torchwhere.diagnose.doctor.waits import has_lost_its_newest
 from torchwhere.processes.status import ProcessStatus
 
 # Messages of gloo, NCCL and the store when the process of a peer is gone. Timeouts have others.
@@ -441,7 +441,11 @@ class Exits:
     def _left_no_exit_record(self, rank: int) -> bool:
         """Whether a box that is readable to its end has no exit record. False for any other box."""
         rank_calls = self.job_calls.by_rank.get(rank)
-        if rank_calls is None or rank in self.job_calls.recalled or has_lost_its_newest(rank_calls):
+        if (
+            rank_calls is None
+            or rank in self.job_calls.from_snapshot
+            or rank_calls.has_lost_its_newest
+        ):
             return False
         return rank_calls.end is None
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 
 from torchwhere.core.errors import FAILED
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.waits import waiting_for, waits
 
 _INTERRUPT = "KeyboardInterrupt"

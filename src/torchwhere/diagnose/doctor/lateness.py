@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.doctor.mismatch import CallWindow
+from torchwhere.diagnose.calls.windows import CallWindow
 
 FEWEST_ROUNDS = 8
 _MOST_TIMES = 1 << 21  # that are compared at once: 16 MB

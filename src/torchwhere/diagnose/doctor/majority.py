@@ -13,10 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.doctor.call_patterns import sequence
-from torchwhere.diagnose.doctor.roles import Role, Roles, roles_of
-from torchwhere.diagnose.doctor.waits import Wait, has_lost_its_newest
+from torchwhere.diagnose.doctor.roles import Role, Roles
+from torchwhere.diagnose.doctor.waits import Wait
 
 _VOTERS = 64  # ranks, spread over the job
 _CALLS = 1024  # of each rank, the newest
@@ -40,7 +41,7 @@ class _Path:
 class Majority:
     """The calls of a sample of ranks, read once. `ranks` are those to be judged."""
 
-    def __init__(self, job_calls: JobCalls, *, ranks: Iterable[int]) -> None:
+    def __init__(self, job_calls: JobCalls, roles: Roles, *, ranks: Iterable[int]) -> None:
         complete = [
             rank
             for rank, rank_calls in job_calls.by_rank.items()
@@ -48,7 +49,7 @@ class Majority:
         ]
         sample = complete[:: max(1, len(complete) // _VOTERS)][:_VOTERS]
         wanted = {*sample, *(rank for rank in ranks if rank in job_calls.by_rank)}
-        self._roles = roles_of(job_calls)
+        self._roles = roles
         self._paths = {rank: _path(job_calls.by_rank[rank], self._roles) for rank in sorted(wanted)}
         self._voters = frozenset(complete)
 
@@ -103,7 +104,7 @@ class Majority:
 
 
 def _is_complete(job_calls: JobCalls, rank_calls: RankCalls) -> bool:
-    return job_calls.has_data(rank_calls.rank) and not has_lost_its_newest(rank_calls)
+    return job_calls.has_data(rank_calls.rank) and not rank_calls.has_lost_its_newest
 
 
 def _has_same_context(path: _Path, index: int, theirs: _Path, at: int) -> bool:

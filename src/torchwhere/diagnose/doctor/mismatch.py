@@ -11,19 +11,15 @@ are compared only where the step of a call is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.diagnose.calls import job_calls as issued
-from torchwhere.diagnose.calls.job_calls import StreamCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.doctor.waits import has_lost_its_newest, members
+from torchwhere.diagnose.calls.windows import CallWindow
 
 _NEARBY = 64  # calls before and after that are searched for a swapped call
 _TIMES = 3  # earlier agreements that are required if no steps are counted
@@ -55,188 +51,10 @@ class Mismatch:
         return len(self.cohorts) < 2 or len(self.cohorts[0]) > len(self.cohorts[1])
 
 
-@dataclass(frozen=True)
-class CallWindow:
-    """The numbers of a stream that all its ranks still have. A class is a set of ranks with
-    identical calls and steps there."""
-
-    key: StreamKey
-    ranks: tuple[int, ...]
-    calls: tuple[StreamCalls, ...]  # of each rank
-    first: int
-    end: int
-    classes: npt.NDArray[np.int64]  # of each rank
-    # of each class, the first of its ranks (an index); classes are in this order
-    heads: tuple[int, ...]
-
-    @cached_property
-    def sizes(self) -> npt.NDArray[np.int64]:
-        return np.bincount(self.classes)
-
-    @cached_property
-    def _whats(self) -> npt.NDArray[np.uint64]:
-        return np.stack([self.calls[head].packed_ids(self.first, self.end) for head in self.heads])
-
-    @cached_property
-    def signature_ids(self) -> npt.NDArray[np.int64]:
-        """One row per class, one column per number."""
-        return issued.signature_ids(self._whats)
-
-    @cached_property
-    def site_ids(self) -> npt.NDArray[np.int64]:
-        return issued.site_ids(self._whats)
-
-    @cached_property
-    def steps(self) -> npt.NDArray[np.int64]:
-        return np.stack([self.calls[head].steps(self.first, self.end) for head in self.heads])
-
-    @cached_property
-    def _in_step(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        pairs = [self.calls[head].in_step(self.first, self.end) for head in self.heads]
-        is_counted, is_shadow = (np.stack(each) for each in zip(*pairs, strict=True))
-        shadows: npt.NDArray[np.bool_] = np.logical_or.reduce(is_shadow)
-        return np.logical_and.reduce(is_counted) & ~shadows, shadows
-
-    @property
-    def has_steps(self) -> npt.NDArray[np.bool_]:
-        """For each number, whether its step is deterministic on all ranks."""
-        return self._in_step[0]
-
-    @property
-    def is_shadow(self) -> npt.NDArray[np.bool_]:
-        """For each number, whether a rank issued it in a `Join`, for a rank that is out of
-        input."""
-        return self._in_step[1]
-
-    @cached_property
-    def differs(self) -> npt.NDArray[np.int64]:
-        """The columns in which call sites differ. An unknown call site (0) differs from none."""
-        low = np.where(self.site_ids > 0, self.site_ids, np.iinfo(np.int64).max).min(axis=0)
-        return np.flatnonzero(low < self.site_ids.max(axis=0))
-
-    @cached_property
-    def usuals(self) -> npt.NDArray[np.int64]:
-        """For each column, the call site of most ranks."""
-        usual_ids: npt.NDArray[np.int64] = self.site_ids.max(axis=0)
-        for column in self.differs.tolist():
-            usual_ids[column] = self.usual(self.site_ids[:, column])
-        return usual_ids
-
-    def odd_at(self, column: int) -> npt.NDArray[np.bool_]:
-        """The classes with another call site than most ranks."""
-        here = self.site_ids[:, column]
-        odd: npt.NDArray[np.bool_] = (here != self.usuals[column]) & (here > 0)
-        return odd
-
-    def agrees_at(self, column: int) -> bool:
-        here = self.site_ids[:, column]
-        return bool(((here == here.max()) | (here == 0)).all())
-
-    def members_of(self, rows: npt.NDArray[np.bool_]) -> tuple[int, ...]:
-        """The ranks of some classes."""
-        return tuple(
-            rank
-            for rank, number in zip(self.ranks, self.classes.tolist(), strict=True)
-            if rows[number]
-        )
-
-    def cohorts(self, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
-        """Ranks by the value of their class, the largest cohort first."""
-        by_value: dict[int, list[int]] = {}
-        for rank, value in zip(self.ranks, values[self.classes].tolist(), strict=True):
-            by_value.setdefault(value, []).append(rank)
-        return tuple(
-            tuple(cohort)
-            for cohort in sorted(by_value.values(), key=lambda cohort: (-len(cohort), cohort[0]))
-        )
-
-    def usual(self, values: npt.NDArray[Any]) -> int:
-        """The call site of most ranks; on a tie, that of the first rank."""
-        counts: dict[int, int] = {}
-        for value, size in zip(values.tolist(), self.sizes.tolist(), strict=True):
-            if value:
-                counts[value] = counts.get(value, 0) + size
-        return max(counts, key=lambda value: counts[value])
-
-
-def windows(job_calls: JobCalls) -> list[CallWindow]:
-    """One window for each stream that two or more ranks have in common, except messages with
-    equal signatures."""
-    if "windows" not in job_calls.kept:
-        by_stream: dict[StreamKey, list[tuple[int, StreamCalls]]] = {}
-        for rank, rank_calls in job_calls.by_rank.items():
-            for key, calls in rank_calls.calls.items():
-                by_stream.setdefault(key, []).append((rank, calls))
-        candidates = (_window(job_calls, key, by_stream[key]) for key in sorted(by_stream))
-        job_calls.kept["windows"] = [window for window in candidates if window is not None]
-    kept: list[CallWindow] = job_calls.kept["windows"]
-    return kept
-
-
-def _window(
-    job_calls: JobCalls, key: StreamKey, by_rank: list[tuple[int, StreamCalls]]
-) -> CallWindow | None:
-    taking_part = frozenset(members(job_calls, key))
-    by_rank = [(rank, calls) for rank, calls in by_rank if rank in taking_part]
-    if len(by_rank) < 2:
-        return None
-    ranks, calls = zip(*by_rank, strict=True)
-    if (
-        key.source != key.destination and calls[0].signature_id == calls[1].signature_id >= 0
-    ):  # all these messages are of one form
-        return None
-    first = max(each.first for each in calls)
-    end = min(each.last for each in calls) + 1
-    if first >= end:
-        return None
-    class_of: dict[bytes, int] = {}
-    heads: list[int] = []
-    classes = np.empty(len(calls), np.int64)
-    for index, each in enumerate(calls):
-        content = _content(each, first, end, is_message=key.source != key.destination)
-        number = classes[index] = class_of.setdefault(content, len(class_of))
-        if number == len(heads):
-            heads.append(index)
-    return CallWindow(key, ranks, calls, first, end, classes, tuple(heads))
-
-
-def longer_windows(job_calls: JobCalls) -> Iterator[CallWindow]:
-    """Windows without ranks whose newest calls are lost, because a box was cut or is gone.
-
-    Such a rank ends the window for all, perhaps before the difference that the others show.
-    """
-    lost = {
-        rank
-        for rank, rank_calls in job_calls.by_rank.items()
-        if rank in job_calls.past or has_lost_its_newest(rank_calls)
-    }
-    keys = {key for rank in lost for key in job_calls.by_rank[rank].calls}
-    for key in sorted(keys):
-        by_rank = [
-            (rank, rank_calls.calls[key])
-            for rank, rank_calls in job_calls.by_rank.items()
-            if rank not in lost and key in rank_calls.calls
-        ]
-        window = _window(job_calls, key, by_rank)
-        if window is not None:
-            yield window
-
-
-def _content(calls: StreamCalls, first: int, end: int, *, is_message: bool) -> bytes:
-    """The compared bytes. Of a message only the signature: sender and receiver have different
-    call sites."""
-    packed_ids = calls.packed_ids(first, end)
-    return (
-        issued.signature_ids(packed_ids).tobytes()
-        if is_message
-        else packed_ids.tobytes() + calls.steps(first, end).tobytes()
-    )
-
-
 def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     """The first difference of each stream."""
     first_differences = []
-    for window in [*windows(job_calls), *longer_windows(job_calls)]:
+    for window in [*job_calls.windows(), *job_calls.longer_windows()]:
         differences = (_in_form(window), _in_meaning(job_calls, window), _in_step(window))
         differing = [mismatch for mismatch in differences if mismatch is not None]
         # the first difference causes the rest; at the same number, the signature says most
@@ -259,14 +77,7 @@ def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:
     """The window without ranks that have lost names: an unreadable place is not a different
     place."""
     damaged = {rank for rank in window.ranks if job_calls.by_rank[rank].label.counts.torn_entries}
-    if not damaged:
-        return window
-    left = [
-        (rank, calls)
-        for rank, calls in zip(window.ranks, window.calls, strict=True)
-        if rank not in damaged
-    ]
-    return _window(job_calls, window.key, left)
+    return window.without(damaged) if damaged else window
 
 
 def _in_meaning(job_calls: JobCalls, whole: CallWindow) -> Mismatch | None:
@@ -428,7 +239,7 @@ def _is_first_ranks_own(job_calls: JobCalls, window: CallWindow, column: int) ->
     if odd != (min(window.ranks),) or len(window.ranks) == 2:
         return False
     one, other = (
-        job_calls.shared_ids.site_ids.thing(int(number))
+        job_calls.shared_ids.site_ids[int(number)]
         for number in set(window.site_ids[:, column].tolist()) - {0}
     )
     if (*one[:2], one[3]) != (*other[:2], other[3]):
@@ -441,5 +252,5 @@ def _is_first_ranks_own(job_calls: JobCalls, window: CallWindow, column: int) ->
 
 
 def _is_barrier(job_calls: JobCalls, window: CallWindow, column: int) -> bool:
-    signature_id = job_calls.shared_ids.signature_ids.thing(int(window.signature_ids[0, column]))
+    signature_id = job_calls.shared_ids.signature_ids[int(window.signature_ids[0, column])]
     return signature_id is not None and "barrier" in signature_id[0]

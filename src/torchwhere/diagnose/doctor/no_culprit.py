@@ -197,7 +197,7 @@ def on_no_data(
         )
         return (ended, past, f"It is unknown what {no_data} did after it.")
     came = [
-        rank for rank in sorted(context.no_data) if context.job_calls.has_come(rank, key, number)
+        rank for rank in sorted(context.no_data) if context.job_calls.has_issued(rank, key, number)
     ]
     if came:
         its = "its" if len(came) == 1 else "their"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls
 
 
 class Role(NamedTuple):
@@ -61,11 +61,3 @@ class Roles:
         """The roles in which a rank has sent or received messages."""
         keys = self._job_calls.by_rank[rank].counts
         return frozenset(self.of(rank, key) for key in keys if key.source != key.destination)
-
-
-def roles_of(job_calls: JobCalls) -> Roles:
-    """The roles of a job, roles once."""
-    if "roles" not in job_calls.kept:
-        job_calls.kept["roles"] = Roles(job_calls)
-    roles: Roles = job_calls.kept["roles"]
-    return roles

@@ -14,8 +14,9 @@ from typing import Any
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.calls.rank_calls import JobCalls, heard
+from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.rebase import rebase_numbers
+from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor import deadlock_text, no_culprit, stragglers, wait_text
 from torchwhere.diagnose.doctor.alltoall_splits import unfitting
 from torchwhere.diagnose.doctor.call_patterns import Patterns
@@ -42,6 +43,7 @@ def diagnose(
     stall_s: float = STALL_S,
     is_suspicion: bool = False,
     job_calls: JobCalls | None = None,
+    clocks: HostClocks = UNALIGNED,
 ) -> Verdict:
     """The verdict on a run.
 
@@ -49,7 +51,7 @@ def diagnose(
     end. A suspicion is a preliminary verdict, before the suspects were asked for their stacks.
     `job_calls` are the calls of the boxes, if they have been loaded already.
     """
-    job_calls = rebase_numbers(job_calls if job_calls is not None else heard(run))
+    job_calls = rebase_numbers(job_calls if job_calls is not None else calls_of_run(run))
     seen = dict(statuses or {})
     exits = Exits(job_calls, seen, now_ns, interrupted(job_calls, waited_s=stall_s / 2))
     stopped = {
@@ -66,7 +68,7 @@ def diagnose(
         else ()
     )
     by_rank = waits(job_calls, held=held, failed_in_it=failed_in_it)
-    context = Context(run, job_calls, seen, by_rank, exits, now_ns, is_suspicion)
+    context = Context(run, job_calls, seen, by_rank, exits, now_ns, is_suspicion, clocks=clocks)
     return Rules(context, stall_s).verdict()
 
 
@@ -325,7 +327,9 @@ class Rules:
         """
         context = self.context
         late = (
-            stragglers.straggler(context.job_calls, key=wait.key) if not context.is_live else None
+            stragglers.straggler(context.job_calls, key=wait.key, clocks=context.clocks)
+            if not context.is_live
+            else None
         )
         return late is not None and context.recorded_s(wait) <= _USUALLY * late.late_s
 
@@ -387,7 +391,7 @@ class Rules:
         context = self.context
         if first := context.exits.exited_first():
             return self._exited_first(first)
-        late = stragglers.straggler(context.job_calls)
+        late = stragglers.straggler(context.job_calls, clocks=context.clocks)
         if late is not None:
             return context.verdict(
                 VerdictKind.STRAGGLER,

@@ -26,14 +26,15 @@ import numpy.typing as npt
 
 from torchwhere.core.place import shown
 from torchwhere.core.rank_text import ranks_phrase
-from torchwhere.diagnose.calls.job_calls import StreamCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.calls.stream_calls import StreamCalls
+from torchwhere.diagnose.calls.windows import CallWindow
+from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
 from torchwhere.diagnose.doctor.common_clock import Trust, by_one_clock
 from torchwhere.diagnose.doctor.cpu_contention import CpuContention, cpu_contention
 from torchwhere.diagnose.doctor.lateness import Lost, lost
-from torchwhere.diagnose.doctor.mismatch import CallWindow, longer_windows, windows
-from torchwhere.diagnose.doctor.waits import members
 
 _ROUNDS = 50  # examined at the end of the run; then twice as many, and so on
 _COST = 0.15  # share of the job's time; less is not reported
@@ -125,13 +126,17 @@ def _calls_per_s(rank_calls: RankCalls) -> float | None:
     return (len(latest) - 1) * 1e9 / lasted if lasted > 0 else None
 
 
-def straggler(job_calls: JobCalls, *, key: StreamKey | None = None) -> Straggler | None:
+def straggler(
+    job_calls: JobCalls, *, key: StreamKey | None = None, clocks: HostClocks = UNALIGNED
+) -> Straggler | None:
     """The ranks that are late, in all groups or in one. The details are those of the costliest."""
-    candidates = [*windows(job_calls), *(longer_windows(job_calls) if job_calls.past else ())]
+    candidates = [*job_calls.windows(), *(job_calls.longer_windows() if job_calls.stale else ())]
     whole = [
         window for window in candidates if window.key.source == -1 and key in (None, window.key)
     ]
-    late_groups = [late for window in whole if (late := _late_in(job_calls, window)) is not None]
+    late_groups = [
+        late for window in whole if (late := _late_in(job_calls, window, clocks)) is not None
+    ]
     if not late_groups:
         return None
     worst = max(late_groups, key=lambda late: late.share)
@@ -166,9 +171,9 @@ class _Late(NamedTuple):
         return int(self.lost.columns[self.lost.begins[self.first]]), int(self.lost.columns[-1])
 
 
-def _late_in(job_calls: JobCalls, window: CallWindow) -> _Late | None:
+def _late_in(job_calls: JobCalls, window: CallWindow, clocks: HostClocks) -> _Late | None:
     by_own_clocks = window
-    window, trust = by_one_clock(job_calls, window)
+    window, trust = by_one_clock(job_calls, window, clocks)
     losses = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
     for late in _late_in_rounds(window, trust, losses) if losses is not None else ():
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
@@ -366,7 +371,7 @@ def _waited_ns(job_calls: JobCalls, window: CallWindow, row: int, column: int) -
 
 def _others(job_calls: JobCalls, key: StreamKey, rank: int) -> Iterator[int]:
     ends = (
-        members(job_calls, key) if key.source == key.destination else (key.source, key.destination)
+        job_calls.members(key) if key.source == key.destination else (key.source, key.destination)
     )
     return (other for other in ends if other != rank and other in job_calls.by_rank)
 

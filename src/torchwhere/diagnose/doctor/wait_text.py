@@ -14,7 +14,7 @@ from torchwhere.diagnose.doctor.exits import NO_EXIT_RECORD
 from torchwhere.diagnose.doctor.mismatch import Mismatch
 from torchwhere.diagnose.doctor.mismatch_text import consequences
 from torchwhere.diagnose.doctor.verdict import State
-from torchwhere.diagnose.doctor.waits import Wait, members
+from torchwhere.diagnose.doctor.waits import Wait
 
 _MOST_COHORTS = 16
 _NEARBY = 64  # records before a call in which an exception may be its cause
@@ -224,7 +224,7 @@ def _waiting(context: Context, wait: Wait) -> list[str]:
     if not together:  # all ranks with data issued it: they wait for a rank without data
         together = [
             rank
-            for rank in members(context.job_calls, wait.key)
+            for rank in context.job_calls.members(wait.key)
             if rank in context.job_calls.by_rank
         ]
     places = {in_place(context.place(rank)) for rank in together}
@@ -285,7 +285,7 @@ def _never_issued_text(context: Context, blamed: list[int], wait: Wait) -> str:
 
 
 def _no_data_text(context: Context, rank: int) -> str:
-    if rank in context.job_calls.past:
+    if rank in context.job_calls.stale:
         return (
             f"  rank {rank} was last seen {in_place(context.place(rank))}; its later calls are"
             " unknown"

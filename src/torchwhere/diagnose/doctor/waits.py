@@ -13,8 +13,9 @@ from collections import defaultdict
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls, RankCalls
+from torchwhere.diagnose.calls.rank_calls import RankCalls
 
 _OF_ALL = re.compile(r"all_|reduce_scatter|barrier")
 _RECENT = 16  # newest records in which a message may still be incomplete
@@ -29,14 +30,6 @@ class Wait:
     number: int
     missing: tuple[int, ...]  # ranks that have not issued it, or cannot complete it
     no_data: tuple[int, ...]  # members without data
-
-
-def members(job_calls: JobCalls, key: StreamKey) -> tuple[int, ...]:
-    """The ranks of the group, or sender and receiver. A recv from any source has no known
-    sender."""
-    if key.source == key.destination == -1:
-        return job_calls.group(key).ranks
-    return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
 
 
 def waits(
@@ -72,7 +65,7 @@ def waits(
 
 def _incomplete(job_calls: JobCalls, key: StreamKey, counts: dict[int, int]) -> list[Wait]:
     """For each rank, its first call in this stream that a member has not issued."""
-    taking_part = members(job_calls, key)
+    taking_part = job_calls.members(key)
     if len(taking_part) < 2 or _receives_from_any(job_calls, key):
         return []
     if len(counts) < len(taking_part) or counts.keys() != set(taking_part):
@@ -195,7 +188,7 @@ def _waits_for_no_data(
             is_newest = max(streams[call[0]].values()) == call[1] + 1 or not is_of_all(
                 rank_calls, *call
             )
-            taking_part = members(job_calls, call[0]) if is_newest else ()
+            taking_part = job_calls.members(call[0]) if is_newest else ()
             no_data[call] = tuple(
                 member for member in taking_part if not _is_readable(job_calls, member, *call)
             )
@@ -223,16 +216,6 @@ def is_of_all(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
         and calls.at(number) is not None
         and _OF_ALL.match(calls.of(number)[0].op) is not None
     )
-
-
-def has_lost_its_newest(rank_calls: RankCalls) -> bool:
-    """Whether a rank has counted calls after the last readable one: its box was cut or damaged."""
-    has_wrapped = rank_calls.label.counts.overwritten > 0
-    for key, count in rank_calls.counts.items():  # hot: no generator
-        calls = rank_calls.calls.get(key)
-        if count and (not has_wrapped if calls is None else calls.first + len(calls) < count):
-            return True
-    return False
 
 
 def awaited(by_rank: dict[int, Wait]) -> list[int]:

@@ -17,13 +17,12 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.file_format import NO_STEP
 from torchwhere.core.place import shown
-from torchwhere.diagnose.calls.job_calls import StreamCalls, signature_ids
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.clocks.host_clocks import Moments
+from torchwhere.diagnose.calls.stream_calls import StreamCalls, signature_ids
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.doctor.waits import members
 from torchwhere.diagnose.report.facts import CallWindow, IssuedCall
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
@@ -101,7 +100,7 @@ class Streams:
     more: int
 
 
-def streams(job_calls: JobCalls, verdict: Verdict, when: Moments) -> Streams:
+def streams(job_calls: JobCalls, verdict: Verdict, when: HostClocks) -> Streams:
     """The most important groups. `when` converts times to the clock that compares arrivals."""
     by_stream: dict[StreamKey, dict[int, StreamCalls]] = {}
     for rank, rank_calls in job_calls.by_rank.items():
@@ -213,13 +212,13 @@ class _StreamReader:
         key: StreamKey,
         of_ranks: Mapping[int, StreamCalls],
         culprits: tuple[int, ...],
-        when: Moments,
+        when: HostClocks,
         *,
         limits: tuple[int, int],
     ) -> None:
         self._job_calls, self._key, self._culprits, self._when = job_calls, key, culprits, when
         self._most_ranks, most_numbers = limits
-        self._members = members(job_calls, key)
+        self._members = job_calls.members(key)
         # A box whose rank is not in its own group is damaged or of another run: it counts only if
         # no rank is in the group.
         self._ranks = sorted(set(of_ranks).intersection(self._members) or of_ranks)
@@ -235,7 +234,7 @@ class _StreamReader:
         for rank, row, calls in zip(self._ranks, times, self._calls, strict=True):
             low, high = max(calls.first, self._first), min(calls.last + 1, self._end)
             if low < high:
-                row[low - self._first : high - self._first] = self._when.of(
+                row[low - self._first : high - self._first] = self._when.aligned_ns(
                     rank, calls.times_ns(low, high)
                 )
         return times
@@ -256,7 +255,7 @@ class _StreamReader:
 
     def _window(self) -> CallWindow:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        return CallWindow(self._first, self._end - 1, issued, self._when.said(self._ranks))
+        return CallWindow(self._first, self._end - 1, issued, self._when.description(self._ranks))
 
     def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
         is_known = self._times != _NEVER

@@ -14,7 +14,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.clocks.host_clocks import Moments
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
 
@@ -87,7 +87,7 @@ def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
 
 
 def details(
-    boxes: Mapping[int, Box], verdict: Verdict, when: Moments, *, newest_ns: int
+    boxes: Mapping[int, Box], verdict: Verdict, when: HostClocks, *, newest_ns: int
 ) -> dict[int, Detail]:
     return {
         rank: Detail(verdict.ranks.get(rank), _last_events(box, when, newest_ns))
@@ -96,11 +96,11 @@ def details(
 
 
 def _last_events(
-    box: Box, when: Moments, newest_ns: int
+    box: Box, when: HostClocks, newest_ns: int
 ) -> tuple[tuple[float, str, str, str], ...]:
     return tuple(
         (
-            milliseconds(when.one(box.rank, event.t_ns) - newest_ns),
+            milliseconds(when.aligned_ns(box.rank, event.t_ns) - newest_ns),
             event.kind,
             event_text(event),
             place_text(event.place),

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.place import PASS_LABELS, shown
-from torchwhere.diagnose.calls.job_calls import Counted
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import CallCounts, JobCalls
 from torchwhere.diagnose.comms.outline import OutlineLine, outline
 from torchwhere.diagnose.comms.tree import PASSES, CommsKey, CommsNode, CommsSum, descend, is_number
 from torchwhere.diagnose.report.digest import DigestedBox
@@ -104,7 +103,7 @@ def modules(job_calls: JobCalls, boxes: Mapping[int, DigestedBox]) -> Modules:
     spans = {rank: box.complete_steps for rank, box in boxes.items()}
     complete = {rank: span for rank, span in spans.items() if span is not None}
     steps = {rank: last - first + 1 for rank, (first, last) in complete.items()}
-    for counted in job_calls.counted(complete):
+    for counted in job_calls.count_calls(complete):
         sums.add_calls(job_calls, counted, steps)
     has_time = any(box.modules for box in boxes.values())
     rows, left_out = _fitting(list(sums.rows()))
@@ -141,7 +140,7 @@ class _ModuleSums:
                 self._add(module, pass_, PassCell(calls, total_ns, self_ns), key, rate)
                 self.present[module][at] = True
 
-    def add_calls(self, job_calls: JobCalls, counted: Counted, steps: Mapping[int, int]) -> None:
+    def add_calls(self, job_calls: JobCalls, counted: CallCounts, steps: Mapping[int, int]) -> None:
         """Add the collectives of some ranks. Each distinct call is decoded once for all ranks."""
         codes = counted.pairs[:, 0].astype(np.int64) << 32 | counted.pairs[:, 1]
         distinct, code_of = np.unique(codes, return_inverse=True)
@@ -166,11 +165,11 @@ class _ModuleSums:
             self.present[module][ranks[ranks >= 0]] = True
 
     def _key(
-        self, job_calls: JobCalls, counted: Counted, signature_id: int, site_id: int
+        self, job_calls: JobCalls, counted: CallCounts, signature_id: int, site_id: int
     ) -> tuple[str | None, CommsKey, int]:
         signature = counted.signatures[signature_id]
         module, pass_number, _, _ = counted.call_sites[site_id].site_id
-        title = job_calls.shared_ids.groups.thing(counted.groups[signature.group]).title
+        title = job_calls.shared_ids.groups[counted.groups[signature.group]].title
         pass_ = PASS_LABELS.get(pass_number, "outside")
         key = CommsKey(pass_, f"{signature.op} {signature.bytes}", title, None)
         return module, key, signature.bytes

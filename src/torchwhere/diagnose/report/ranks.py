@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchwhere.blackbox.run import RunSummary
+from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import Group, StreamKey
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.clocks.host_clocks import Moments
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.texts import call_text, cut, milliseconds, place_text
 
@@ -90,12 +90,12 @@ class Ranks:
         }
 
 
-def newest_ns(run: RunSummary[Any], when: Moments) -> int:
+def newest_ns(run: RunSummary[Any], when: HostClocks) -> int:
     """The time of the newest record of all ranks."""
-    return max((when.one(rank, box.last_ns) for rank, box in run.boxes.items()), default=0)
+    return max((when.aligned_ns(rank, box.last_ns) for rank, box in run.boxes.items()), default=0)
 
 
-def ranks(run: RunSummary[Any], job_calls: JobCalls, verdict: Verdict, when: Moments) -> Ranks:
+def ranks(run: RunSummary[Any], job_calls: JobCalls, verdict: Verdict, when: HostClocks) -> Ranks:
     """All ranks of the run, with or without a readable box."""
     numbers = sorted({*range(run.world_size), *run.boxes})
     columns = Ranks(numbers)
@@ -108,7 +108,9 @@ def ranks(run: RunSummary[Any], job_calls: JobCalls, verdict: Verdict, when: Mom
         pid = meta.get("pid")
         columns.pid.append(pid if isinstance(pid, int) else None)
         last_ns = box.last_ns if box is not None else 0
-        columns.age_ms.append(milliseconds(newest - when.one(rank, last_ns)) if last_ns else None)
+        columns.age_ms.append(
+            milliseconds(newest - when.aligned_ns(rank, last_ns)) if last_ns else None
+        )
     furthest = max((step for step in columns.step if step is not None), default=0)
     columns.behind = [furthest - step if step is not None else 0 for step in columns.step]
     columns.behind_calls = _behind_calls(numbers, job_calls)

@@ -18,8 +18,8 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural, printable
-from torchwhere.diagnose.calls.rank_calls import JobCalls
-from torchwhere.diagnose.clocks.host_clocks import moments
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.clocks.host_clocks import align_hosts
 from torchwhere.diagnose.diff.comparison import find_logs
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.collectives import Streams, streams
@@ -97,13 +97,18 @@ class Report(Shown):
 
 
 def make_report(
-    run: RunSummary[Any], *, job_calls: JobCalls, verdict: Verdict, made_at: datetime | None = None
+    run: RunSummary[Any],
+    *,
+    job_calls: JobCalls,
+    verdict: Verdict,
+    digests: Sequence[Digest] = (),
+    made_at: datetime | None = None,
 ) -> Report:
-    """Put all sections together. Without digests in `job_calls` (`load_calls(..., extra=Digest)`)
+    """Put all sections together. Without digests (`load_calls_with(Digest, ...)`)
     there are no steps, times, phases and graphs."""
-    boxes = _digested(run, job_calls.extras)
+    boxes = _digested(run, digests)
     near = read_boxes(run, chosen_ranks(run, verdict))
-    when = moments(run)
+    when = align_hosts(run)
     left_out = [EarlierBoxes(len(run.earlier))] if run.earlier else []
     return Report(
         title=run.folder.resolve().name,
@@ -113,7 +118,7 @@ def make_report(
         details=details(near, verdict, when, newest_ns=newest_ns(run, when)),
         modules=modules(job_calls, boxes),
         collectives=streams(job_calls, verdict, when),
-        steps=steps(job_calls, boxes, verdict),
+        steps=steps(job_calls, boxes, verdict, when),
         phases=phase_heat(boxes),
         layout=_layout(run, near),
         graphs=tuple(graphs(boxes)),
@@ -123,9 +128,8 @@ def make_report(
     )
 
 
-def _digested(run: RunSummary[Any], extras: Sequence[Any]) -> dict[int, DigestedBox]:
+def _digested(run: RunSummary[Any], digests: Sequence[Digest]) -> dict[int, DigestedBox]:
     """The digested boxes of the run, by rank."""
-    digests = [extra for extra in extras if isinstance(extra, Digest)]
     by_path = {box.path: box for digest in digests for box in digest.boxes}
     return {
         rank: by_path[box.path] for rank, box in sorted(run.boxes.items()) if box.path in by_path

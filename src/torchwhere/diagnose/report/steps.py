@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.rank_text import ranks_text
-from torchwhere.diagnose.calls.rank_calls import JobCalls
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.stragglers import straggler
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.report.digest import MOST_STEPS, DigestedBox
@@ -68,10 +69,12 @@ class Steps:
         }
 
 
-def steps(job_calls: JobCalls, boxes: Mapping[int, DigestedBox], verdict: Verdict) -> Steps:
+def steps(
+    job_calls: JobCalls, boxes: Mapping[int, DigestedBox], verdict: Verdict, clocks: HostClocks
+) -> Steps:
     """The last steps of all ranks that completed any."""
     ranks = [rank for rank, box in boxes.items() if len(box.steps)]
-    late_ranks = _late(job_calls, verdict)
+    late_ranks = _late(job_calls, verdict, clocks)
     if not ranks:
         return Steps((), (), (), tuple(late_ranks))
     numbers = np.unique(np.concatenate([boxes[rank].steps for rank in ranks]))[-MOST_STEPS:]
@@ -90,12 +93,12 @@ def steps(job_calls: JobCalls, boxes: Mapping[int, DigestedBox], verdict: Verdic
     )
 
 
-def _late(job_calls: JobCalls, verdict: Verdict) -> list[int]:
+def _late(job_calls: JobCalls, verdict: Verdict, clocks: HostClocks) -> list[int]:
     """Ranks that repeatedly arrive late at collectives. A verdict without a hang has searched for
     them already."""
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
-    late = straggler(job_calls)
+    late = straggler(job_calls, clocks=clocks)
     return list(late.ranks) if late is not None else []
 
 

@@ -1,4 +1,4 @@
-"""Turns the events of ranks into slices, instants and arrows on one clock.
+"""Turns the events of ranks into slices and instants on one clock.
 
-Entry point: `load.survey`.
+Entry point: `load.load_timelines`.
 """

@@ -1,8 +1,8 @@
-"""Reads a folder as often as a timeline needs it, one box at a time.
+"""Reads a run for a timeline, one box at a time.
 
-Clocks can be aligned when all ranks have been heard, and a call is complete when all have come to
-it: so the boxes are read once for the clocks, once for the calls, and once more to be drawn. What
-is kept in between is small.
+Clocks can be aligned only after all ranks were read, and a call is complete only after all ranks
+were read again with aligned clocks. So every box is read three times: for the clocks, for the
+arrivals at calls, and to be drawn. Little is kept in between.
 """
 
 from __future__ import annotations
@@ -17,159 +17,162 @@ from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
+from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
-from torchwhere.diagnose.clocks.meetings import Meetings
 from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, window
 
 Progress = Callable[[int, int], None]
 
 _PASSES = 3
-# of the trace: what is unfinished must be seen to be; nobody knows how long it has been going on
+# The trace ends this much later if something is unfinished, so that it can be seen. No record says
+# how long it has been going on.
 _TAIL = 0.05
 _LEAST_TAIL_NS = 1_000_000
 
 
 @dataclass(slots=True)
-class Survey:
-    """A run that is about to be drawn."""
+class RunTimelines:
+    """A run with aligned clocks, ready to be drawn."""
 
     run: RunSummary[BoxSummary]
     clocks: Clocks
-    meetings: Meetings  # of all ranks
-    shown: Meetings  # of those that are drawn, within their windows: what has arrows
+    arrivals: JobArrivals  # of all ranks
+    shown_arrivals: JobArrivals  # of the ranks that are drawn, within their windows; for arrows
     windows: dict[int, TimeWindow] = field(default_factory=dict)
-    lacking: list[int] = field(default_factory=list)  # ranks whose boxes have none of the steps
+    lacking: list[int] = field(default_factory=list)  # ranks that have none of the wanted steps
     begin_ns: int = 0
     end_ns: int = 0
     _reader: BoxReader = field(default_factory=BoxReader)
-    _told: Callable[[], None] = lambda: None
+    _count_box: Callable[[], None] = lambda: None
 
     def timelines(self) -> Iterator[tuple[Box, Timeline]]:
-        """Of each rank, its box and what it did."""
+        """Yields the box and the timeline of each rank."""
         for rank, within in self.windows.items():
             box = self._reader.read(self.run.boxes[rank].path)
-            yield (
+            drawn = timeline(
                 box,
-                timeline(
-                    box,
-                    clocks=self.clocks,
-                    meetings=self.meetings,
-                    within=within,
-                    end_ns=self.end_ns,
-                ),
+                clocks=self.clocks,
+                job_arrivals=self.arrivals,
+                within=within,
+                end_ns=self.end_ns,
             )
-            self._told()
+            yield box, drawn
+            self._count_box()
+
+    def _add(self, box: Box, own_arrivals: Arrivals, steps: range | None) -> None:
+        """Adds a rank that is drawn."""
+        within = window(box, self.clocks, steps)
+        if within is None:
+            if len(box.records):
+                self.lacking.append(box.rank)
+            return
+        self.windows[box.rank] = within
+        if self.shown_arrivals is not self.arrivals:
+            self.shown_arrivals.add(own_arrivals, window=(within.begin_ns, within.end_ns))
+
+    def _set_span(self) -> None:
+        """Sets begin and end of the trace. It ends later if something had not ended."""
+        windows = self.windows.values()
+        self.begin_ns = min(within.begin_ns for within in windows)
+        self.end_ns = max(within.last_ns for within in windows)
+        if any(within.end_ns == NEVER for within in windows):
+            self.end_ns += max(int((self.end_ns - self.begin_ns) * _TAIL), _LEAST_TAIL_NS)
 
 
-def survey(
+def load_timelines(
     folder: str | Path,
     *,
     ranks: set[int] | None = None,
     steps: range | None = None,
     on_progress: Progress | None = None,
-) -> Survey:
-    """Look over the newest run in a folder. Raises `TorchwhereError` when there is nothing there to
-    draw."""
+) -> RunTimelines:
+    """Reads the newest run in a folder.
+
+    Args:
+        folder: The folder with the boxes.
+        ranks: The ranks to draw; all by default.
+        steps: The steps to draw; all by default.
+        on_progress: Called with the number of boxes read so far, and of boxes to read. Every box
+            counts three times.
+
+    Raises:
+        TorchwhereError: There is nothing to draw, or a rank does not exist.
+    """
     files = box_files(folder)
-    reader, told = BoxReader(), _Told(len(files), on_progress)
-    run, kept = _heard(Path(folder), files, reader, told)
+    reader, count_box = BoxReader(), _Counter(len(files), on_progress)
+    run, all_arrivals = _read_arrivals(Path(folder), files, reader, count_box)
     unknown = sorted((ranks or set()) - set(run.boxes))
     if unknown:
         raise TorchwhereError(
-            f"{folder} has no box of rank {unknown[0]}; it has ranks {_span(sorted(run.boxes))}"
+            f"{folder} has no box of rank {unknown[0]}; it has {ranks_phrase(run.boxes)}"
         )
-    clocks = Aligner(kept).clocks()
-    met = Meetings(clocks)
-    found = Survey(
-        run,
-        clocks,
-        met,
-        met if ranks is None and steps is None else Meetings(clocks),
-        _reader=reader,
-        _told=told,
-    )
-    every: set[int] = set()
-    for rank, each in run.boxes.items():
-        box = reader.read(each.path)
-        came = arrivals(box)
-        found.meetings.add(came)
+    clocks = Aligner(all_arrivals).clocks()
+    job_arrivals = JobArrivals(clocks)
+    is_whole = ranks is None and steps is None
+    shown = job_arrivals if is_whole else JobArrivals(clocks)
+    loaded = RunTimelines(run, clocks, job_arrivals, shown, _reader=reader, _count_box=count_box)
+    recorded: set[int] = set()
+    for rank, summary in run.boxes.items():
+        box = reader.read(summary.path)
+        own_arrivals = arrivals(box)
+        job_arrivals.add(own_arrivals)
         if ranks is None or rank in ranks:
-            every |= _steps_of(box)
-            _look_at(found, box, came, steps)
-        told()
-    if not found.windows:
-        raise TorchwhereError(_nothing(folder, steps, every))
-    _end(found)
-    return found
+            recorded |= _first_and_last_step(box)
+            loaded._add(box, own_arrivals, steps)
+        count_box()
+    if not loaded.windows:
+        raise TorchwhereError(_nothing_to_draw(folder, steps, recorded))
+    loaded._set_span()
+    return loaded
 
 
-def _heard(
-    folder: Path, files: list[Path], reader: BoxReader, told: _Told
+def _read_arrivals(
+    folder: Path, files: list[Path], reader: BoxReader, count_box: Callable[[], None]
 ) -> tuple[RunSummary[BoxSummary], list[Arrivals]]:
-    labels, by_path = [], {}
+    """Reads all boxes for the clocks."""
+    summaries, by_path = [], {}
     for path in files:
         try:
             box = reader.read(path)
-        except TorchwhereError as error:  # deleted since the folder was listed
+        except TorchwhereError as error:  # deleted after the folder was listed
             box = Box(path=path, problems=[str(error)])
-        labels.append(summarize(box))
+        summaries.append(summarize(box))
         by_path[path] = thinned(arrivals(box), ranks=len(files))
-        told()
-    chosen, earlier, unreadable = choose(folder, labels)
+        count_box()
+    chosen, earlier, unreadable = choose(folder, summaries)
     run = RunSummary(folder, dict(sorted(chosen.items())), earlier, unreadable)
-    return run, [by_path[each.path] for each in run.boxes.values()]
+    return run, [by_path[summary.path] for summary in run.boxes.values()]
 
 
-def _look_at(found: Survey, box: Box, came: Arrivals, steps: range | None) -> None:
-    within = window(box, found.clocks, steps)
-    if within is None:
-        if len(box.records):
-            found.lacking.append(box.rank)
-        return
-    found.windows[box.rank] = within
-    if found.shown is not found.meetings:
-        found.shown.add(came, window=(within.begin_ns, within.end_ns))
-
-
-def _end(found: Survey) -> None:
-    """Where the trace ends: with the last thing known, or later if something had not ended then."""
-    windows = found.windows.values()
-    found.begin_ns = min(each.begin_ns for each in windows)
-    found.end_ns = max(each.last_ns for each in windows)
-    if any(each.end_ns == NEVER for each in windows):
-        found.end_ns += max(int((found.end_ns - found.begin_ns) * _TAIL), _LEAST_TAIL_NS)
-
-
-def _steps_of(box: Box) -> set[int]:
-    """The first and the last one that are in the ring."""
+def _first_and_last_step(box: Box) -> set[int]:
+    """Returns the first and the last step in the ring."""
     steps = box.records["step"][box.records["step"] != NO_STEP]
     return {int(steps.min()), int(steps.max())} if len(steps) else set()
 
 
-def _nothing(folder: str | Path, steps: range | None, every: set[int]) -> str:
-    if steps is None or not every:
+def _nothing_to_draw(folder: str | Path, steps: range | None, recorded: set[int]) -> str:
+    if steps is None or not recorded:
         return f"{folder} holds no events to draw"
-    asked = f"step {steps.start} was not recorded, or is overwritten"
-    if len(steps) > 1:
-        asked = (
-            f"none of the steps {steps.start} to {steps.stop - 1} was recorded, or all are"
-            " overwritten"
-        )
-    return f"{asked}: {folder} has steps {min(every)} to {max(every)}"
+    wanted = (
+        f"step {steps.start} was"
+        if len(steps) == 1
+        else (f"steps {steps.start} to {steps.stop - 1} were")
+    )
+    return (
+        f"{wanted} not recorded, or overwritten since; {folder} has steps {min(recorded)} to"
+        f" {max(recorded)}"
+    )
 
 
-def _span(ranks: list[int]) -> str:
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
-
-
-class _Told:
-    """Counts what was read."""
+class _Counter:
+    """Counts the boxes read, and reports that."""
 
     def __init__(self, boxes: int, on_progress: Progress | None) -> None:
-        self._done, self._of, self._on_progress = 0, boxes * _PASSES, on_progress
+        self._done, self._total, self._on_progress = 0, boxes * _PASSES, on_progress
 
     def __call__(self) -> None:
         self._done += 1
         if self._on_progress is not None:
-            self._on_progress(min(self._done, self._of), self._of)
+            self._on_progress(min(self._done, self._total), self._total)

@@ -1,14 +1,15 @@
-"""What one rank did, as slices with a beginning and an end: steps, phases, modules, compilations,
-collectives; and instants.
+"""What one rank did, as slices with a begin and an end, and as instants.
 
-Takes a box and what is known of its calls on other ranks, gives a `Timeline` in aligned time. The
-slices of a lane lie inside each other or beside each other, never across: those that would (phases
-of coroutines that take turns) get a lane of their own.
+Slices are steps, phases, modules, compilations and collectives. `timeline` takes a box and the
+arrivals of all ranks at its calls, and gives a `Timeline` in aligned time. Slices of one lane are
+nested or apart, never overlapping. A slice that would overlap another one (phases of coroutines
+that take turns) gets another lane.
 
-A box knows when a collective was issued and not when it ended. A call that waits ends when the last
-rank has come to it, and not after the next thing that its thread did; where not all ranks are
-known, at the next thing, or after `CAP_NS`. One that does not wait is drawn for `ISSUE_NS`: how
-long it was under way is not known. All these ends are marked as estimated.
+A box records when a collective was issued, not when it ended. A call that waits ends when the last
+rank arrives, or when its own thread records the next event if that is earlier. If not all ranks
+are known to have arrived, it ends at the next event of its thread, or after `CAP_NS`. A call that
+does not wait is drawn for `ISSUE_NS`, because nothing says how long it took. All these ends are
+marked as estimated.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from torchwhere.blackbox.box import Box
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
-    Arrivals,
     ClockStream,
-    Times,
     arrivals,
     has_moved,
     next_times_ns,
     times_ns,
 )
+from torchwhere.diagnose.clocks.call_arrivals import CallArrivals, JobArrivals
 from torchwhere.diagnose.clocks.clocks import Clocks
-from torchwhere.diagnose.clocks.meetings import Meeting, Meetings
+from torchwhere.diagnose.clocks.line import Times
 
 Bools = npt.NDArray[np.bool_]
 
 CAP_NS = 10_000_000
 ISSUE_NS = 10_000
-AFTER_NS = 1_000  # a call ends at least so long after the last rank has come
-STEPS = -1  # instead of a thread, for the steps: an optimizer may step in the middle of a phase
+AFTER_NS = 1_000  # a call ends this long after the last arrival
+# The thread number of steps. They have their own track: an optimizer may step within a phase.
+STEPS = -1
 
 _BEGINS = {
     Kind.STEP_BEGIN: "step",
@@ -65,33 +66,32 @@ _KEYS = {
 
 
 class Mark:
-    """What is to be known of a slice, as bits. Not an enum: to look at one of these takes ten times
-    as long."""
+    """Properties of a slice, as bits. Not an enum: that is ten times as slow."""
 
     NONE = 0
-    EARLY = 1  # it began before the ring does
+    EARLY = 1  # its begin is overwritten
     UNFINISHED = 2  # it had not ended when the box was read
-    ESTIMATED = 4  # its end
-    CUT_BEGIN = 8  # by the window that was asked for
-    CUT_END = 16
+    ESTIMATED = 4  # its end is estimated
+    CUT_BEGIN = 8  # it begins before the wanted window
+    CUT_END = 16  # it ends after the wanted window
 
 
 class Slice(NamedTuple):
-    """From one time to another."""
+    """Something that lasts from one time to another."""
 
     begin_ns: int
     end_ns: int
     kind: str
-    at: int  # index of its record: of the first, or of the last if that is all there is
+    at: int  # index of its first record; of the last one if the first is overwritten
     thread: int
     marks: int = Mark.NONE
     stream: ClockStream | None = None
-    meeting: Meeting | None = None
+    arrivals: CallArrivals | None = None
     lane: int = 0
 
 
 class Instant(NamedTuple):
-    """One moment."""
+    """Something that happens at one moment."""
 
     t_ns: int
     kind: Kind
@@ -101,28 +101,30 @@ class Instant(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Of one rank. Slices are in the order of their beginnings, each before those inside it."""
+    """The timeline of one rank. Slices are ordered by begin, outer slices first."""
 
     rank: int
     slices: list[Slice]
     instants: list[Instant]
-    # when a step began, and what was issued in it
+    # when a step began, and the bytes of its collectives
     step_bytes: list[tuple[int, int]] = field(default_factory=list)
     has_modules: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TimeWindow:
-    """Of one rank, in aligned time."""
+    """The part of a rank's time that is drawn, in aligned time."""
 
     begin_ns: int
-    end_ns: int  # `NEVER` if it did not end: nothing was recorded after what was asked for
-    last_ns: int  # the last moment that is known, within
+    end_ns: int  # `NEVER` if nothing was recorded after the wanted steps
+    last_ns: int  # the last known moment within
 
 
 def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
-    """When a rank was in some steps; None if its box has none of them. Without steps, from its
-    first record to its last."""
+    """Returns when a rank was in some steps; None if its box has none of them.
+
+    Without steps, the window reaches from its first record to its last.
+    """
     times = clocks.aligned_ns(box.rank, times_ns(box))
     step = box.records["step"].astype(np.int64)
     inside = (
@@ -146,41 +148,57 @@ def window(box: Box, clocks: Clocks, steps: range | None) -> TimeWindow | None:
 
 
 def timeline(
-    box: Box, *, clocks: Clocks, meetings: Meetings, within: TimeWindow, end_ns: int
+    box: Box, *, clocks: Clocks, job_arrivals: JobArrivals, within: TimeWindow, end_ns: int
 ) -> Timeline:
-    """All that a rank did within a window; what had not ended goes on to `end_ns`."""
-    found = arrivals(box)
+    """Returns everything a rank did within a window. Unfinished slices last until `end_ns`."""
     wall = times_ns(box)
-    times = clocks.aligned_ns(box.rank, wall)
+    next_ns = next_times_ns(box, wall)
+    is_last = next_ns == NEVER
+    times = _Times(
+        ns=clocks.aligned_ns(box.rank, wall),
+        next_ns=np.where(
+            is_last, end_ns, clocks.aligned_ns(box.rank, np.where(is_last, wall, next_ns))
+        ),
+        is_last=is_last,
+    )
     stop_ns = min(within.end_ns, end_ns)
-    later = next_times_ns(box, wall)
-    is_last = later == NEVER
-    later = np.where(is_last, end_ns, clocks.aligned_ns(box.rank, np.where(is_last, wall, later)))
-    near = (times < stop_ns) & (later >= within.begin_ns)
-    spans = [
-        *_spans(box, times, end_ns),
-        *_collectives(box, found, meetings, times, later, is_last, near),
-    ]
-    cut = [each for span in spans if (each := _cut(span, within.begin_ns, stop_ns)) is not None]
+    near = (times.ns < stop_ns) & (times.next_ns >= within.begin_ns)
+    slices = [*_spans(box, times.ns, end_ns), *_collectives(box, job_arrivals, times, near)]
+    cut = (_cut(each, within.begin_ns, stop_ns) for each in slices)
     kinds = box.records["kind"]
-    at = np.flatnonzero(
-        np.isin(kinds, list(_INSTANTS)) & (times >= within.begin_ns) & (times <= stop_ns)
-    )
-    rows = zip(
-        times[at].tolist(),
-        map(Kind, kinds[at].tolist()),
-        at.tolist(),
-        box.records["thread"][at].tolist(),
-        strict=True,
-    )
-    has_modules = bool(np.isin(kinds, (Kind.MODULE_ENTER, Kind.MODULE_EXIT)).any())
-    counter = [point for point in _step_bytes(box, times) if within.begin_ns <= point[0] < stop_ns]
     return Timeline(
-        box.rank, list(_in_lanes(cut)), [Instant(*row) for row in rows], counter, has_modules
+        box.rank,
+        slices=list(_in_lanes([each for each in cut if each is not None])),
+        instants=_instants(box, times.ns, within.begin_ns, stop_ns),
+        step_bytes=[
+            (begin_ns, size)
+            for begin_ns, size in _step_bytes(box, times.ns)
+            if within.begin_ns <= begin_ns < stop_ns
+        ],
+        has_modules=bool(np.isin(kinds, (Kind.MODULE_ENTER, Kind.MODULE_EXIT)).any()),
     )
+
+
+class _Times(NamedTuple):
+    """Aligned times of all records of a box."""
+
+    ns: Times
+    next_ns: Times  # when the thread recorded its next event; the end of the trace for its last one
+    is_last: Bools
+
+
+def _instants(box: Box, times: Times, begin_ns: int, stop_ns: int) -> list[Instant]:
+    kinds = box.records["kind"]
+    at = np.flatnonzero(np.isin(kinds, list(_INSTANTS)) & (times >= begin_ns) & (times <= stop_ns))
+    columns = (times[at], kinds[at], at, box.records["thread"][at])
+    return [
+        Instant(t_ns, Kind(kind), index, thread)
+        for t_ns, kind, index, thread in zip(*(c.tolist() for c in columns), strict=True)
+    ]
 
 
 def _cut(span: Slice, begin_ns: int, end_ns: int) -> Slice | None:
+    """Cuts a slice to a window; None if it is outside."""
     if begin_ns <= span.begin_ns and span.end_ns <= end_ns and span.begin_ns < end_ns:
         return span
     if span.end_ns <= begin_ns or span.begin_ns >= end_ns:
@@ -190,15 +208,13 @@ def _cut(span: Slice, begin_ns: int, end_ns: int) -> Slice | None:
     return span._replace(begin_ns=begin, end_ns=end, marks=span.marks | marks)
 
 
-# -- what begins and ends --------------------------------------------------------------------------
+# -- slices ----------------------------------------------------------------------------------------
 
 
 def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
-    """Beginnings with their ends. Each thread has its own, but for steps: those may end on another
-    thread."""
+    """Matches begin events with end events of the same thread. A step may end on another thread."""
     records, begun_ns = box.records, int(times.min(initial=end_ns))
     at = np.flatnonzero(np.isin(records["kind"], [*_BEGINS, *_ENDS]))
-    is_over = bool((records["kind"] == Kind.END).any())
     columns = {
         name: records[name][at].tolist()
         for name in ("kind", "thread", "step", "subject", "module", "call", "pass")
@@ -207,100 +223,69 @@ def _spans(box: Box, times: Times, end_ns: int) -> Iterator[Slice]:
     for row, (index, t_ns) in enumerate(zip(at.tolist(), times[at].tolist(), strict=True)):
         kind, thread = Kind(columns["kind"][row]), columns["thread"][row]
         name = _BEGINS.get(kind) or _ENDS[kind]
-        key = (
-            name,
-            None if name == "step" else thread,
-            *(columns[part][row] for part in _KEYS[name]),
-        )
+        own_thread = None if name == "step" else thread
+        key = (name, own_thread, *(columns[part][row] for part in _KEYS[name]))
         if kind in _BEGINS:
             open_.setdefault(key, []).append((t_ns, index, thread))
         elif begun := open_.get(key):
-            begin_ns, first, where = begun.pop()
-            yield Slice(begin_ns, max(t_ns, begin_ns), name, first, where)
+            begin_ns, first, begin_thread = begun.pop()
+            yield Slice(begin_ns, max(t_ns, begin_ns), name, first, begin_thread)
         else:
             yield Slice(begun_ns, max(t_ns, begun_ns), name, index, thread, Mark.EARLY)
-    last_ns = int(times.max(initial=begun_ns))
-    for key, left in open_.items():
-        for begin_ns, first, where in left:
-            # A watch that ended in order ends the last step. What else is open then has lost its
-            # end to an error.
-            marks = Mark.NONE if is_over and key[0] == "step" else Mark.UNFINISHED
-            end = last_ns if is_over else end_ns
-            yield Slice(begin_ns, max(end, begin_ns), str(key[0]), first, where, marks)
+    is_over = bool((records["kind"] == Kind.END).any())
+    stop_ns = int(times.max(initial=begun_ns)) if is_over else end_ns
+    for key, begun in open_.items():
+        # A watch that ended in order also ended the last step. Anything else that is still open
+        # has lost its end to an error.
+        marks = Mark.NONE if is_over and key[0] == "step" else Mark.UNFINISHED
+        for begin_ns, first, begin_thread in begun:
+            yield Slice(begin_ns, max(stop_ns, begin_ns), str(key[0]), first, begin_thread, marks)
 
 
 def _collectives(
-    box: Box,
-    found: Arrivals,
-    meetings: Meetings,
-    times: Times,
-    later: Times,
-    is_last: Bools,
-    near: Bools,
+    box: Box, job_arrivals: JobArrivals, times: _Times, near: Bools
 ) -> Iterator[Slice]:
-    """Those that are `near`; `later` is when their threads went on, for what `is_last` the end of
-    the trace."""
+    """Yields the collectives whose records are `near`."""
     is_over = bool((box.records["kind"] == Kind.END).any())
     threads = box.records["thread"]
-    for stream, calls in found.streams.items():
+    is_left = near & (box.records["kind"] == Kind.COLLECTIVE)
+    for stream, calls in arrivals(box).streams.items():
+        is_left[calls.at] = False
         chosen, size = near[calls.at], stream.size
         at = calls.at[chosen]
-        columns = (
-            each.tolist()
-            for each in (at, times[at], later[at], is_last[at], calls.waits[chosen], threads[at])
-        )
-        rows = zip(meetings.of(stream, calls.numbers[chosen]), *columns, strict=True)
-        for meeting, index, t_ns, next_ns, is_newest, waits, thread in rows:
-            is_met = meeting is not None and 0 < size <= meeting.came
-            if is_newest and not is_met and not is_over:
-                yield Slice(
-                    t_ns,
-                    max(t_ns, next_ns),
-                    "collective",
-                    index,
-                    thread,
-                    Mark.UNFINISHED,
-                    stream,
-                    meeting,
-                )
-                continue
-            if not waits:
+        columns = (at, times.ns[at], times.next_ns[at], times.is_last[at], calls.waits[chosen])
+        rows = zip(*(column.tolist() for column in (*columns, threads[at])), strict=True)
+        call_arrivals = job_arrivals.of(stream, calls.numbers[chosen])
+        for came, row in zip(call_arrivals, rows, strict=True):
+            index, t_ns, next_ns, is_newest, waits, thread = row
+            is_complete = came is not None and 0 < size <= came.arrived
+            marks = Mark.ESTIMATED
+            if is_newest and not is_complete and not is_over:
+                marks, end = Mark.UNFINISHED, next_ns
+            elif not waits:
                 end = t_ns + ISSUE_NS
-            elif is_met and meeting is not None:
-                end = max(meeting.last_ns, t_ns) + AFTER_NS
+            elif came is not None and is_complete:
+                end = max(came.last_ns, t_ns) + AFTER_NS
             else:
                 end = t_ns + CAP_NS
-            yield Slice(
-                t_ns,
-                max(t_ns, min(end, next_ns)),
-                "collective",
-                index,
-                thread,
-                Mark.ESTIMATED,
-                stream,
-                meeting,
-            )
-    near = near & (box.records["kind"] == Kind.COLLECTIVE)
-    for calls in found.streams.values():
-        near[calls.at] = False
-    for index in np.flatnonzero(near).tolist():  # what they were is lost
-        t_ns = int(times[index])
-        end = max(t_ns, min(t_ns + ISSUE_NS, int(later[index])))
+            end = max(t_ns, min(end, next_ns))
+            yield Slice(t_ns, end, "collective", index, thread, marks, stream, came)
+    for index in np.flatnonzero(is_left).tolist():  # their table entries are lost
+        t_ns = int(times.ns[index])
+        end = max(t_ns, min(t_ns + ISSUE_NS, int(times.next_ns[index])))
         yield Slice(t_ns, end, "collective", index, int(threads[index]), Mark.ESTIMATED)
 
 
 def _step_bytes(box: Box, times: Times) -> list[tuple[int, int]]:
-    """How many bytes the collectives of each step have, at the beginning of the step."""
+    """Returns when each step began, and the bytes of its collectives."""
     records = box.records
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     begins = np.flatnonzero(records["kind"] == Kind.STEP_BEGIN)
-    packed_ids, of_what = np.unique(records["subject"][at], return_inverse=True)
-    sizes = np.array([_bytes(box.value(what)) for what in packed_ids.tolist()], np.float64)
+    subjects, which = np.unique(records["subject"][at], return_inverse=True)
+    sizes = np.array([_bytes(box.value(subject)) for subject in subjects.tolist()], np.float64)
     steps, of_step = np.unique(records["step"][at], return_inverse=True)
     totals = (
-        np.bincount(of_step, weights=sizes[of_what], minlength=len(steps))
-        if len(at)
-        else np.zeros(0)
+        np.bincount(of_step, weights=sizes[which], minlength=len(steps)) if len(at) else np.zeros(0)
     )
     by_step = dict(zip(steps.tolist(), totals.tolist(), strict=True))
     return [
@@ -318,19 +303,19 @@ def _bytes(signature: object) -> float:
 
 
 def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
-    """In order, each in the first lane of its thread where it lies across no other."""
+    """Orders slices, and puts each in the first lane of its thread where it overlaps no other."""
     lanes: dict[int, list[list[int]]] = {}
-    slices.sort(key=itemgetter(1), reverse=True)  # the longest first, where several begin at once
+    slices.sort(key=itemgetter(1), reverse=True)  # the longest first, if several begin at once
     slices.sort(key=itemgetter(0))
     for each in slices:
         thread = STEPS if each.kind == "step" else each.thread
-        lane = _room(lanes.setdefault(thread, []), each.begin_ns, each.end_ns)
+        lane = _free_lane(lanes.setdefault(thread, []), each.begin_ns, each.end_ns)
         yield (
             each if (lane, thread) == (0, each.thread) else each._replace(lane=lane, thread=thread)
         )
 
 
-def _room(lanes: list[list[int]], begin_ns: int, end_ns: int) -> int:
+def _free_lane(lanes: list[list[int]], begin_ns: int, end_ns: int) -> int:
     for lane, ends in enumerate(lanes):
         while ends and ends[-1] <= begin_ns:
             ends.pop()

@@ -1,0 +1,153 @@
+"""The collectives of one rank in one stream, as array views into a batch, with shared ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchwhere.diagnose.calls.encode import CallBatch, RankSummary
+from torchwhere.diagnose.calls.ids import IdMap
+from torchwhere.diagnose.calls.keys import CallSite, Signature
+
+# A packed id holds the shared signature id in its upper half, the shared site id in its lower half.
+_SIGNATURE_SHIFT = np.uint64(32)
+_SITE_MASK = np.uint64(0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedBatch:
+    """A batch together with the shared ids of its pairs."""
+
+    batch: CallBatch
+    id_map: IdMap
+    packed_ids: npt.NDArray[np.uint64]  # of each pair
+
+    @classmethod
+    def decode(cls, batch: CallBatch, id_map: IdMap) -> DecodedBatch:
+        """Translates the local ids of a batch. The map must already hold the batch's new ids."""
+        signatures, call_sites = (batch.pairs + 1).T  # local id -1 is at index 0
+        site_ids = id_map.site_ids[call_sites] * id_map.has_site_id[signatures]
+        packed_ids = id_map.signature_ids[signatures] << _SIGNATURE_SHIFT | site_ids
+        return cls(batch, id_map, packed_ids)
+
+
+# Not frozen: a frozen dataclass takes four times as long to create, and a job has hundreds of
+# thousands of these.
+@dataclass(slots=True)
+class StreamCalls:
+    """The newest calls of one rank in one stream, as far as their numbers have no gap."""
+
+    first: int  # number of the first call
+    signature_id: int  # the shared id that all these calls have; -1 if they have several
+    _length: int
+    _at: int  # index of the first call in the arrays
+    _summary: RankSummary
+    _decoded: DecodedBatch
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def last(self) -> int:
+        """Number of the last call."""
+        return self.first + self._length - 1
+
+    def at(self, number: int) -> int | None:
+        """Returns the index of a call; None if the ring has lost it."""
+        return number - self.first if self.first <= number <= self.last else None
+
+    def _rows(self, first: int | None, end: int | None) -> slice:
+        """Returns where the arrays have the calls from number `first` to before `end`."""
+        begin = self._at + (0 if first is None else first - self.first)
+        return slice(begin, self._at + (self._length if end is None else end - self.first))
+
+    def packed_ids(
+        self, first: int | None = None, end: int | None = None
+    ) -> npt.NDArray[np.uint64]:
+        """Returns signature id and site id of each call in one integer.
+
+        Equal integers mean that two ranks issued the same call. `signature_ids` and `site_ids`
+        unpack them.
+        """
+        codes = self._decoded.batch.codes[self._rows(first, end)]
+        own_ids = self._decoded.packed_ids[self._summary.pairs_at :]
+        packed_ids: npt.NDArray[np.uint64] = own_ids[codes]
+        return packed_ids
+
+    def codes(self) -> npt.NDArray[Any]:
+        """Returns codes that are equal if two calls of this rank have equal signature and site."""
+        codes: npt.NDArray[Any] = self._decoded.batch.codes[self._rows(None, None)]
+        return codes
+
+    def steps(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+        steps = self._decoded.batch.steps[self._rows(first, end)]
+        return steps.astype(np.int64) + self._summary.step
+
+    def times_ns(self, first: int | None = None, end: int | None = None) -> npt.NDArray[np.int64]:
+        """Returns when the calls were issued, by the wall clock of the rank's host."""
+        ticks = self._decoded.batch.ticks[self._rows(first, end)]
+        return ticks.astype(np.int64) * self._summary.tick_ns + self._summary.start_ns
+
+    def set_back(self, by_ns: int) -> StreamCalls:
+        """Returns the same calls with times that are earlier by `by_ns`."""
+        if not by_ns:
+            return self
+        start_ns = self._summary.start_ns - by_ns
+        return replace(self, _summary=self._summary._replace(start_ns=start_ns))
+
+    def in_step(self, first: int, end: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Returns two flags for each call from number `first` to before `end`.
+
+        The first flag says whether the recorded step is the call's own (`CallSite.is_counted_by`).
+        The second flag marks shadow calls, which belong to a step of other ranks.
+        """
+        call_sites, which = self._call_sites(first, end)
+        steppers = self._summary.steppers
+        is_counted = np.array([site.is_counted_by(steppers) for site in call_sites], np.bool_)
+        is_shadow = np.array([site.is_shadow for site in call_sites], np.bool_)
+        return is_counted[which], is_shadow[which]
+
+    def are_async(self, first: int, end: int) -> npt.NDArray[np.bool_]:
+        """Returns which calls from number `first` to before `end` were asynchronous."""
+        call_sites, which = self._call_sites(first, end)
+        return np.array([site.is_async for site in call_sites], np.bool_)[which]
+
+    def _call_sites(self, first: int, end: int) -> tuple[list[CallSite], npt.NDArray[np.int64]]:
+        """Returns the distinct call sites of some calls, and the index of each call's site."""
+        batch = self._decoded.batch
+        codes, which = np.unique(batch.codes[self._rows(first, end)], return_inverse=True)
+        sites = batch.pairs[self._summary.pairs_at + codes.astype(np.int64), 1]
+        return [self._decoded.id_map.call_sites[site] for site in sites.tolist()], which
+
+    def record(self, number: int) -> int:
+        """Returns the record number of a call: its position among everything the rank did."""
+        record = self._decoded.batch.records[self._at + number - self.first]
+        return int(record) + self._summary.record
+
+    def records(self) -> npt.NDArray[np.int64]:
+        """Returns the record numbers of all calls."""
+        records = self._decoded.batch.records[self._rows(None, None)]
+        return records.astype(np.int64) + self._summary.record
+
+    def of(self, number: int) -> tuple[Signature, CallSite]:
+        """Returns signature and call site of a call."""
+        batch, id_map = self._decoded.batch, self._decoded.id_map
+        code = int(batch.codes[self._at + number - self.first])
+        signature, call_site = batch.pairs[self._summary.pairs_at + code]
+        return id_map.signatures[signature], id_map.call_sites[call_site]
+
+
+def signature_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Unpacks what all ranks must agree on."""
+    return (packed_ids >> _SIGNATURE_SHIFT).astype(np.int64)
+
+
+def site_ids(packed_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """Unpacks module, pass, line and beneficiary, on which the ranks of a correct program agree.
+
+    0 stands for a place that says nothing about the call.
+    """
+    return (packed_ids & _SITE_MASK).astype(np.int64)
