@@ -524,7 +524,7 @@ def test_text_is_cut_where_asked() -> None:
     whole = graph.text(lines=None)
     cut = graph.text(lines=3)
     assert len(cut.splitlines()) == 5
-    assert cut.splitlines()[-1] == "… cut after 3 lines; text(lines=None) has them all"
+    assert cut.splitlines()[-1] == "… cut after 3 lines; text(lines=None) prints all"
     assert len(whole.splitlines()) > 10
     assert "cut" not in whole
 

@@ -6,8 +6,10 @@ TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import html
+import inspect
 import io
 import json
 import os
@@ -31,7 +33,7 @@ from rich.text import Text
 import torchwhere
 from torchwhere.blackbox import file_format
 from torchwhere.blackbox.run import read_run
-from torchwhere.cli import main
+from torchwhere.cli import COMMANDS, main
 from torchwhere.core.events import KIND_LABELS
 from torchwhere.diagnose.comms.tree import comms
 from torchwhere.render.text import comms_lines
@@ -187,7 +189,7 @@ def test_events_json_contract(demo: Path) -> None:
         "pass": "forward",
         "module": "",
         "call": 0,
-        "line": "examples/train_fsdp2.py:44",
+        "line": "examples/train_fsdp2.py:45",
         "graph": None,
         "op": "all_gather_into_tensor",
         "group": "0",
@@ -217,7 +219,7 @@ def test_nothing_chosen(demo: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
         "",
-        f"torchwhere: no such events in {demo}\n",
+        f"torchwhere: {demo} has no such events\n",
     )
 
 
@@ -460,6 +462,21 @@ def test_every_command_has_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all("--json" in help_of(name) for name in names)
 
 
+def test_one_default_for_stall() -> None:
+    """Every command with `--stall`, and `torchwhere.doctor`, calls a wait a hang after 30 s."""
+    commands = argparse.ArgumentParser().add_subparsers()
+    for command in COMMANDS:
+        command.add(commands)
+    defaults = {name: sub.get_default("stall") for name, sub in commands.choices.items()}
+    assert {name: value for name, value in defaults.items() if value is not None} == {
+        "run": 30.0,
+        "doctor": 30.0,
+        "monitor": 30.0,
+        "top": 30.0,
+    }
+    assert inspect.signature(torchwhere.doctor).parameters["stall_s"].default == 30.0
+
+
 # -- what cannot be written ------------------------------------------------------------------------
 
 WRITING = [
@@ -547,7 +564,7 @@ def test_full_or_closed_output(demo: Path) -> None:
     """A full disk behind stdout is one line and exit code 2; a closed one is no reason to fail."""
     for command in ("comms", "events --json", "doctor"):
         for end, code, said in (
-            (">/dev/full", 2, "cannot go on: No space left on device\n"),
+            (">/dev/full", 2, "cannot continue: No space left on device\n"),
             (">&-", 0, ""),
             ("2>&-", 0, ""),
         ):
@@ -655,7 +672,7 @@ def test_rank_that_does_not_exist(demo: Path) -> None:
     """A rank that is not there is refused, with those that are."""
     for command in ("events", "comms", "groups"):
         assert (
-            refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0, 1"
+            refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0-1"
         )
 
 

@@ -42,7 +42,7 @@ from torchwhere.diagnose.diff.comparison import Diff, diff, find_logs
 from torchwhere.diagnose.diff.log_lines import Stripper, patterns, skeleton, stripped
 from torchwhere.diagnose.diff.logs import ranks_of, rejoined
 from torchwhere.render.diff import diff_lines
-from torchwhere.render.text import as_text
+from torchwhere.render.lines import as_text
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -1106,7 +1106,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "--rank",
             "0",
         ): "nothing to compare: there are neither boxes nor logs of two ranks or more",
-        ("--rank", "0", "--rank", "9"): f"{tmp_path} has no box of rank 9; it has ranks 0, 1, 2, 3",
+        ("--rank", "0", "--rank", "9"): f"{tmp_path} has no box of rank 9; it has ranks 0-3",
         ("--logs", "nowhere/*"): "--logs nowhere/*: there is no such file",
         (
             "--strip",

@@ -29,8 +29,8 @@ from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.discovery import Rendezvous
 from torchwhere.monitor.follower import Follower
 from torchwhere.monitor.lead import Lead
-from torchwhere.monitor.role_choice import role
-from torchwhere.monitor.roles import WORD_FILE, SingleHost
+from torchwhere.monitor.roles import role_from_launcher
+from torchwhere.monitor.single import STATE_FILE, SingleHost
 from torchwhere.monitor.transport import FollowerClient, LeadServer
 from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.status import ProcessStatus
@@ -528,7 +528,7 @@ def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None
     )
 
 
-# -- lead and deputy, here -------------------------------------------------------------------------
+# -- lead and follower, in this process ------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -553,7 +553,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Pair:
-    """A lead and a deputy of one job, with a real store between them."""
+    """A lead and a follower of one job, with a real store between them."""
 
     def __init__(self, job: Path, *, stall_s: float = 30.0) -> None:
         port = free_port()
@@ -569,13 +569,13 @@ class Pair:
         self.follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", port))
 
     def go_on(self) -> None:
-        if self.follower.tend(self.other):
-            self.follower.report(self.other.boxes, self.seen)
-        self.lead.tend(self.one)
+        if self.follower.update(self.other):
+            self.follower.send_report(self.other.boxes, self.seen)
+        self.lead.update(self.one)
 
     def judged(self) -> Verdict:
-        gathered = self.lead.gather(self.one)
-        return diagnose_run(gathered.run, gathered.kept, stall_s=30.0, job_calls=gathered.job_calls)
+        inputs = self.lead.inputs(self.one)
+        return diagnose_run(inputs.run, inputs.saved, stall_s=30.0, job_calls=inputs.job_calls)
 
     def close(self) -> None:
         assert self.follower.close()
@@ -591,17 +591,17 @@ def pair(job: Path) -> Iterator[Pair]:
 
 def met(pair: Pair) -> bool:
     pair.go_on()
-    return pair.lead.speaks
+    return pair.lead.gives_verdicts
 
 
-def test_letters_make_the_same_verdict(pair: Pair, job: Path) -> None:
-    """What half of the boxes and a snapshot say together is what all boxes say; sightings and
-    stacks come with it."""
-    assert not pair.lead.speaks
+def test_snapshots_give_the_same_verdict(pair: Pair, job: Path) -> None:
+    """Half of the boxes and a snapshot give the verdict of all boxes; statuses and stacks are in
+    the snapshot."""
+    assert not pair.lead.gives_verdicts
     until(lambda: met(pair))
-    gathered = pair.lead.gather(pair.one)
-    assert gathered.kept[9]["stack"] == ("train.py:9 in main",)
-    assert gathered.run.caveats() == []
+    inputs = pair.lead.inputs(pair.one)
+    assert inputs.saved[9]["stack"] == ("train.py:9 in main",)
+    assert inputs.run.caveats() == []
     told, whole = pair.judged(), diagnose_folder(job / "whole")
     assert (told.kind, told.culprits, told.collective) == (
         whole.kind,
@@ -617,192 +617,190 @@ def test_letters_make_the_same_verdict(pair: Pair, job: Path) -> None:
     assert pair.follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
 
 
-def test_words_reach_the_deputy(pair: Pair) -> None:
-    """What the lead has said, and that ranks are to be ended, comes to the deputy. It is silent
-    until the lead leaves."""
+def test_the_state_reaches_the_follower(pair: Pair) -> None:
+    """The follower receives printed verdicts and the wish to end ranks. It gives no verdicts until
+    the lead exits."""
     until(lambda: met(pair))
-    assert not pair.follower.speaks
-    assert (pair.follower.ends, pair.follower.has_said("missing (3,) 7")) == (False, False)
-    pair.lead.told("missing (3,) 7", ends=True)
-    until(lambda: (pair.go_on(), pair.follower.has_said("missing (3,) 7"))[1])
-    assert pair.follower.ends
-    assert not pair.lead.may_leave(is_well=True)  # ranks of the other host are alive
-    pair.follower.report(pair.other.boxes, pair.seen, is_last=True)
-    until(lambda: pair.lead.may_leave(is_well=True))
+    assert not pair.follower.gives_verdicts
+    assert (pair.follower.ends_ranks, pair.follower.has_printed("missing (3,) 7")) == (False, False)
+    pair.lead.on_verdict("missing (3,) 7", ends_ranks=True)
+    until(lambda: (pair.go_on(), pair.follower.has_printed("missing (3,) 7"))[1])
+    assert pair.follower.ends_ranks
+    assert not pair.lead.may_exit(has_succeeded=True)  # ranks of the other host are alive
+    pair.follower.send_report(pair.other.boxes, pair.seen, is_last=True)
+    until(lambda: pair.lead.may_exit(has_succeeded=True))
     pair.lead.close()
-    until(lambda: (pair.follower.tend(pair.other), pair.follower.speaks)[1])
+    until(lambda: (pair.follower.update(pair.other), pair.follower.gives_verdicts)[1])
 
 
 def test_no_answer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that no longer answers is not waited for twice, and its last snapshot no longer
-    counts: that is said."""
+    """The lead waits only once for a host that does not answer; its last snapshot no longer
+    counts, and the verdict says so."""
     monkeypatch.setattr("torchwhere.monitor.lead.ANSWER_S", 0.3)
     monkeypatch.setattr("torchwhere.monitor.lead.FRESH_S", 0.0)
     until(lambda: met(pair))
     pair.lead._stall_s = 0.4
     start = time.monotonic()
-    pair.lead.prepare()
+    pair.lead.request_snapshots()
     assert time.monotonic() - start >= 0.3
     time.sleep(0.3)
-    first, second = pair.lead.gather(pair.one).run.caveats()
+    first, second = pair.lead.inputs(pair.one).run.caveats()
     assert first == "8 of 16 ranks: no box or snapshot of ranks 8-15"
     host = socket.gethostname()
-    assert second.startswith(f"nothing from host {host} (ranks 8 to 15) for ")
-    assert second.endswith(" s: it, its monitor or the way to it is gone")
+    assert second.startswith(f"no data from host {host} (ranks 8-15) for ")
+    assert second.endswith(" s: the host, its monitor or the network is down")
 
 
 def test_another_run(pair: Pair) -> None:
-    """A snapshot of another run or restart is kept apart."""
+    """A snapshot of another run or restart is not used."""
     until(lambda: met(pair))
     for box in pair.one.boxes.values():
         box.meta["store"] = "node0:4002"
-    caveats = pair.lead.gather(pair.one).run.caveats()
-    assert (
-        caveats[-1]
-        == f"host {socket.gethostname()} tells of another run or restart: ranks 8 to 15 there"
-    )
+    caveats = pair.lead.inputs(pair.one).run.caveats()
+    host = socket.gethostname()
+    assert caveats[-1] == f"the snapshot of host {host} (ranks 8-15) is of another run or restart"
 
 
-def test_a_bad_snapshot(pair: Pair) -> None:
-    """A snapshot that is none is refused, and the verdict says so."""
+def test_an_invalid_snapshot(pair: Pair) -> None:
+    """Invalid data is refused, and the verdict says so."""
     until(lambda: met(pair))
-    assert pair.follower._post is not None
-    pair.follower._post.send(b"not a snapshot at all")
-    until(lambda: (pair.lead.tend(pair.one), len(pair.lead.gather(pair.one).run.boxes) == 8)[1])
-    said = pair.lead.gather(pair.one).run.caveats()
+    assert pair.follower._client is not None
+    pair.follower._client.send(b"not a snapshot at all")
+    until(lambda: (pair.lead.update(pair.one), len(pair.lead.inputs(pair.one).run.boxes) == 8)[1])
+    said = pair.lead.inputs(pair.one).run.caveats()
     assert said[-1] == "a snapshot of another host was refused: not a snapshot"
 
 
-def test_the_office_is_found_in_the_job_s_store(job: Path) -> None:
-    """The office says where it is in the job's own store, under one key, and touches nothing else
+def test_the_server_is_found_in_the_job_s_store(job: Path) -> None:
+    """The server puts its address into the job's own store, under one key, and touches nothing else
     there."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     before = store.num_keys()
     rendezvous = Rendezvous("127.0.0.1", store.port, "torchwhere/monitor/job/0")
-    office, post = LeadServer("token", rendezvous), FollowerClient(rendezvous)
-    office.say(LeadState(token="token"))
-    office.open()
-    post.open()
-    until(lambda: post.ahead_ns is not None)
-    assert post.state is not None
-    assert post.state.token == "token"
-    assert post.ahead_ns is not None
-    assert 0 < post.ahead_ns < 1e9  # both have one clock: what is left is the way
+    server, client = LeadServer("token", rendezvous), FollowerClient(rendezvous)
+    server.publish(LeadState(token="token"))
+    server.open()
+    client.open()
+    until(lambda: client.ahead_ns is not None)
+    assert client.state is not None
+    assert client.state.token == "token"
+    assert client.ahead_ns is not None
+    assert 0 < client.ahead_ns < 1e9  # one clock: only the delay of the network is left
     assert store.num_keys() == before + 1
-    assert json.loads(store.get("torchwhere/monitor/job/0"))["port"] == office.port
-    post.send(b"snapshot")
-    until(lambda: bool(office.snapshots))
-    assert office.snapshots[1].data == b"snapshot"
-    assert post.close()
-    assert office.close()
+    assert json.loads(store.get("torchwhere/monitor/job/0"))["port"] == server.port
+    client.send(b"snapshot")
+    until(lambda: bool(server.snapshots))
+    assert server.snapshots[1].data == b"snapshot"
+    assert client.close()
+    assert server.close()
 
 
-def test_who_is_late_is_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until all ranks are accounted for a lead is silent; after a while it speaks without them, and
-    says who is missing."""
+def test_late_hosts_are_not_blamed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead gives no verdict before it has data of all ranks; after a while it does without them,
+    and lists the missing ranks."""
     run = read_run(job / "a")
     lead = Lead(job / "a", stall_s=30.0, rendezvous=None)
-    assert (lead.tend(run), lead.speaks) == (False, False)
+    assert (lead.update(run), lead.gives_verdicts) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.lead.SETTLE_S", 0.0)
-    assert (lead.tend(run), lead.speaks) == (True, True)
-    assert lead.gather(run).run.caveats() == ["8 of 16 ranks: no box of ranks 8-15"]
+    assert (lead.update(run), lead.gives_verdicts) == (True, True)
+    assert lead.inputs(run).run.caveats() == ["8 of 16 ranks: no box of ranks 8-15"]
 
 
 def test_a_lead_that_is_gone(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deputy that hears nothing for a while speaks by itself, and says that it is alone."""
+    """A follower without a lead gives verdicts after a while, and says that it is alone."""
     run = read_run(job / "b")
     follower = Follower(job / "b", rendezvous=None)
-    assert (follower.tend(run), follower.speaks) == (False, False)
+    assert (follower.update(run), follower.gives_verdicts) == (False, False)
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 0.0)
-    assert follower.speaks
+    assert follower.gives_verdicts
     assert (
-        follower.gather(run).run.caveats()[-1]
-        == "nothing from the monitor of host 0: this one tells what it knows by itself"
+        follower.inputs(run).run.caveats()[-1]
+        == "no data from the lead monitor; this verdict uses only the ranks of this host"
     )
 
 
-OFFICE = """
+SERVER = """
 import sys, time
 from torchwhere.monitor.broadcast import LeadState, run_key
 from torchwhere.monitor.transport import LeadServer
 
-office = LeadServer(sys.argv[1], port=int(sys.argv[2]))
-office.say(LeadState(token=sys.argv[1], run=run_key(), asked=1))
-office.open()
+server = LeadServer(sys.argv[1], port=int(sys.argv[2]))
+server.publish(LeadState(token=sys.argv[1], run=run_key(), requests=1))
+server.open()
 time.sleep(60)
 """
 
 
 def test_a_lead_that_is_killed(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lead that is killed says nothing: the deputy speaks after a while. One that takes its place
-    is joined and told all."""
+    """After the lead was killed, the follower gives verdicts; when another lead starts, it joins
+    that one and reports everything."""
     monkeypatch.setattr("torchwhere.monitor.follower.SILENCE_S", 2.0)
     port, run = free_port(), read_run(job / "b")
-    first = subprocess.Popen([sys.executable, "-c", OFFICE, "first", str(port)])
+    first = subprocess.Popen([sys.executable, "-c", SERVER, "first", str(port)])
     follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", port))
     try:
-        until(lambda: follower.tend(run))
-        assert not follower.speaks
+        until(lambda: follower.update(run))
+        assert not follower.gives_verdicts
     finally:
         first.kill()
         first.wait()
-    until(lambda: follower.speaks)
-    assert follower.gather(run).run.caveats()[-1].startswith("nothing from the monitor of host 0")
+    until(lambda: follower.gives_verdicts)
+    assert follower.inputs(run).run.caveats()[-1].startswith("no data from the lead monitor")
     lead, here = Lead(job / "a", stall_s=30.0, rendezvous=None, port=port), read_run(job / "a")
 
     def is_joined() -> bool:
-        if follower.tend(run):
-            follower.report(run.boxes, {})
-        lead.tend(here)
-        return lead.speaks
+        if follower.update(run):
+            follower.send_report(run.boxes, {})
+        lead.update(here)
+        return lead.gives_verdicts
 
     until(is_joined)
-    assert not follower.speaks
-    assert lead.gather(here).run.caveats() == []
+    assert not follower.gives_verdicts
+    assert lead.inputs(here).run.caveats() == []
     assert follower.close()
     assert lead.close()
 
 
-def test_nobody_answers(job: Path) -> None:
-    """A port that refuses: the deputy goes on, and leaves at once when its ranks have ended well,
-    soon when they have not."""
+def test_a_port_that_refuses(job: Path) -> None:
+    """The follower goes on without a lead; it exits at once after a success, soon after a
+    failure."""
     run = read_run(job / "b")
     follower = Follower(job / "b", rendezvous=None, address=("127.0.0.1", free_port()))
-    until(lambda: follower._post is not None and follower._post._workers[0].problem is not None)
-    assert not follower.tend(run)
-    follower.report(run.boxes, {})
-    assert follower.may_tell([3])
-    assert follower.may_leave(is_well=True)
-    assert not follower.may_leave(is_well=False)
+    until(lambda: follower._client is not None and follower._client._threads[0].problem is not None)
+    assert not follower.update(run)
+    follower.send_report(run.boxes, {})
+    assert follower.may_blame([3])
+    assert follower.may_exit(has_succeeded=True)
+    assert not follower.may_exit(has_succeeded=False)
     # it is over, and rank 3 is elsewhere
-    assert (follower.may_tell([9]), follower.may_tell([3, 9])) == (True, False)
+    assert (follower.may_blame([9]), follower.may_blame([3, 9])) == (True, False)
     assert follower.close()
 
 
-def test_where_the_office_is_likely_to_be() -> None:
-    """When the job's own store is gone with the job, they meet at a port that both know; another
-    job's office is passed by."""
+def test_the_server_is_found_by_its_likely_ports() -> None:
+    """When the job's own store is gone with the job, both sides compute the same port; the server
+    of another job is skipped."""
     gone = free_port()
     rendezvous = Rendezvous("127.0.0.1", gone, "torchwhere/monitor/none")
-    stranger, office, post = (
-        LeadServer("stranger", rendezvous),
+    other, server, client = (
+        LeadServer("other", rendezvous),
         LeadServer("token", rendezvous),
         FollowerClient(rendezvous),
     )
-    stranger.say(LeadState(token="stranger", run="another"))
-    stranger.open()
-    until(lambda: stranger.ready_at is not None)
-    office.say(LeadState(token="token", run=run_key()))
-    office.open()
-    post.open()
-    until(lambda: post.ahead_ns is not None)
-    assert [stranger.port, office.port] == rendezvous.likely_ports[:2]
-    assert post.state is not None
-    assert post.state.token == "token"
-    for each in (post, office, stranger):
-        assert each.close()
+    other.publish(LeadState(token="other", run="another"))
+    other.open()
+    until(lambda: other.ready_at is not None)
+    server.publish(LeadState(token="token", run=run_key()))
+    server.open()
+    client.open()
+    until(lambda: client.ahead_ns is not None)
+    assert [other.port, server.port] == rendezvous.likely_ports[:2]
+    assert client.state is not None
+    assert client.state.token == "token"
+    for connection in (client, server, other):
+        assert connection.close()
 
 
 @pytest.mark.parametrize(
@@ -810,62 +808,68 @@ def test_where_the_office_is_likely_to_be() -> None:
     [(100, 0, True), (100, 3, True), (100, 60, False), (2, 0, True)],
     ids=["there", "just gone", "gone before", "new"],
 )
-def test_a_lead_of_another_life(job: Path, age_s: int, gone_s: int, is_accepted: bool) -> None:
-    """A lead whose ranks were gone before ours began is of an earlier life; also, one that came
-    when ours were gone."""
+def test_a_lead_of_another_attempt(job: Path, age_s: int, gone_s: int, is_accepted: bool) -> None:
+    """A lead whose ranks ended before ours started is of an earlier attempt; one that started after
+    ours ended is of a later one."""
     follower = Follower(job / "b", rendezvous=None)
-    follower._span._began -= 30
-    word = LeadState(token="x", age_ns=age_s * 10**9, gone_ns=gone_s * 10**9)
-    assert follower._is_of_this_life(word) == is_accepted
-    follower._span._left = time.monotonic() - 10
-    assert follower._is_of_this_life(word) == (is_accepted and age_s > 10)
+    follower._lifetime._started_at -= 30
+    state = LeadState(token="x", age_ns=age_s * 10**9, ended_ns=gone_s * 10**9)
+    assert follower._is_same_attempt(state) == is_accepted
+    follower._lifetime._ended_at = time.monotonic() - 10
+    assert follower._is_same_attempt(state) == (is_accepted and age_s > 10)
 
 
 # -- one folder ------------------------------------------------------------------------------------
 
 
-def test_the_word_in_the_folder(tmp_path: Path, job: Path) -> None:
-    """In a shared folder the word is a file: an earlier run's is not taken for the lead's, one that
-    changes is."""
+def test_the_state_in_a_shared_folder(tmp_path: Path, job: Path) -> None:
+    """In a shared folder the state is a file: that of an earlier run is ignored, one that changes
+    is used."""
     folder, run = tmp_path, read_run(job / "whole")
     replace_file(
-        folder / WORD_FILE,
-        LeadState(token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends=True).to_json(),
+        folder / STATE_FILE,
+        LeadState(
+            token="old", run=run_key(), number=9, t_ns=time.time_ns(), ends_ranks=True
+        ).to_json(),
     )
     follower = Follower(folder, rendezvous=None)
-    assert not follower.tend(run)
-    assert not follower.ends
+    assert not follower.update(run)
+    assert not follower.ends_ranks
     lead = Lead(folder, stall_s=30.0, rendezvous=None)
-    assert lead.tend(run)  # all ranks are in the folder: it may speak at once
-    assert follower.tend(run)
-    follower.report(run.boxes, {})
-    assert not follower.tend(run)
+    assert lead.update(run)  # all ranks are in the folder: it may speak at once
+    assert follower.update(run)
+    follower.send_report(run.boxes, {})
+    assert not follower.update(run)
     assert follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
-    lead.told("dead (3,) None", ends=True)
-    follower.tend(run)
-    assert (follower.ends, follower.has_said("dead (3,) None"), follower.speaks) == (
+    lead.on_verdict("dead (3,) None", ends_ranks=True)
+    follower.update(run)
+    assert (
+        follower.ends_ranks,
+        follower.has_printed("dead (3,) None"),
+        follower.gives_verdicts,
+    ) == (
         True,
         True,
         False,
     )
     lead.close()
-    follower.tend(run)
-    assert follower.speaks
+    follower.update(run)
+    assert follower.gives_verdicts
 
 
 def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> None:
-    """A deputy that has begun to look for the lead elsewhere answers all the same when its word is
-    in the folder."""
+    """A follower that already looks for the lead elsewhere uses the state that appears in the
+    folder."""
     run = read_run(job / "whole")
     follower = Follower(tmp_path, rendezvous=None, address=("127.0.0.1", free_port()))
-    assert not follower.tend(run)
+    assert not follower.update(run)
     lead = Lead(tmp_path, stall_s=30.0, rendezvous=None)
-    lead.tend(run)
-    follower.tend(run)
-    lead.told("dead (3,) None", ends=False)
-    assert follower.tend(run)
-    follower.report(run.boxes, {})
-    assert not follower.tend(run)
+    lead.update(run)
+    follower.update(run)
+    lead.on_verdict("dead (3,) None", ends_ranks=False)
+    assert follower.update(run)
+    follower.send_report(run.boxes, {})
+    assert not follower.update(run)
     assert follower.describe() == {"role": "follower", "connected_to": ["host 0"]}
     assert follower.close()
 
@@ -877,18 +881,18 @@ def test_a_folder_that_is_found_to_be_shared_late(tmp_path: Path, job: Path) -> 
         "[]",
         "{",
         '{"token": 5}',
-        '{"stacks": ["x"]}',
-        '{"stacks": 7}',
-        '{"said": [1]}',
-        '{"ends": 1}',
+        '{"wanted_stacks": ["x"]}',
+        '{"wanted_stacks": 7}',
+        '{"verdicts": [1]}',
+        '{"ends_ranks": 1}',
         '{"number": true}',
     ],
 )
-def test_what_is_no_word(text: str) -> None:
-    """A word of any other form is none; one from a newer version, with more in it, is."""
+def test_invalid_states(text: str) -> None:
+    """Data of another form is not a state; a state of a newer version, with more fields, is."""
     assert LeadState.from_json(text) is None
-    assert LeadState.from_json('{"token": "x", "stacks": [3], "new": {}}') == LeadState(
-        token="x", stacks=(3,)
+    assert LeadState.from_json('{"token": "x", "wanted_stacks": [3], "new": {}}') == LeadState(
+        token="x", wanted_stacks=(3,)
     )
 
 
@@ -933,26 +937,26 @@ NAMES = (
 def test_roles(
     environment: dict[str, str], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a launcher says makes a monitor the lead, a deputy, or the only one."""
+    """The launcher's environment makes a monitor the lead, a follower, or the only one."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert type(role(tmp_path, stall_s=30.0)) is kind
+    assert type(role_from_launcher(tmp_path, stall_s=30.0)) is kind
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--serve", "many"], "'many' is no port; one is 29600"),
-        (["--serve", "70000"], "'70000' is no port; one is 29600"),
-        (["--join", "29600"], "'29600' is no address; one is node0:29600"),
-        (["--join", "node0:x"], "'x' is no port; one is 29600"),
+        (["--serve", "many"], "'many' is not a port (example: 29600)"),
+        (["--serve", "70000"], "'70000' is not a port (example: 29600)"),
+        (["--join", "29600"], "'29600' is not an address (example: node0:29600)"),
+        (["--join", "node0:x"], "'x' is not a port (example: 29600)"),
         (["--join", "node0:29600", "--serve", "29600"], "not allowed with argument"),
     ],
 )
 def test_bad_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A port or an address that is none is refused, with one that is."""
+    """An invalid port or address is refused, with an example of a valid one."""
     with pytest.raises(SystemExit):
         main(["monitor", ".", *arguments])
     assert said in capsys.readouterr().err

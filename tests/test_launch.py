@@ -325,7 +325,7 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
         2,
         "",
         (
-            "torchwhere: there is no script nope.py. Give a path to a file, or -m and a module's"
+            "torchwhere: there is no script nope.py. Give the path of a file, or -m and a module"
             " name.\n"
         ),
     )
@@ -333,14 +333,14 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
         2,
         "",
         (
-            "torchwhere: there is no module nope.train. Give a name as for python -m, or without -m"
-            " a path to a file.\n"
+            "torchwhere: there is no module nope.train. Give a module name as for python -m, or"
+            " leave out -m and give the path of a file.\n"
         ),
     )
     folder = end(start(BIN / "torchwhere", "run", "--out", "boxes", "folder.py", folder=tmp_path))
     assert (
         folder.err
-        == "torchwhere: there is no script folder.py. Give a path to a file, or -m and a module's"
+        == "torchwhere: there is no script folder.py. Give the path of a file, or -m and a module"
         " name.\n"
     )
     assert not (tmp_path / "boxes").exists()

@@ -608,9 +608,9 @@ def test_boxes_without_a_layout(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["layout", str(tmp_path)]) == 2
     assert (
         capsys.readouterr().err
-        == f"torchwhere: {tmp_path} holds no layout. It is recorded when the first step of a model"
-        " with parameters has ended, or the watch; the job ended before, or was recorded by an"
-        " older torchwhere.\n"
+        == f"torchwhere: {tmp_path} holds no layout. A layout is recorded at the end of the first step"
+        " of a model with parameters, or at the end of the watch: this job ended earlier, or an"
+        " older torchwhere recorded it.\n"
     )
     write(tmp_path, dataclasses.replace(made(1), world_size=2))
     assert main(["layout", str(tmp_path)]) == 0

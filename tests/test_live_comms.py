@@ -473,14 +473,14 @@ def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path
     with pytest.raises(AssertionError) as failure:
         counted.expect_same_as(tmp_path / "golden.json")
     assert str(failure.value).splitlines() == [
-        f"the collectives are not those of {tmp_path}/golden.json (- expected, + found)",
+        f"the collectives differ from those of {tmp_path}/golden.json (- expected, + found)",
         "  forward of head",
         "    -  2 x  all_reduce  256 B  on default_pg",
         "    +  4 x  all_reduce  384 B  on default_pg",
         "  outside any module",
         "    +  1 x  barrier    on default_pg",
         (
-            "If this is right now: run once with TORCHWHERE_REGENERATE=1, or call"
+            "If the new collectives are right: run once with TORCHWHERE_REGENERATE=1, or call"
             " expect_same_as(path, regenerate=True)."
         ),
     ]

@@ -1,5 +1,4 @@
-"""The monitor beside real jobs: it says what is wrong while it is wrong, and keeps it; of sound
-jobs it says nothing."""
+"""The monitor beside real jobs: it prints and saves what goes wrong; healthy jobs get no output."""
 
 from __future__ import annotations
 
@@ -16,9 +15,12 @@ from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
-from torchwhere.monitor.monitor import Monitor
-from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run, saved_statuses
+from torchwhere.diagnose.doctor.rules import diagnose
+from torchwhere.monitor.host import HostView
+from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.read import saved_statuses
 
 SCRIPT = """
 import sys, time
@@ -69,9 +71,9 @@ def launch(
     )
 
 
-def test_hang_is_told_and_ended(tmp_path: Path) -> None:
-    """A hang is printed by the monitor and kept; asked to, it ends the job; the doctor says the
-    same when all is over."""
+def test_hang_is_printed_and_ended(tmp_path: Path) -> None:
+    """The monitor prints a hang, saves it and, if asked to, ends the job; afterwards the doctor
+    gives the same verdict."""
     done = launch(tmp_path, 1, "--stall", "2", "--end-with", "SIGKILL")
     assert done.returncode != 0
     assert 'Rank 1 never issued all_reduce of float32 [4], #3 of group "default".' in done.stderr
@@ -86,7 +88,7 @@ def test_hang_is_told_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_passes(tmp_path: Path) -> None:
-    """A wait that was told and then passes is taken back, on the screen and in what was kept."""
+    """A printed wait that then passes is taken back, on the screen and in the saved files."""
     done = launch(tmp_path, 1, "--stall", "2", late_s=6)
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "HANG  2 ranks" in done.stderr
@@ -96,14 +98,14 @@ def test_a_wait_that_passes(tmp_path: Path) -> None:
     assert "It passed: the job went on." in (tmp_path / "run" / "verdict.txt").read_text()
     seen = (tmp_path / "run").glob("monitor-*.json")
     before = [path.read_text() for path in seen]
-    # of a job that is over it sees nothing, and leaves what was seen
+    # a monitor of a job that is over sees nothing, and keeps what was saved
     main(["monitor", str(tmp_path / "run")])
     assert [path.read_text() for path in (tmp_path / "run").glob("monitor-*.json")] == before
 
 
-def test_sound_job_hears_nothing(tmp_path: Path) -> None:
-    """Beside a job that does what it should the monitor prints nothing, ends with it, and the
-    doctor calls it healthy."""
+def test_healthy_job_gets_no_output(tmp_path: Path) -> None:
+    """For a healthy job the monitor prints nothing and exits with it, and the doctor calls it
+    healthy."""
     done = launch(tmp_path, -1, "--stall", "5")
     assert (done.returncode, done.stdout.count("done")) == (0, 2)
     assert "torchwhere" not in done.stderr
@@ -127,24 +129,47 @@ def test_sound_job_hears_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_bad_folder(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that is not there is said, with what to do, and exit code 2."""
+    """A missing folder is an error with advice and exit code 2."""
     assert main(arguments) == 2
     assert said in capsys.readouterr().err
 
 
 def test_bad_signal(capsys: pytest.CaptureFixture[str]) -> None:
-    """A word that is no signal is refused before anything starts."""
+    """A text that is not a signal name is refused before anything starts."""
     with pytest.raises(SystemExit):
         main(["monitor", ".", "--end-with", "SIGNOTHING"])
-    assert "'SIGNOTHING' is no signal; one is SIGTERM" in capsys.readouterr().err
+    assert "'SIGNOTHING' is not a signal name (example: SIGTERM)" in capsys.readouterr().err
+
+
+# -- how long a wait lasts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_running", "waited_s", "kind"),
+    [
+        (True, 12, "healthy"),
+        (True, 40, "missing"),
+        (False, 3, "healthy"),
+        (False, 6, "missing"),
+    ],
+)
+def test_a_wait_becomes_a_hang(tmp_path: Path, is_running: bool, waited_s: int, kind: str) -> None:
+    """By default, a wait is a hang after 30 s in a running job, and after 5 s in a job that has
+    ended and cannot wait any longer."""
+    make(Job(16, steps=4, records=180, fault="missing", victim=5), tmp_path)
+    run = read_run(tmp_path)
+    now_ns = max(box.last_ns for box in run.boxes.values()) + waited_s * 10**9
+    status = ProcessStatus(alive=is_running, alive_ns=now_ns)
+    verdict = diagnose(run, statuses=dict.fromkeys(run.boxes, status), now_ns=now_ns)
+    assert verdict.kind == kind
 
 
 # -- whose processes -------------------------------------------------------------------------------
 
 
-def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
-    """That a process was gone is kept with its number: of an earlier run in the same folder it says
-    nothing about this one."""
+def test_saved_status_of_another_process(tmp_path: Path) -> None:
+    """A saved exit names its process: one of an earlier run in the same folder does not count for
+    this run."""
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
     run = read_run(tmp_path)
     for box in run.boxes.values():
@@ -161,37 +186,36 @@ def test_what_was_kept_of_another_process(tmp_path: Path) -> None:
 
 
 def test_a_restart_has_its_own_monitor(tmp_path: Path) -> None:
-    """A monitor that a rank has started stays with its run when boxes of a restart come; one
-    started by hand goes on."""
+    """A monitor that a rank started keeps its run when a restart writes boxes; one started by hand
+    follows the restart."""
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), tmp_path)
-    started, by_hand = Monitor(tmp_path, launcher=os.getpid()), Monitor(tmp_path)
-    for monitor in (started, by_hand):
-        monitor._started_ns = 0
-        monitor._run = read_run(tmp_path)
-        for box in monitor._run.boxes.values():
+    started, by_hand = HostView(tmp_path, launcher=os.getpid()), HostView(tmp_path)
+    for host in (started, by_hand):
+        host.started_ns = 0
+        host.run = read_run(tmp_path)
+        for box in host.run.boxes.values():
             box.meta["pid"] += 1
-    assert started._read() is None
-    assert by_hand._read() is not None
+    assert started.read() is None
+    assert by_hand.read() is not None
 
 
-def test_vigil() -> None:
-    """Who keeps a vigil knows at once that a process has ended, once, and watches no others;
-    without any it waits."""
-    with ExitWaiter() as vigil:
-        assert not vigil.wait(0.01)
+def test_exit_waiter() -> None:
+    """It reports the exit of a watched process at once, and only once; without any it waits."""
+    with ExitWaiter() as exits:
+        assert not exits.wait(0.01)
         one, other = (
             subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
             for _ in range(2)
         )
-        vigil.keep({one.pid, other.pid, 2**22 + 1})
-        assert not vigil.wait(0.01)
+        exits.keep({one.pid, other.pid, 2**22 + 1})
+        assert not exits.wait(0.01)
         one.kill()
         start = time.monotonic()
-        assert vigil.wait(60)
+        assert exits.wait(60)
         assert time.monotonic() - start < 50
-        vigil.keep({one.pid, other.pid})  # a zombie, which is still there
-        assert not vigil.wait(0.01)
+        exits.keep({one.pid, other.pid})  # a zombie, which is still there
+        assert not exits.wait(0.01)
         other.kill()
-        assert vigil.wait(60)
+        assert exits.wait(60)
         for process in (one, other):
             process.communicate()

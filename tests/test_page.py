@@ -181,7 +181,7 @@ def test_an_empty_report(chromium: Browser, report: dict[str, Any], tmp_path: Pa
     )
     with chromium.opened(path) as opened:
         assert opened.page.locator("main p.nothing").count() == 9
-        assert opened.page.inner_text("#missing .body") == "Nothing: every rank has a whole box."
+        assert opened.page.inner_text("#missing .body") == "Nothing: every rank has a complete box."
         unharmed(opened, path)
 
 
@@ -319,7 +319,7 @@ def test_search_modules(chromium: Browser, page: Path) -> None:
         assert "up" in found[-1]
         assert re.fullmatch(r"\d+ modules? found", opened.page.inner_text("#modules .found"))
         opened.page.fill("#modules input", "nowhere")
-        assert opened.page.inner_text("#modules .found") == "no module has that in its name"
+        assert opened.page.inner_text("#modules .found") == "no module name contains that"
         opened.page.fill("#modules input", "")
         assert column(opened, "#modules", 1) == before
 

@@ -37,7 +37,7 @@ def test_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal there is a bar with how much is done of how much; at the end its line is
     erased."""
     screen = terminal(monkeypatch)
-    monkeypatch.setattr(progress, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(progress, "_SHORT_S", -1.0)
     with progress_bar("reading boxes") as tell:
         assert tell is not None
         for done in (64, 128, 192, 256):
@@ -60,7 +60,7 @@ def test_no_bar_for_what_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_bar_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the middle takes the bar away and goes on."""
     screen = terminal(monkeypatch)
-    monkeypatch.setattr(progress, "_AT_ONCE_S", -1.0)
+    monkeypatch.setattr(progress, "_SHORT_S", -1.0)
     with pytest.raises(ValueError, match="mine"):
         fail_in_the_middle()
     assert screen.getvalue().rstrip("\r\n").endswith("\x1b[2K")

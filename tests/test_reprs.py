@@ -25,7 +25,7 @@ from torchwhere import cli
 from torchwhere.blackbox.columns import COLUMNS
 from torchwhere.pipeline.report import report_on
 from torchwhere.render import html as page
-from torchwhere.render.text import Column
+from torchwhere.render.lines import Column
 
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e\n" + "x" * 10_000
 HEBREW = "\u05e9\u05dc\u05d5\u05dd"  # runs from right to left
@@ -380,7 +380,9 @@ def test_bad_input(results: dict[str, Any]) -> None:
     """A rank or a kind that there is not is said, by every answer."""
     run = results["run"]
     for answer in (run.comms, run.phases, run.layout, run.groups, run.diff, run.to_pandas):
-        with pytest.raises(torchwhere.TorchwhereError, match=r" has no box of rank 7$"):
+        with pytest.raises(
+            torchwhere.TorchwhereError, match=r" has no box of rank 7; it has rank 0$"
+        ):
             answer(ranks=[7])
     with pytest.raises(ValueError, match=r"^unknown kind 'nope'; the kinds are start, end, "):
         run.to_pandas(kinds=["nope"])

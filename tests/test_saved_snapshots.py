@@ -177,7 +177,7 @@ def test_a_process_outlives_its_box(tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             run.boxes[VICTIM].meta.update(pid=process.pid, host=socket.gethostname())
-            monitor._take(run)
+            monitor.host.use(run)
             damage(tmp_path, None)
             assert not monitor._look()
             kept = saved_statuses(tmp_path)[VICTIM]

@@ -32,8 +32,14 @@ from torchwhere.core.place import Pass
 from torchwhere.diagnose.live.ranks import LiveRanks, RankNow
 from torchwhere.diagnose.live.run import RunNow
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.render.text import as_text
-from torchwhere.render.top import body_height, impression, plain_lines, screen_lines
+from torchwhere.render.lines import as_text
+from torchwhere.render.top import (
+    body_height,
+    impression,
+    plain_lines,
+    screen_lines,
+    verdict_sentence,
+)
 from torchwhere.render.top_detail import detail_lines
 from torchwhere.render.top_rows import Charset, age, speed, widths
 from torchwhere.render.top_view import View
@@ -316,29 +322,29 @@ def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
 # -- a folder --------------------------------------------------------------------------------------
 
 
-def test_ward_waits_for_a_run_and_notices_when_it_goes(tmp_path: Path) -> None:
-    """A folder that is not there yet, is empty, has a run, is gone: each is said."""
+def test_poller_waits_for_a_run_and_notices_when_it_is_deleted(tmp_path: Path) -> None:
+    """A folder that does not exist yet, is empty, has a run, is deleted: each has its message."""
     poller = RunPoller(tmp_path / "run")
 
-    def visit() -> RunNow:
+    def poll() -> RunNow:
         poller._list_at = 0.0  # look at the folder now
         return poller.poll()
 
-    assert visit().problem == f"there is no folder {tmp_path / 'run'} yet"
+    assert poll().problem == f"there is no folder {tmp_path / 'run'} yet"
     (tmp_path / "run").mkdir()
-    assert visit().problem == f"{tmp_path / 'run'} holds no black box (*.box) yet"
+    assert poll().problem == f"{tmp_path / 'run'} holds no black box (*.box) yet"
     make(Job(16, steps=1, records=16), tmp_path / "run")
-    found = visit()
+    found = poll()
     assert (len(found.ranks), found.world_size, found.missing, found.problem) == (16, 16, (), None)
     shutil.rmtree(tmp_path / "run")
-    gone = visit()
+    gone = poll()
     assert gone.problem == f"the folder {tmp_path / 'run'} is gone"
     assert len(gone.ranks) == 16
 
 
-def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer]]) -> None:
-    """The boxes of an elastic restart take the place of the first ones while it looks; ranks
-    without one are named."""
+def test_poller_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer]]) -> None:
+    """The boxes of an elastic restart replace the first ones while it polls; ranks without one are
+    listed."""
     old = ranks(2)
     old[0].step(40, 1)
     poller = RunPoller(tmp_path)
@@ -355,8 +361,8 @@ def test_ward_follows_a_restart(tmp_path: Path, ranks: Callable[..., list[Writer
     new.box.close()
 
 
-def test_ward_reads_in_slices(tmp_path: Path) -> None:
-    """Given no time it reads one box a visit, and says how many it has not seen."""
+def test_poller_reads_in_slices(tmp_path: Path) -> None:
+    """Without time it reads one box a poll, and counts the boxes it has not read."""
     make(Job(16, steps=1, records=16), tmp_path)
     poller = RunPoller(tmp_path)
     assert [(len(run.ranks), run.unread) for run in (poller.poll(most_s=0) for _ in range(3))] == [
@@ -397,10 +403,10 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
 
 
 def painted(
-    run: RunNow, view: View, *, width: int = 120, height: int = 40, snapshots: Charset | None = None
+    run: RunNow, view: View, *, width: int = 120, height: int = 40, charset: Charset | None = None
 ) -> list[str]:
     lines = screen_lines(
-        run, view, verdict=None, width=width, height=height, snapshots=snapshots or Charset()
+        run, view, verdict=None, width=width, height=height, charset=charset or Charset()
     )
     return ["".join(text for text, _ in line) for line in lines]
 
@@ -480,7 +486,7 @@ def test_every_size(many: RunNow, is_ascii: bool) -> None:
                     View(page=page),
                     width=width,
                     height=height,
-                    snapshots=Charset(is_ascii=is_ascii),
+                    charset=Charset(is_ascii=is_ascii),
                 )
                 assert len(lines) == height
                 assert max(map(cell_len, lines)) <= width
@@ -521,20 +527,18 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
     writer.issue(EVIL, 1, line=EVIL)
     run = RunPoller(tmp_path).poll()
     verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
-    for snapshots in (Charset(), Charset(is_ascii=True)):
-        lines = screen_lines(
-            run, View(), verdict=verdict, width=150, height=20, snapshots=snapshots
-        )
+    for charset in (Charset(), Charset(is_ascii=True)):
+        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, charset=charset)
         text = "\n".join("".join(text for text, _ in line) for line in lines)
         assert "mirror" in text
         assert all(character.isprintable() or character == "\n" for character in text)
-        assert not snapshots.is_ascii or text.isascii()
+        assert not charset.is_ascii or text.isascii()
         page = detail_lines(
             run.ranks[0],
             read_box(tmp_path / "rank0.box"),
             verdict=verdict,
             width=150,
-            snapshots=snapshots,
+            charset=charset,
         )
         texts = [text for line in page for text, _ in line]
         assert sum("mirror" in text for text in texts) > 4
@@ -551,6 +555,25 @@ def top(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchwhere", "top", *map(str, arguments)]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""}
+    )
+
+
+def test_a_stop_is_marked_before_it_is_a_hang(
+    ranks: Callable[..., list[Writer]],
+) -> None:
+    """While the doctor still calls the job healthy, a marked rank and the line of the verdict do
+    not contradict each other."""
+    writers = ranks(2)
+    watcher = Watcher(writers)
+    healthy = {"kind": "healthy", "text": "HEALTHY  2 ranks\nAll 2 ranks move. Step 4."}
+    moving = RunNow("run", START_NS, tuple(watcher.look(0.1)), world_size=2)
+    assert verdict_sentence(healthy, moving) == "HEALTHY: All 2 ranks move"
+    stopped = {0: ProcessStatus(alive=True, state="T")}
+    marked = RunNow("run", START_NS, tuple(watcher.look(0.2, stopped)), world_size=2)
+    assert marked.culprits
+    assert (
+        verdict_sentence(healthy, marked)
+        == "the doctor does not call this a hang yet (see --stall)"
     )
 
 
@@ -660,17 +683,17 @@ def test_plain_waits_for_a_run(tmp_path: Path) -> None:
         ),
         (
             ["empty", "--interval", "0"],
-            "argument --interval: '0' is no number of seconds, at least 0.01",
+            "argument --interval: '0' is not a number of seconds of 0.01 or more",
         ),
         (
             ["empty", "--interval", "nan"],
-            "argument --interval: 'nan' is no number of seconds, at least 0.01",
+            "argument --interval: 'nan' is not a number of seconds of 0.01 or more",
         ),
         (
             ["empty", "--stall", "-1"],
-            "argument --stall: '-1' is no number of seconds, at least 0.01",
+            "argument --stall: '-1' is not a number of seconds of 0.01 or more",
         ),
-        (["empty", "--count", "0"], "argument --count: '0' is no number of looks, at least 1"),
+        (["empty", "--count", "0"], "argument --count: '0' is not a number of 1 or more"),
     ],
 )
 def test_bad_input(

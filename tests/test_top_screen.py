@@ -178,9 +178,9 @@ def hang(job: Path) -> Iterator[Path]:
 
 
 def test_a_hang_shows_and_goes(job: Path, hang: Path, tmux: Tmux) -> None:
-    """The screen waits for the run, shows it move, marks who hangs and who waits, says why, and
-    sees it go on; keys work."""
-    tmux.top(job / "run")
+    """The screen waits for the run, shows it move, marks the stuck rank and those that wait for it,
+    shows the verdict, and shows the job go on; keys work."""
+    tmux.top(job / "run", "--stall", "1.5")
     tmux.sees(r"^..0 +running +\d+ .* all_reduce #\d+")
     tmux.sees(r"4 ranks .* steps/s")
     tmux.sees(r"^4 moving")

@@ -234,7 +234,7 @@ def test_a_file_for_each_rank(
     looks for it."""
     out = tmp_path / "ranks"
     assert main(["trace", str(run), "-o", f"{out}/"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "One file a rank, for HTA"
+    assert capsys.readouterr().out.splitlines()[-1] == "One file for each rank, for HTA"
     assert sorted(path.name for path in out.iterdir()) == ["rank0.json.gz", "rank1.json.gz"]
     for rank in range(2):
         text = gzip.decompress((out / f"rank{rank}.json.gz").read_bytes()).decode()
@@ -424,13 +424,12 @@ def test_files_of_another_trace(
     well."""
     out = f"{tmp_path / 'ranks'}/"
     assert main(["trace", str(synthetic), "-o", out]) == 0
-    assert "of another trace" not in capsys.readouterr().err
+    assert "from another trace" not in capsys.readouterr().err
     assert main(["trace", str(run), "-o", out]) == 0
-    others = (
-        "rank10.json.gz, rank11.json.gz, rank12.json.gz and 11 more of another trace beside these"
-    )
+    others = "rank10.json.gz, rank11.json.gz, rank12.json.gz and 11 more, from another trace."
     assert (
-        f"{tmp_path / 'ranks'} has {others}: HTA reads all that is in it" in capsys.readouterr().err
+        f"{tmp_path / 'ranks'} also holds {others} HTA reads every file in the folder: delete those"
+        in capsys.readouterr().err
     )
     assert len(list((tmp_path / "ranks").iterdir())) == 16
 
@@ -548,10 +547,7 @@ def test_rank_without_the_step(
     player = Player([programs[0], programs[1][:3]]).play()
     player.write(tmp_path / "run", [Skew()] * 2, ["a", "a"])
     assert {e["pid"] for e in trace(tmp_path / "run", "--step", "2")} == {0}
-    assert (
-        "torchwhere: not in it, for they have none of these steps: rank 1\n"
-        in capsys.readouterr().err
-    )
+    assert "torchwhere: left out, none of these steps: rank 1\n" in capsys.readouterr().err
 
 
 def test_without_module_events(
@@ -560,8 +556,8 @@ def test_without_module_events(
     """Without module calls the rest is drawn, and one line says how to record them."""
     assert slices(trace(synthetic), "collective")
     said = (
-        "torchwhere: no module calls are in it: record them with torchwhere run --module-events, or"
-        " watch(module_events=True)\n"
+        "torchwhere: the run has no module calls. To record them, use torchwhere run"
+        " --module-events or watch(module_events=True)\n"
     )
     assert capsys.readouterr().err == said
 
@@ -603,8 +599,8 @@ def test_to_stdout(synthetic: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["-o", "{tmp}/file/t.json"], "cannot write {tmp}/file/t.json: Not a directory"),
         (["-o", "/dev/full"], "cannot write /dev/full: No space left on device"),
-        (["-o", ""], "-o needs a file: an empty name is none"),
-        (["-o", "-", "--json"], "-o - and --json both write to stdout: give one of them"),
+        (["-o", ""], "the file name after -o is empty: give a file"),
+        (["-o", "-", "--json"], "-o - and --json both write to stdout: give only one of them"),
     ],
 )
 def test_said_when_it_cannot(
@@ -634,7 +630,7 @@ def test_said_when_it_cannot(
         (["--steps", "3"], "argument --steps: '3' is not a range of steps: A:B, :B or A:"),
         (
             ["--steps", "5:5"],
-            "argument --steps: '5:5' holds no step: it goes from the first to before the second",
+            "argument --steps: '5:5' holds no step: A must be less than B",
         ),
         (["--step", "1", "--steps", "1:2"], "argument --steps: not allowed with argument --step"),
     ],

@@ -1,4 +1,4 @@
-"""`python -m torchwhere`: the same as the command."""
+"""`python -m torchwhere` does the same as the command `torchwhere`."""
 
 import sys
 

@@ -1,9 +1,14 @@
-"""The command `torchwhere`. What each of its commands does is in `commands/`.
+"""The command `torchwhere`. Its subcommands are in `commands/`.
 
-Exit codes: 0 done, also when `| head` has seen enough; 1 `diff` has found a difference, `doctor` a
-job that is not healthy; 2 wrong arguments, nothing there to read, an output that cannot be written,
-or a script that cannot be started (the message says what to do); 130 Ctrl-C. Once its script has
-started, `run` ends exactly as the script does.
+Exit codes:
+
+- 0: done, also if the reader of a pipe (`| head`) stopped early
+- 1: `diff` found a difference; `doctor` found a job that is not healthy
+- 2: wrong arguments, nothing to read, an output that cannot be written, or a script that cannot be
+  started; the message says what to do
+- 130: Ctrl-C
+
+Once its script has started, `run` exits exactly as the script does.
 """
 
 from __future__ import annotations
@@ -12,30 +17,25 @@ import argparse
 from collections.abc import Sequence
 
 from torchwhere.commands import (
-    comms,
     diff,
     doctor,
     events,
     export,
     flight_recorder,
-    groups,
-    layout,
     monitor,
     native,
-    phases,
     report,
     run,
+    tables,
     top,
     trace,
 )
 from torchwhere.core.version import __version__
 
-_READING = (
+COMMANDS = (
+    run,
     events,
-    comms,
-    groups,
-    layout,
-    phases,
+    tables,
     diff,
     doctor,
     monitor,
@@ -44,13 +44,14 @@ _READING = (
     export,
     report,
     trace,
+    native,
 )
-COMMANDS = (run, *_READING, native)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="torchwhere", description="Where is it? The place of a PyTorch job, on every rank."
+        prog="torchwhere",
+        description="Show where a PyTorch job is, on every rank, and why it hangs.",
     )
     parser.add_argument("--version", action="version", version=f"torchwhere {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -142,11 +142,8 @@ def _target(out: object) -> Path:
 
 
 def _checked_ranks(ranks: Iterable[int] | None, run: RunSummary[BoxSummary]) -> list[int]:
-    wanted = sorted(run.boxes) if ranks is None else sorted(set(ranks))
-    unknown = [rank for rank in wanted if rank not in run.boxes]
-    if unknown:
-        raise TorchwhereError(f"{run.folder} has no box of rank {unknown[0]}")
-    return wanted
+    chosen = run.checked_ranks(ranks)
+    return sorted(run.boxes if chosen is None else chosen)
 
 
 def _writer(target: Path, kinds: set[str] | None) -> Writer:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable
 
 from torchwhere.blackbox.run import BoxRun, read_run
-from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose import phases as diagnosis
 from torchwhere.diagnose.phases import Phases
 
@@ -26,7 +25,7 @@ def phases(
     if run is None:
         return _of_this_process()
     read = _read(run)
-    return diagnosis.phases(read, ranks=_known(ranks, read))
+    return diagnosis.phases(read, ranks=read.checked_ranks(ranks))
 
 
 def _of_this_process() -> Phases:
@@ -46,11 +45,3 @@ def _read(run: object) -> BoxRun:
     if isinstance(run, (str, os.PathLike)):
         return read_run(os.fspath(run))
     raise TypeError(f"phases(run): expected a folder, a Run or nothing, got {type(run).__name__}")
-
-
-def _known(ranks: Iterable[int] | None, run: BoxRun) -> set[int] | None:
-    wanted = None if ranks is None else set(ranks)
-    unknown = sorted((wanted or set()) - set(run.boxes))
-    if unknown:
-        raise TorchwhereError(f"{run.folder} has no box of rank {unknown[0]}")
-    return wanted

@@ -18,9 +18,9 @@ import numpy as np
 
 from torchwhere.blackbox import run as boxes
 from torchwhere.blackbox.columns import Column, Texts, columns, joined, rows_of
-from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import known_kinds
 from torchwhere.core.results import pandas
+from torchwhere.core.stall import STALL_S
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.comms.tree import Comms
@@ -43,25 +43,25 @@ class Run(boxes.BoxRun):
         """Which collectives each module causes."""
         from torchwhere.diagnose.comms.tree import comms
 
-        return comms(self, ranks=self._known(ranks))
+        return comms(self, ranks=self.checked_ranks(ranks))
 
     def phases(self, *, ranks: Iterable[int] | None = None) -> Phases:
         """Where the time of a step goes."""
         from torchwhere.diagnose.phases import phases
 
-        return phases(self, ranks=self._known(ranks))
+        return phases(self, ranks=self.checked_ranks(ranks))
 
     def layout(self, *, ranks: Iterable[int] | None = None) -> Layouts:
         """How the model lies over the ranks, and which ranks differ."""
         from torchwhere.diagnose.layout.layouts import layouts
 
-        return layouts(self, ranks=self._known(ranks))
+        return layouts(self, ranks=self.checked_ranks(ranks))
 
     def groups(self, *, ranks: Iterable[int] | None = None) -> Groups:
         """The process groups."""
         from torchwhere.diagnose.groups import groups
 
-        return groups(self, ranks=self._known(ranks))
+        return groups(self, ranks=self.checked_ranks(ranks))
 
     def diff(
         self, *, logs: Sequence[str | os.PathLike[str]] = (), ranks: Iterable[int] | None = None
@@ -69,7 +69,7 @@ class Run(boxes.BoxRun):
         """Where the ranks part, in their events and in their logs."""
         from torchwhere.diagnose.diff.comparison import diff
 
-        return diff(self, logs=[Path(one) for one in logs], ranks=self._known(ranks))
+        return diff(self, logs=[Path(one) for one in logs], ranks=self.checked_ranks(ranks))
 
     def to_dict(self) -> dict[str, Any]:
         """What there is, without the events."""
@@ -95,7 +95,7 @@ class Run(boxes.BoxRun):
     ) -> Any:
         """The events as a `pandas.DataFrame`: `rank`, then the columns of `torchwhere export`;
         texts are categories."""
-        found, known, wanted = pandas(), self._known(ranks), known_kinds(kinds)
+        found, known, wanted = pandas(), self.checked_ranks(ranks), known_kinds(kinds)
         chosen = [box for rank, box in self.in_order() if known is None or rank in known]
         parts = [columns(box, rows_of(box, kinds=wanted)) for box in chosen]
         of_rank = np.repeat([box.rank for box in chosen], [len(part["kind"]) for part in parts])
@@ -103,13 +103,6 @@ class Run(boxes.BoxRun):
             {"rank": of_rank}
             | {name: _array(found, column) for name, column in joined(parts).items()}
         )
-
-    def _known(self, ranks: Iterable[int] | None) -> set[int] | None:
-        wanted = None if ranks is None else set(ranks)
-        unknown = sorted((wanted or set()) - set(self.boxes))
-        if unknown:
-            raise TorchwhereError(f"{self.folder} has no box of rank {unknown[0]}")
-        return wanted
 
 
 def read_run(folder: str | os.PathLike[str]) -> Run:
@@ -119,7 +112,7 @@ def read_run(folder: str | os.PathLike[str]) -> Run:
     return Run(found.folder, found.boxes, found.earlier, found.unreadable)
 
 
-def doctor(folder: str | os.PathLike[str], *, stall_s: float = 10.0) -> Verdict:
+def doctor(folder: str | os.PathLike[str], *, stall_s: float = STALL_S) -> Verdict:
     """Who hangs, who differs, who died, and why: one verdict on the run in a folder, at any time.
 
     A wait of `stall_s` seconds is a hang. `verdict.kind`, `verdict.culprits`, `verdict.ranks`;

@@ -7,7 +7,7 @@ summaries instead of boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Generic, TypeVar
@@ -16,7 +16,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, summarize
-from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.core.events import Event
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.results import Shown
@@ -50,6 +50,22 @@ class RunSummary(Shown, Generic[B]):
         """Summaries of all boxes, without reading one; the boxes themselves if they are in
         memory."""
         return self.boxes.summaries if isinstance(self.boxes, LazyBoxes) else self.boxes
+
+    def checked_ranks(self, ranks: Iterable[int] | None) -> set[int] | None:
+        """Return the chosen ranks as a set, None for all of them.
+
+        Raises `TorchwhereError` if the run has no box of one of them.
+        """
+        if ranks is None:
+            return None
+        chosen = set(ranks)
+        absent = chosen - set(self.boxes)
+        if absent:
+            raise TorchwhereError(
+                f"{self.folder} has no box of rank {min(absent)}; it has"
+                f" {ranks_phrase(self.boxes.keys())}"
+            )
+        return chosen
 
     def in_order(self) -> Iterator[tuple[int, B]]:
         """The boxes by rank, one at a time."""
@@ -152,17 +168,12 @@ def box_files(folder: str | Path) -> list[Path]:
     """The boxes in a folder, by rank. Raises `TorchwhereError` if there is none."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TorchwhereError(
-            f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py"
-        )
+        raise nothing_recorded(f"there is no folder {folder}", folder)
     # opening a pipe of that name would block
     files = [path for path in folder.glob("*.box") if path.is_file()]
     files.sort(key=lambda path: (len(path.name.partition(".")[0]), path.name))
     if not files:
-        raise TorchwhereError(
-            f"{folder} holds no black box (*.box). Record one with: torchwhere run --out {folder}"
-            " train.py"
-        )
+        raise nothing_recorded(f"{folder} holds no black box (*.box)", folder)
     return files
 
 

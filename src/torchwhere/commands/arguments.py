@@ -1,34 +1,42 @@
-"""What all commands share that read a run's folder: its arguments, how it is read, and what is said
-when that fails."""
+"""What the subcommands share: arguments, reading the run, printing the result, error messages."""
 
 from __future__ import annotations
 
 import argparse
 import codecs
 import io
+import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.events import json_text
+from torchwhere.core.events import KIND_LABELS, json_text
+from torchwhere.core.sanitize import printable
+from torchwhere.core.stall import STALL_S
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import BoxRun
+    from torchwhere.render.lines import Line
 
 BAD_INPUT = 2
-INTERRUPTED = 130  # what shells say of Ctrl-C
+INTERRUPTED = 130  # the exit code that shells use for Ctrl-C
 T = TypeVar("T")
-_PLAINER = "torchwhere-plainer"
-_PLAIN = dict(
+_REPLACE = "torchwhere-replace"
+_ASCII = dict(
     zip("\u251c\u2514\u2502\u2500\u2026\u2192\u00b5\u00d7\u00b1\u25b8", "|`|-~>ux~>", strict=True)
 )
 
 
+# -- running a command -----------------------------------------------------------------------------
+
+
 def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """A command that reads a run: what it cannot read, or write, it says on one line; `| head` and
-    Ctrl-C may stop it."""
+    """Wrap a command that reads a run: errors become one line on stderr and an exit code.
+
+    A closed pipe (`| head`) ends the command with exit code 0, Ctrl-C with 130.
+    """
 
     def reading_command(arguments: argparse.Namespace) -> int:
         _prepare_output()
@@ -36,17 +44,18 @@ def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
             code = command(arguments)
             sys.stdout.flush()
         except TorchwhereError as error:
-            say(error)
+            print_message(error)
             return BAD_INPUT
         except KeyboardInterrupt:
-            say("interrupted")
+            print_message("interrupted")
             return INTERRUPTED
         except BrokenPipeError:
-            _write_no_more()
+            _discard_output()
             return 0
         except OSError as error:
-            _write_no_more()
-            say(f"cannot go on: {error.strerror if error.filename is None else error}")
+            _discard_output()
+            reason = error.strerror if error.filename is None else error
+            print_message(f"cannot continue: {reason}")
             return BAD_INPUT
         return code
 
@@ -54,81 +63,153 @@ def reading(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
 
 
 def _prepare_output() -> None:
-    """A terminal that knows no Unicode gets plainer signs, not a traceback; what is closed (`>&-`)
-    swallows all."""
+    """Prepare stdout and stderr for any text.
+
+    An output without Unicode gets ASCII characters instead of a traceback. A closed output (`>&-`)
+    is replaced by /dev/null.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until the exit
     if isinstance(sys.stdout, io.TextIOWrapper):
-        codecs.register_error(_PLAINER, _plainer)
-        sys.stdout.reconfigure(errors=_PLAINER)
+        codecs.register_error(_REPLACE, _ascii_instead)
+        sys.stdout.reconfigure(errors=_REPLACE)
 
 
-def _write_no_more() -> None:
-    """Or Python would try to write what is left when it ends, and complain."""
+def _discard_output() -> None:
+    """Send stdout to /dev/null, so that Python's flush at exit does not fail and complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _plainer(error: UnicodeError) -> tuple[str, int]:
-    """What stands for signs that an output does not know, each as wide as what it stands for."""
+def _ascii_instead(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters that the output cannot encode by ASCII ones of the same width."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    signs = error.object[error.start : error.end]
-    return "".join(_PLAIN.get(sign, "?") for sign in signs), error.end
+    characters = error.object[error.start : error.end]
+    return "".join(_ASCII.get(character, "?") for character in characters), error.end
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def add_command(commands: Any, name: str, text: str, *, more: str = "") -> argparse.ArgumentParser:
+    """Add a subcommand. `text` is its line in `torchwhere --help`; `more` follows it in its own."""
+    sentence = f"{text[0].upper()}{text[1:]}."
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{sentence} {more}".rstrip()
+    )
+    return parser
 
 
 def add_folder(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", help="the run's folder")
+    sub.add_argument("folder", help="folder of the run")
+
+
+def add_ranks(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--rank", action="append", type=int, metavar="R", help="only this rank (may be repeated)"
+        "--rank",
+        action="append",
+        type=int,
+        metavar="R",
+        help="use only this rank; can be given several times",
     )
-    sub.add_argument("--json", action="store_true", help="as JSON, for programs")
 
 
-def ask(arguments: argparse.Namespace, question: Callable[[BoxRun], T]) -> T:
-    """What a question finds in the run, with a bar on a terminal while its boxes are read and gone
-    through."""
-    from torchwhere.render.progress import progress_bar
-
-    with progress_bar("reading boxes") as on_progress:
-        return question(read_folder(arguments, on_progress=on_progress))
-
-
-def read_folder(
-    arguments: argparse.Namespace, *, on_progress: Callable[[int, int], None] | None = None
-) -> BoxRun:
-    from torchwhere.blackbox.run import read_run
-
-    run = read_run(arguments.folder, on_progress=on_progress)
-    unknown = sorted((ranks_asked(arguments) or set()) - set(run.boxes))
-    if unknown:
-        raise TorchwhereError(
-            f"{arguments.folder} has no box of rank {unknown[0]}; it has ranks"
-            f" {_span(sorted(run.boxes))}"
-        )
-    for caveat in run.caveats():
-        say(caveat)
-    return run
+def add_kinds(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--kind",
+        action="append",
+        choices=KIND_LABELS,
+        metavar="KIND",
+        help=f"use only events of this kind; can be given several times: {', '.join(KIND_LABELS)}",
+    )
 
 
-def ranks_asked(arguments: argparse.Namespace) -> set[int] | None:
+def add_json(sub: argparse.ArgumentParser, text: str = "print JSON, for programs") -> None:
+    sub.add_argument("--json", action="store_true", help=text)
+
+
+def add_stall(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--stall",
+        type=seconds,
+        default=STALL_S,
+        metavar="S",
+        help="call a wait a hang after this many seconds (default: %(default)g)",
+    )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Make an argument type: a whole number that is not smaller than `least`."""
+
+    def whole_number(text: str) -> int:
+        if not text.isascii() or not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of {least} or more")
+        return int(text)
+
+    return whole_number
+
+
+def seconds(text: str) -> float:
+    """An argument type: a number of seconds, from 0.01 to one day."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not (math.isfinite(number) and 0.01 <= number <= 86400):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of 0.01 or more")
+    return number
+
+
+def chosen_ranks(arguments: argparse.Namespace) -> set[int] | None:
     return set(arguments.rank) if arguments.rank else None
 
 
-def _span(ranks: list[int]) -> str:
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 8 else ", ".join(map(str, ranks))
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_and(arguments: argparse.Namespace, analyse: Callable[[BoxRun], T]) -> T:
+    """Read the run and analyse it, with a progress bar on a terminal."""
+    from torchwhere.blackbox.run import read_run
+    from torchwhere.render.progress import progress_bar
+
+    with progress_bar("reading boxes") as on_progress:
+        run = read_run(arguments.folder, on_progress=on_progress)
+        run.checked_ranks(chosen_ranks(arguments))
+        for caveat in run.caveats():
+            print_message(caveat)
+        return analyse(run)
+
+
+# -- printing --------------------------------------------------------------------------------------
+
+
+def print_result(
+    arguments: argparse.Namespace, values: Iterable[Any], lines: Callable[..., Iterator[Line]]
+) -> None:
+    """Print `values` as JSON with `--json`, else the lines that `lines(width=...)` makes."""
+    if arguments.json:
+        print_json(values)
+        return
+    from torchwhere.render.lines import print_lines
+
+    print_lines(lines)
 
 
 def print_json(values: Iterable[Any]) -> None:
-    """One object a line. NaN and infinities, which JSON does not have, become texts."""
+    """Print one JSON object a line. NaN and infinities, which JSON lacks, become strings."""
     for value in values:
         print(json_text(value))
 
 
-def say(message: object) -> None:
-    """To stderr, on one line; a folder's name may hold anything."""
-    print(
-        "torchwhere:",
-        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(message)),
-        file=sys.stderr,
-    )
+def print_sentences(sentences: Iterable[str]) -> None:
+    """Print sentences on stdout, each on one line. They may quote any name, so they are
+    sanitized."""
+    from torchwhere.render.lines import plain
+
+    sys.stdout.writelines(f"{plain(sentence)}\n" for sentence in sentences)
+
+
+def print_message(message: object) -> None:
+    """Print a message on one line of stderr. It may quote any file name, so it is sanitized."""
+    print("torchwhere:", printable(message), file=sys.stderr)

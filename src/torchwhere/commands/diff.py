@@ -1,6 +1,6 @@
-"""`torchwhere diff`: where ranks that should do the same part, in their events and in their logs.
+"""`torchwhere diff`: where ranks that should do the same differ, in their events and in their logs.
 
-Exit codes: 0 no difference, 1 they differ, 2 nothing to compare.
+Exit codes: 0 no difference, 1 a difference, 2 nothing to compare.
 """
 
 from __future__ import annotations
@@ -10,63 +10,72 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading
+from torchwhere.commands.arguments import (
+    add_command,
+    add_folder,
+    add_json,
+    add_ranks,
+    chosen_ranks,
+    print_result,
+    read_and,
+    reading,
+)
 from torchwhere.core.errors import TorchwhereError
 
-_THEY_DIFFER = 1
+_DIFFERENT = 1
 
 
 def add(commands: Any) -> None:
-    text = "where ranks part: the first place where their events or logs differ"
-    sub = commands.add_parser(
-        "diff", help=text, description=f"{text}. Exit code 0: no difference; 1: they differ."
+    sub = add_command(
+        commands,
+        "diff",
+        "show the first place where the events or the logs of ranks differ",
+        more="Exit code: 0 no difference, 1 a difference.",
     )
     add_folder(sub)
+    add_ranks(sub)
     sub.add_argument(
         "--logs",
         metavar="WHERE",
-        help="the ranks' logs: a folder, or a pattern like 'logs/*/stdout.log'",
+        help="logs of the ranks: a folder, or a pattern like 'logs/*/stdout.log'",
     )
     sub.add_argument(
         "--strip",
         action="append",
         default=[],
         metavar="REGEX",
-        help="what else may differ (may be repeated)",
+        help="ignore this text inside lines and events; can be given several times",
     )
     sub.add_argument(
         "--ignore",
         action="append",
         default=[],
         metavar="REGEX",
-        help="lines and events to leave out",
+        help="ignore whole lines and events that match; can be given several times",
     )
+    add_json(sub)
     sub.set_defaults(command=reading(_diff))
 
 
 def _diff(arguments: argparse.Namespace) -> int:
     from torchwhere.diagnose.diff.comparison import diff, find_logs
+    from torchwhere.render.diff import diff_lines
 
     logs = find_logs(Path(arguments.folder), arguments.logs)
     compare = partial(
         diff,
         logs=logs,
-        ranks=ranks_asked(arguments),
+        ranks=chosen_ranks(arguments),
         strip=arguments.strip,
         ignore=arguments.ignore,
     )
     try:
-        found = compare(None) if _has_only_logs(arguments, logs) else ask(arguments, compare)
+        has_boxes = not _has_only_logs(arguments, logs)
+        result = read_and(arguments, compare) if has_boxes else compare(None)
     except ValueError as error:
         raise TorchwhereError(str(error)) from None
-    if arguments.json:
-        print_json([found.to_dict()])
-    else:
-        from torchwhere.render import text
-        from torchwhere.render.diff import diff_lines
-
-        text.print_lines(partial(diff_lines, found))
-    return 0 if found.is_equal else _THEY_DIFFER
+    print_result(arguments, [result.to_dict()], partial(diff_lines, result))
+    return 0 if result.is_equal else _DIFFERENT
 
 
 def _has_only_logs(arguments: argparse.Namespace, logs: object) -> bool:

@@ -1,64 +1,65 @@
-"""`torchwhere doctor`: who hangs, who differs, who died, and why."""
+"""`torchwhere doctor`: which rank hangs, differs or died, and why."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.arguments import print_json, reading
+from torchwhere.commands.arguments import add_command, add_json, add_stall, print_json, reading
 from torchwhere.core.errors import TorchwhereError
 
-SICK = 1
+if TYPE_CHECKING:
+    from torchwhere.diagnose.doctor.verdict import Verdict
+
+_NOT_HEALTHY = 1
 
 
 def add(commands: Any) -> None:
-    text = "who hangs, who differs, who died, and why: one verdict, at any time"
-    sub = commands.add_parser(
+    sub = add_command(
+        commands,
         "doctor",
-        help=text,
-        description=f"{text}. Exit code: 0 healthy, 1 anything else, 2 nothing to read.",
+        "diagnose a live or ended run: which rank hangs, differs or died, and why",
+        more="Exit code: 0 healthy, 1 any other verdict, 2 nothing to read.",
     )
-    sub.add_argument("folder", nargs="?", help="the run's folder")
+    sub.add_argument("folder", nargs="?", help="folder of the run")
     sub.add_argument(
         "--flight-recorder",
         metavar="DUMPS",
-        help=(
-            "a folder of PyTorch's flight recorder dumps: instead of a run, or what they add to it"
-        ),
+        help="folder of PyTorch flight recorder dumps, to use instead of a run or in addition",
     )
-    sub.add_argument("--json", action="store_true", help="as JSON, for programs")
-    sub.add_argument(
-        "--stall",
-        type=float,
-        default=10.0,
-        metavar="S",
-        help="a wait this long is a hang (default: %(default)s s)",
-    )
+    add_json(sub)
+    add_stall(sub)
     sub.set_defaults(command=reading(_doctor))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from torchwhere.flight_recorder.verdict import consult_dumps, with_dumps
-    from torchwhere.pipeline.verdict import diagnose_folder
-    from torchwhere.render.progress import progress_bar
     from torchwhere.render.verdict import verdict_json, verdict_text
 
-    if arguments.folder is None and arguments.flight_recorder is None:
-        raise TorchwhereError("give a run's folder, or a folder of dumps with --flight-recorder")
-    if arguments.folder is None:
-        with progress_bar("reading dumps") as on_progress:
-            verdict = consult_dumps(arguments.flight_recorder, on_progress=on_progress)
-    else:
-        with progress_bar("reading boxes") as on_progress:
-            verdict = diagnose_folder(
-                arguments.folder, stall_s=arguments.stall, on_progress=on_progress
-            )
-        if arguments.flight_recorder is not None:
-            with progress_bar("reading dumps") as on_progress:
-                verdict = with_dumps(verdict, arguments.flight_recorder, on_progress=on_progress)
+    verdict = _verdict(arguments)
     if arguments.json:
         print_json([verdict_json(verdict)])
     else:
         sys.stdout.write(verdict_text(verdict) + "\n")
-    return 0 if verdict.kind == "healthy" else SICK
+    return 0 if verdict.kind == "healthy" else _NOT_HEALTHY
+
+
+def _verdict(arguments: argparse.Namespace) -> Verdict:
+    from torchwhere.flight_recorder.verdict import consult_dumps, with_dumps
+    from torchwhere.pipeline.verdict import diagnose_folder
+    from torchwhere.render.progress import progress_bar
+
+    folder, dumps = arguments.folder, arguments.flight_recorder
+    if folder is None and dumps is None:
+        raise TorchwhereError(
+            "give the folder of a run, or --flight-recorder and a folder of dumps"
+        )
+    if folder is None:
+        with progress_bar("reading dumps") as on_progress:
+            return consult_dumps(dumps, on_progress=on_progress)
+    with progress_bar("reading boxes") as on_progress:
+        verdict = diagnose_folder(folder, stall_s=arguments.stall, on_progress=on_progress)
+    if dumps is None:
+        return verdict
+    with progress_bar("reading dumps") as on_progress:
+        return with_dumps(verdict, dumps, on_progress=on_progress)

@@ -1,58 +1,62 @@
-"""`torchwhere events`: what was recorded, as a table or as JSON."""
+"""`torchwhere events`: the recorded events, as a table or as JSON."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.arguments import add_folder, ask, print_json, ranks_asked, reading, say
-from torchwhere.core.events import KIND_LABELS
+from torchwhere.commands.arguments import (
+    add_command,
+    add_folder,
+    add_json,
+    add_kinds,
+    add_ranks,
+    at_least,
+    chosen_ranks,
+    print_message,
+    print_result,
+    read_and,
+    reading,
+)
 
 if TYPE_CHECKING:
     from torchwhere.blackbox.run import BoxRun
-    from torchwhere.core.events import Event
 
 
 def add(commands: Any) -> None:
-    text = "the events of a run, as a table or as JSON"
-    sub = commands.add_parser("events", help=text, description=text)
+    sub = add_command(commands, "events", "show the events of a run, rank by rank")
     add_folder(sub)
-    sub.add_argument("--last", type=_count, metavar="N", help="only the last N of each rank")
+    add_ranks(sub)
     sub.add_argument(
-        "--kind", action="append", choices=KIND_LABELS, metavar="KIND", help=", ".join(KIND_LABELS)
+        "--last", type=at_least(1), metavar="N", help="show only the last N events of each rank"
     )
+    add_kinds(sub)
+    add_json(sub, "print one JSON object a line, for programs")
     sub.set_defaults(command=reading(_events))
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
 def _events(arguments: argparse.Namespace) -> int:
-    run = ask(arguments, lambda run: run)
+    from torchwhere.render.text import events_lines
+
+    run = read_and(arguments, lambda run: run)
     kinds = set(arguments.kind) if arguments.kind else None
-    events: Iterator[Event] = run.events(
-        ranks=ranks_asked(arguments), kinds=kinds, last=arguments.last
-    )
+    events = run.events(ranks=chosen_ranks(arguments), kinds=kinds, last=arguments.last)
     first = next(events, None)
     if first is None:
-        say(f"no such events in {arguments.folder}")
+        print_message(f"{arguments.folder} has no such events")
         return 0
     events = itertools.chain([first], events)
-    if arguments.json:
-        print_json(event.to_dict() for event in events)
-    else:
-        from torchwhere.render import text
-
-        text.print_lines(partial(text.events_lines, events, started_ns=_started_ns(run)))
+    print_result(
+        arguments,
+        (event.to_dict() for event in events),
+        partial(events_lines, events, started_ns=_started_ns(run)),
+    )
     return 0
 
 
 def _started_ns(run: BoxRun) -> int:
-    started = [box.meta.get("started_ns") for box in run.summaries.values()]
-    return min((value for value in started if isinstance(value, int)), default=0)
+    """When the first rank started."""
+    times = [box.meta.get("started_ns") for box in run.summaries.values()]
+    return min((time for time in times if isinstance(time, int)), default=0)

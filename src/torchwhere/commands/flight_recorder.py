@@ -1,32 +1,37 @@
-"""`torchwhere flight-recorder`: a run as dumps of PyTorch's flight recorder, for those who have
-tools for these."""
+"""`torchwhere flight-recorder`: a run as dumps of PyTorch's flight recorder, for tools that read
+those."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.commands.arguments import print_json, reading, say
+from torchwhere.commands.arguments import (
+    add_command,
+    add_folder,
+    add_json,
+    print_json,
+    print_message,
+    print_sentences,
+    reading,
+)
 from torchwhere.core.atomic_file import destination_folder, write_errors
 
 
 def add(commands: Any) -> None:
-    text = "write a run as flight recorder dumps, which torchfrtrace reads"
-    sub = commands.add_parser(
-        "flight-recorder", help=text, description=f"{text}; the place rides along."
+    sub = add_command(
+        commands,
+        "flight-recorder",
+        "write a run as flight recorder dumps, which torchfrtrace reads",
+        more="Each entry also holds the place of the call.",
     )
-    sub.add_argument("folder", help="the run's folder")
+    add_folder(sub)
     sub.add_argument(
-        "-o",
-        "--out",
-        required=True,
-        metavar="DUMPS",
-        help="the folder to write to: a new or an empty one",
+        "-o", "--out", required=True, metavar="DUMPS", help="output folder: new or empty"
     )
-    sub.add_argument("--json", action="store_true", help="say what was written as JSON")
+    add_json(sub, "print a summary of the dumps as JSON")
     sub.set_defaults(command=reading(_flight_recorder))
 
 
@@ -34,7 +39,6 @@ def _flight_recorder(arguments: argparse.Namespace) -> int:
     from torchwhere.blackbox.run import read_run
     from torchwhere.flight_recorder.write import check_empty, write_dumps
     from torchwhere.render.progress import progress_bar
-    from torchwhere.render.text import plain
 
     out = Path(arguments.out)
     check_empty(out)
@@ -43,10 +47,10 @@ def _flight_recorder(arguments: argparse.Namespace) -> int:
     with destination_folder(out) as part, progress_bar("writing dumps") as on_progress:
         run = read_run(arguments.folder, on_progress=on_progress)
         for caveat in run.caveats():
-            say(caveat)
+            print_message(caveat)
         written = replace(write_dumps(run, folder=part), folder=out)
     if arguments.json:
         print_json([written.to_dict()])
     else:
-        sys.stdout.writelines(f"{plain(line)}\n" for line in str(written).split("\n"))
+        print_sentences(str(written).split("\n"))
     return 0

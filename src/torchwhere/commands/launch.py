@@ -1,9 +1,9 @@
-"""Runs a user's script under watch, as Python itself would run it: same arguments, same exceptions,
-same exit code.
+"""Runs a user's script under watch, as Python itself would: same arguments, exceptions and exit
+code.
 
-`begin` finds the script, starts the watch and gives back a function that runs it. What goes wrong
-before the script's first line is a `TorchwhereError`; from there on everything raised is the
-script's own and passes through unchanged, with a note that says the place.
+`begin` finds the script, starts the watch and returns a function that runs the script. A problem
+before the script's first line raises `TorchwhereError`. Every later exception belongs to the
+script: it passes through unchanged, with a note that names the place.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ def begin(
     records: int,
     monitor: Sequence[str] | None = None,
 ) -> Callable[[], None]:
-    """Start watching for `script` (a path, or a module's name with `is_module`); the function given
-    back runs it.
+    """Start the watch and return a function that runs `script`.
 
-    `monitor` are the options of the monitor, which the first rank of each host starts; None for
-    none.
+    `script` is a path, or with `is_module` the name of a module. `monitor` holds the options of the
+    monitor, which the first rank of each host starts; None starts no monitor.
     """
     _put_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     _check(script, is_module=is_module)
-    from torchwhere import start  # imports torch, or says that there is none
+    from torchwhere import start  # imports torch, or raises if torch is missing
     from torchwhere.native.first_run import prepare
 
     is_first = launcher.launch().is_first_of_host
     prepare(is_first_of_host=is_first)
     sys.argv = [script, *arguments]
     start(out=out, module_events=module_events, records=records)
-    # else there is nothing to watch, and that was said
+    # Without a folder there are no boxes to monitor; `start` has logged why.
     if monitor is not None and is_first and Path(out).is_dir():
         _start_monitor(out, monitor)
     execute = _run_module if is_module else _run_path
@@ -56,8 +55,10 @@ def begin(
 
 
 def _start_monitor(out: str, options: Sequence[str]) -> None:
-    """A process of its own, which outlives this one: it is there when this one is killed. It ends
-    when all ranks are gone."""
+    """Start the monitor in its own session: it survives when this process is killed.
+
+    It exits when all ranks of this host have exited.
+    """
     command = [
         sys.executable,
         "-m",
@@ -75,26 +76,26 @@ def _start_monitor(out: str, options: Sequence[str]) -> None:
             command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
         )
     except OSError as error:
-        log.warning("torchwhere: no monitor, it cannot be started: %s", error.strerror or error)
+        log.warning("torchwhere: cannot start the monitor: %s", error.strerror or error)
         return
-    process.returncode = 0  # nobody waits for it
+    process.returncode = 0  # this process never waits for it
 
 
 def _check(script: str, *, is_module: bool) -> None:
     if is_module and importlib.util.find_spec(script.partition(".")[0]) is None:
         raise TorchwhereError(
-            f"there is no module {script}. Give a name as for python -m, or without -m a path to a"
-            " file."
+            f"there is no module {script}. Give a module name as for python -m, or leave out -m and"
+            " give the path of a file."
         )
     if not is_module and not Path(script).is_file():
         raise TorchwhereError(
-            f"there is no script {script}. Give a path to a file, or -m and a module's name."
+            f"there is no script {script}. Give the path of a file, or -m and a module name."
         )
 
 
 def _put_first(folder: str) -> None:
-    """Make `folder` the first place to import from, instead of what Python put there for the
-    `torchwhere` command."""
+    """Make `folder` the first entry of `sys.path`, in place of the entry for `torchwhere`
+    itself."""
     if sys.flags.safe_path:
         return
     if sys.path and sys.path[0] in ("", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))):
@@ -121,13 +122,15 @@ def _watched(execute: Callable[[str], None], script: str) -> None:
         stop(reason)
 
 
-# -- as Python would -------------------------------------------------------------------------------
+# -- running it as Python would --------------------------------------------------------------------
 
 
 def _run_path(script: str) -> None:
-    """Like `python script.py`. Not by `runpy.run_path`: that takes `__main__` away again when the
-    script ends, and what the script left for later (atexit, threads, pickles of its classes) would
-    not find it."""
+    """Run a file like `python script.py`.
+
+    `runpy.run_path` would remove `__main__` when the script ends. Code that runs later (atexit
+    handlers, threads, pickles of the script's classes) still needs it.
+    """
     path = os.path.abspath(script)
     main = ModuleType("__main__")
     main.__file__ = path
@@ -141,7 +144,7 @@ def _run_path(script: str) -> None:
 
 
 def _run_module(name: str) -> None:
-    """Like `python -m name`."""
+    """Run a module like `python -m name`."""
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
@@ -151,11 +154,11 @@ def _exit_code(error: SystemExit) -> int:
     return error.code if isinstance(error.code, int) else 1
 
 
-# -- what a failed script says ---------------------------------------------------------------------
+# -- the traceback of a failed script --------------------------------------------------------------
 
 
 def _without_launcher(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback as Python alone would have it: without the frames of this file and of runpy."""
+    """Drop the frames of this file and of runpy: Python alone would print none of them."""
     while traceback is not None and _is_launcher(traceback.tb_frame.f_code.co_filename):
         traceback = traceback.tb_next
     return traceback
@@ -170,15 +173,17 @@ def _is_launcher(filename: str) -> bool:
 
 
 def _print_as(error: BaseException, traceback: TracebackType | None) -> None:
-    """Have `error` printed with `traceback`: on its way out it collects the frames of the command,
-    which nobody asked for."""
+    """Make `sys.excepthook` print `error` with `traceback`.
+
+    On its way out the error collects frames of this command, which would only confuse.
+    """
     hook = sys.excepthook
 
     def print_as(
-        kind: type[BaseException], value: BaseException, found: TracebackType | None
+        kind: type[BaseException], value: BaseException, collected: TracebackType | None
     ) -> None:
         if value is error:
-            found = value.__traceback__ = traceback
-        hook(kind, value, found)
+            collected = value.__traceback__ = traceback
+        hook(kind, value, collected)
 
     sys.excepthook = print_as

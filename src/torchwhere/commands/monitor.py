@@ -1,4 +1,4 @@
-"""`torchwhere monitor`: watch a run from outside and say what is wrong, while it is wrong."""
+"""`torchwhere monitor`: watch a running job from outside and print a verdict when it goes wrong."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchwhere.commands.arguments import print_json, reading
-from torchwhere.core.errors import TorchwhereError
+from torchwhere.commands.arguments import (
+    add_command,
+    add_folder,
+    add_json,
+    add_stall,
+    print_json,
+    reading,
+)
+from torchwhere.core.errors import nothing_recorded
 
 if TYPE_CHECKING:
     from torchwhere.diagnose.doctor.verdict import Verdict
-    from torchwhere.monitor.roles import SingleHost
+    from torchwhere.monitor.single import SingleHost
 
 
 def add(commands: Any) -> None:
-    text = "watch a run from outside; on a hang, a death or a mismatch print the verdict"
-    sub = commands.add_parser(
+    sub = add_command(
+        commands,
         "monitor",
-        help=text,
-        description=f"{text}. Ends with the job. `torchwhere run` starts one by itself.",
+        "watch a running job; print a verdict if a rank hangs, exits early or differs",
+        more="The monitor exits when the job does. `torchwhere run` starts one on each host.",
     )
-    sub.add_argument("folder", help="the run's folder")
+    add_folder(sub)
     add_options(sub)
     others = sub.add_mutually_exclusive_group()
     others.add_argument(
         "--serve",
         type=_port,
         metavar="PORT",
-        help="speak for monitors of other hosts, which join this one",
+        help="be the lead monitor: wait for monitors of other hosts on this port",
     )
     others.add_argument(
         "--join",
         type=_address,
         metavar="HOST:PORT",
-        help="tell what is seen here to the one that serves there",
+        help="send this host's observations to the lead monitor",
     )
     sub.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
     sub.set_defaults(command=reading(_monitor))
 
 
 def add_options(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--stall",
-        type=float,
-        default=30.0,
-        metavar="S",
-        help="a wait this long is a hang (default: %(default)s s)",
-    )
+    """Add the options that `run` passes on to the monitor it starts."""
+    add_stall(sub)
     sub.add_argument(
         "--end-with",
         type=_signal,
         metavar="SIGNAL",
-        help="after a verdict end the ranks with it, as SIGTERM; without: only report",
+        help="send this signal to the ranks after a verdict, e.g. SIGTERM (default: only report)",
     )
-    sub.add_argument(
-        "--json", action="store_true", help="verdicts as JSON, for programs: one object a line"
-    )
+    add_json(sub, "print the monitor's verdicts as JSON, one object a line")
 
 
 def _signal(text: str) -> signal.Signals:
@@ -68,38 +68,41 @@ def _signal(text: str) -> signal.Signals:
     try:
         return signal.Signals(int(text)) if text.isdecimal() else signal.Signals[name]
     except (KeyError, ValueError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no signal; one is SIGTERM") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a signal name (example: SIGTERM)"
+        ) from None
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; one is 29600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port (example: 29600)")
     return int(text)
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host.strip("[]"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; one is node0:29600")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address (example: node0:29600)")
     return host.strip("[]"), _port(port)
 
 
-def _others(arguments: argparse.Namespace, folder: Path) -> SingleHost:
+def _role(arguments: argparse.Namespace, folder: Path) -> SingleHost:
     from torchwhere.monitor.follower import Follower
     from torchwhere.monitor.lead import Lead
-    from torchwhere.monitor.role_choice import role
-    from torchwhere.monitor.roles import SingleHost
+    from torchwhere.monitor.roles import role_from_launcher
+    from torchwhere.monitor.single import SingleHost
 
     if arguments.serve is not None:
         return Lead(folder, stall_s=arguments.stall, rendezvous=None, port=arguments.serve)
     if arguments.join is not None:
         return Follower(folder, rendezvous=None, address=arguments.join)
-    return role(folder, stall_s=arguments.stall) if arguments.launcher is not None else SingleHost()
+    if arguments.launcher is not None:
+        return role_from_launcher(folder, stall_s=arguments.stall)
+    return SingleHost()
 
 
 def _print_json(verdict: Verdict) -> None:
-    """At once, for whoever reads along. That nobody does any more is no reason to watch no longer:
-    verdicts are kept, too."""
+    """Print a verdict at once. A closed stdout does not end the monitor: it also writes files."""
     from torchwhere.render.verdict import verdict_json
 
     with contextlib.suppress(BrokenPipeError):
@@ -112,20 +115,17 @@ def _monitor(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.folder)
     if not folder.is_dir():
-        raise TorchwhereError(
-            f"there is no folder {folder}. Record one with: torchwhere run --out {folder} train.py"
-        )
-    # What c10d prints of connections that fail is for the developers of a job; here it is expected,
-    # and said in a verdict.
+        raise nothing_recorded(f"there is no folder {folder}", folder)
+    # c10d logs every failed connection. The monitor expects failures and reports them in a verdict.
     os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     monitor = Monitor(
         folder,
         stall_s=arguments.stall,
         end_with=arguments.end_with,
-        say_verdict=_print_json if arguments.json else None,
+        print_verdict=_print_json if arguments.json else None,
         launcher=arguments.launcher,
-        others=_others(arguments, folder),
+        role=_role(arguments, folder),
     )
     if not monitor.watch():
-        os._exit(0)  # Python would end a thread inside c10d in the middle, and C++ would abort
+        os._exit(0)  # a normal exit would end a thread inside c10d, and C++ would abort
     return 0

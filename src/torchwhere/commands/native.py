@@ -1,4 +1,4 @@
-"""`torchwhere native`: build the native part for the torch and the Python that run this."""
+"""`torchwhere native`: build the native extension for this Python and this torch."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import argparse
 import sys
 from typing import Any
 
-from torchwhere.commands.arguments import print_json, reading
+from torchwhere.commands.arguments import add_command, add_json, print_json, reading
 from torchwhere.core.errors import TorchwhereError
 
 
 def add(commands: Any) -> None:
-    text = "build the native part, with which watching costs less; every watch then uses it"
-    sub = commands.add_parser("native", help=text, description=text)
-    sub.add_argument("--anew", action="store_true", help="build it again, although it is there")
+    sub = add_command(
+        commands,
+        "native",
+        "build the native extension, which makes watching cheaper",
+        more="Every watch uses it from then on.",
+    )
+    sub.add_argument("--anew", action="store_true", help="build it again even if it is built")
     sub.add_argument(
         "--check",
         action="store_true",
-        help="build nothing: train a small model with the one that is there",
+        help="build nothing; train a small model with the built extension and compare",
     )
-    sub.add_argument("--json", action="store_true", help="as JSON, for programs")
+    add_json(sub)
     sub.set_defaults(command=reading(_native))
 
 
@@ -30,22 +34,16 @@ def _native(arguments: argparse.Namespace) -> int:
         from torchwhere.native.self_test import try_out
     except ImportError as error:
         raise TorchwhereError(
-            f"the native part is built against torch, which cannot be imported here: {error}"
+            f"the native extension is built against torch, but torch cannot be imported: {error}"
         ) from None
     if arguments.check:
         try_out()
-        path, is_new = library(), False
+        path, is_new, result = library(), False, "works like the Python code"
     else:
         path, is_new = build(anew=arguments.anew)
+        result = "built" if is_new else "already built"
     if arguments.json:
         print_json([{"path": str(path), "is_new": is_new}])
-    else:  # written as it is: there may be torch here, and nothing else
-        found = (
-            "built"
-            if is_new
-            else "does what Python's code does"
-            if arguments.check
-            else "there already"
-        )
-        sys.stdout.write(f"{found}: {path}\n")
+    else:  # without `render`: this machine may have torch and not rich
+        sys.stdout.write(f"{result}: {path}\n")
     return 0

@@ -1,11 +1,11 @@
-"""`torchwhere run`: a training script under watch, unchanged."""
+"""`torchwhere run`: run an unchanged training script under watch."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from torchwhere.commands.arguments import BAD_INPUT, say
+from torchwhere.commands.arguments import BAD_INPUT, add_command, at_least, print_message
 from torchwhere.commands.monitor import add_options
 from torchwhere.core.errors import TorchwhereError
 
@@ -13,13 +13,11 @@ _DEFAULT_RECORDS = 1 << 16
 
 
 def add(commands: Any) -> None:
-    sub = commands.add_parser(
+    sub = add_command(
+        commands,
         "run",
-        help="run a training script under watch, unchanged",
-        description=(
-            "Run a training script under watch: torchrun --nproc-per-node 4 -m torchwhere run --out"
-            " run/ train.py"
-        ),
+        "run an unchanged training script under watch",
+        more="Example: torchrun --nproc-per-node 4 -m torchwhere run --out run/ train.py",
     )
     sub.add_argument(
         "--out", default="torchwhere-run", help="folder for the black boxes (default: %(default)s)"
@@ -29,36 +27,33 @@ def add(commands: Any) -> None:
     )
     sub.add_argument(
         "--records",
-        type=_ring_size,
+        type=at_least(16),
         default=_DEFAULT_RECORDS,
-        help="size of the ring (default: %(default)s)",
+        help="number of events that each box keeps; older ones are overwritten (default:"
+        " %(default)s)",
     )
     sub.add_argument(
-        "--no-monitor", action="store_true", help="start no process that watches from outside"
+        "--no-monitor", action="store_true", help="do not start the monitor process of this host"
     )
     add_options(sub)
     sub.add_argument(
         "-m",
         dest="is_module",
         action="store_true",
-        help="the script is a module's name, as for python -m",
+        help="run a module by its name, like python -m",
     )
     sub.add_argument("script", help="path of the script, or name of the module")
-    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
+    sub.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     sub.set_defaults(command=_run)
 
 
 def _monitor_options(arguments: argparse.Namespace) -> list[str]:
-    options = ["--stall", str(arguments.stall), *["--json"] * arguments.json]
-    return (
-        options if arguments.end_with is None else [*options, "--end-with", arguments.end_with.name]
-    )
-
-
-def _ring_size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 16 or more")
-    return int(text)
+    options = ["--stall", str(arguments.stall)]
+    if arguments.json:
+        options.append("--json")
+    if arguments.end_with is not None:
+        options += ["--end-with", arguments.end_with.name]
+    return options
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -75,7 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
             monitor=None if arguments.no_monitor else _monitor_options(arguments),
         )
     except TorchwhereError as error:
-        say(error)
+        print_message(error)
         return BAD_INPUT
-    execute()  # outside the try: what is raised from here on is the script's own
+    execute()  # outside the try: from here on every exception belongs to the script
     return 0

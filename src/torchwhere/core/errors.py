@@ -11,6 +11,11 @@ class TorchwhereError(Exception):
     """A run cannot be recorded or read. The message says what happened and what to do."""
 
 
+def nothing_recorded(problem: str, folder: object) -> TorchwhereError:
+    """Make the error for a folder without a run: the problem, and how to record one."""
+    return TorchwhereError(f"{problem}. Record one with: torchwhere run --out {folder} train.py")
+
+
 FAILED = "exception: "  # the end reason of a watch starts with this if an exception ended it
 
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def printable(text: object) -> str:
-    """Replace control characters, line breaks and direction marks: a terminal would obey them."""
+def printable(text: object, *, longest: int | None = None) -> str:
+    """Replace control characters, line breaks and direction marks: a terminal would obey them.
+
+    With `longest`, cut the text after that many characters.
+    """
     shown = str(text)
+    if longest is not None and len(shown) > longest:
+        shown = shown[:longest] + "\N{HORIZONTAL ELLIPSIS}"
     if shown.isprintable():
         return shown
     return "".join(c if c.isprintable() else _REPLACEMENT for c in shown)

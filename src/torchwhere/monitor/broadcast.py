@@ -1,5 +1,4 @@
-"""What the monitor of host 0 says to those of other hosts: through a store, or as a file in a
-folder that all share."""
+"""The state that the lead monitor publishes: in a store, or as a file in a shared folder."""
 
 from __future__ import annotations
 
@@ -12,59 +11,58 @@ _MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LeadState:
-    """What the monitor of host 0 says to all others, again every second."""
+    """What the lead publishes for all other monitors, again every second."""
 
-    token: str = ""  # of this monitor
-    run: str = ""  # of which run and restart
+    token: str = ""  # identifies the lead's process
+    run: str = ""  # the run, by the launcher's name of it
     number: int = 0
-    t_ns: int = 0  # its wall clock
-    asked: int = 0  # how often snapshots were asked for
-    spared: tuple[int, ...] = ()  # who need not answer, having written just now
-    stacks: tuple[int, ...] = ()  # ranks whose Python stack is wanted
-    said: tuple[str, ...] = ()  # verdicts it has told
-    ends: bool = False  # the ranks are to be ended
-    is_over: bool = False  # it says no more
-    age_ns: int = 0  # how long it has been there; durations need no common clock
-    gone_ns: int = 0  # how long its own ranks have been gone
+    t_ns: int = 0  # wall clock of the lead
+    requests: int = 0  # how many times it has asked for snapshots
+    excused_hosts: tuple[int, ...] = ()  # hosts that need not answer: they have just sent one
+    wanted_stacks: tuple[int, ...] = ()  # ranks whose Python stack it wants
+    verdicts: tuple[str, ...] = ()  # the verdicts it has printed
+    ends_ranks: bool = False  # whether the ranks shall be ended
+    has_left: bool = False  # whether this is its last state
+    age_ns: int = 0  # how long ago its ranks started; durations need no common clock
+    ended_ns: int = 0  # how long ago its ranks ended
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> LeadState | None:
-        """Of whatever came; None if it is no word."""
+        """Read a state from any data; None if it is not one."""
         try:
-            value = json.loads(text) if len(text) <= _MOST_BYTES else None
+            values = json.loads(text) if len(text) <= _MOST_BYTES else None
         except (ValueError, RecursionError):
             return None
-        if not isinstance(value, dict):
+        if not isinstance(values, dict):
             return None
-        known = {each.name: value.get(each.name, each.default) for each in fields(cls)}
-        known = {
-            name: tuple(each) if isinstance(each, list) else each for name, each in known.items()
-        }
-        state = cls(**known)
-        return state if state._is_sound() else None
+        arguments = {field.name: values.get(field.name, field.default) for field in fields(cls)}
+        for name, value in arguments.items():
+            if isinstance(value, list):
+                arguments[name] = tuple(value)
+        state = cls(**arguments)
+        return state if state._is_valid() else None
 
-    def _is_sound(self) -> bool:
-        numbers = (self.number, self.t_ns, self.asked, self.age_ns, self.gone_ns)
-        lists = (self.spared, self.stacks, self.said)
-        if not (
-            type(self.token) is type(self.run) is str
+    def _is_valid(self) -> bool:
+        texts = (self.token, self.run)
+        numbers = (self.number, self.t_ns, self.requests, self.age_ns, self.ended_ns)
+        flags = (self.ends_ranks, self.has_left)
+        return (
+            all(type(text) is str for text in texts)
             and all(type(number) is int for number in numbers)
-        ):
-            return False
-        if not (
-            all(isinstance(each, tuple) for each in lists)
-            and type(self.ends) is type(self.is_over) is bool
-        ):
-            return False
-        return all(type(rank) is int for rank in (*self.spared, *self.stacks)) and all(
-            type(each) is str for each in self.said
+            and all(type(flag) is bool for flag in flags)
+            and _is_tuple_of(int, self.excused_hosts)
+            and _is_tuple_of(int, self.wanted_stacks)
+            and _is_tuple_of(str, self.verdicts)
         )
 
 
+def _is_tuple_of(kind: type, values: object) -> bool:
+    return isinstance(values, tuple) and all(type(value) is kind for value in values)
+
+
 def run_key() -> str:
-    """The run that a launcher's environment speaks of, the same on all hosts. Restarts it does not
-    count: see `_last_life`."""
+    """The launcher's name of the run: the same on all hosts, and the same after a restart."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "none")

@@ -1,4 +1,4 @@
-"""Runs the analysis of a folder end to end: read the boxes, look at the processes, diagnose.
+"""Analyses a folder from start to end: reads the boxes, looks at the processes, diagnoses.
 
-Entry points: `verdict.diagnose_folder` and `report.py`.
+Entry points: `verdict.diagnose_folder` and `report.report_on`.
 """

@@ -1,199 +1,240 @@
-"""Brings a run before the doctor: reads its boxes, looks at its processes, asks the suspects for
-their stacks and dumps.
+"""Diagnoses a run: reads the boxes, looks at the processes, judges, asks suspects for their stacks,
+judges again, saves.
 
-What a monitor has kept in the folder counts where nobody can look any more: it saw who was stopped,
-who died first, and what a rank had done whose box is gone (`snapshots/read.py`). A doctor who finds
-something wrong with a job that is there keeps that too.
+Monitors save process statuses and snapshots in the run's folder. They count where nothing can be
+seen any more: which process was stopped, which one exited first, and what a rank did whose box is
+gone (`snapshots/read.py`). `diagnose_folder` saves the same for a running job that is not healthy.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
 from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, read_checksum
 from torchwhere.core.gc_pause import gc_paused
+from torchwhere.core.stall import STALL_S
 from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.load import Progress, load_calls
-from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
-from torchwhere.diagnose.doctor.rules import STALL_S, diagnose
+from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks, align_hosts
+from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.processes.look import look, merged
 from torchwhere.processes.status import ProcessStatus
-from torchwhere.snapshots.read import DOCTOR, fill_from_snapshots, is_of, summaries_of
-from torchwhere.snapshots.read import saved_statuses as saved_statuses
+from torchwhere.snapshots.read import (
+    DOCTOR,
+    fill_from_snapshots,
+    is_of,
+    saved_statuses,
+    summaries_of,
+)
 from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter
 
-Ask = Callable[[Sequence[int]], Mapping[int, dict[str, Any]]]
-_SILENT_NS = 60_000_000_000
-_AHEAD_NS = 3_600_000_000_000  # by which another machine's clock may be
-_CALM = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
+SavedStatuses = dict[int, dict[str, Any]]  # process statuses by rank, as a monitor saves them
+AskForStacks = Callable[[Sequence[int]], SavedStatuses]  # asks other hosts
+_SILENT_NS = 60_000_000_000  # without a heartbeat of any rank, a job has ended
+_AHEAD_NS = 3_600_000_000_000  # the clock of another host may be this far ahead
+_MOST_SUSPECTS = 16
+_NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 
 
 def diagnose_folder(
     folder: str | Path, *, stall_s: float = STALL_S, on_progress: Progress | None = None
 ) -> Verdict:
-    """The verdict on the run in a folder, now. `on_progress` is told how many boxes have been read,
-    of how many."""
+    """Diagnose the newest run in a folder, as it is now.
+
+    `on_progress(done, total)` counts the boxes while they are read.
+    """
     with gc_paused():
         run, job_calls = load_calls(folder, on_progress=on_progress)
         verdict = diagnose_run(
             run, saved_statuses(run.folder), stall_s=stall_s, job_calls=job_calls
         )
         if verdict.kind is not VerdictKind.HEALTHY:
-            _keep(run, verdict)
+            _save(run, verdict)
         return verdict
-
-
-def _keep(run: RunSummary[BoxSummary], verdict: Verdict) -> None:
-    """What there is to see of a job that is there, for the next who asks: it may be over by then,
-    and a box gone. Where one is gone already, what was written stays."""
-    diary = SnapshotWriter(run.folder, source=DOCTOR)
-    if len(run.boxes) > MOST_RANKS or (run.missing and diary.path.exists()):
-        return
-    read_ns, read_at = time.time_ns(), time.monotonic()
-    seen = look(run.boxes)
-    if any(status.alive for status in seen.values()):
-        stacks = {
-            rank: report.stack
-            for rank, report in verdict.ranks.items()
-            if report.stack and rank in seen
-        }
-        seen |= {
-            rank: replace(seen[rank], stack=stack, stack_ns=read_ns)
-            for rank, stack in stacks.items()
-        }
-        diary.write_seen(run.boxes, seen)
-        diary.write(LazyBoxes(run.boxes, kept=1), read_ns=read_ns, read_at=read_at)
 
 
 def diagnose_run(
     run: RunSummary[Any],
-    kept: Mapping[int, dict[str, Any]],
+    saved: Mapping[int, dict[str, Any]],
     *,
     stall_s: float,
     job_calls: JobCalls | None = None,
-    ask: Ask | None = None,
+    ask: AskForStacks | None = None,
 ) -> Verdict:
-    """The verdict on a run that was just read. Stacks are asked for only where something is wrong;
-    of `ask`, on other hosts."""
+    """Diagnose a run that was just read, with the process statuses that monitors saved.
+
+    Suspects are asked for their stacks only if something is wrong; `ask` reaches other hosts.
+    """
     job_calls = job_calls if job_calls is not None else calls_of_run(run)
-    kept = {rank: value for rank, value in kept.items() if is_of(run, rank, value)}
-    labels = dict(run.summaries) | summaries_of(kept, run)
-    seen = _known_to_be_over(merged(look(labels), _not_outdated(kept, job_calls)), labels)
-    _read_again(run, job_calls, [rank for rank, status in seen.items() if status.alive is False])
-    job_calls, said = fill_from_snapshots(run, job_calls)
-    # One clock for all hosts: stragglers are found by it.
-    clocks = align_hosts(RunSummary(run.folder, run.summaries))
-    verdict = _diagnose(run, job_calls, clocks, kept, seen, labels, stall_s, ask)
-    return replace(verdict, missing_data=(*verdict.missing_data, *said)) if said else verdict
-
-
-def _diagnose(
-    run: RunSummary[Any],
-    job_calls: JobCalls,
-    clocks: HostClocks,
-    kept: dict[int, dict[str, Any]],
-    seen: Mapping[int, ProcessStatus],
-    labels: Mapping[int, BoxOrSummary],
-    stall_s: float,
-    ask: Ask | None,
-) -> Verdict:
-    now_ns = _now(seen, labels)
-    verdict = diagnose(
-        run,
-        statuses=seen,
-        now_ns=now_ns,
-        stall_s=stall_s,
-        is_suspicion=now_ns is not None,
-        job_calls=job_calls,
-        clocks=clocks,
-    )
-    if verdict.kind in _CALM:
+    saved = {rank: status for rank, status in saved.items() if is_of(run, rank, status)}
+    summaries = dict(run.summaries) | summaries_of(saved, run)
+    case = _Case(run, job_calls, saved, summaries, stall_s)
+    statuses = case.look_at_processes()
+    exited = [rank for rank, status in statuses.items() if status.alive is False]
+    _read_again(run, job_calls, exited)
+    case.job_calls, remarks = fill_from_snapshots(run, job_calls)
+    # One clock for all hosts: lateness is measured on it.
+    case.clocks = align_hosts(RunSummary(run.folder, run.summaries))
+    verdict = case.judge(statuses, ask)
+    if not remarks:
         return verdict
-    if now_ns is None:
-        return with_evidence(verdict, run.summaries, run.folder, may_ask=False)
-    suspects = (
-        tuple(rank for rank in verdict.culprits if rank in run.boxes)[:16] or tuple(run.boxes)[:16]
-    )
-    kept |= ask(suspects) if ask is not None else {}
-    seen = _known_to_be_over(
-        merged(look(labels, stacks=suspects), _not_outdated(kept, job_calls)), labels
-    )
-    verdict = diagnose(
-        run, statuses=seen, now_ns=now_ns, stall_s=stall_s, job_calls=job_calls, clocks=clocks
-    )
-    is_there = any(status.alive for status in seen.values())
-    return with_evidence(verdict, run.summaries, run.folder, may_ask=is_there)
+    return replace(verdict, missing_data=(*verdict.missing_data, *remarks))
 
 
-def _known_to_be_over(
-    seen: dict[int, ProcessStatus], labels: Mapping[int, BoxOrSummary]
+@dataclass(slots=True)
+class _Case:
+    """One run with everything that the doctor needs to judge it."""
+
+    run: RunSummary[Any]
+    job_calls: JobCalls
+    saved: SavedStatuses
+    summaries: Mapping[int, BoxOrSummary]  # of the boxes, and of ranks that only a monitor saw
+    stall_s: float
+    clocks: HostClocks = UNALIGNED
+
+    def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
+        """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
+        saved = _without_outdated(self.saved, self.job_calls)
+        statuses = merged(look(self.summaries, stacks=stacks), saved)
+        return _with_silent_ranks_ended(statuses, self.summaries)
+
+    def judge(self, statuses: Mapping[int, ProcessStatus], ask: AskForStacks | None) -> Verdict:
+        """Judge once; if something is wrong, ask the suspects for their stacks and judge again."""
+        now_ns = _last_alive_ns(statuses, self.summaries)
+        verdict = self._diagnose(statuses, now_ns, is_suspicion=now_ns is not None)
+        if verdict.kind in _NOT_WRONG:
+            return verdict
+        if now_ns is None:
+            return with_evidence(verdict, self.run.summaries, self.run.folder, may_ask=False)
+        suspects = self._suspects(verdict)
+        if ask is not None:
+            self.saved |= ask(suspects)
+        statuses = self.look_at_processes(stacks=suspects)
+        verdict = self._diagnose(statuses, now_ns, is_suspicion=False)
+        is_running = any(status.alive for status in statuses.values())
+        return with_evidence(verdict, self.run.summaries, self.run.folder, may_ask=is_running)
+
+    def _diagnose(
+        self, statuses: Mapping[int, ProcessStatus], now_ns: int | None, *, is_suspicion: bool
+    ) -> Verdict:
+        return diagnose(
+            self.run,
+            statuses=statuses,
+            now_ns=now_ns,
+            stall_s=self.stall_s,
+            is_suspicion=is_suspicion,
+            job_calls=self.job_calls,
+            clocks=self.clocks,
+        )
+
+    def _suspects(self, verdict: Verdict) -> list[int]:
+        culprits = [rank for rank in verdict.culprits if rank in self.run.boxes]
+        return (culprits or list(self.run.boxes))[:_MOST_SUSPECTS]
+
+
+# -- statuses --------------------------------------------------------------------------------------
+
+
+def _with_silent_ranks_ended(
+    statuses: dict[int, ProcessStatus], summaries: Mapping[int, BoxOrSummary]
 ) -> dict[int, ProcessStatus]:
-    """What was seen; of a job of other hosts, that it is over, if every rank has a heart and none
-    has beaten for long. One whose heart stands still while others beat may be stopped."""
-    beats = [label.beat_ns for label in labels.values()]
-    is_over = bool(beats) and all(beats) and max(beats) < time.time_ns() - _SILENT_NS
-    if not is_over or any(status.alive for status in seen.values()):
-        return seen
+    """Mark unknown processes as exited if no rank of the job has sent a heartbeat for a minute.
+
+    Every rank must have a heartbeat. One silent rank among others may only be stopped.
+    """
+    beats = [summary.beat_ns for summary in summaries.values()]
+    is_silent = bool(beats) and all(beats) and max(beats) < time.time_ns() - _SILENT_NS
+    if not is_silent or any(status.alive for status in statuses.values()):
+        return statuses
     return {
         rank: replace(status, alive=False) if status.alive is None else status
-        for rank, status in seen.items()
+        for rank, status in statuses.items()
     }
 
 
-def _not_outdated(
-    kept: Mapping[int, dict[str, Any]], job_calls: JobCalls
-) -> dict[int, dict[str, Any]]:
-    """What was kept, without the stacks of ranks that have moved since they were asked, without how
-    those were who have moved since a witness saw them, and without that one was gone who has been
-    there since."""
-    labels = {rank: said.label for rank, said in job_calls.by_rank.items()}
-    moved_ns = {rank: label.last_ns for rank, label in labels.items()}
-    ran_ns = {rank: max(label.last_ns, label.beat_ns) for rank, label in labels.items()}
-    rules: tuple[tuple[str, Mapping[int, int], dict[str, Any]], ...] = (
-        ("stack_ns", moved_ns, {"stack": [], "stack_ns": None}),
-        ("seen_ns", ran_ns, {"state": None}),
-        ("gone_ns", ran_ns, {"alive": None, "gone_ns": None}),
+class _Expiry(NamedTuple):
+    """A saved time, the last sign of life by rank, and the fields that a newer sign resets."""
+
+    saved_at: str
+    last_ns: Mapping[int, int]
+    reset: dict[str, Any]
+
+
+def _without_outdated(saved: Mapping[int, dict[str, Any]], job_calls: JobCalls) -> SavedStatuses:
+    """Drop stale fields.
+
+    These are stacks older than the rank's last event, states older than its last event or
+    heartbeat, and exits of processes that were alive later.
+    """
+    summaries = {rank: calls.label for rank, calls in job_calls.by_rank.items()}
+    moved_ns = {rank: summary.last_ns for rank, summary in summaries.items()}
+    alive_ns = {rank: max(box.last_ns, box.beat_ns) for rank, box in summaries.items()}
+    expiries = (
+        _Expiry("stack_ns", moved_ns, {"stack": [], "stack_ns": None}),
+        _Expiry("seen_ns", alive_ns, {"state": None}),
+        _Expiry("gone_ns", alive_ns, {"alive": None, "gone_ns": None}),
     )
-    current = dict(kept)
-    for moment, last_ns, nothing in rules:
-        old = [
-            rank
-            for rank, value in current.items()
-            if isinstance(then := value.get(moment), int) and last_ns.get(rank, 0) > then
-        ]
-        current |= {rank: current[rank] | nothing for rank in old}
+    current = dict(saved)
+    for saved_at, last_ns, reset in expiries:
+        for rank, status in current.items():
+            saved_ns = status.get(saved_at)
+            if isinstance(saved_ns, int) and last_ns.get(rank, 0) > saved_ns:
+                current[rank] = status | reset
     return current
 
 
-def _read_again(run: RunSummary[Any], job_calls: JobCalls, gone: list[int]) -> None:
-    """A process may have written its last words between the reading of its box and the look that
-    found it gone."""
-    for rank in gone:
-        if (
-            rank in run.boxes
-            and read_checksum(run.summaries[rank].path) != run.summaries[rank].checksum
-        ):
-            box = read_box(run.summaries[rank].path)
-            # not of a restart
-            if box.rank == rank and box.meta.get("pid") == run.summaries[rank].meta.get("pid"):
-                job_calls.add_box(rank, box)
+def _last_alive_ns(
+    statuses: Mapping[int, ProcessStatus], summaries: Mapping[int, BoxOrSummary]
+) -> int | None:
+    """The last time a process of the job was alive: as seen now, as saved, or by its heartbeat."""
+    seen = [status.alive_ns for status in statuses.values() if status.alive_ns is not None]
+    latest = time.time_ns() + _AHEAD_NS  # a damaged box may hold any number
+    beats = [box.beat_ns for box in summaries.values() if 0 < box.beat_ns < latest]
+    return max([*seen, *beats], default=None)
 
 
-def _now(seen: Mapping[int, ProcessStatus], labels: Mapping[int, BoxOrSummary]) -> int | None:
-    """The last moment at which a process of the job was alive: now, what a monitor kept, or its own
-    heart; None if nobody knows."""
-    looks = [status.alive_ns for status in seen.values() if status.alive_ns is not None]
-    latest = time.time_ns() + _AHEAD_NS  # a damaged box may say anything
-    return max(
-        [*looks, *(label.beat_ns for label in labels.values() if 0 < label.beat_ns < latest)],
-        default=None,
-    )
+# -- boxes -----------------------------------------------------------------------------------------
+
+
+def _read_again(run: RunSummary[Any], job_calls: JobCalls, exited: list[int]) -> None:
+    """Read boxes again that a process changed after they were read and before it exited."""
+    for rank in exited:
+        if rank not in run.boxes:
+            continue
+        summary = run.summaries[rank]
+        if read_checksum(summary.path) == summary.checksum:
+            continue
+        box = read_box(summary.path)
+        is_same_process = box.rank == rank and box.meta.get("pid") == summary.meta.get("pid")
+        if is_same_process:  # a restart may have replaced the box
+            job_calls.add_box(rank, box)
+
+
+def _save(run: RunSummary[BoxSummary], verdict: Verdict) -> None:
+    """Save statuses, stacks and snapshots of a running job for a later diagnosis.
+
+    By then the job may have ended and a box may be gone. If one is gone already, the older snapshot
+    knows more and stays.
+    """
+    writer = SnapshotWriter(run.folder, source=DOCTOR)
+    if len(run.boxes) > MOST_RANKS or (run.missing and writer.path.exists()):
+        return
+    read_ns = time.time_ns()
+    read_at = time.monotonic()
+    statuses = look(run.boxes)
+    if not any(status.alive for status in statuses.values()):
+        return
+    for rank, report in verdict.ranks.items():
+        if report.stack and rank in statuses:
+            statuses[rank] = replace(statuses[rank], stack=report.stack, stack_ns=read_ns)
+    writer.write_seen(run.boxes, statuses)
+    writer.write(LazyBoxes(run.boxes, kept=1), read_ns=read_ns, read_at=read_at)

@@ -1,7 +1,6 @@
-"""The text of a test that failed: what was expected of the collectives, what was found, and where
-each came from.
+"""The message of a failed test on collectives: what was expected, what was found, and where.
 
-Takes a `Expectation` or the differences to a snapshot, gives one text. Long lists are cut: the
+Takes an `Expectation` or the differences to a snapshot, gives one text. Long lists are cut: the
 first rows are enough to begin with.
 """
 
@@ -12,30 +11,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.cells import cell_len
 
 from torchwhere.core.place import shown
+from torchwhere.core.units import amount
 from torchwhere.diagnose.comms.expect import Check, Expectation
 from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.comms.snapshot import CommsDifference, SnapshotRow
 from torchwhere.diagnose.comms.tree import Beneficiary, Comms, CommsKey, CommsSum
-from torchwhere.render.text import amount, plain
+from torchwhere.render.lines import plain
 
 _MOST_ROWS = 40
 _MOST_LINES = 3  # of the user's code for one row
-_WORDS = {"module": "in", "pass_": "in", "group": "on", "for_": "for"}
+_PREPOSITIONS = {"module": "in", "pass_": "in", "group": "on", "for_": "for"}
 
 
-def failure(verdict: Expectation) -> str:
+def failure(expectation: Expectation) -> str:
     """Why an expectation does not hold."""
     where = "".join(
-        f" {_WORDS[name]} {plain(shown(value))}" for name, value in verdict.filters.items()
+        f" {_PREPOSITIONS[name]} {plain(shown(value))}"
+        for name, value in expectation.filters.items()
     )
-    said = [f"the collectives{where} are not as expected:"]
-    checks = sorted(verdict.checks, key=lambda check: check.holds)
-    said += _aligned([_check_row(check) for check in checks])
-    said.append(f"found{where}:")
-    said += _found(verdict.filtered)
-    if verdict.filters and not verdict.filtered.counts and verdict.everything.counts:
-        said += ["found elsewhere:", *_found(verdict.everything)]
-    return "\n".join(said)
+    checks = sorted(expectation.checks, key=lambda check: check.holds)
+    lines = [f"the collectives{where} are not as expected:"]
+    lines += _aligned([_check_row(check) for check in checks])
+    lines.append(f"found{where}:")
+    lines += _comms_lines(expectation.filtered)
+    has_none = expectation.filters and not expectation.filtered.counts
+    if has_none and expectation.everything.counts:
+        lines += ["found elsewhere:", *_comms_lines(expectation.everything)]
+    return "\n".join(lines)
 
 
 def _check_row(check: Check) -> list[str]:
@@ -48,8 +50,8 @@ def _check_row(check: Check) -> list[str]:
     ]
 
 
-def _found(comms: Comms) -> list[str]:
-    rows = [_found_row(module, key, counter) for module, key, counter in comms.walk()]
+def _comms_lines(comms: Comms) -> list[str]:
+    rows = [_comms_row(module, key, counter) for module, key, counter in comms.walk()]
     return _aligned(rows[:_MOST_ROWS]) + _rest(rows) if rows else ["  no collectives"]
 
 
@@ -57,12 +59,14 @@ def _rest(rows: Sequence[object]) -> list[str]:
     return [f"  … and {len(rows) - _MOST_ROWS} more rows"] if len(rows) > _MOST_ROWS else []
 
 
-def _found_row(module: str | None, key: CommsKey, counter: CommsSum) -> list[str]:
+def _comms_row(module: str | None, key: CommsKey, counter: CommsSum) -> list[str]:
     lines = ", ".join(map(plain, list(counter.lines)[:_MOST_LINES])) + (
         " …" if len(counter.lines) > _MOST_LINES else ""
     )
-    what = _what(key.op, key.group, key.beneficiary, counter.count, counter.bytes, module)
-    return ["", *what[:2], _place(module, key.pass_), *what[2:], f"at {lines}" if lines else ""]
+    count, op, *rest = _cells(
+        key.op, key.group, key.beneficiary, counter.count, counter.bytes, module
+    )
+    return ["", count, op, _place(module, key.pass_), *rest, f"at {lines}" if lines else ""]
 
 
 def _place(module: str | None, pass_: str) -> str:
@@ -71,10 +75,10 @@ def _place(module: str | None, pass_: str) -> str:
     return "outside any module" if pass_ == "outside" else f"{pass_}, outside any module"
 
 
-def _what(
+def _cells(
     op: str, group: str, beneficiary: Beneficiary, count: int, nbytes: int, module: str | None
 ) -> list[str]:
-    """The cells that a row found and a row of a snapshot share."""
+    """The cells that a row of collectives and a row of a snapshot share."""
     named = params_text(beneficiary) if isinstance(beneficiary, tuple) else shown(beneficiary)
     return [
         f"{count} x",
@@ -87,14 +91,14 @@ def _what(
 
 def difference_text(path: object, differences: Sequence[CommsDifference]) -> str:
     """How the collectives differ from a snapshot."""
-    said = [f"the collectives are not those of {path} (- expected, + found)"]
     rows = [line for difference in differences for line in _difference_lines(difference)]
-    said += rows[:_MOST_ROWS] + _rest(rows)
-    said.append(
-        "If this is right now: run once with TORCHWHERE_REGENERATE=1, or call expect_same_as(path,"
-        " regenerate=True)."
+    lines = [f"the collectives differ from those of {path} (- expected, + found)"]
+    lines += rows[:_MOST_ROWS] + _rest(rows)
+    lines.append(
+        "If the new collectives are right: run once with TORCHWHERE_REGENERATE=1, or call"
+        " expect_same_as(path, regenerate=True)."
     )
-    return "\n".join(said)
+    return "\n".join(lines)
 
 
 def _difference_lines(difference: CommsDifference) -> Iterator[str]:
@@ -105,13 +109,13 @@ def _difference_lines(difference: CommsDifference) -> Iterator[str]:
 
 def _signed(sign: str, rows: Iterable[SnapshotRow]) -> list[list[str]]:
     return [
-        ["", sign, *_what(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)]
+        ["", sign, *_cells(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)]
         for row in rows
     ]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
-    """Rows with their cells below each other. The first cell of each is empty: a margin."""
+    """Align the cells of rows. The first cell of each row is empty: a margin."""
     widths = [max(map(cell_len, cells)) for cells in zip(*rows, strict=True)]
     padded = (
         "  ".join(

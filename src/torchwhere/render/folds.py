@@ -1,10 +1,9 @@
-"""Finds what repeats in a long list of rows: 32 layers of 7 rows each become one block of 7 rows,
-32 times.
+"""Finds repeats in a long list of rows: 32 layers of 7 rows each become one block, 32 times.
 
-Takes a key for each row (equal keys: the rows are alike but for the numbers in their names) and
-those numbers, gives a list of rows and folds. A repeat may hold repeats. The numbers of a row must
-go on by the same step from one repeat to the next: layers 3, 2, 1, 0 are a repeat, layers 3, 1, 2
-are not. Periods of up to 512 rows are looked for, of a million rows up to 256; that takes seconds.
+Takes a key for each row (equal keys: equal rows up to the numbers in their names) and those
+numbers; gives a list of rows and folds. A repeat may contain repeats. From one repeat to the next,
+each number of a row must change by the same step: layers 3, 2, 1, 0 are a repeat, layers 3, 1, 2
+are not. The longest period is 512 rows, for a million rows 256; those take seconds.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 _LONGEST_PERIOD = 512
-_MOST_COMPARED = 1 << 28  # in all: for more rows, shorter periods
-_LEAST_SAVED = 2  # rows; a fold that saves fewer is no easier to read
+_MOST_COMPARED = 1 << 28  # comparisons in all: more rows get shorter periods
+_LEAST_SAVED = 2  # rows; a fold that saves fewer is not easier to read
 _MOST_ROUNDS = 4
 _HOLE, _BETWEEN = "\1", "\0"
-_NUMBER = re.compile(r"(?<![\w-])\d{1,9}(?![\w-])")  # a whole part of a dotted name
+_NUMBER = re.compile(r"(?<![\w-])\d{1,9}(?![\w-])")  # one whole part of a dotted name
 
 
 class Step(NamedTuple):
-    """How a number goes on from one repeat to the next."""
+    """How a number changes from one repeat to the next, and how many repeats there are."""
 
     by: int
     times: int
@@ -44,16 +43,15 @@ class NumberedNames(NamedTuple):
         return cls(_NUMBER.sub(_HOLE, joined), tuple(map(int, _NUMBER.findall(joined))))
 
     def spanned(self, steps: Sequence[Sequence[Step]]) -> list[str]:
-        """The texts again; a number that goes on in the repeats around it is shown as a span:
-        `0-31`, `1,3..31`."""
-        filled, parts = iter(zip(self.numbers, steps, strict=True)), self.key.split(_HOLE)
-        return (parts[0] + "".join(_span(*next(filled)) + part for part in parts[1:])).split(
-            _BETWEEN
-        )
+        """The texts again, with a span for a number that changes: `0-31`, `1,3..31`."""
+        first, *rest = self.key.split(_HOLE)
+        spans = [_span(number, each) for number, each in zip(self.numbers, steps, strict=True)]
+        joined = first + "".join(span + part for span, part in zip(spans, rest, strict=True))
+        return joined.split(_BETWEEN)
 
 
 def _span(number: int, steps: Sequence[Step]) -> str:
-    """From the first to the last; where only every other number is met, that is said."""
+    """From the first to the last number; a step other than 1 is shown."""
     if not steps:
         return str(number)
     low, high = sorted((number, number + sum(step.by * (step.times - 1) for step in steps)))
@@ -65,7 +63,8 @@ def _span(number: int, steps: Sequence[Step]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The `period` rows from `start` on come `times` times. `items` are those of the first time."""
+    """`times` repeats of the `period` rows from `start` on. `items` are those of the first
+    repeat."""
 
     start: int
     period: int
@@ -78,7 +77,7 @@ class Fold:
 
 
 def fold(keys: Sequence[Hashable], numbers: Sequence[tuple[int, ...]]) -> list[int | Fold]:
-    """All rows, with repeats folded."""
+    """Fold all repeats."""
     codes: dict[Hashable, int] = {}
     coded = np.fromiter((codes.setdefault(key, len(codes)) for key in keys), np.int64, len(keys))
     widest = max(map(len, numbers), default=0)
@@ -91,15 +90,15 @@ def fold(keys: Sequence[Hashable], numbers: Sequence[tuple[int, ...]]) -> list[i
 def _items(
     coded: NDArray[np.int64], numbers: NDArray[np.int64], start: int, end: int
 ) -> list[int | Fold]:
-    """Folds are at most a period long inside, and each level halves that: the recursion is never
-    deep."""
+    """Fold the rows from `start` to `end`. Each level halves the period: the recursion is
+    shallow."""
     taken = np.zeros(end - start, bool)
     chosen: list[tuple[int, int, int]] = []
     for _ in range(_MOST_ROUNDS):
-        found = _choose(coded[start:end], numbers[start:end], taken)
-        if not found:
+        repeats = _choose(coded[start:end], numbers[start:end], taken)
+        if not repeats:
             break
-        chosen += found
+        chosen += repeats
     items: list[int | Fold] = []
     at = start
     for begin, period, times in sorted(chosen):
@@ -113,7 +112,7 @@ def _items(
 def _choose(
     coded: NDArray[np.int64], numbers: NDArray[np.int64], taken: NDArray[Any]
 ) -> list[tuple[int, int, int]]:
-    """Repeats that do not overlap, as (start, period, times); those that save most first."""
+    """Choose repeats that do not overlap, as (start, period, times); the largest saving first."""
     chosen = []
     for _, start, period, length in _candidates(np.where(taken, -1 - np.arange(len(coded)), coded)):
         if taken[start] or taken[start + length - 1]:
@@ -129,9 +128,8 @@ def _choose(
 
 
 def _candidates(coded: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
-    """Runs that repeat themselves after a period: (rows saved, negative; start; period; rows in
-    all)."""
-    found = []
+    """Runs with a period, as (negative number of rows saved, start, period, length)."""
+    candidates = []
     longest = min(_LONGEST_PERIOD, len(coded) // 2, max(64, _MOST_COMPARED // (len(coded) + 1)))
     for period in range(1, longest + 1):
         same = np.concatenate(([False], coded[:-period] == coded[period:], [False]))
@@ -139,13 +137,13 @@ def _candidates(coded: NDArray[np.int64]) -> list[tuple[int, int, int, int]]:
         begins, lengths = edges[::2], edges[1::2] - edges[::2]
         for at in np.flatnonzero(lengths >= max(period, _LEAST_SAVED)):
             length = int(lengths[at]) + period
-            found.append(((1 - length // period) * period, int(begins[at]), period, length))
-    return sorted(found)
+            candidates.append(((1 - length // period) * period, int(begins[at]), period, length))
+    return sorted(candidates)
 
 
 def _turn(numbers: NDArray[np.int64], period: int) -> int:
-    """Where to begin: a run of layers is as periodic from the middle of a layer, but a block is
-    best of one layer alone."""
+    """Where a block shall begin: a run is as periodic from the middle of a layer, but a block
+    should hold one layer."""
     distinct = [
         len(np.unique(numbers[at : at + period], axis=0)) for at in range(len(numbers) - period + 1)
     ]
@@ -153,7 +151,7 @@ def _turn(numbers: NDArray[np.int64], period: int) -> int:
 
 
 def _steady(numbers: NDArray[np.int64]) -> int:
-    """How many repeats go on by the same step."""
+    """How many repeats change by the same step."""
     steps = np.diff(numbers, axis=0)
     odd = np.flatnonzero((steps != steps[0]).any(axis=(1, 2))) if numbers.shape[2] else np.array([])
     return int(odd[0]) + 1 if len(odd) else len(numbers)

@@ -1,9 +1,9 @@
-"""The autograd graph as people read it: text with repeats folded, DOT, HTML.
+"""The autograd graph as text with folded repeats, as DOT and as HTML.
 
-The text has a line for each operation, from the tensors asked about to the leaves; what is drawn to
-the left of it says what is skipped over (`│`, ending at `└`) and what repeats (`12 x ┌`). Leaves,
-and what only turns a leaf (`TBackward0`), stand on the line of the operation that uses them. Names
-and shapes come from the user's program: they are shown made harmless.
+The text has a line for each operation, from the given tensors to the leaves. Guides on the left
+show edges that skip lines (`│`, ending at `└`) and repeats (`12 x ┌`). Leaves, and operations that
+only reshape a leaf (`TBackward0`), are printed on the line of the operation that uses them. Names
+and shapes come from the user's program, so they are sanitized.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchwhere.core.place import shown
+from torchwhere.core.sanitize import plural, printable
 from torchwhere.render.folds import Fold, NumberedNames, Step, fold
 
-_FARTHEST = 40  # rows; an edge over more is told by number alone
-# What shows a leaf in another shape or type: not worth a line of its own.
-_TURNING = {
+_FARTHEST = 40  # rows; a longer edge is shown only by its number
+# These only change the shape or type of a leaf, which is not worth a line.
+_RESHAPING = {
     f"{op}Backward0"
     for op in (
         "T",
@@ -33,13 +34,14 @@ _TURNING = {
         "Alias",
     )
 }
-_MANY = 4  # edges into a row
+_MANY = 4  # edges into a row: it is shared, not part of a repeat
+_MOST_HTML_LINES = 500
 _MOST_SHAPES = 3
 _GAP = "  "
 
 
 class Graph(Protocol):
-    """What is shown: `backward.BackwardGraph`."""
+    """The data that is shown: `backward.BackwardGraph`."""
 
     @property
     def roots(self) -> tuple[int, ...]: ...
@@ -71,21 +73,12 @@ class Graph(Protocol):
 # -- texts -----------------------------------------------------------------------------------------
 
 
-def plain(text: object) -> str:
-    found = str(text)
-    return (
-        found
-        if found.isprintable()
-        else "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in found)
-    )
-
-
 def shape_text(shapes: Sequence[Any]) -> str:
     return " ".join(f"[{', '.join(map(str, shape))}]" for shape in shapes)
 
 
 def node_text(node: Any) -> str:
-    """One node in one line."""
+    """One node on one line."""
     parts = [
         f"#{node.number} {node.op}",
         shape_text(node.shapes),
@@ -97,34 +90,31 @@ def node_text(node: Any) -> str:
         f"at {node.line}" if node.line else "",
         "→ " + ", ".join(map(str, node.following)) if node.following else "",
     ]
-    return plain(" ".join(part for part in parts if part))
+    return printable(" ".join(part for part in parts if part))
 
 
 def summary(graph: Graph) -> str:
-    """How much there is."""
+    """The size of the graph, on one line."""
     named = sum(map(bool, graph.leaves_named.values()))
     unnamed = len(graph.leaves_named) - named
-    parts = [_plural(len(graph), "node"), _plural(len(graph.targets), "edge")]
-    parts += [_plural(named, "parameter")] if named else []
-    parts += [_plural(unnamed, "leaf without a name", "leaves without a name")] if unnamed else []
-    parts += (
-        [f"backward has run: {_plural(graph.freed, 'node')} freed what they saved"]
-        if graph.freed
-        else []
-    )
+    parts = [plural(len(graph), "node"), plural(len(graph.targets), "edge")]
+    if named:
+        parts.append(plural(named, "parameter"))
+    if unnamed:
+        parts.append(f"{unnamed:,} {'leaf' if unnamed == 1 else 'leaves'} without a name")
+    if graph.freed:
+        parts.append(f"backward has run: {plural(graph.freed, 'node')} freed what they saved")
     return ", ".join(parts)
-
-
-def _plural(count: int, one: str, many: str | None = None) -> str:
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
 # -- the nodes that get a line ---------------------------------------------------------------------
 
 
 class _Rows(NamedTuple):
-    """The nodes that get a line, top to bottom; `following` are rows, `leaves` the texts of the
-    leaves that a node uses."""
+    """The nodes that get a line, top to bottom.
+
+    `following` holds the rows that each row leads to, `leaves` the text of the leaves it uses.
+    """
 
     nodes: list[int]
     following: list[list[int]]
@@ -136,8 +126,8 @@ def _rows(graph: Graph) -> _Rows:
     uses = np.bincount(graph.targets, minlength=len(graph)).tolist()
     roots = set(graph.roots)
     inline = {leaf: (leaf, "") for leaf in graph.leaves_named if leaf not in roots}
-    turning = {number for number, op in enumerate(graph.ops) if op in _TURNING}
-    for node in np.flatnonzero(np.isin(graph.op, list(turning))).tolist():
+    reshaping = [number for number, op in enumerate(graph.ops) if op in _RESHAPING]
+    for node in np.flatnonzero(np.isin(graph.op, reshaping)).tolist():
         following = targets[starts[node] : starts[node + 1]]
         if (
             len(following) == 1
@@ -160,7 +150,7 @@ def _rows(graph: Graph) -> _Rows:
 
 
 def _leaves_text(graph: Graph, node: int, leaves: Sequence[tuple[int, str]]) -> str:
-    """The leaves that a node uses, those of its own module by their short names."""
+    """The leaves that a node uses; those of its own module by their short names."""
     module = graph.places.modules[graph.places.module[node]]
     texts = []
     for leaf, via in leaves:
@@ -178,8 +168,11 @@ def _op(graph: Graph, node: int) -> str:
 
 
 def _module(graph: Graph, node: int) -> str:
-    module, call = graph.places.modules[graph.places.module[node]], int(graph.places.call[node])
-    return "" if module is None else shown(module) + (f" call {call}" if call > 0 else "")
+    module = graph.places.modules[graph.places.module[node]]
+    if module is None:
+        return ""
+    call = int(graph.places.call[node])
+    return shown(module) + (f" call {call}" if call > 0 else "")
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -187,14 +180,14 @@ def _module(graph: Graph, node: int) -> str:
 
 class _Line(NamedTuple):
     number: str
-    drawn: str  # the operation, and what is left of it
+    drawn: str  # the operation, with the guides left of it
     module: str = ""
     shape: str = ""
     line: str = ""
-    more: str = ""
+    extra: str = ""  # leaves and edges
 
 
-class _Page:
+class _GraphLines:
     """Makes the lines of one graph."""
 
     def __init__(self, graph: Graph) -> None:
@@ -204,8 +197,8 @@ class _Page:
             (_module(graph, node), leaves)
             for node, leaves in zip(self.rows.nodes, self.rows.leaves, strict=True)
         ]
-        known = {pair: NumberedNames.of(map(plain, pair)) for pair in set(texts)}
-        self._names = [known[pair] for pair in texts]
+        numbered = {pair: NumberedNames.of(map(printable, pair)) for pair in set(texts)}
+        self._names = [numbered[pair] for pair in texts]
 
     def folded(self) -> list[int | Fold]:
         return fold(
@@ -213,9 +206,9 @@ class _Page:
         )
 
     def lines(self, items: Sequence[int | Fold], inside: tuple[Fold, ...] = ()) -> list[_Line]:
-        """The lines of rows and folds. Folds are nested a few deep at most, so this may recurse."""
-        found: list[_Line] = []
-        skipped: list[int] = []  # rows that an edge leads to, over what comes before them
+        """Make the lines of rows and folds. Folds nest only a few levels deep, so it recurses."""
+        result: list[_Line] = []
+        skipped: list[int] = []  # rows that an edge leads to, over the rows before them
         for item in items:
             first = item if isinstance(item, int) else item.start
             last = item if isinstance(item, int) else item.end - 1
@@ -224,15 +217,15 @@ class _Page:
             )
             guides = "".join("└ " if row == first else "│ " for row in skipped)
             skipped = [row for row in skipped if row > last]
-            found.append(lines[0]._replace(drawn=guides + lines[0].drawn))
-            found += [
+            result.append(lines[0]._replace(drawn=guides + lines[0].drawn))
+            result += [
                 line._replace(drawn=guides.replace("└", " ") + line.drawn) for line in lines[1:]
             ]
             below = self.rows.following[last]
             skipped += [
                 row for row in below if last + 1 < row <= last + _FARTHEST and row not in skipped
             ]
-        return found
+        return result
 
     def _repeat(self, item: Fold, inside: tuple[Fold, ...]) -> list[_Line]:
         lines = self.lines(item.items, (*inside, item))
@@ -252,35 +245,32 @@ class _Page:
         graph, node = self.graph, self.rows.nodes[row]
         module, leaves = self._names[row].spanned(self._steps(row, inside))
         below = self.rows.following[row]
-        edges = (
-            "→ " + ", ".join(str(self.rows.nodes[b]) for b in below)
-            if below and below != [row + 1]
-            else ""
-        )
-        line = plain(graph.lines[graph.line[node]] or "")
+        edges = ""
+        if below and below != [row + 1]:
+            edges = "→ " + ", ".join(str(self.rows.nodes[target]) for target in below)
+        line = printable(graph.lines[graph.line[node]] or "")
         if node in graph.leaves_named:
             leaves = ", ".join(graph.leaves_named[node])
-        more = _GAP.join(plain(part) for part in (leaves, edges) if part)
-        return _Line(
-            str(node), plain(_op(graph, node)), plain(module), _shapes(graph, node), line, more
-        )
+        extra = _GAP.join(printable(part) for part in (leaves, edges) if part)
+        op = printable(_op(graph, node))
+        return _Line(str(node), op, printable(module), _shapes(graph, node), line, extra)
 
     def _steps(self, row: int, inside: tuple[Fold, ...]) -> list[list[Step]]:
-        """How each number in a row's names goes on, in the repeats in which it does."""
+        """How each number in a row's names changes from one repeat to the next."""
         numbers = self._names[row].numbers
         steps: list[list[Step]] = [[] for _ in numbers]
-        for each in inside:
-            following = self._names[row + each.period].numbers
-            for found, number, now in zip(steps, numbers, following, strict=True):
-                if now != number:
-                    found.append(Step(now - number, each.times))
+        for repeat in inside:
+            following = self._names[row + repeat.period].numbers
+            for steps_of_one, number, after in zip(steps, numbers, following, strict=True):
+                if after != number:
+                    steps_of_one.append(Step(after - number, repeat.times))
         return steps
 
 
 def _keys(graph: Graph, rows: _Rows, names: Sequence[NumberedNames]) -> list[Any]:
-    """What two rows have in common if one repeats the other: all but the numbers in their names.
+    """A key for each row: equal if one row repeats the other, up to the numbers in their names.
 
-    The rows it leads to are told by distance, but those that many lead to by where they are.
+    The rows it leads to count by their distance, but shared ones by their position.
     """
     uses = np.bincount(
         [row for following in rows.following for row in following], minlength=len(rows.nodes)
@@ -298,21 +288,24 @@ def _keys(graph: Graph, rows: _Rows, names: Sequence[NumberedNames]) -> list[Any
 
 
 def text(graph: Graph, *, lines: int | None) -> str:
-    """The summary, and the lines aligned below it."""
-    page = _Page(graph)
-    items = page.folded()
-    found = page.lines(items[:lines])[:lines]
-    widths = [max((len(line[at]) for line in found), default=0) for at in range(5)]
-    texts = [f"behind {_plural(len(graph.roots), 'tensor')}: {summary(graph)}"]
-    for line in found:
+    """The summary, and the aligned lines below it."""
+    maker = _GraphLines(graph)
+    items = maker.folded()
+    shown_lines = maker.lines(items[:lines])[:lines]
+    widths = [max((len(line[at]) for line in shown_lines), default=0) for at in range(5)]
+    texts = [f"behind {plural(len(graph.roots), 'tensor')}: {summary(graph)}"]
+    for line in shown_lines:
         cells = [
             line.number.rjust(widths[0]),
             *(line[at].ljust(widths[at]) for at in (1, 2, 3, 4) if widths[at]),
-            line.more,
+            line.extra,
         ]
         texts.append(_GAP.join(cells).rstrip())
-    if lines is not None and (len(items) > lines or len(found) == lines < len(page.rows.nodes)):
-        texts.append(f"… cut after {lines:,} lines; text(lines=None) has them all")
+    is_cut = lines is not None and (
+        len(items) > lines or len(shown_lines) == lines < len(maker.rows.nodes)
+    )
+    if is_cut:
+        texts.append(f"… cut after {lines:,} lines; text(lines=None) prints all")
     return "\n".join(texts)
 
 
@@ -325,18 +318,19 @@ def _shapes(graph: Graph, node: int) -> str:
 
 
 def html(graph: Graph) -> str:
-    """For notebooks."""
-    # it brings rich, which a training process need not load
+    """The text as HTML, for notebooks."""
+    # Imported here: it loads rich, which a training process does not need.
     from torchwhere.render import html as page
 
-    return page.fragment(page.lines([(line, "")] for line in text(graph, lines=500).splitlines()))
+    lines = text(graph, lines=_MOST_HTML_LINES).splitlines()
+    return page.fragment(page.lines([(line, "")] for line in lines))
 
 
 # -- DOT -------------------------------------------------------------------------------------------
 
 
 def dot(graph: Graph) -> str:
-    """For Graphviz: leaves are boxes, edges go the way of the gradients."""
+    """The graph for Graphviz: leaves are boxes, edges follow the gradients."""
     lines = ["digraph backward {", '  node [shape=ellipse, fontname="monospace"];']
     for node in range(len(graph)):
         names = graph.leaves_named.get(node)
@@ -355,5 +349,5 @@ def dot(graph: Graph) -> str:
 
 def _quoted(parts: Sequence[str]) -> str:
     return "\\n".join(
-        plain(part).replace("\\", "\\\\").replace('"', '\\"') for part in parts if part
+        printable(part).replace("\\", "\\\\").replace('"', '\\"') for part in parts if part
     )

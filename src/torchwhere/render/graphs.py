@@ -1,11 +1,11 @@
-"""Compiled graphs as people read them: a table, and one graph with its inputs."""
+"""Compiled graphs as text and HTML: a table of them, and one graph with its inputs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from torchwhere.render.graph import plain
+from torchwhere.core.sanitize import plural, printable
 
 _GAP = "  "
 _HEADINGS = (
@@ -21,21 +21,22 @@ _HEADINGS = (
     "again",
     "because",
 )
-_UNNAMED = "model"  # what AOTAutograd calls a model that was given no name
+_UNNAMED = "model"  # AOTAutograd's name for a model without one
 _RIGHT = ("ops", "seconds", "again")
 
 
 def table_text(graphs: Sequence[Any]) -> str:
-    """A line for each graph; columns in which nothing stands are left out. `again`: how often it
-    had been compiled before."""
+    """A line for each graph; empty columns are left out.
+
+    `again` is how many times the graph had been compiled before.
+    """
     if not graphs:
         return "no compiled graphs"
     rows = [_HEADINGS, *map(_row, graphs)]
     widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADINGS))]
-    shown = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows[1:])]
+    used = [at for at in range(len(_HEADINGS)) if any(row[at] for row in rows[1:])]
     return "\n".join(
-        _GAP.join(_cell(row[at], widths[at], _HEADINGS[at]) for at in shown).rstrip()
-        for row in rows
+        _GAP.join(_cell(row[at], widths[at], _HEADINGS[at]) for at in used).rstrip() for row in rows
     )
 
 
@@ -47,53 +48,50 @@ def _row(graph: Any) -> tuple[str, ...]:
     return (
         graph.id,
         graph.kind if graph.is_live else f"{graph.kind}, dropped",
-        plain(graph.function),
-        plain(graph.line or ""),
-        "" if graph.model == _UNNAMED else plain(graph.model),
-        plain(graph.backend or ""),
+        printable(graph.function),
+        printable(graph.line or ""),
+        "" if graph.model == _UNNAMED else printable(graph.model),
+        printable(graph.backend or ""),
         "" if graph.ops is None else str(graph.ops),
         inputs_text(graph.inputs),
         "" if graph.seconds is None else f"{graph.seconds:.2f}",
         str(graph.recompiled) if graph.recompiled and graph.kind != "backward" else "",
-        plain(graph.reason or ""),
+        printable(graph.reason or ""),
     )
 
 
 def table_html(graphs: Sequence[Any]) -> str:
-    # it brings rich, which a training process need not load
+    # Imported here: they load rich, which a training process does not need.
     from torchwhere.render import html as page
-    from torchwhere.render.text import Column
+    from torchwhere.render.lines import Column
 
+    if not graphs:
+        return page.fragment(page.paragraph(table_text(graphs)))
     columns = [Column(heading, right=heading in _RIGHT, optional=True) for heading in _HEADINGS]
-    return page.fragment(
-        page.table(columns, map(_row, graphs)) if graphs else page.said(table_text(graphs))
-    )
+    return page.fragment(page.table(columns, map(_row, graphs)))
 
 
 def inputs_text(inputs: Sequence[Any] | None) -> str:
-    """How many of each kind."""
-    if inputs is None:
-        return ""
-    kinds = [each.kind for each in inputs]
-    counts = [
-        (kind, kinds.count(kind)) for kind in ("parameter", "buffer", "input") if kind in kinds
-    ]
-    return ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts)
+    """How many inputs there are of each kind."""
+    kinds = [graph_input.kind for graph_input in inputs or ()]
+    return ", ".join(
+        plural(kinds.count(kind), kind)
+        for kind in ("parameter", "buffer", "input")
+        if kind in kinds
+    )
 
 
 def graph_text(graph: Any) -> str:
-    """One graph: what is known of it, and its inputs one below the other."""
-    first = [
-        f"graph {graph.id}",
-        graph.kind,
-        f"of {plain(graph.function)}",
-        f"({plain(graph.line)})" if graph.line else "",
-    ]
-    lines = [" ".join(part for part in first if part)]
+    """One graph: a title, and its inputs one below the other."""
+    title = f"graph {graph.id} {graph.kind} of {printable(graph.function)}"
+    lines = [f"{title} ({printable(graph.line)})" if graph.line else title]
     if graph.reason:
-        lines.append(f"  compiled again because {plain(graph.reason)}")
-    width = len(str(len(graph.inputs or ())))
-    lines += [f"  {each.number:>{width}}  {plain(each)}" for each in graph.inputs or ()]
+        lines.append(f"  compiled again because {printable(graph.reason)}")
+    inputs = graph.inputs or ()
+    width = len(str(len(inputs)))
+    lines += [
+        f"  {graph_input.number:>{width}}  {printable(graph_input)}" for graph_input in inputs
+    ]
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
-"""Small pieces of HTML for notebooks: a table, lines of text, facts in two columns.
+"""Pieces of HTML for notebooks: a table, lines of text, facts in two columns.
 
-Each is a fragment that stands by itself: no script, nothing loaded from elsewhere. Every text from
-outside is made harmless: control characters replaced, markup escaped, and what is written from
-right to left kept in its own place. Colours are those of the notebook, light or dark, and a few
-that can be read on both. A table is cut after so many rows, and says so.
+Each fragment is self-contained: no script, nothing loaded from elsewhere. Every text from outside
+is sanitized: control characters replaced, markup escaped, right-to-left text isolated. Colours are
+those of the notebook, light or dark, and a few that are readable on both. A long table is cut, with
+a line that says so.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from torchwhere.render.text import Cell, Column, Line, plain
+from torchwhere.core.sanitize import plural
+from torchwhere.render.lines import Cell, Column, Line, plain
 
 MOST_ROWS = 200
 _RIGHT_TO_LEFT = frozenset({"R", "AL", "AN"})
@@ -24,61 +25,62 @@ _COLOURS = {
     "cyan": "#1687a7",
     "red": "#d64545",
 }
-_STYLE = (
-    ".torchwhere{font:12px/1.5"
-    " ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;color:inherit;overflow-x:auto}"
-    ".torchwhere"
-    " table{border-collapse:collapse;margin:2px"
-    " 0;font:inherit;color:inherit;background:none;border:0}.torchwhere th,.torchwhere"
-    " td{padding:1px 12px 1px"
-    " 0;text-align:left;white-space:pre;border:0;background:none;vertical-align:top;"
-    "font:inherit;color:inherit}.torchwhere"
-    " thead th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:bold}.torchwhere tbody"
-    " tr:nth-child(even) td{background:rgba(128,128,128,.07)}.torchwhere tbody tr:hover"
-    " td{background:rgba(128,128,128,.18)}.torchwhere .n{text-align:right}.torchwhere"
-    " .b{font-weight:bold}.torchwhere .d{opacity:.75}.torchwhere p{margin:2px"
-    " 0;font:inherit}.torchwhere"
-    " pre{margin:0;font:inherit;color:inherit;background:none;border:0;padding:0;white-space:pre}"
-    ".torchwhere"
-    " pre.w{white-space:pre-wrap}"
-    + "".join(f".torchwhere .{name}{{color:{colour}}}" for name, colour in _COLOURS.items())
+_CLASSES = {"bold": "b", "dim": "d", "right": "n"} | {name: name for name in _COLOURS}
+_COLOUR_RULES = "".join(
+    f".torchwhere .{name}{{color:{colour}}}" for name, colour in _COLOURS.items()
 )
+_STYLE = (
+    ".torchwhere{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
+    "color:inherit;overflow-x:auto}"
+    ".torchwhere table{border-collapse:collapse;margin:2px 0;font:inherit;color:inherit;"
+    "background:none;border:0}"
+    ".torchwhere th,.torchwhere td{padding:1px 12px 1px 0;text-align:left;white-space:pre;border:0;"
+    "background:none;vertical-align:top;font:inherit;color:inherit}"
+    ".torchwhere thead th{border-bottom:1px solid rgba(128,128,128,.5);font-weight:bold}"
+    ".torchwhere tbody tr:nth-child(even) td{background:rgba(128,128,128,.07)}"
+    ".torchwhere tbody tr:hover td{background:rgba(128,128,128,.18)}"
+    ".torchwhere .n{text-align:right}"
+    ".torchwhere .b{font-weight:bold}"
+    ".torchwhere .d{opacity:.75}"
+    ".torchwhere p{margin:2px 0;font:inherit}"
+    ".torchwhere pre{margin:0;font:inherit;color:inherit;background:none;border:0;padding:0;"
+    "white-space:pre}"
+    ".torchwhere pre.w{white-space:pre-wrap}"
+) + _COLOUR_RULES
 
 
 def escaped(text: object) -> str:
-    """A text from outside, as it may stand in HTML, also in an attribute."""
+    """A text from outside, safe in HTML, also inside an attribute."""
     return escape(plain(text), quote=True)
 
 
 def isolated(text: object) -> str:
-    """The same for the text of an element: what runs from right to left changes nothing beside
-    it."""
-    found = escaped(text)
-    runs_left = not found.isascii() and any(
-        unicodedata.bidirectional(one) in _RIGHT_TO_LEFT for one in found
+    """The same for the text of an element. Right-to-left text does not reorder its neighbours."""
+    safe = escaped(text)
+    is_right_to_left = not safe.isascii() and any(
+        unicodedata.bidirectional(character) in _RIGHT_TO_LEFT for character in safe
     )
-    return f"<bdi>{found}</bdi>" if runs_left else found
+    return f"<bdi>{safe}</bdi>" if is_right_to_left else safe
 
 
 def fragment(*parts: str, style: str = "", name: str = "torchwhere", inline: str = "") -> str:
-    """What stands by itself; `inline` is a style of this one alone."""
+    """Join parts to a self-contained piece; `inline` is a style of this piece alone."""
     own = f' style="{inline}"' if inline else ""
     return f'<div class="{name}"{own}><style>{style or _STYLE}</style>{"".join(parts)}</div>'
 
 
-def said(text: object, *, style: str = "") -> str:
-    """A sentence."""
+def paragraph(text: object, *, style: str = "") -> str:
     return f"<p{_class(style)}>{isolated(text)}</p>"
 
 
-def lines(found: Iterable[Line], *, wrap: bool = False) -> str:
-    """Lines of text with their styles, as in a terminal; sentences may be wrapped."""
+def lines(styled: Iterable[Line], *, wrap: bool = False) -> str:
+    """Lines of text with their styles, as in a terminal. `wrap` wraps long ones."""
     tag = '<pre class="w">' if wrap else "<pre>"
-    return f"{tag}{''.join(_parts(line) + chr(10) for line in found).rstrip()}</pre>"
+    return f"{tag}{''.join(_parts(line) + chr(10) for line in styled).rstrip()}</pre>"
 
 
 def facts(pairs: Iterable[tuple[str, object]]) -> str:
-    """Names and what they are, one below the other; what is None is left out."""
+    """A table of names and values; a value of None is left out."""
     rows = "".join(
         f'<tr><th class="d">{isolated(name)}</th><td>{isolated(value)}</td></tr>'
         for name, value in pairs
@@ -90,21 +92,21 @@ def facts(pairs: Iterable[tuple[str, object]]) -> str:
 def table(
     columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, most: int = MOST_ROWS
 ) -> str:
-    """Rows below their headings; columns that may be left out and have nothing in them are."""
+    """A table with headings. Empty optional columns are left out, rows after `most` counted."""
     pending = iter(rows)
-    found = list(itertools.islice(pending, most))
+    shown = list(itertools.islice(pending, most))
     left = sum(1 for _ in pending)
-    kept = [
+    used = [
         at
         for at, column in enumerate(columns)
-        if not column.optional or any(row[at] for row in found)
+        if not column.optional or any(row[at] for row in shown)
     ]
-    head = "".join(_cell("th", columns[at].heading, columns[at]) for at in kept)
+    head = "".join(_cell("th", columns[at].heading, columns[at]) for at in used)
     body = "".join(
-        f"<tr>{''.join(_cell('td', row[at], columns[at]) for at in kept)}</tr>" for row in found
+        f"<tr>{''.join(_cell('td', row[at], columns[at]) for at in used)}</tr>" for row in shown
     )
-    more = said(f"… and {left:,} more row{'s' * (left != 1)}", style="dim") if left else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+    rest = paragraph(f"… and {plural(left, 'more row')}", style="dim") if left else ""
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{rest}"
 
 
 def _cell(tag: str, cell: Cell, column: Column) -> str:
@@ -113,14 +115,15 @@ def _cell(tag: str, cell: Cell, column: Column) -> str:
 
 
 def _parts(line: Line) -> str:
-    return "".join(
-        f"<span{found}>{isolated(text)}</span>" if (found := _class(style)) else isolated(text)
-        for text, style in line
-    )
+    spans = []
+    for text, style in line:
+        css_class = _class(style)
+        safe = isolated(text)
+        spans.append(f"<span{css_class}>{safe}</span>" if css_class else safe)
+    return "".join(spans)
 
 
 def _class(style: str) -> str:
-    """The classes of a style as rich names it: `bold red`."""
-    known = {"bold": "b", "dim": "d", "right": "n"} | {name: name for name in _COLOURS}
-    names = [known[name] for name in style.split() if name in known]
+    """The `class` attribute of a rich style such as `bold red`."""
+    names = [_CLASSES[name] for name in style.split() if name in _CLASSES]
     return f' class="{" ".join(names)}"' if names else ""

@@ -1,9 +1,8 @@
-"""A layout as people read it: a tree of units and parameters, as lines for a terminal and as HTML
-for a notebook.
+"""A layout as a tree of units and parameters: as lines for a terminal and as rows for HTML.
 
-Modules that only hold others have no line of their own: what is in them stands below the unit they
-belong to, with its longer name. A line for several modules that are laid out alike (`layers.0-31
-x32`) has the bytes of all of them.
+Modules that only hold others have no line: their content is below the unit they belong to, with its
+longer name. A line for several modules that are laid out alike (`layers.0-31 x32`) shows the bytes
+of all of them.
 """
 
 from __future__ import annotations
@@ -15,18 +14,20 @@ from dataclasses import dataclass, field
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.core.place import ROOT
 from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.core.units import amount
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.render.layout_remarks import group_text
-from torchwhere.render.text import Cell, Column, Line, amount, plain, plural, table
+from torchwhere.render.lines import Cell, Column, Line, below_twig, plain, table, twig
 
-_MOST_COHORTS = 20  # that differ
-_MOST_DIFFERENCES = 3  # of a cohort that are shown after the first
+_MOST_COHORTS = 20  # that differ, shown
+_MOST_DIFFERENCES = 3  # of a cohort, shown after the first
 HEADINGS = ("how", "shape", "here", "dtype", "bytes here", "bytes")
 
 
 @dataclass(slots=True)
 class LayoutRow:
-    """A line: its name, what stands in the columns, and what is below it."""
+    """A line: its name, its cells, and the rows below it."""
 
     label: str
     cls: str = ""
@@ -37,7 +38,7 @@ class LayoutRow:
     local_bytes: int | None = None
     bytes: int | None = None
     is_param: bool = False
-    # sentences below its name: the units that begin there
+    # sentences below the name, about the units that begin here
     asides: list[str] = field(default_factory=list)
     rows: list[LayoutRow] = field(default_factory=list)
 
@@ -50,14 +51,14 @@ class LayoutRow:
 
 
 def outline(layout: Layout) -> list[LayoutRow]:
-    """The tree as it is shown."""
+    """The tree as rows."""
     return [_row(root, "", 1, layout.meshes, is_inside=False) for root in layout.roots]
 
 
 def _row(
     branch: Branch, above: str, times: int, meshes: Sequence[Mesh], *, is_inside: bool
 ) -> LayoutRow:
-    """A line for a module, or for several that are alike."""
+    """A row for a module, or for several that are laid out alike."""
     node, times = branch.node, times * branch.count
     label = above + branch.label or ROOT
     row = LayoutRow(
@@ -75,7 +76,7 @@ def _row(
 def _below(
     node: Node, above: str, times: int, meshes: Sequence[Mesh], is_inside: bool
 ) -> Iterator[LayoutRow]:
-    """The lines below a module: its parameters, and what is in the modules it holds."""
+    """The rows below a module: its parameters, and the content of its submodules."""
     for param in node.params:
         yield _param_row(param, above, times, meshes, node.plan, is_inside)
     for branch in node.children:
@@ -97,7 +98,7 @@ def _is_plain_run(branch: Branch) -> bool:
 
 
 def _joined(row: LayoutRow) -> LayoutRow:
-    """A run of modules with one parameter each is one line."""
+    """Join a run of modules with one parameter each to one row."""
     if len(row.rows) != 1 or row.rows[0].rows or not row.rows[0].is_param:
         return row
     (only,) = row.rows
@@ -110,19 +111,19 @@ def _param_row(
     param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool
 ) -> LayoutRow:
     count = f"{times} x " if times > 1 else ""
-    said = [_placed(param, meshes)]
+    parts = [_placed(param, meshes)]
     if param.tied is not None:
-        said = [f"tied to {param.tied}"]
+        parts = [f"tied to {param.tied}"]
     elif is_inside and param.unit is None:
-        said.append("in no unit")
-    said += (
-        ["frozen"] * (not param.requires_grad)
-        + [param.note]
-        + ([f"({plan.partition(':')[0]})"] if plan else [])
-    )
+        parts.append("in no unit")
+    if not param.requires_grad:
+        parts.append("frozen")
+    parts.append(param.note)
+    if plan:
+        parts.append(f"({plan.partition(':')[0]})")
     return LayoutRow(
         label=above + param.name,
-        how=", ".join(filter(None, said)).replace(", (", " ("),
+        how=", ".join(filter(None, parts)).replace(", (", " ("),
         shape=count + _shape(param.shape),
         here=count + _shape(param.local_shape) if param.local_shape != param.shape else "",
         dtype=plain(param.dtype),
@@ -147,10 +148,14 @@ def _placed(param: Param, meshes: Sequence[Mesh]) -> str:
 
 
 def _asides(node: Node, meshes: Sequence[Mesh]) -> list[str]:
-    said = [_unit_text(unit, meshes) for unit in node.units]
-    said += [node.plan] if node.plan and not node.params else []
-    said += [f"the same module as {node.same_as}"] if node.same_as else []
-    return [*said, node.note] if node.note else said
+    sentences = [_unit_text(unit, meshes) for unit in node.units]
+    if node.plan and not node.params:
+        sentences.append(node.plan)
+    if node.same_as:
+        sentences.append(f"the same module as {node.same_as}")
+    if node.note:
+        sentences.append(node.note)
+    return sentences
 
 
 def _unit_text(unit: Unit, meshes: Sequence[Mesh]) -> str:
@@ -174,31 +179,27 @@ def _unit_text(unit: Unit, meshes: Sequence[Mesh]) -> str:
 
 
 def _dtypes_text(dtypes: dict[str, str]) -> str:
-    """`bfloat16`, or where uses differ `param=bfloat16 reduce=float32`."""
-    same = len(set(dtypes.values())) == 1 and len(dtypes) > 1
-    return (
-        dtypes["param"]
-        if same and "param" in dtypes
-        else " ".join(f"{use}={dtype}" for use, dtype in dtypes.items())
-    )
+    """`bfloat16`, or if they differ `param=bfloat16 reduce=float32`."""
+    are_equal = len(set(dtypes.values())) == 1 and len(dtypes) > 1
+    if are_equal and "param" in dtypes:
+        return dtypes["param"]
+    return " ".join(f"{use}={dtype}" for use, dtype in dtypes.items())
 
 
 def _kind_details(unit: Unit, settings: dict[str, object]) -> list[str]:
     if unit.kind == "pipeline stage":
         stages = settings.get("stages")
-        return [
-            f"{settings.get('stage')}"
-            + (f" (of 0-{stages - 1})" if isinstance(stages, int) else "")
-        ]
+        of = f" (of 0-{stages - 1})" if isinstance(stages, int) else ""
+        return [f"{settings.get('stage')}{of}"]
     if "strategy" in settings:
         return [str(settings["strategy"])]
     return ["(HSDP)"] if len(set(unit.placements)) > 1 else []
 
 
 def _over(unit: Unit, meshes: Sequence[Mesh]) -> list[str]:
-    return (
-        [] if unit.mesh is None or unit.mesh >= len(meshes) else [f"over {meshes[unit.mesh].label}"]
-    )
+    if unit.mesh is None or unit.mesh >= len(meshes):
+        return []
+    return [f"over {meshes[unit.mesh].label}"]
 
 
 def mesh_texts(layout: Layout) -> list[str]:
@@ -207,8 +208,8 @@ def mesh_texts(layout: Layout) -> list[str]:
 
 
 def _mesh_text(mesh: Mesh) -> str:
-    what = f"mesh {mesh.label}" if any(mesh.dims) else f"group of {mesh.label}"
-    where = f" on {mesh.device}" if mesh.device else ""
+    name = f"mesh {mesh.label}" if any(mesh.dims) else f"group of {mesh.label}"
+    device = f" on {mesh.device}" if mesh.device else ""
     ranks = f": ranks {group_text(mesh.ranks)}" if mesh.ranks else ""
     if len(mesh.groups) > 1:
         groups = [
@@ -216,15 +217,18 @@ def _mesh_text(mesh: Mesh) -> str:
             for at, (dim, group) in enumerate(zip(mesh.dims, mesh.groups, strict=False))
         ]
         ranks += f"{';' if ranks else ':'} this rank is with {' and with '.join(groups)}"
-    return f"{what}{where}{ranks}{', destroyed' * mesh.is_gone}"
+    destroyed = ", destroyed" if mesh.is_gone else ""
+    return f"{name}{device}{ranks}{destroyed}"
 
 
 # -- lines -----------------------------------------------------------------------------------------
 
 
 def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
-    """The tree, with the meshes above it. `bytes here` is what this rank holds, `bytes` the
-    whole."""
+    """The tree, with the meshes above it.
+
+    `bytes here` counts what this rank holds, `bytes` the whole parameter.
+    """
     for text in mesh_texts(layout):
         yield _fitted([(plain(text), "dim")], width)
     title = f"rank {layout.rank} of {layout.world_size}"
@@ -240,7 +244,7 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
         ("how", 0),
         (title, 12),
     )
-    rows = [found for row in outline(layout) for found in _table_rows(row, [], "")]
+    rows = [shown for row in outline(layout) for shown in _table_rows(row, [], "")]
     lines = table(columns, (cells for cells, _ in rows), width=width, narrowing=narrowing)
     yield from itertools.islice(lines, 1)
     for line, (_, asides) in zip(lines, rows, strict=True):
@@ -250,11 +254,10 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
         yield [(plain(note), "yellow")]
 
 
-def _table_rows(row: LayoutRow, twig: Line, guide: str) -> Iterator[tuple[list[Cell], list[Line]]]:
-    """The cells of a line, and the lines that stand below it on their own, of a row and of all
-    below it."""
+def _table_rows(row: LayoutRow, start: Line, guide: str) -> Iterator[tuple[list[Cell], list[Line]]]:
+    """The cells of a row, the sentences below it, and the same for all rows below it."""
     style = "" if row.is_param else "bold"
-    label: Line = [*twig, (plain(row.label), style)]
+    label: Line = [*start, (plain(row.label), style)]
     if row.cls:
         label.append((f"  {plain(row.cls)}", "dim"))
     *columns, local_bytes, total = row.cells()
@@ -262,12 +265,11 @@ def _table_rows(row: LayoutRow, twig: Line, guide: str) -> Iterator[tuple[list[C
     asides: list[Line] = [[(inset, "dim"), (plain(text), "cyan")] for text in row.asides]
     yield [label, *columns, [(local_bytes, style)], [(total, style)]], asides
     for left, below in zip(range(len(row.rows), 0, -1), row.rows, strict=True):
-        branch = [(guide + ("├ " if left > 1 else "└ "), "dim")]
-        yield from _table_rows(below, branch, guide + ("│ " if left > 1 else "  "))
+        yield from _table_rows(below, twig(guide, left), below_twig(guide, left))
 
 
 def _fitted(line: Line, width: int | None) -> Line:
-    """A line of one text, cut at the width."""
+    """Cut the last text of a line at the width."""
     *before, (text, style) = line
     room = (width or 1 << 30) - sum(len(part) for part, _ in before)
     return line if len(text) <= room else [*before, (text[: max(0, room - 1)] + "…", style)]
@@ -280,66 +282,49 @@ def layout_text(layout: Layout) -> str:
 # -- many ranks ------------------------------------------------------------------------------------
 
 
-def layouts_lines(found: Layouts, *, width: int | None) -> Iterator[Line]:
+def layouts_lines(layouts: Layouts, *, width: int | None) -> Iterator[Line]:
     """The layout of the first rank of each pipeline stage, then how the ranks compare."""
-    for cohort in found.cohorts:
+    for cohort in layouts.cohorts:
         if not cohort.differences:
             yield from layout_lines(cohort.layout, width=width)
             yield []
-    count = sum(len(cohort.ranks) for cohort in found.cohorts)
-    verdict = "laid out alike" if found.is_alike else "not laid out alike"
-    yield [
-        (plural(count, "rank") + (", " if count > 1 else ""), "bold"),
-        (verdict if count > 1 else "", "bold" if found.is_alike else "bold red"),
-    ]
-    differing = [cohort for cohort in found.cohorts if cohort.differences]
+    count = sum(len(cohort.ranks) for cohort in layouts.cohorts)
+    yield _comparison(count, is_alike=layouts.is_alike)
+    differing = [cohort for cohort in layouts.cohorts if cohort.differences]
     for cohort in differing[:_MOST_COHORTS]:
         yield from _cohort_lines(cohort)
     if len(differing) > _MOST_COHORTS:
-        yield [
-            (
-                (
-                    f"  and {plural(len(differing) - _MOST_COHORTS, 'more group')} of ranks that"
-                    " differ; see --json"
-                ),
-                "red",
-            )
-        ]
-    yield from ([("  ! ", "red"), (plain(text), "")] for text in found.disagreements)
-    yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in found.remarks)
-    yield from ([("  differs by design: ", "dim"), (plain(text), "dim")] for text in found.expected)
-    if found.changed:
-        yield [
-            (
-                (
-                    f"  the layout of {ranks_phrase(found.changed)} changed after the first step;"
-                    " this is the last layout"
-                ),
-                "yellow",
-            )
-        ]
-    if found.missing:
-        yield [(f"  no layout of {ranks_phrase(found.missing)}", "yellow")]
+        groups = plural(len(differing) - _MOST_COHORTS, "more group")
+        yield [(f"  and {groups} of ranks that differ; see --json", "red")]
+    yield from ([("  ! ", "red"), (plain(text), "")] for text in layouts.disagreements)
+    yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in layouts.remarks)
+    for text in layouts.expected:
+        yield [("  differs by design: ", "dim"), (plain(text), "dim")]
+    if layouts.changed:
+        ranks = ranks_phrase(layouts.changed)
+        text = f"  the layout of {ranks} changed after the first step; this is the last layout"
+        yield [(text, "yellow")]
+    if layouts.missing:
+        yield [(f"  no layout of {ranks_phrase(layouts.missing)}", "yellow")]
+
+
+def _comparison(count: int, *, is_alike: bool) -> Line:
+    if count < 2:
+        return [(plural(count, "rank"), "bold")]
+    ranks = (f"{plural(count, 'rank')}, ", "bold")
+    if is_alike:
+        return [ranks, ("laid out alike", "bold")]
+    return [ranks, ("not laid out alike", "bold red")]
 
 
 def _cohort_lines(cohort: LayoutCohort) -> Iterator[Line]:
     first, *others = cohort.differences
-    yield [
-        ("  " + ranks_phrase(cohort.ranks), "bold red"),
-        (" first in ", ""),
-        (plain(first), ""),
-    ]
-    yield from (
-        [("    also ", "dim"), (plain(difference), "")] for difference in others[:_MOST_DIFFERENCES]
-    )
+    yield [("  " + ranks_phrase(cohort.ranks), "bold red"), (" first in ", ""), (plain(first), "")]
+    for difference in others[:_MOST_DIFFERENCES]:
+        yield [("    also ", "dim"), (plain(difference), "")]
     left = len(others) - _MOST_DIFFERENCES
     if left > 0 or cohort.has_more:
+        or_more = " or more" if cohort.has_more else ""
         yield [
-            (
-                (
-                    f"    and {max(left, 1)}{' or more' * cohort.has_more} differences; see --rank"
-                    f" {cohort.ranks[0]}"
-                ),
-                "dim",
-            )
+            (f"    and {max(left, 1)}{or_more} differences; see --rank {cohort.ranks[0]}", "dim")
         ]

@@ -1,7 +1,7 @@
-"""A layout as HTML, for a notebook: the same tree as in a terminal, in parts that open and close.
+"""A layout as HTML for a notebook: the same tree as in a terminal, with parts that open and close.
 
-One fragment that stands by itself: no script, nothing loaded from elsewhere, every text from
-outside escaped.
+One self-contained fragment: no script, nothing loaded from elsewhere, every text from outside
+escaped.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from torchwhere.core.model_layout import Layout
 from torchwhere.render.html import escaped, fragment, isolated
 from torchwhere.render.layout import HEADINGS, LayoutRow, mesh_texts, outline
 
-_WIDEST = 44  # characters of a column; what is longer is cut, and shown whole when pointed at
+_WIDEST = 44  # characters of a column; a longer text is cut, and shown whole as a tooltip
 _STYLE = (
-    ".torchwhere-layout{font:12px/1.5"
-    " ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-x:auto}"
-    # --d says how deep a row is: its name has so much less room, and the columns stay below each ot
-    ".torchwhere-layout .r{display:inline-grid;gap:0"
-    " 1.5ch;white-space:nowrap;grid-template-columns:calc(var(--n) - var(--d)*2ch)"
-    " var(--c)}.torchwhere-layout .r>*{overflow:hidden;text-overflow:ellipsis}.torchwhere-layout"
-    " .u{font-weight:bold}.torchwhere-layout .c,.torchwhere-layout"
-    " .m{opacity:.7;font-weight:normal}.torchwhere-layout .n{text-align:right}.torchwhere-layout"
-    " details>*:not(summary){margin-left:2ch}.torchwhere-layout"
-    " summary{list-style-position:inside}.torchwhere-layout .p,.torchwhere-layout"
-    " .a{padding-left:2ch}.torchwhere-layout .a{color:#1687a7}"
+    ".torchwhere-layout{font:12px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;"
+    "overflow-x:auto}"
+    # --d is the depth of a row: its name gets less room, so that the columns stay aligned
+    ".torchwhere-layout .r{display:inline-grid;gap:0 1.5ch;white-space:nowrap;"
+    "grid-template-columns:calc(var(--n) - var(--d)*2ch) var(--c)}"
+    ".torchwhere-layout .r>*{overflow:hidden;text-overflow:ellipsis}"
+    ".torchwhere-layout .u{font-weight:bold}"
+    ".torchwhere-layout .c,.torchwhere-layout .m{opacity:.7;font-weight:normal}"
+    ".torchwhere-layout .n{text-align:right}"
+    ".torchwhere-layout details>*:not(summary){margin-left:2ch}"
+    ".torchwhere-layout summary{list-style-position:inside}"
+    ".torchwhere-layout .p,.torchwhere-layout .a{padding-left:2ch}"
+    ".torchwhere-layout .a{color:#1687a7}"
 )
 
 
 def layout_html(layout: Layout) -> str:
     rows = outline(layout)
-    said = "".join(f'<div class="m">{isolated(text)}</div>' for text in mesh_texts(layout))
+    meshes = "".join(f'<div class="m">{isolated(text)}</div>' for text in mesh_texts(layout))
     title = f"rank {layout.rank} of {layout.world_size}"
     heading = _html_cells(title, "", HEADINGS, "r u p", 0)
     tree = "".join(part for row in rows for part in _html(row, 0))
     notes = "".join(f'<div class="m">{isolated(note)}</div>' for note in layout.notes)
     inline = _widths(title, rows)
     return fragment(
-        said,
+        meshes,
         f"<div>{heading}</div>",
         tree,
         notes,
@@ -48,7 +50,7 @@ def layout_html(layout: Layout) -> str:
 
 
 def _widths(title: str, rows: Sequence[LayoutRow]) -> str:
-    """How wide the columns are: as wide as what is in them."""
+    """The widths of the columns, as CSS variables: as wide as their content."""
     every = list(_all(rows, 0))
     name = max([len(title), *(2 * depth + len(f"{row.label} {row.cls}") for row, depth in every)])
     cells = [HEADINGS, *(row.cells() for row, _ in every)]
@@ -82,8 +84,8 @@ def _html(row: LayoutRow, depth: int) -> Iterator[str]:
 def _html_cells(label: str, cls: str, cells: Sequence[str], style: str, depth: int) -> str:
     name = isolated(label) + (f' <span class="c">{isolated(cls)}</span>' if cls else "")
     how, *rest = cells
-    spans = "".join(
-        f"<span{' class=n' * (at > 2)}>{isolated(cell)}</span>" for at, cell in enumerate(rest)
-    )
-    first = f'<span>{name}</span><span title="{escaped(how)}">{isolated(how)}</span>'
-    return f'<span class="{style}" style="--d:{depth}">{first}{spans}</span>'
+    spans = [f'<span>{name}</span><span title="{escaped(how)}">{isolated(how)}</span>']
+    for at, cell in enumerate(rest):
+        css_class = " class=n" if at > 2 else ""
+        spans.append(f"<span{css_class}>{isolated(cell)}</span>")
+    return f'<span class="{style}" style="--d:{depth}">{"".join(spans)}</span>'

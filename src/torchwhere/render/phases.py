@@ -1,20 +1,20 @@
-"""The table of phases as lines of text: a tree, with what each phase took, on one rank or over
-many."""
+"""The table of phases as lines of text: a tree with the time of each phase, on one rank or many."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.core.units import duration
 from torchwhere.diagnose.phases import PhaseRow, Phases, PhaseTimes
-from torchwhere.render.text import (
+from torchwhere.render.lines import (
     Cell,
     Column,
     Line,
-    duration,
+    below_twig,
     fitted,
     plain,
-    plural,
-    ranks_text,
     table,
     twig,
 )
@@ -34,11 +34,11 @@ _NARROWING_MANY = (
 
 
 def phases_lines(phases: Phases, *, width: int | None) -> Iterator[Line]:
-    """`mean` and `max` are of a single time that the phase ran; `self` is without the phases inside
-    it.
+    """A title, the table, and remarks.
 
-    Of many ranks: `count` and `total` are those of one rank on average, `least` and `most` the
-    totals of the fastest and the slowest rank.
+    `mean` and `max` are times of a single run of the phase; `self` excludes the phases inside it.
+    With many ranks, `count` and `total` are the average of one rank, `least` and `most` the totals
+    of the fastest and the slowest rank.
     """
     if not phases.rows:
         yield [("no phase was recorded", "bold")]
@@ -64,23 +64,20 @@ def phases_remarks(phases: Phases) -> Iterator[Line]:
 
 
 def phases_title(phases: Phases) -> str:
-    ranks, times = phases.ranks, list(phases.steps.values())
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else plural(len(ranks), "rank")
-    count = max(one.count for one in times)
+    ranks, steps = phases.ranks, list(phases.steps.values())
+    ranks_text = f"rank {ranks[0]}" if len(ranks) == 1 else plural(len(ranks), "rank")
+    count = max(step.count for step in steps)
     watched = f"{duration(phases.watched_ns / len(ranks))} watched"
     if not count:
-        return f"{who}, no step has ended, {watched}"
-    mean = sum(one.total_ns - one.running_ns for one in times) / sum(one.count for one in times)
-    longest = max(times, key=lambda one: one.max_ns)
-    return (
-        f"{who}, {plural(count, 'step')} of {duration(mean)} (longest {duration(longest.max_ns)}),"
-        f" {watched}"
-    )
+        return f"{ranks_text}, no step has ended, {watched}"
+    total_ns = sum(step.total_ns - step.running_ns for step in steps)
+    mean = duration(total_ns / sum(step.count for step in steps))
+    longest = duration(max(step.max_ns for step in steps))
+    return f"{ranks_text}, {plural(count, 'step')} of {mean} (longest {longest}), {watched}"
 
 
 def _labelled(phases: Phases) -> Iterator[tuple[PhaseRow, Line]]:
-    """The rows with their names as a tree. Where threads differ, those that are not the main one's
-    say so."""
+    """The rows with their names as a tree. Rows of other threads than the main one are marked."""
     for is_main in (True, False):
         for row in phases.inside(None, is_main=is_main):
             mark = [] if is_main else [("  other threads", "dim")]
@@ -90,45 +87,33 @@ def _labelled(phases: Phases) -> Iterator[tuple[PhaseRow, Line]]:
 
 def _below(phases: Phases, row: PhaseRow, guide: str) -> Iterator[tuple[PhaseRow, Line]]:
     inner = phases.inside(row)
-    for left, one in zip(range(len(inner), 0, -1), inner, strict=True):
-        yield one, [*twig(guide, left), (plain(one.name), "bold")]
-        yield from _below(phases, one, guide + ("│ " if left > 1 else "  "))
+    for left, child in zip(range(len(inner), 0, -1), inner, strict=True):
+        yield child, [*twig(guide, left), (plain(child.name), "bold")]
+        yield from _below(phases, child, below_twig(guide, left))
 
 
 def _cells(row: PhaseRow, label: Line, phases: Phases) -> list[Cell]:
-    times, ranks = row.all, row.by_rank.values()
+    times = row.all
+    cells: list[Cell] = [label, _count(row.by_rank.values())]
     if len(phases.ranks) == 1:
-        return [
-            label,
-            _count(ranks),
-            duration(times.total_ns),
-            *_each(times),
-            *_shares(times, phases),
-        ]
-    least, most = (duration(row.by_rank[rank].total_ns) for rank in (row.fastest, row.slowest))
-    total = duration(times.total_ns / len(row.by_rank))
-    slowest = (
-        f"only rank {row.slowest}"
-        if len(row.by_rank) == 1
-        else ""
-        if least == most
-        else f"rank {row.slowest}"
-    )
-    return [
-        label,
-        _count(ranks),
-        total,
-        least,
-        most,
-        slowest,
-        *_each(times),
-        *_shares(times, phases),
-    ]
+        cells.append(duration(times.total_ns))
+    else:
+        least = duration(row.by_rank[row.fastest].total_ns)
+        most = duration(row.by_rank[row.slowest].total_ns)
+        cells += [duration(times.total_ns / len(row.by_rank)), least, most]
+        cells.append(_slowest(row, are_equal=least == most))
+    return [*cells, *_each(times), *_shares(times, phases)]
+
+
+def _slowest(row: PhaseRow, *, are_equal: bool) -> str:
+    if len(row.by_rank) == 1:
+        return f"only rank {row.slowest}"
+    return "" if are_equal else f"rank {row.slowest}"
 
 
 def _count(times: Iterable[PhaseTimes]) -> str:
-    """How often, on one rank."""
-    counts = sorted({one.count for one in times})
+    """How many times the phase ran on one rank."""
+    counts = sorted({each.count for each in times})
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
 
 
@@ -145,7 +130,7 @@ def _percent(part_ns: float, whole_ns: float) -> str:
 
 
 def _rest(phases: Phases, columns: int) -> Iterator[list[Cell]]:
-    """What the main thread did in no phase at all."""
+    """The time of the main thread outside all phases."""
     rest_ns = phases.watched_ns - sum(row.all.total_ns for row in phases.inside(None))
     if rest_ns > 0:
         share = _percent(rest_ns, phases.watched_ns)
@@ -154,19 +139,19 @@ def _rest(phases: Phases, columns: int) -> Iterator[list[Cell]]:
 
 
 def _running(phases: Phases) -> Iterator[Line]:
-    """Who was in the middle of what."""
+    """The phases that had not ended, and on which ranks."""
     for row in phases.rows:
-        inner = [one for one in phases.inside(row) if one.all.running]
+        inner = [child for child in phases.inside(row) if child.all.running]
         ranks = [
             rank
             for rank, times in row.by_rank.items()
-            if times.running and not any(_runs(one, rank) for one in inner)
+            if times.running and not any(_runs(child, rank) for child in inner)
         ]
         if ranks:
             longest = max(row.by_rank[rank].running_ns for rank in ranks)
-            where = plain(" > ".join(row.path))
-            who = f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
-            yield [(f"not ended: {where} on {who}, after {duration(longest)}", "yellow")]
+            path = plain(" > ".join(row.path))
+            on = ranks_phrase(ranks, most=None)
+            yield [(f"not ended: {path} on {on}, after {duration(longest)}", "yellow")]
 
 
 def _runs(row: PhaseRow, rank: int) -> bool:

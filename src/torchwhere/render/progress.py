@@ -1,4 +1,4 @@
-"""A progress bar, on a terminal; nothing elsewhere, and nothing for what is done at once."""
+"""A progress bar on a terminal; nothing elsewhere, and nothing for short work."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-_AT_ONCE_S = 0.5  # what takes no longer has no bar
-_OFTEN_S = 0.1  # it is drawn anew, as it is told; with no thread, which rich would not wait for
+_SHORT_S = 0.5  # shorter work gets no bar
+_REFRESH_S = 0.1  # redrawn by calls; a refresh thread of rich could outlive the command
 
 
 @contextlib.contextmanager
 def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Gives what is to be told how much is done, of how much; None where nobody looks. It leaves no
-    line behind."""
+    """Yield a function `on_progress(done, total)`, or None without a terminal. Leaves no line."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -35,21 +34,21 @@ def progress_bar(text: str) -> Iterator[Callable[[int, int], None] | None]:
     )
     progress = Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False)
     task, begin = progress.add_task(text, total=None), time.monotonic()
-    is_over, drawn = False, begin
+    is_over, drawn_at = False, begin
 
-    def tell(done: int, total: int) -> None:
-        nonlocal drawn
-        if is_over:  # somebody goes on reading, and prints
+    def on_progress(done: int, total: int) -> None:
+        nonlocal drawn_at
+        if is_over:  # the caller still reads lazily, and prints
             return
         now = time.monotonic()
-        if not progress.live.is_started and done < total and now - begin > _AT_ONCE_S:
+        if not progress.live.is_started and done < total and now - begin > _SHORT_S:
             progress.start()
-        is_due = progress.live.is_started and now - drawn > _OFTEN_S
-        drawn = now if is_due else drawn
+        is_due = progress.live.is_started and now - drawn_at > _REFRESH_S
+        drawn_at = now if is_due else drawn_at
         progress.update(task, completed=done, total=total, refresh=is_due)
 
     try:
-        yield tell
+        yield on_progress
     finally:
         is_over = True
         progress.stop()

@@ -1,15 +1,18 @@
 """How each result shows itself: on one line (`repr`), as text (`str`), and as HTML in a notebook.
 
-Takes any result of the reading side, gives texts. What a text says is what the result's own command
-prints; it is made by the views beside this file. Results of the watching side (`backward_graph`,
-`graphs`, `names`) know their views themselves.
+Takes any result of the reading side. The text is what the result's own command prints; the views
+beside this file make it. Results of the watching side (`backward_graph`, `graphs`, `names`) call
+their views themselves.
+
+`VIEWS` holds one `View` for each type of result. A type without an entry, or without one of the
+three functions, uses that of its base class.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from functools import singledispatch
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
@@ -17,6 +20,9 @@ from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.core.events import Event
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.place import Place, shown
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.sanitize import plural
+from torchwhere.core.units import amount, duration
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
 from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
@@ -30,382 +36,357 @@ from torchwhere.diagnose.report.facts import ReportFact
 from torchwhere.flight_recorder.facts import DumpFact
 from torchwhere.render import diff_remarks, flight_recorder_text, layout_remarks, report_text
 from torchwhere.render import html as page
-from torchwhere.render import text as view
 from torchwhere.render.diff import diff_lines
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
+from torchwhere.render.lines import Cell, Column, Line, as_text, plain
 from torchwhere.render.phases import phases_lines, phases_remarks, phases_table, phases_title
-from torchwhere.render.text import Cell, Column, Line, amount, as_text, duration, plain, plural
-from torchwhere.render.verdict import verdict_lines
+from torchwhere.render.text import (
+    comms_lines,
+    comms_table,
+    event_text,
+    events_table,
+    groups_lines,
+    groups_table,
+)
+from torchwhere.render.verdict import verdict_lines, verdict_text
 
 _MOST_SHOWN = 8  # events of a box, layouts
 _MOST_RANKS = 64  # of a verdict
 _SHORT = 60  # characters of a list of ranks
-_LINE = 300  # characters
+_LONGEST = 300  # characters of one line
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How results of one type are shown. None: as the base class is."""
+
+    one_line: Callable[[Any], str] | None = None
+    text: Callable[[Any], str] | None = None
+    html: Callable[[Any], str] | None = None
 
 
 def one_line(result: object) -> str:
-    """A result on one line, cut where names in it are absurdly long."""
-    said = brief(result)
-    return said if len(said) <= _LINE else f"{said[: _LINE - 2]}…>"
+    """A result on one line. Absurdly long names are cut."""
+    line = _function("one_line", result)(result)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 2]}…>"
 
 
-@singledispatch
-def brief(result: object) -> str:
-    return object.__repr__(result)
-
-
-@singledispatch
 def text(result: object) -> str:
     """A result as its command prints it."""
-    return repr(result)
+    return _function("text", result)(result)
 
 
-@singledispatch
 def html(result: object) -> str:
-    """A result in a notebook."""
+    """A result as HTML for a notebook."""
+    return _function("html", result)(result)
+
+
+def _function(name: str, result: object) -> Callable[[Any], str]:
+    for base in type(result).__mro__:
+        function: Callable[[Any], str] | None = getattr(VIEWS.get(base), name, None)
+        if function is not None:
+            return function
+    raise TypeError(f"no view of {type(result).__name__}")
+
+
+def _object_html(result: object) -> str:
     return page.fragment(page.lines([(line, "")] for line in str(result).splitlines()))
 
 
-def _joined(lines: Iterable[Line]) -> str:
-    return as_text(lines).rstrip("\n")
+def _whole_text(make_lines: Callable[..., Iterable[Line]]) -> Callable[[Any], str]:
+    """Make the text function of a result from the function that makes its lines."""
+    return lambda result: as_text(make_lines(result, width=None)).rstrip("\n")
 
 
 # -- places and events -----------------------------------------------------------------------------
 
 
-@html.register
-def _(result: Place) -> str:
-    found = result.to_dict() | {"module": None if result.module is None else shown(result.module)}
-    return page.fragment(page.facts(found.items()))
+def _place_html(place: Place) -> str:
+    module = None if place.module is None else shown(place.module)
+    return page.fragment(page.facts((place.to_dict() | {"module": module}).items()))
 
 
-@brief.register
-def _(result: Event) -> str:
-    return f"<Event {result.number} of {text(result)}>"
+def _event_line(event: Event) -> str:
+    return f"<Event {event.number} of {text(event)}>"
 
 
-@text.register
-def _(result: Event) -> str:
-    return plain(f"{result.place}: {view.what(result)}")
+def _event_text(event: Event) -> str:
+    return plain(f"{event.place}: {event_text(event)}")
 
 
-@html.register
-def _(result: Event) -> str:
-    named = {key: value for key, value in result.to_dict().items() if value not in (None, [], {})}
-    return page.fragment(page.facts(named.items()))
+def _event_html(event: Event) -> str:
+    values = {key: value for key, value in event.to_dict().items() if value not in (None, [], {})}
+    return page.fragment(page.facts(values.items()))
 
 
 # -- boxes and runs --------------------------------------------------------------------------------
 
 
-@brief.register
-def _(result: Box) -> str:
-    said = [f"{len(result.records):,} events", *result.problems]
-    return plain(f"<Box of rank {result.rank}: {', '.join(said)}; {result.path}>")
+def _box_line(box: Box) -> str:
+    facts = [f"{len(box.records):,} events", *box.problems]
+    return plain(f"<Box of rank {box.rank}: {', '.join(facts)}; {box.path}>")
 
 
-@html.register
-def _(result: Box) -> str:
-    last = list(result.events(last=_MOST_SHOWN))
-    started = result.meta.get("started_ns")
-    columns, rows = view.events_table(last, started_ns=started if isinstance(started, int) else 0)
-    title = f"rank {result.rank}: {len(result.records):,} events, {result.path}"
+def _box_html(box: Box) -> str:
+    started = box.meta.get("started_ns")
+    started_ns = started if isinstance(started, int) else 0
+    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns)
+    title = f"rank {box.rank}: {len(box.records):,} events, {box.path}"
     return page.fragment(
-        page.said(title, style="bold"), *map(page.said, result.problems), page.table(columns, rows)
+        page.paragraph(title, style="bold"),
+        *map(page.paragraph, box.problems),
+        page.table(columns, rows),
     )
 
 
-@brief.register
-def _(result: RunSummary) -> str:  # type: ignore[type-arg]
-    return plain(f"<{type(result).__name__} {result.folder}: {_ranks_of(result)}>")
+def _run_line(run: RunSummary[Any]) -> str:
+    return plain(f"<{type(run).__name__} {_run_title(run)}>")
 
 
-def _ranks_of(run: RunSummary[Any]) -> str:
-    ranks = f"{len(run.boxes):,} of {run.world_size:,} ranks"
+def _run_title(run: RunSummary[Any]) -> str:
     events = sum(box.counts.good for box in run.summaries.values())
-    return f"{ranks}, {events:,} events"
+    return f"{run.folder}: {len(run.boxes):,} of {run.world_size:,} ranks, {events:,} events"
 
 
-@text.register
-def _(result: RunSummary) -> str:  # type: ignore[type-arg]
-    return "\n".join(map(plain, [f"{result.folder}: {_ranks_of(result)}", *result.caveats()]))
+def _run_text(run: RunSummary[Any]) -> str:
+    return "\n".join(map(plain, [_run_title(run), *run.caveats()]))
 
 
-@html.register
-def _(result: BoxRun) -> str:
+def _run_html(run: BoxRun) -> str:
     columns = [
         Column("rank", right=True),
         Column("host"),
         Column("step", right=True),
         Column("place"),
         Column("events", right=True),
+        Column("overwritten", right=True, optional=True),
     ]
-    columns.append(Column("overwritten", right=True, optional=True))
-    rows = (_box_row(box) for _, box in result.in_order())
-    caveats = [page.said(caveat, style="yellow") for caveat in result.caveats()]
     return page.fragment(
-        page.said(f"{result.folder}: {_ranks_of(result)}", style="bold"),
-        page.table(columns, rows),
-        *caveats,
+        page.paragraph(_run_title(run), style="bold"),
+        page.table(columns, (_box_row(box) for _, box in run.in_order())),
+        *(page.paragraph(caveat, style="yellow") for caveat in run.caveats()),
     )
 
 
 def _box_row(box: Box) -> list[Cell]:
-    cursor = max(box.cursors(), key=lambda one: one.t_ns, default=None)
-    place = cursor.place if cursor is not None else None
-    step = str(place.step) if place is not None and place.step is not None else ""
-    where = (
-        plain(str(place).partition(", step ")[2].partition(", ")[2] or place)
-        if place is not None
-        else ""
-    )
-    overwritten = f"{box.counts.overwritten:,}" if box.counts.overwritten else ""
+    step = place_text = ""
+    cursor = max(box.cursors(), key=lambda cursor: cursor.t_ns, default=None)
+    if cursor is not None:
+        place = cursor.place
+        step = "" if place.step is None else str(place.step)
+        after_step = str(place).partition(", step ")[2].partition(", ")[2]
+        place_text = plain(after_step or place)
     return [
         str(box.rank),
         plain(box.meta.get("host") or ""),
         step,
-        where,
+        place_text,
         f"{len(box.records):,}",
-        overwritten,
+        f"{box.counts.overwritten:,}" if box.counts.overwritten else "",
     ]
 
 
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-@brief.register
-def _(result: Verdict) -> str:
-    culprits = f", by {_few(result.culprits)}" if result.culprits else ""
-    return plain(
-        f"<Verdict on {plural(len(result.ranks), 'rank')}: {result.kind}{culprits}"
-        f" ({result.certainty})>"
-    )
+def _verdict_line(verdict: Verdict) -> str:
+    culprits = f", by {_short_ranks(verdict.culprits)}" if verdict.culprits else ""
+    ranks = plural(len(verdict.ranks), "rank")
+    return plain(f"<Verdict on {ranks}: {verdict.kind}{culprits} ({verdict.certainty})>")
 
 
-@text.register
-def _(result: Verdict) -> str:
-    return "\n".join(verdict_lines(result))
-
-
-@html.register
-def _(result: Verdict) -> str:
-    """The text, then the ranks: the culprits first, and of very many ranks only so many."""
-    first, *rest = verdict_lines(result)
-    style = "bold green" if result.kind == "healthy" else "bold red"
-    order = [
-        *result.culprits,
-        *(rank for rank in sorted(result.ranks) if rank not in set(result.culprits)),
-    ]
-    columns = [
-        Column("rank", right=True),
-        *map(Column, ("state", "place", "last collective", "detail")),
-    ]
-    rows = (_rank_row(rank, result.ranks[rank]) for rank in order if rank in result.ranks)
-    lines = page.lines(([(line, "")] for line in rest), wrap=True)
+def _verdict_html(verdict: Verdict) -> str:
+    """The text, then a table of the ranks with the culprits first."""
+    first, *rest = verdict_lines(verdict)
+    style = "bold green" if verdict.kind == "healthy" else "bold red"
+    culprits = set(verdict.culprits)
+    order = [*verdict.culprits, *(rank for rank in sorted(verdict.ranks) if rank not in culprits)]
+    headings = ("state", "place", "last collective", "detail")
+    columns = [Column("rank", right=True), *map(Column, headings)]
+    rows = (_rank_row(rank, verdict.ranks[rank]) for rank in order if rank in verdict.ranks)
     return page.fragment(
-        page.said(first, style=style), lines, page.table(columns, rows, most=_MOST_RANKS)
+        page.paragraph(first, style=style),
+        page.lines(([(line, "")] for line in rest), wrap=True),
+        page.table(columns, rows, most=_MOST_RANKS),
     )
 
 
 def _rank_row(rank: int, report: RankReport) -> list[Cell]:
     last = report.last or {}
     call = f"{last.get('op')} #{last.get('number')}" if last else ""
-    where = str(report.place).partition(", ")[2]
-    return [str(rank), str(report.state), plain(where), plain(call), plain(report.detail or "")]
+    place = str(report.place).partition(", ")[2]
+    return [str(rank), str(report.state), plain(place), plain(call), plain(report.detail or "")]
 
 
-@brief.register
-def _(result: RankReport) -> str:
-    return f"<RankReport {text(result)}>"
+def _rank_report_line(report: RankReport) -> str:
+    return f"<RankReport {text(report)}>"
 
 
-@text.register
-def _(result: RankReport) -> str:
-    return plain(": ".join(filter(None, (f"{result.state}", f"{result.place}", result.detail))))
+def _rank_report_text(report: RankReport) -> str:
+    parts = (f"{report.state}", f"{report.place}", report.detail)
+    return plain(": ".join(part for part in parts if part))
 
 
 # -- tables ----------------------------------------------------------------------------------------
 
 
-@brief.register
-def _(result: Comms) -> str:
-    said = ", ".join(f"{op}={count}" for op, count in sorted(result.counts.items()))
-    return plain(f"<Comms of {plural(len(result.ranks), 'rank')}: {said or 'no collectives'}>")
+def _comms_line(comms: Comms) -> str:
+    counts = ", ".join(f"{op}={count}" for op, count in sorted(comms.counts.items()))
+    return plain(f"<Comms of {plural(len(comms.ranks), 'rank')}: {counts or 'no collectives'}>")
 
 
-@text.register
-def _(result: Comms) -> str:
-    return _joined(view.comms_lines(result, width=None))
+def _comms_html(comms: Comms) -> str:
+    if not comms.ranks:
+        return page.fragment(page.paragraph(text(comms)))
+    parts = [page.table(*comms_table(comms))]
+    if comms.overwritten:
+        parts.append(page.paragraph(text(comms).splitlines()[-1], style="yellow"))
+    return page.fragment(*parts)
 
 
-@html.register
-def _(result: Comms) -> str:
-    if not result.ranks:
-        return page.fragment(page.said(text(result)))
-    columns, rows = view.comms_table(result)
-    last = text(result).splitlines()[-1] if result.overwritten else None
-    return page.fragment(
-        page.table(columns, rows), *([page.said(last, style="yellow")] if last else [])
-    )
-
-
-@brief.register
-def _(result: CommsNode) -> str:
-    total = result.total()
-    name = "outside any module" if result.name is None else shown(result.name)
+def _comms_node_line(node: CommsNode) -> str:
+    total = node.total()
+    name = "outside any module" if node.name is None else shown(node.name)
     return plain(
         f"<CommsNode {name}: {total.count:,} collectives, {amount(total.bytes)};"
-        f" {len(result.children)} below>"
+        f" {len(node.children)} below>"
     )
 
 
-@brief.register
-def _(result: Phases) -> str:
-    return f"<Phases: {plural(len(result.rows), 'phase')} of {plural(len(result.steps), 'rank')}>"
+def _phases_line(phases: Phases) -> str:
+    return f"<Phases: {plural(len(phases.rows), 'phase')} of {plural(len(phases.steps), 'rank')}>"
 
 
-@brief.register
-def _(result: PhaseRow) -> str:
-    times, path = result.all, " > ".join(result.path)
+def _phase_row_line(row: PhaseRow) -> str:
+    times, path = row.all, " > ".join(row.path)
     return plain(
-        f"<PhaseRow {path}: {times.count:,} times on {plural(len(result.by_rank), 'rank')},"
+        f"<PhaseRow {path}: {times.count:,} times on {plural(len(row.by_rank), 'rank')},"
         f" {duration(times.total_ns)}>"
     )
 
 
-@text.register
-def _(result: Phases) -> str:
-    return _joined(phases_lines(result, width=None))
-
-
-@html.register
-def _(result: Phases) -> str:
-    if not result.rows:
-        return page.fragment(page.lines(phases_lines(result, width=None)))
-    columns, rows = phases_table(result)
-    remarks = list(phases_remarks(result))
+def _phases_html(phases: Phases) -> str:
+    if not phases.rows:
+        return page.fragment(page.lines(phases_lines(phases, width=None)))
     return page.fragment(
-        page.said(phases_title(result), style="bold"),
-        page.table(columns, rows),
-        page.lines(remarks),
+        page.paragraph(phases_title(phases), style="bold"),
+        page.table(*phases_table(phases)),
+        page.lines(list(phases_remarks(phases))),
     )
 
 
-@brief.register
-def _(result: Groups) -> str:
-    return plain(
-        "<Groups:"
-        f" {', '.join(str(group.get('name')) for group in itertools.islice(result, _MOST_SHOWN))}>"
-    )
+def _groups_line(groups: Groups) -> str:
+    names = (str(group.get("name")) for group in itertools.islice(groups, _MOST_SHOWN))
+    return plain(f"<Groups: {', '.join(names)}>")
 
 
-@text.register
-def _(result: Groups) -> str:
-    return _joined(view.groups_lines(result, width=None)) or "no process groups"
+def _groups_text(groups: Groups) -> str:
+    return _whole_text(groups_lines)(groups) or "no process groups"
 
 
-@html.register
-def _(result: Groups) -> str:
-    return page.fragment(page.table(*view.groups_table(result)))
+def _groups_html(groups: Groups) -> str:
+    return page.fragment(page.table(*groups_table(groups)))
 
 
-@brief.register
-def _(result: Layouts) -> str:
-    count = sum(len(cohort.ranks) for cohort in result.cohorts)
-    verdict = "laid out alike" if result.is_alike else f"in {len(result.cohorts)} cohorts"
-    return f"<Layouts of {plural(count, 'rank')}: {verdict if count else 'none recorded'}>"
+# -- layouts ---------------------------------------------------------------------------------------
 
 
-@text.register
-def _(result: Layout) -> str:
-    return layout_text(result)
+def _layouts_line(layouts: Layouts) -> str:
+    count = sum(len(cohort.ranks) for cohort in layouts.cohorts)
+    if not count:
+        result = "none recorded"
+    elif layouts.is_alike:
+        result = "laid out alike"
+    else:
+        result = f"in {len(layouts.cohorts)} cohorts"
+    return f"<Layouts of {plural(count, 'rank')}: {result}>"
 
 
-@html.register
-def _(result: Layout) -> str:
-    return layout_html(result)
-
-
-@brief.register
-def _(result: LayoutCohort) -> str:
-    return plain(f"<Cohort of {_few(result.ranks)}: {result.layout!r}>")
-
-
-@text.register
-def _(result: Layouts) -> str:
-    return _joined(layouts_lines(result, width=None))
-
-
-@html.register
-def _(result: Layouts) -> str:
+def _layouts_html(layouts: Layouts) -> str:
     """The layouts as trees that open and close, then how the ranks compare."""
-    trees = [layout_html(cohort.layout) for cohort in result.cohorts if not cohort.differences][
-        :_MOST_SHOWN
-    ]
-    told = _joined(layouts_lines(result, width=None)).rpartition("\n\n")[2]
-    return page.fragment(*trees, page.lines([(line, "")] for line in told.splitlines()))
-
-
-@brief.register
-def _(result: Diff) -> str:
-    found = [
-        (name, one)
-        for name, one in (("events", result.events), ("logs", result.logs))
-        if one is not None
-    ]
-    said = [
-        f"{name} of {plural(len(one.ranks), 'rank')} {_diverging(len(one.divergences))}"
-        for name, one in found
-    ]
-    return f"<Diff: {', '.join(said)}>"
-
-
-@brief.register
-def _(result: Comparison) -> str:
-    ranks = plural(len(result.ranks), "rank")
-    return f"<Comparison of {ranks}: {_diverging(len(result.divergences))}>"
-
-
-@brief.register
-def _(result: Divergence) -> str:
-    step = "" if result.step is None else f" in step {result.step}"
-    return plain(f"<Divergence{step}: {'; '.join(map(_version, result.versions[:_MOST_SHOWN]))}>")
-
-
-@brief.register
-def _(result: Version) -> str:
-    return plain(f"<Version of {_version(result)}>")
-
-
-def _version(version: Version) -> str:
-    return (
-        f"{_few(version.ranks)}: {version.entry.text if version.entry is not None else 'nothing'}"
+    cohorts = [cohort for cohort in layouts.cohorts if not cohort.differences][:_MOST_SHOWN]
+    comparison = text(layouts).rpartition("\n\n")[2]
+    return page.fragment(
+        *(layout_html(cohort.layout) for cohort in cohorts),
+        page.lines([(line, "")] for line in comparison.splitlines()),
     )
 
 
-def _few(ranks: Sequence[int]) -> str:
-    """Ranks, as long as they are a short text."""
-    listed = view.ranks_text(ranks)
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {listed}" if len(listed) < _SHORT else plural(len(ranks), "rank")
+def _layout_cohort_line(cohort: LayoutCohort) -> str:
+    return plain(f"<Cohort of {_short_ranks(cohort.ranks)}: {cohort.layout!r}>")
 
 
-def _diverging(count: int) -> str:
+# -- differences -----------------------------------------------------------------------------------
+
+
+def _diff_line(diff: Diff) -> str:
+    comparisons = {"events": diff.events, "logs": diff.logs}
+    results = [
+        f"{name} of {plural(len(comparison.ranks), 'rank')} {_result(comparison)}"
+        for name, comparison in comparisons.items()
+        if comparison is not None
+    ]
+    return f"<Diff: {', '.join(results)}>"
+
+
+def _diff_html(diff: Diff) -> str:
+    return page.fragment(page.lines(diff_lines(diff, width=None)))
+
+
+def _comparison_line(comparison: Comparison) -> str:
+    return f"<Comparison of {plural(len(comparison.ranks), 'rank')}: {_result(comparison)}>"
+
+
+def _result(comparison: Comparison) -> str:
+    count = len(comparison.divergences)
     return f"diverge in {plural(count, 'place')}" if count else "are equal"
 
 
-@text.register
-def _(result: Diff) -> str:
-    return _joined(diff_lines(result, width=None))
+def _divergence_line(divergence: Divergence) -> str:
+    step = "" if divergence.step is None else f" in step {divergence.step}"
+    versions = "; ".join(map(_version_text, divergence.versions[:_MOST_SHOWN]))
+    return plain(f"<Divergence{step}: {versions}>")
 
 
-text.register(DiffRemark, diff_remarks.remark_text)
-text.register(LayoutRemark, layout_remarks.remark_text)
-text.register(ReportFact, report_text.fact_text)
-text.register(DumpFact, flight_recorder_text.dump_fact_text)
+def _version_line(version: Version) -> str:
+    return plain(f"<Version of {_version_text(version)}>")
 
 
-@html.register
-def _(result: Diff) -> str:
-    return page.fragment(page.lines(diff_lines(result, width=None)))
+def _version_text(version: Version) -> str:
+    entry = version.entry.text if version.entry is not None else "nothing"
+    return f"{_short_ranks(version.ranks)}: {entry}"
+
+
+def _short_ranks(ranks: Sequence[int]) -> str:
+    """A list of ranks, or their number if the list is long."""
+    listed = ranks_phrase(ranks, most=None)
+    return listed if len(listed) < _SHORT else plural(len(ranks), "rank")
+
+
+VIEWS: dict[type, View] = {
+    object: View(object.__repr__, repr, _object_html),
+    Place: View(html=_place_html),
+    Event: View(_event_line, _event_text, _event_html),
+    Box: View(_box_line, html=_box_html),
+    RunSummary: View(_run_line, _run_text),
+    BoxRun: View(html=_run_html),
+    Verdict: View(_verdict_line, verdict_text, _verdict_html),
+    RankReport: View(_rank_report_line, _rank_report_text),
+    Comms: View(_comms_line, _whole_text(comms_lines), _comms_html),
+    CommsNode: View(_comms_node_line),
+    Phases: View(_phases_line, _whole_text(phases_lines), _phases_html),
+    PhaseRow: View(_phase_row_line),
+    Groups: View(_groups_line, _groups_text, _groups_html),
+    Layout: View(text=layout_text, html=layout_html),
+    Layouts: View(_layouts_line, _whole_text(layouts_lines), _layouts_html),
+    LayoutCohort: View(_layout_cohort_line),
+    Diff: View(_diff_line, _whole_text(diff_lines), _diff_html),
+    Comparison: View(_comparison_line),
+    Divergence: View(_divergence_line),
+    Version: View(_version_line),
+    DiffRemark: View(text=diff_remarks.remark_text),
+    LayoutRemark: View(text=layout_remarks.remark_text),
+    ReportFact: View(text=report_text.fact_text),
+    DumpFact: View(text=flight_recorder_text.dump_fact_text),
+}

@@ -1,9 +1,9 @@
-"""The terminal: the whole screen, keys, and everything put back as it was, however it ends.
+"""The terminal as a full screen: painting, keys, and restoring everything at the end.
 
-Plain ANSI sequences that every terminal of the last thirty years knows, tmux and ssh in between
-included. Only lines that have changed are sent. Signals: a resized window is painted anew; SIGTSTP
-gives the terminal back, stops, and takes it again when continued; SIGTERM and SIGHUP end as
-`SystemExit`, so that what was changed is undone on the way out.
+It uses plain ANSI sequences that every terminal knows, also through tmux and ssh. Only changed
+lines are sent. A resized window is painted again. SIGTSTP restores the terminal, stops, and takes
+the terminal again when the process continues. SIGTERM and SIGHUP raise `SystemExit`, so that the
+terminal is restored on the way out.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from torchwhere.render.text import Line
+from torchwhere.render.lines import Line
 
-_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"  # the other screen, no cursor, no wrapping
+_ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"  # alternate screen, no cursor, no wrapping
 _LEAVE = "\x1b[?7h\x1b[?25h\x1b[0m\x1b[?1049l"
 _SGR = {
     "bold": "1",
@@ -34,11 +34,11 @@ _SGR = {
     "magenta": "35",
     "cyan": "36",
 }
-_CULPRIT = {True: "1;37;41", False: "1;7"}  # with colour, and without
+_CULPRIT = {True: "1;37;41", False: "1;7"}  # with colour and without
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|O.)|\x1b|.", re.DOTALL)
 _ARROWS = {"A": "up", "B": "down", "C": "right", "D": "left", "H": "home", "F": "end"}
 _KEYS = {
-    **{f"\x1b{lead}{snapshot}": name for lead in "[O" for snapshot, name in _ARROWS.items()},
+    **{f"\x1b{prefix}{final}": name for prefix in "[O" for final, name in _ARROWS.items()},
     "\x1b[1~": "home",
     "\x1b[7~": "home",
     "\x1b[4~": "end",
@@ -53,12 +53,11 @@ _KEYS = {
     "\x06": "pagedown",
     "\x02": "pageup",
 }
-_REST_S = 0.05  # how long the rest of a key's sequence may take
+_REST_S = 0.05  # the rest of a key's sequence arrives within this time
 
 
 def can_paint() -> bool:
-    """Whether there is a terminal to paint on: one that can move its cursor, to read from and to
-    write to."""
+    """Whether stdin and stdout are a terminal that can move its cursor."""
     return (
         sys.stdin.isatty()
         and sys.stdout.isatty()
@@ -71,18 +70,15 @@ def has_colour() -> bool:
 
 
 def is_ascii() -> bool:
-    """Whether the terminal is not known to understand UTF-8. Python takes LANG=C for UTF-8; the
-    terminal may not."""
-    said = next(
-        (value for name in ("LC_ALL", "LANG") if (value := os.environ.get(name))),
-        os.environ.get("LC_CTYPE", ""),
-    )
+    """Whether the terminal may not understand UTF-8. Python assumes UTF-8 for LANG=C."""
+    variables = ("LC_ALL", "LANG", "LC_CTYPE")
+    locale = next((os.environ[name] for name in variables if os.environ.get(name)), "")
     encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    return encoding != "utf8" or "utf" not in said.lower()
+    return encoding != "utf8" or "utf" not in locale.lower()
 
 
 class Screen:
-    """The terminal of this process while it is ours."""
+    """The terminal of this process, as a full screen."""
 
     def __init__(self, *, colour: bool) -> None:
         self._colour = colour
@@ -92,11 +88,11 @@ class Screen:
         self._typed = ""
         self._saved: list[Any] = []
 
-    # -- taking and giving back --------------------------------------------------------------------
+    # -- taking and restoring --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """The terminal is ours within this block."""
+        """Use the terminal as a full screen within this block."""
         wake, self._wake = os.pipe()
         self._woken = wake
         for fd in (wake, self._wake):
@@ -116,7 +112,7 @@ class Screen:
             try:
                 yield
             finally:
-                self._give_back()
+                self._restore()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -132,7 +128,7 @@ class Screen:
         self._write(_ENTER)
         self._painted = []
 
-    def _give_back(self) -> None:
+    def _restore(self) -> None:
         with contextlib.suppress(EOFError, OSError, termios.error):  # the terminal may be gone
             self._write(_LEAVE)
             termios.tcsetattr(self._in, termios.TCSADRAIN, self._saved)
@@ -141,10 +137,10 @@ class Screen:
         self._is_resized = True
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        self._give_back()
+        self._restore()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        # Here again when continued.
+        # The process continues here after SIGCONT.
         signal.signal(signal.SIGTSTP, self._suspend)
         self._take()
         self._is_resized = True
@@ -155,13 +151,13 @@ class Screen:
     def size(self) -> tuple[int, int]:
         """Columns and lines."""
         try:
-            found = os.get_terminal_size(self._out)
+            size = os.get_terminal_size(self._out)
         except OSError:
-            found = shutil.get_terminal_size()
-        return max(found.columns, 1), max(found.lines, 1)
+            size = shutil.get_terminal_size()
+        return max(size.columns, 1), max(size.lines, 1)
 
     def paint(self, lines: Sequence[Line]) -> None:
-        """Show these lines, from the top; only what is not there yet is sent."""
+        """Show these lines from the top. Only changed lines are sent."""
         rendered = [self._render(line) for line in lines]
         sent = []
         if self._is_resized or len(rendered) != len(self._painted):
@@ -169,48 +165,48 @@ class Screen:
             sent.append("\x1b[0m\x1b[2J")
         for at, text in enumerate(rendered):
             if at >= len(self._painted) or self._painted[at] != text:
-                # erased first: behind a full line the last cell would go
+                # Erase first: erasing after a full line would delete its last cell.
                 sent.append(f"\x1b[{at + 1};1H\x1b[0m\x1b[2K{text}")
         self._painted = rendered
         self._write("".join(sent))
 
     def _render(self, line: Line) -> str:
-        return "".join(
-            f"\x1b[0;{codes}m{text}\x1b[0m" if (codes := self._codes(style)) else text
-            for text, style in line
-            if text
-        )
+        parts = []
+        for text, style in line:
+            codes = self._codes(style) if text else ""
+            parts.append(f"\x1b[0;{codes}m{text}\x1b[0m" if codes else text)
+        return "".join(parts)
 
     def _codes(self, style: str) -> str:
-        words = style.split()
-        if "culprit" in words:
+        names = style.split()
+        if "culprit" in names:
             return _CULPRIT[self._colour]
-        known = [
-            _SGR[word] for word in words if word in _SGR and (self._colour or int(_SGR[word]) < 30)
-        ]
-        return ";".join(known)
+        codes = [_SGR[name] for name in names if name in _SGR]
+        return ";".join(code for code in codes if self._colour or int(code) < 30)
 
     def _write(self, text: str) -> None:
         data = text.encode(sys.stdout.encoding or "ascii", "replace")
         try:
             while data:
                 data = data[os.write(self._out, data) :]
-        except OSError as error:  # the terminal is gone: a window or an ssh that was closed
+        except OSError as error:  # the window or the ssh connection was closed
             raise EOFError from error
 
     # -- keys --------------------------------------------------------------------------------------
 
     def keys(self, wait_s: float) -> list[str]:
-        """The keys that are pressed within a time; none if it passes, or the window is resized.
-        EOFError: nobody is there."""
+        """Wait for keys. Returns none after `wait_s` seconds or when the window is resized.
+
+        Raises `EOFError` if the terminal is gone.
+        """
         if not self._is_resized and self._wait(wait_s):
             self._read()
-            while self._typed and _is_begun(self._typed) and self._wait(_REST_S):
+            while self._typed and _is_incomplete(self._typed) and self._wait(_REST_S):
                 self._read()
-        found, self._typed = _SEQUENCE.findall(self._typed), ""
+        sequences, self._typed = _SEQUENCE.findall(self._typed), ""
         return [
             _KEYS.get(key, key)
-            for key in found
+            for key in sequences
             if key in _KEYS or (len(key) == 1 and key.isprintable())
         ]
 
@@ -231,8 +227,8 @@ class Screen:
         self._typed += data.decode("utf-8", "ignore")
 
 
-def _is_begun(typed: str) -> bool:
-    """Whether the last key may have more to come."""
+def _is_incomplete(typed: str) -> bool:
+    """Whether the sequence of the last key may be incomplete."""
     tail = typed[typed.rfind("\x1b") :] if "\x1b" in typed else ""
     return tail in ("\x1b", "\x1b[", "\x1bO") or re.fullmatch(r"\x1b\[[0-9;?]+", tail) is not None
 

@@ -1,5 +1,4 @@
-"""One rank on a page of its own: its place, its threads, its last events, and its stack, if the
-doctor has asked for it."""
+"""The page of one rank: its place, threads, last events, and its stack if the doctor has one."""
 
 from __future__ import annotations
 
@@ -7,9 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
-from torchwhere.render.text import Line, events_lines, plain, ranks_text
-from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_word
+from torchwhere.render.lines import Line, plain
+from torchwhere.render.text import events_lines
+from torchwhere.render.top_rows import Charset, age, collective_text, module_text, speed, state_text
 
 _EVENTS = 12
 _FRAMES = 24
@@ -21,9 +22,9 @@ def detail_lines(
     *,
     verdict: dict[str, Any] | None,
     width: int,
-    snapshots: Charset,
+    charset: Charset,
 ) -> Iterator[Line]:
-    """`box` is what was read of it; None where that was not possible."""
+    """The lines of the page. `box` is None if it cannot be read."""
     lines = (
         *_facts(rank),
         *_threads(box),
@@ -32,14 +33,14 @@ def detail_lines(
         *_verdict(verdict),
     )
     for line in lines:
-        yield [(snapshots.of(text), style) for text, style in line]
+        yield [(charset.of(text), style) for text, style in line]
 
 
 def _facts(rank: RankNow) -> Iterator[Line]:
     place, meta = rank.place, rank.live_box.meta
     yield [
         (f"rank {rank.rank}", "bold"),
-        (f"  {state_word(rank)}", "bold red" if rank.is_trouble else "bold"),
+        (f"  {state_text(rank)}", "bold red" if rank.is_trouble else "bold"),
     ]
     if rank.detail:
         yield _fact("detail", rank.detail)
@@ -53,15 +54,11 @@ def _facts(rank: RankNow) -> Iterator[Line]:
     )
     yield _fact("line", place.line or "-")
     yield _fact("last", collective_text(rank))
-    yield _fact("age", age(rank.age_s) + (" (stands still)" if rank.is_stalled else ""))
+    yield _fact("age", age(rank.age_s) + (" (stalled)" if rank.is_stalled else ""))
     if rank.waits_for:
-        yield _fact(
-            "waits for",
-            f"rank {ranks_text(rank.waits_for[:64])}"
-            + (" and more" if len(rank.waits_for) > 64 else ""),
-        )
+        yield _fact("waits for", ranks_phrase(rank.waits_for))
     if rank.is_blamed:
-        yield _fact("blamed", "others wait for this rank")
+        yield _fact("blamed", "other ranks wait for this one")
 
 
 def _fact(name: str, text: object) -> Line:
@@ -70,7 +67,7 @@ def _fact(name: str, text: object) -> Line:
 
 def _threads(box: Box | None) -> Iterator[Line]:
     if box is None:
-        yield [("its box cannot be read", "bold")]
+        yield [("the box of this rank cannot be read", "bold")]
         return
     yield [("threads", "bold")]
     for cursor in box.cursors():
@@ -84,7 +81,7 @@ def _stack(rank: int, verdict: dict[str, Any] | None) -> Iterator[Line]:
     report = reports.get(str(rank)) if isinstance(reports, dict) else None
     stack = report.get("stack") if isinstance(report, dict) else None
     if isinstance(stack, list) and stack:
-        yield [("stack, innermost first, when the doctor came", "bold")]
+        yield [("stack, innermost first, at the time of the verdict", "bold")]
         for frame in stack[:_FRAMES]:
             yield [(f"  {plain(frame).rpartition('/site-packages/')[2]}", "")]
 

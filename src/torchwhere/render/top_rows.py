@@ -1,9 +1,7 @@
-"""The rows of the live screen as lines: which columns have room at a width, and what stands in
-each.
+"""The rows of the live screen as lines: which columns fit a width, and the text of each cell.
 
-The widths depend on the screen and on how long ranks and steps are, not on the rest: a screen that
-is painted twice a second must not jump. Everything that comes from the job is made harmless first
-(`Charset`).
+Widths depend only on the screen and on the length of ranks and steps: a screen that is painted
+twice a second must not jump. Every text of the job is sanitized first (`Charset`).
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ from dataclasses import dataclass
 from rich.cells import cell_len, set_cell_size
 
 from torchwhere.core.place import Certainty, shown
+from torchwhere.core.rank_text import ranks_text
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.cohorts import LiveCohort
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.diagnose.live.run import is_culprit
-from torchwhere.render.text import Line, plain, ranks_text
+from torchwhere.render.lines import Line, plain
 from torchwhere.render.top_view import TopRow
 
 _SHORT_PASS = {
@@ -28,41 +27,40 @@ _SHORT_PASS = {
     "recompute": "rec",
     "outside": "-",
 }
+_SHORT_STATE = {"finished": "done", "FINISHED": "DONE"}
 VARIOUS = "(various)"
+_MOST_COMPARED = 64  # ranks of a cohort
 _MOST_RANKS = 24  # cells of a cohort's ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Charset:
-    """What a terminal can show: all of Unicode, or ASCII alone."""
+    """The characters that a terminal can show: Unicode, or only ASCII."""
 
     is_ascii: bool = False
 
     def of(self, text: object) -> str:
-        found = plain(text)
-        return found.encode("ascii", "replace").decode() if self.is_ascii else found
+        safe = plain(text)
+        return safe.encode("ascii", "replace").decode() if self.is_ascii else safe
 
     def fit(self, text: str, width: int, *, keep_end: bool = False, right: bool = False) -> str:
-        """In exactly so many cells."""
+        """Pad or cut a text to exactly `width` cells."""
         room = width - cell_len(text)
         if room >= 0:
             return " " * room + text if right else text + " " * room
         mark = "~" if self.is_ascii else "…"
         if width < 2:
             return set_cell_size(text, width)
-        kept = (
-            set_cell_size(text[::-1], width - 1)[::-1]
-            if keep_end
-            else set_cell_size(text, width - 1)
-        )
-        return mark + kept if keep_end else kept + mark
+        if keep_end:
+            return mark + set_cell_size(text[::-1], width - 1)[::-1]
+        return set_cell_size(text, width - 1) + mark
 
 
 # -- cells -----------------------------------------------------------------------------------------
 
 
 def age(seconds: float) -> str:
-    """In at most five cells."""
+    """A duration in at most five characters."""
     if seconds < 99.95:
         return f"{seconds:.1f}s"
     for unit, size, most in (("s", 1, 600), ("m", 60, 600 * 60), ("h", 3600, 1000 * 3600)):
@@ -72,20 +70,17 @@ def age(seconds: float) -> str:
 
 
 def speed(steps_per_s: float | None) -> str:
-    """In at most five cells."""
+    """A speed in at most five characters."""
     if steps_per_s is None:
         return "-"
-    return (
-        f"{steps_per_s:.2f}"
-        if steps_per_s < 9.995
-        else f"{steps_per_s:.1f}"
-        if steps_per_s < 99.95
-        else f"{steps_per_s:.0f}"
-    )
+    for below, digits in ((9.995, 2), (99.95, 1)):
+        if steps_per_s < below:
+            return f"{steps_per_s:.{digits}f}"
+    return f"{steps_per_s:.0f}"
 
 
-def state_word(rank: RankNow) -> str:
-    """Capitals for those who are the reason that others wait."""
+def state_text(rank: RankNow) -> str:
+    """The state, in capitals if the rank is the reason that others wait."""
     if rank.state in (State.DEAD, State.STOPPED):
         return str(rank.state).upper()
     if rank.state is State.FINISHED:
@@ -97,18 +92,16 @@ def state_word(rank: RankNow) -> str:
 
 def _state(cohort: LiveCohort, width: int) -> str:
     rank = cohort.ranks[0]
-    word = state_word(rank)
-    if (
-        rank.waits_for
-        and rank.state is State.WAITING
-        and len({other.waits_for for other in cohort.ranks[:64]}) == 1
-    ):
-        longer = f"{word} for {_some(rank.waits_for)}"
-        word = longer if len(longer) <= width else word
-    return {"finished": "done", "FINISHED": "DONE"}.get(word, word) if len(word) > width else word
+    text = state_text(rank)
+    if rank.waits_for and rank.state is State.WAITING:
+        awaited = {other.waits_for for other in cohort.ranks[:_MOST_COMPARED]}
+        longer = f"{text} for {_awaited_text(rank.waits_for)}"
+        if len(awaited) == 1 and len(longer) <= width:
+            return longer
+    return text if len(text) <= width else _SHORT_STATE.get(text, text)
 
 
-def _some(ranks: Sequence[int]) -> str:
+def _awaited_text(ranks: Sequence[int]) -> str:
     return ranks_text(ranks) if len(ranks) <= 4 else f"{len(ranks)} ranks"
 
 
@@ -124,9 +117,9 @@ def _ranks(row: TopRow, width: int) -> str:
     return f"{ranks[0]}..{count}"
 
 
-def _same(texts: Iterable[str]) -> str:
-    found = set(texts)
-    return found.pop() if len(found) == 1 else VARIOUS
+def _common(texts: Iterable[str]) -> str:
+    distinct = set(texts)
+    return distinct.pop() if len(distinct) == 1 else VARIOUS
 
 
 def module_text(rank: RankNow) -> str:
@@ -134,27 +127,22 @@ def module_text(rank: RankNow) -> str:
     if place.module is None and place.certainty is Certainty.UNKNOWN:
         return "?"
     phase = rank.live_box.phase() if place.module is None else None
-    return (
-        f"({phase})"
-        if phase
-        else shown(place.module) + (f" call {place.call}" if place.call else "")
-    )
+    if phase:
+        return f"({phase})"
+    return shown(place.module) + (f" call {place.call}" if place.call else "")
 
 
 def collective_text(rank: RankNow) -> str:
-    return (
-        f"{rank.issued.op} #{rank.issued.number} {rank.group}" if rank.issued is not None else "-"
-    )
+    if rank.issued is None:
+        return "-"
+    return f"{rank.issued.op} #{rank.issued.number} {rank.group}"
 
 
 def _place(cohort: LiveCohort, text: Callable[[RankNow], str]) -> str:
-    """Ranks that stand still have one place; of many that move, what a few of them have in
-    common."""
-    return (
-        text(cohort.ranks[0])
-        if not cohort.is_moving
-        else _same(text(rank) for rank in cohort.ranks[:8])
-    )
+    """The place of a cohort. Stalled ranks share one; of moving ranks, a few are compared."""
+    if not cohort.is_moving:
+        return text(cohort.ranks[0])
+    return _common(text(rank) for rank in cohort.ranks[:8])
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -170,7 +158,7 @@ class _Spec:
     keep_end: bool = False
 
 
-# In the order they stand in. `_PRIORITY` is the order in which they get room.
+# In the order of the screen. `_PRIORITY` is the order in which they get room.
 _COLUMNS = (
     _Spec("rank", "rank", 4, _MOST_RANKS),
     _Spec("state", "state", 7, 20),
@@ -189,56 +177,58 @@ MARKS = 2  # cells before the first column
 
 
 def widths(rows: Sequence[TopRow], width: int, *, step: int) -> dict[str, int]:
-    """How wide each column is; those without room are not there."""
+    """The width of each column; a column without room is left out."""
     specs = {spec.key: spec for spec in _COLUMNS}
-    many = [row for row in rows if len(row.cohort.ranks) > 1]
+    needed = {key: spec.least for key, spec in specs.items()}
+    needed["rank"] = _rank_width(rows, width)
+    needed["step"] = max(4, len(str(step)))
+    left = width - MARKS + 1
+    chosen: dict[str, int] = {}
+    for key in _PRIORITY:
+        if needed[key] + 1 <= left:
+            chosen[key] = needed[key]
+            left -= needed[key] + 1
+    for turn, key in enumerate(_GROWING):
+        if key not in chosen:
+            continue
+        is_first_round = turn < len(_GROWING) // 2
+        most = _WANTED.get(key, specs[key].most) if is_first_round else specs[key].most
+        growth = max(0, min(left, most - chosen[key]))
+        chosen[key] += growth
+        left -= growth
+    return {spec.key: chosen[spec.key] for spec in _COLUMNS if spec.key in chosen}
+
+
+def _rank_width(rows: Sequence[TopRow], width: int) -> int:
     longest = max(
         (len(str(max(rank.rank for rank in row.cohort.ranks))) for row in rows), default=1
     )
-    needed = {key: spec.least for key, spec in specs.items()}
-    needed["rank"] = (
-        max(4, min(_MOST_RANKS if width >= 60 else 12, 2 * longest + 9))
-        if many
-        else max(4, longest)
-    )
-    needed["step"] = max(4, len(str(step)))
-    left, found = width - MARKS + 1, {}
-    for key in _PRIORITY:
-        if needed[key] + 1 <= left:
-            found[key] = needed[key]
-            left -= needed[key] + 1
-    for turn, key in enumerate(_GROWING):
-        if key in found:
-            most = (
-                specs[key].most if turn >= len(_GROWING) // 2 else _WANTED.get(key, specs[key].most)
-            )
-            more = max(0, min(left, most - found[key]))
-            found[key] += more
-            left -= more
-    return {spec.key: found[spec.key] for spec in _COLUMNS if spec.key in found}
+    if all(len(row.cohort.ranks) == 1 for row in rows):
+        return max(4, longest)
+    return max(4, min(_MOST_RANKS if width >= 60 else 12, 2 * longest + 9))
 
 
-def heading(columns: dict[str, int], snapshots: Charset) -> Line:
+def heading(columns: dict[str, int], charset: Charset) -> Line:
     specs = {spec.key: spec for spec in _COLUMNS}
     cells = [
-        snapshots.fit(specs[key].heading, width, right=specs[key].right)
+        charset.fit(specs[key].heading, width, right=specs[key].right)
         for key, width in columns.items()
     ]
     return [(" " * MARKS + " ".join(cells), "bold")]
 
 
-def row_line(
-    row: TopRow, columns: dict[str, int], snapshots: Charset, *, is_selected: bool
-) -> Line:
+def row_line(row: TopRow, columns: dict[str, int], charset: Charset, *, is_selected: bool) -> Line:
     lead = row.cohort.lead
     specs = {spec.key: spec for spec in _COLUMNS}
     cells = []
     for key, width in columns.items():
-        text = snapshots.of(cell(row, key, width))
-        cells.append(
-            snapshots.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end)
-        )
-    mark = "!" if lead.is_trouble else "+" if len(row.cohort.ranks) > 1 and not row.is_open else " "
+        text = charset.of(cell(row, key, width))
+        cells.append(charset.fit(text, width, right=specs[key].right, keep_end=specs[key].keep_end))
+    mark = " "
+    if lead.is_trouble:
+        mark = "!"
+    elif len(row.cohort.ranks) > 1 and not row.is_open:
+        mark = "+"
     style = row_style(lead)
     text = (">" if is_selected else " ") + mark + " ".join(cells)
     return [(text, f"{style} reverse".strip() if is_selected and style != "culprit" else style)]
@@ -262,8 +252,8 @@ def cell(row: TopRow, key: str, width: int) -> str:
     if key == "step":
         return "-" if rank.step is None else str(rank.step)
     if key == "pass":
-        found = _place(cohort, lambda rank: rank.place.pass_)
-        return found if len(found) <= width else _SHORT_PASS.get(found, "*")
+        pass_ = _place(cohort, lambda rank: rank.place.pass_)
+        return pass_ if len(pass_) <= width else _SHORT_PASS.get(pass_, "*")
     if key in ("module", "line", "last"):
         texts = {
             "module": module_text,

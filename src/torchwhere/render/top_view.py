@@ -1,8 +1,7 @@
-"""What the live screen shows of a run, and what a key changes in it: order, filter, what is
-selected and what is opened.
+"""What the live screen shows of a run, and how keys change it: order, filter, selection, pages.
 
-No terminal here: `View.rows` gives the rows for a run and a number of lines, `View.press` takes the
-name of a key.
+It knows no terminal: `View.rows` gives the rows for a run and a number of lines, `View.press` takes
+the name of a key.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Id = tuple[str, int]  # "cohort" or "rank", and the lowest rank
 
 @dataclass(frozen=True, slots=True)
 class TopRow:
-    """One line: a rank, several that do the same, or a rank out of such a cohort that is opened."""
+    """One line: a rank, a cohort of ranks that do the same, or a rank of an opened cohort."""
 
     cohort: LiveCohort
     is_inner: bool = False
@@ -31,15 +30,15 @@ class TopRow:
     @property
     def id(self) -> Id:
         ranks = self.cohort.ranks
-        return (
-            ("cohort", min(rank.rank for rank in ranks))
-            if len(ranks) > 1
-            else ("rank", ranks[0].rank)
-        )
+        if len(ranks) == 1:
+            return "rank", ranks[0].rank
+        return "cohort", min(rank.rank for rank in ranks)
 
 
 def _severity(rank: RankNow) -> int:
-    return 2 if is_culprit(rank) else 1 if rank.is_trouble else 0
+    if is_culprit(rank):
+        return 2
+    return 1 if rank.is_trouble else 0
 
 
 def _speed(rank: RankNow) -> float:
@@ -60,8 +59,7 @@ SORTS: dict[str, Callable[[RankNow], Any]] = {
 
 
 def slowness(rank: RankNow) -> tuple[Any, ...]:
-    """The larger, the slower: trouble first, then who is behind, then who is slow, then who has not
-    moved for long."""
+    """A sort key: trouble is slowest, then a low step, a low speed, a long time without a move."""
     return (
         _severity(rank),
         rank.state is not State.FINISHED,
@@ -73,47 +71,45 @@ def slowness(rank: RankNow) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class View:
-    """What somebody has chosen to see."""
+    """What the user has chosen to see."""
 
     sort: str = "trouble"
     filter: str = ""
     typing: str | None = None  # the filter, while it is typed
-    # whether ranks that do the same share a line; None: when they do not fit otherwise
+    # whether ranks that do the same share a line; None: only if they do not fit otherwise
     folds: bool | None = None
     page: str = "list"  # list, detail, help
     is_paused: bool = False
     selected: Id | None = None
     opened: set[int] = field(default_factory=set)  # cohorts, by their lowest rank
-    index: int = 0  # where the selected row was
-    top: int = 0  # the first row, or line, on the screen
+    index: int = 0  # of the selected row
+    top: int = 0  # the first row or line on the screen
     detail_of: int = -1
 
     # -- rows --------------------------------------------------------------------------------------
 
     def rows(self, run: RunNow, height: int) -> list[TopRow]:
-        ranks = sorted(self.kept(run), key=SORTS[self.sort])
+        ranks = sorted(self.matching(run), key=SORTS[self.sort])
         folds = self.folds if self.folds is not None else len(ranks) > max(height, 1)
-        found: list[TopRow] = []
+        rows: list[TopRow] = []
         for cohort in cohorts(ranks) if folds else map(single, ranks):
             row = TopRow(cohort)
             is_open = row.id[0] == "cohort" and row.id[1] in self.opened
-            found.append(TopRow(cohort, is_open=is_open))
+            rows.append(TopRow(cohort, is_open=is_open))
             if is_open:
-                found += [TopRow(single(rank), is_inner=True) for rank in cohort.ranks]
-        self._follow(found, height)
-        return found
+                rows += [TopRow(single(rank), is_inner=True) for rank in cohort.ranks]
+        self._follow(rows, height)
+        return rows
 
-    def kept(self, run: RunNow) -> list[RankNow]:
-        """The ranks that have all the words of the filter."""
+    def matching(self, run: RunNow) -> list[RankNow]:
+        """The ranks that match all words of the filter."""
         words = (self.typing if self.typing is not None else self.filter).lower().split()
-        return (
-            [rank for rank in run.ranks if all(map(_texts(rank).__contains__, words))]
-            if words
-            else list(run.ranks)
-        )
+        if not words:
+            return list(run.ranks)
+        return [rank for rank in run.ranks if all(map(_filter_text(rank).__contains__, words))]
 
     def _follow(self, rows: list[TopRow], height: int) -> None:
-        """Keep the selection on what was selected, and on the screen."""
+        """Keep the same row selected and on the screen."""
         ids = [row.id for row in rows]
         if self.selected in ids:
             self.index = ids.index(self.selected)
@@ -125,7 +121,7 @@ class View:
     # -- keys --------------------------------------------------------------------------------------
 
     def press(self, key: str, run: RunNow, height: int) -> bool:
-        """Whether to go on: `q` ends."""
+        """Handle a key. Returns False for `q`, which quits."""
         if self.typing is not None:
             self._type(key)
             return True
@@ -170,7 +166,7 @@ class View:
             self.sort = names[(names.index(self.sort) + 1) % len(names)]
         elif key == "c":
             self.folds = not (
-                self.folds if self.folds is not None else len(self.kept(run)) > height
+                self.folds if self.folds is not None else len(self.matching(run)) > height
             )
         elif key == "/":
             self.typing = self.filter
@@ -207,8 +203,8 @@ _MOVES: dict[str, Callable[[int], int]] = {
 }
 
 
-def _texts(rank: RankNow) -> str:
-    """All that a filter looks at."""
+def _filter_text(rank: RankNow) -> str:
+    """The text that a filter searches."""
     place, issued = rank.place, rank.issued
     last = f"{issued.op} #{issued.number} {rank.group}" if issued is not None else ""
     stuck = "stuck" if is_culprit(rank) and rank.state is State.RUNNING else ""

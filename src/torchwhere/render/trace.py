@@ -1,7 +1,7 @@
-"""A timeline as Chrome's trace events, in JSON: what Perfetto, chrome://tracing and HTA read.
+"""A timeline as Chrome trace events in JSON, for Perfetto, chrome://tracing and HTA.
 
-Takes what `diagnose/timeline` found, gives the text piece by piece: nothing is held but one rank at
-a time. A rank is a process, its threads are threads. `docs/trace.md` says what is in a trace.
+Takes the result of `diagnose/timeline`, gives the text piece by piece: only one rank is in memory
+at a time. A rank is a process, its threads are threads. `docs/trace.md` describes the content.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torchwhere.diagnose.clocks.call_arrivals import CallArrivals
 from torchwhere.diagnose.timeline.load import RunTimelines
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
-# beyond all ranks: Perfetto takes a thread whose number is that of its process for the main thread
+# Larger than any rank: Perfetto takes a thread with the number of its process as the main thread.
 _TIDS = 2_000_000
-_THREADS = 256  # numbers of threads are below this
+_THREADS = 256  # thread numbers are smaller
 _OF_PLACE = ("subject", "module", "line", "graph", "beneficiary", "param", "pass", "flags")
-# of points at the same time, Perfetto may take the last for the first
+# Perfetto may swap points of the same time, so later ones get a later time.
 _LATER_NS = {"s": 0, "t": 1, "f": 2}
 _MOST_NAME = 256
+_PIECE = 4096  # events
 _MOST_LISTED = 16
 _OF_COLLECTIVE = (
     "op",
@@ -50,7 +51,7 @@ _CATEGORIES = {
     Kind.NOTE: "note",
     Kind.EXCEPTION: "exception",
 }
-# What HTA calls a step, and what kineto calls the rest.
+# The categories of kineto. HTA looks for steps under this one.
 _KINETO = {
     "step": "user_annotation",
     "phase": "user_annotation",
@@ -61,7 +62,7 @@ _KINETO = {
 
 @dataclass(slots=True)
 class TraceCounts:
-    """What was written."""
+    """Counts what was written."""
 
     slices: int = 0
     instants: int = 0
@@ -76,21 +77,17 @@ class TraceCounts:
         return self.slices + self.instants + self.flows + self.counters
 
     def to_dict(self) -> dict[str, Any]:
-        found = {
-            name: getattr(self, name)
-            for name in ("events", "slices", "instants", "flows", "counters", "unfinished")
-        }
-        return found | {"ranks": self.ranks}
+        names = ("events", "slices", "instants", "flows", "counters", "unfinished")
+        return {name: getattr(self, name) for name in names} | {"ranks": self.ranks}
 
 
-def head(box: Box, found: RunTimelines) -> str:
-    """The beginning of a file. HTA takes the first `"rank": N` in it, with the space, for the rank
-    of the trace."""
+def head(box: Box, survey: RunTimelines) -> str:
+    """The start of a file. HTA takes the first `"rank": N` in it, with the space, as the rank."""
     backend = next(
         (str(group["backend"]) for group in box.groups().values() if group.get("backend")), ""
     )
-    begin_ns, clocks = found.begin_ns, found.clocks.to_dict()
-    info = {"backend": backend, "rank": box.rank, "world_size": found.run.world_size}
+    begin_ns, clocks = survey.begin_ns, survey.clocks.to_dict()
+    info = {"backend": backend, "rank": box.rank, "world_size": survey.run.world_size}
     return (
         f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms",'
         f' "baseTimeNanoseconds": {begin_ns}, "otherData":'
@@ -102,11 +99,11 @@ TAIL = "\n]}\n"
 
 
 def joined(events: Iterable[str], *, is_first: bool) -> Iterator[str]:
-    """Events as they stand in a list, several at a time: a file is written in large pieces."""
+    """Join events to large pieces of a JSON list."""
     piece: list[str] = []
     for event in events:
         piece.append(event)
-        if len(piece) == 4096:
+        if len(piece) == _PIECE:
             yield ("" if is_first else ",\n") + ",\n".join(piece)
             is_first, piece = False, []
     if piece:
@@ -114,47 +111,45 @@ def joined(events: Iterable[str], *, is_first: bool) -> Iterator[str]:
 
 
 class RankWriter:
-    """The events of one rank."""
+    """Writes the events of one rank."""
 
     def __init__(
         self,
         box: Box,
-        found: Timeline,
+        timeline: Timeline,
         survey: RunTimelines,
         *,
-        counter: TraceCounts,
+        counts: TraceCounts,
         is_kineto: bool = False,
     ) -> None:
-        self._box, self._found, self._survey, self._tally = box, found, survey, counter
+        self._box, self._timeline, self._survey, self._counts = box, timeline, survey, counts
         self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
         self._pid = _process(box) if is_kineto else box.rank
-        self._said: dict[tuple[Any, ...], tuple[str, str]] = {}
+        self._starts: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
         self._places = list(zip(*(rows[name].tolist() for name in _OF_PLACE), strict=True))
         self._own = list(
             zip(*(rows[name].tolist() for name in ("step", "extra", "call")), strict=True)
         )
-
-        tracks = {(each.thread, each.lane) for each in found.slices} | {
-            (each.thread, 0) for each in found.instants
-        }
+        tracks = {(piece.thread, piece.lane) for piece in timeline.slices}
+        tracks |= {(instant.thread, 0) for instant in timeline.instants}
         self._tracks = {track: f'"pid":{self._pid},"tid":{_tid(*track)}' for track in tracks}
 
     def events(self) -> Iterator[str]:
-        self._tally.ranks.append(self._box.rank)
-        self._tally.has_modules |= self._found.has_modules
+        self._counts.ranks.append(self._box.rank)
+        self._counts.has_modules |= self._timeline.has_modules
         yield from self._names()
-        slices = self._found.slices
-        self._tally.slices += len(slices)
-        for each, arrivals in zip(slices, self._met(), strict=True):
+        slices = self._timeline.slices
+        self._counts.slices += len(slices)
+        for piece, arrivals in zip(slices, self._met(), strict=True):
             if arrivals is not None and arrivals.arrived > 1:
-                yield f"{self._slice(each)},\n{self._arrow(each, arrivals)}"
+                yield f"{self._slice(piece)},\n{self._arrow(piece, arrivals)}"
             else:
-                yield self._slice(each)
-        for instant in self._found.instants:
+                yield self._slice(piece)
+        for instant in self._timeline.instants:
             yield self._instant(instant)
-        for t_ns, size in self._found.step_bytes:
-            self._tally.counters += 1
+        for t_ns, size in self._timeline.step_bytes:
+            self._counts.counters += 1
             name = '"name":"bytes issued in the step","ph":"C"'
             yield f'{{{name},"ts":{self._us(t_ns)},"pid":{self._pid},"args":{{"bytes":{size}}}}}'
 
@@ -184,64 +179,62 @@ class RankWriter:
 
     # -- slices ------------------------------------------------------------------------------------
 
-    def _slice(self, each: Slice) -> str:
-        begin_ns, end_ns, kind, at, thread, marks, _, arrivals, lane = each
-        start, args = self._said.get((kind, self._places[at])) or self._words(kind, at)
-        step, more, call = self._own[at]
+    def _slice(self, piece: Slice) -> str:
+        begin_ns, end_ns, kind, at, thread, marks, _, arrivals, lane = piece
+        start, args = self._starts.get((kind, self._places[at])) or self._start(kind, at)
+        step, extra, call = self._own[at]
         if kind == "collective":
-            args = f'{args},"number":{more}'
+            args += f',"number":{extra}'
         if arrivals is not None:
             late_us = (begin_ns - arrivals.first_ns) / 1000
-            args = (
-                f'{args},"arrived":{arrivals.arrived},"last":{arrivals.last_rank}'
-                f',"after_first_us":{late_us:.3f}'
-            )
-        step_said = f',"step":{step}' if step != NO_STEP else ""
-        call_text = f',"call":{call}' if call != NO_CALL and self._places[at][1] else ""
-        when = (
-            f'"ts":{(begin_ns - self._begin_ns) / 1000:.3f},"dur":{(end_ns - begin_ns) / 1000:.3f}'
-        )
-        marked = (
-            ',"end":"estimated"'
-            if marks == Mark.ESTIMATED
-            else self._marked(marks)
-            if marks
-            else ""
-        )
-        track = self._tracks[thread, lane]
-        all_args = f"{args}{step_said}{call_text}{marked}"
-        return f'{start}"ph":"X",{when},{track},"args":{{{all_args}}}}}'
+            args += f',"arrived":{arrivals.arrived},"last":{arrivals.last_rank}'
+            args += f',"after_first_us":{late_us:.3f}'
+        if step != NO_STEP:
+            args += f',"step":{step}'
+        if call != NO_CALL and self._places[at][1]:
+            args += f',"call":{call}'
+        if marks:
+            args += self._marked(marks)
+        ts, dur = (begin_ns - self._begin_ns) / 1000, (end_ns - begin_ns) / 1000
+        when = f'"ts":{ts:.3f},"dur":{dur:.3f}'
+        return f'{start}"ph":"X",{when},{self._tracks[thread, lane]},"args":{{{args}}}}}'
 
     def _marked(self, marks: int) -> str:
-        said = ""
+        if marks == Mark.ESTIMATED:  # by far the most common
+            return ',"end":"estimated"'
+        args = ""
         if marks & Mark.UNFINISHED:
-            self._tally.unfinished += 1
-            said += ',"unfinished":true'
+            self._counts.unfinished += 1
+            args += ',"unfinished":true'
         if marks & Mark.EARLY:
-            said += ',"began":"before the ring does"'
+            args += ',"began":"before the ring does"'
         if marks & Mark.ESTIMATED:
-            said += ',"end":"estimated"'
-        return said + (',"cut":true' if marks & (Mark.CUT_BEGIN | Mark.CUT_END) else "")
+            args += ',"end":"estimated"'
+        if marks & (Mark.CUT_BEGIN | Mark.CUT_END):
+            args += ',"cut":true'
+        return args
 
-    def _words(self, kind: str, at: int) -> tuple[str, str]:
-        """The beginning of an event and of its arguments: the same for all that happen at one
-        place, but for steps."""
+    def _start(self, kind: str, at: int) -> tuple[str, str]:
+        """The start of an event and of its arguments: equal for all events of one place.
+
+        Steps are the exception: their name holds the number.
+        """
         event = self._box.event(at)
         place, fields = event.place.to_dict(), event.fields
         args = {
-            k: place[k]
-            for k in ("pass", "module", "line", "graph", "param")
-            if place[k] is not None
+            key: place[key]
+            for key in ("pass", "module", "line", "graph", "param")
+            if place[key] is not None
         }
         if place["certainty"] != "exact":
             args["certainty"] = place["certainty"]
-        args |= self._described(kind, fields)
-        cat = _KINETO.get(kind, "user_annotation") if self._is_kineto else kind
+        args |= self._details(kind, fields)
+        category = _KINETO.get(kind, "user_annotation") if self._is_kineto else kind
         name = self._title(kind, event.place.step, fields, event.place.module, event.place.pass_)
-        known = f'{{"name":{json.dumps(name)},"cat":"{cat}",', _compact(args)[1:-1]
+        start = f'{{"name":{json.dumps(name)},"cat":"{category}",', _compact(args)[1:-1]
         if kind != "step":
-            self._said[kind, self._places[at]] = known
-        return known
+            self._starts[kind, self._places[at]] = start
+        return start
 
     def _title(
         self, kind: str, step: int | None, fields: dict[str, Any], module: str | None, pass_: str
@@ -257,113 +250,117 @@ class RankWriter:
             f"compile {fields.get('what')}" if kind == "compile" else str(fields.get("phase"))
         )
 
-    def _described(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _details(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         if kind == "compile":
-            return {k: fields[k] for k in ("what", "part", "because") if fields.get(k) is not None}
+            return {
+                key: fields[key]
+                for key in ("what", "part", "because")
+                if fields.get(key) is not None
+            }
         if kind != "collective":
             return {}
-        said = {k: fields[k] for k in _OF_COLLECTIVE if fields.get(k) not in (None, [])}
-        said |= {
-            k: fields[k]
-            for k in ("group_desc", "mesh_dim", "group_size")
-            if fields.get(k) is not None
-        }
+        details = {key: fields[key] for key in _OF_COLLECTIVE if fields.get(key) not in (None, [])}
+        for key in ("group_desc", "mesh_dim", "group_size"):
+            if fields.get(key) is not None:
+                details[key] = fields[key]
         beneficiary = fields.get("for")
         if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
             beneficiary = f"{beneficiary[0]} .. {beneficiary[-1]} ({len(beneficiary)} parameters)"
-        return (
-            said
-            | ({"for": beneficiary} if beneficiary is not None else {})
-            | {"async": fields["async"]}
-        )
+        if beneficiary is not None:
+            details["for"] = beneficiary
+        details["async"] = fields["async"]
+        return details
 
     # -- instants ----------------------------------------------------------------------------------
 
-    def _instant(self, each: Instant) -> str:
-        self._tally.instants += 1
-        event = self._box.event(each.at)
+    def _instant(self, instant: Instant) -> str:
+        self._counts.instants += 1
+        event = self._box.event(instant.at)
         place, fields = event.place.to_dict(), event.fields
         text = fields.get("text") or fields.get("reason") or fields.get("what")
-        category = _CATEGORIES[each.kind]
-        name = (
-            str(text)
-            if each.kind == Kind.NOTE and text
-            else f"{category}: {text}"
-            if text
-            else category
-        )
+        category = _CATEGORIES[instant.kind]
+        name = category
+        if text:
+            name = str(text) if instant.kind == Kind.NOTE else f"{category}: {text}"
         args = {
-            k: v for k, v in place.items() if k not in ("rank", "thread") and v is not None
-        } | fields
-        where = f'"ts":{self._us(each.t_ns)},{self._tracks[each.thread, 0]},"s":"t"'
-        named = f'"name":{json.dumps(_short(name))},"cat":"{category}"'
-        return f'{{{named},"ph":"i",{where},"args":{_compact(args)}}}'
+            key: value
+            for key, value in place.items()
+            if key not in ("rank", "thread") and value is not None
+        }
+        start = f'{{"name":{json.dumps(_short(name))},"cat":"{category}","ph":"i"'
+        where = f'"ts":{self._us(instant.t_ns)},{self._tracks[instant.thread, 0]},"s":"t"'
+        return f'{start},{where},"args":{_compact(args | fields)}}}'
 
     # -- arrows ------------------------------------------------------------------------------------
 
     def _met(self) -> list[CallArrivals | None]:
-        """For each slice, who of those that are drawn came to that call."""
-        slices, survey = self._found.slices, self._survey
+        """For each slice, the arrivals at that call among the ranks that are drawn."""
+        slices, survey = self._timeline.slices, self._survey
         if survey.shown_arrivals is survey.arrivals:
-            return [each.arrivals for each in slices]
-        found: list[CallArrivals | None] = [None] * len(slices)
+            return [piece.arrivals for piece in slices]
+        found_arrivals: list[CallArrivals | None] = [None] * len(slices)
         by_stream: dict[ClockStream, list[int]] = {}
-        for index, each in enumerate(slices):
-            if each.stream is not None and not each.marks & Mark.CUT_BEGIN:
-                by_stream.setdefault(each.stream, []).append(index)
+        for index, piece in enumerate(slices):
+            if piece.stream is not None and not piece.marks & Mark.CUT_BEGIN:
+                by_stream.setdefault(piece.stream, []).append(index)
         for stream, indexes in by_stream.items():
             numbers = np.array([self._own[slices[index].at][1] for index in indexes], np.int64)
             for index, arrivals in zip(
                 indexes, survey.shown_arrivals.of(stream, numbers), strict=True
             ):
-                found[index] = arrivals
-        return found
+                found_arrivals[index] = arrivals
+        return found_arrivals
 
-    def _arrow(self, each: Slice, arrivals: CallArrivals) -> str:
-        """From who came first, over all others, to who came last; from a send to its recv."""
-        self._tally.flows += 1
-        rank, stream = self._rank, each.stream
-        phase = "s" if rank == arrivals.first_rank else "f" if rank == arrivals.last_rank else "t"
+    def _arrow(self, piece: Slice, arrivals: CallArrivals) -> str:
+        """An arrow from the first arrival over all others to the last; from a send to its recv."""
+        self._counts.flows += 1
+        rank, stream = self._rank, piece.stream
+        phase = "t"
+        if rank == arrivals.first_rank:
+            phase = "s"
+        elif rank == arrivals.last_rank:
+            phase = "f"
         if stream is None or not stream.is_message:
-            return self._point("collective", phase, each.begin_ns, each, arrivals)
+            return self._point("collective", phase, piece.begin_ns, piece, arrivals)
         if (
             arrivals.first_rank != stream.destination
             or arrivals.held_ns <= arrivals.last_ns + _LATER_NS["f"]
         ):
-            return self._point("message", phase, each.begin_ns, each, arrivals)
+            return self._point("message", phase, piece.begin_ns, piece, arrivals)
         if rank == stream.source:
-            return self._point("message", "s", each.begin_ns, each, arrivals)
-        return self._received(each, stream, arrivals)
+            return self._point("message", "s", piece.begin_ns, piece, arrivals)
+        return self._received(piece, stream, arrivals)
 
-    def _received(self, each: Slice, stream: ClockStream, arrivals: CallArrivals) -> str:
-        """A recv that has waited for its send. Perfetto draws from what began first to what began
-        later: the arrow ends at a slice of its own, from when the message can have come."""
-        self._tally.slices += 1
-        begin_ns = min(arrivals.last_ns, each.end_ns)
-        when = f'"ts":{self._us(begin_ns)},"dur":{(each.end_ns - begin_ns) / 1000:.3f}'
+    def _received(self, piece: Slice, stream: ClockStream, arrivals: CallArrivals) -> str:
+        """A recv that waited for its send.
+
+        Perfetto draws arrows from earlier to later starts, so the arrow ends at an extra slice that
+        starts when the message can have arrived.
+        """
+        self._counts.slices += 1
+        begin_ns = min(arrivals.last_ns, piece.end_ns)
+        when = f'"ts":{self._us(begin_ns)},"dur":{(piece.end_ns - begin_ns) / 1000:.3f}'
         name = f'"name":"from rank {stream.source}","cat":"message","ph":"X"'
-        track = self._tracks[each.thread, each.lane]
-        point = self._point("message", "f", begin_ns, each, arrivals)
-        return f'{{{name},{when},{track},"args":{{"number":{self._own[each.at][1]}}}}},\n{point}'
+        track = self._tracks[piece.thread, piece.lane]
+        point = self._point("message", "f", begin_ns, piece, arrivals)
+        return f'{{{name},{when},{track},"args":{{"number":{self._own[piece.at][1]}}}}},\n{point}'
 
-    def _point(self, name: str, phase: str, t_ns: int, each: Slice, arrivals: CallArrivals) -> str:
+    def _point(self, name: str, phase: str, t_ns: int, piece: Slice, arrivals: CallArrivals) -> str:
         end = ',"bp":"e"' if phase == "f" else ""
-        t_us = (t_ns + _LATER_NS[phase] - self._begin_ns) / 1000
-        where = f'"ts":{t_us:.3f},{self._tracks[each.thread, each.lane]}'
+        where = f'"ts":{self._us(t_ns + _LATER_NS[phase])},{self._tracks[piece.thread, piece.lane]}'
         return (
             f'{{"name":"{name}","cat":"{name}","ph":"{phase}","id":{arrivals.call},{where}{end}}}'
         )
 
 
 def _process(box: Box) -> int:
-    """The number of the process, as the profiler has it. HTA takes all of a process 0 for a GPU's:
-    no rank may be one."""
+    """The process id, as the profiler writes it. HTA takes process 0 as a GPU, so none may be 0."""
     pid = box.meta.get("pid")
     return pid if type(pid) is int and 0 < pid < 1 << 31 else box.rank + 1
 
 
 def _tid(thread: int, lane: int) -> int:
-    """The number of a track: the steps, then the threads, then what lies across others."""
+    """The number of a track: the steps, then the threads, then lanes for overlapping slices."""
     return _TIDS + thread + 1 + lane * (_THREADS + 1)
 
 
@@ -372,5 +369,5 @@ def _short(text: str) -> str:
 
 
 def _compact(value: Any) -> str:
-    """As JSON, without a space: only the head has a rank that HTA finds."""
+    """JSON without spaces: HTA must find a rank only in the head."""
     return json_text(value, separators=(",", ":"))

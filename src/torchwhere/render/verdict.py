@@ -1,10 +1,11 @@
-"""A verdict as a person reads it at 3 a.m., and as JSON."""
+"""A verdict as text and as JSON."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 _TITLES = {
@@ -16,46 +17,50 @@ _TITLES = {
     VerdictKind.TOGETHER: "HANG, ALL TOGETHER",
     VerdictKind.HEALTHY: "HEALTHY",
 }
+_MOST_STACKS = 4
+_MOST_FRAMES = 12
 
 
 def verdict_lines(verdict: Verdict) -> list[str]:
-    steps = [
-        report.place.step for report in verdict.ranks.values() if report.place.step is not None
-    ]
-    head = [f"{len(verdict.ranks)} rank{'s' * (len(verdict.ranks) != 1)}"]
-    if steps:
-        head.append(
-            f"step {min(steps)}"
-            if min(steps) == max(steps)
-            else f"steps {min(steps)} to {max(steps)}"
-        )
-    if verdict.stalled_s is not None:
-        head.append(f"no progress for {verdict.stalled_s:.0f} s")
-    if verdict.certainty == "inferred":
-        head.append(f"({verdict.certainty})")
-    title = _TITLES[verdict.kind]
-    if verdict.certainty == "unknown":
-        title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
-    lines = [f"{title}  {', '.join(head)}", *verdict.explanation]
-    common = verdict.last_common
-    if common is not None and verdict.kind is not VerdictKind.MISMATCH:
-        where = (
-            f"{common['pass']} of {common['module']}"
-            if common.get("module")
-            else common.get("pass")
-        )
-        call = f"{common.get('op')} #{common.get('number')}"
-        step = f"step {common['step']}" if common.get("step") is not None else None
-        lines.append(
-            "  last in common: " + ", ".join(filter(None, (call, step, where, common.get("line"))))
-        )
-    for rank in verdict.culprits[:4]:
+    """The lines of the text: title, explanation, last common collective, stacks, missing data."""
+    lines = [_title(verdict), *verdict.explanation]
+    if verdict.last_common is not None and verdict.kind is not VerdictKind.MISMATCH:
+        lines.append(f"  last in common: {_call_text(verdict.last_common)}")
+    for rank in verdict.culprits[:_MOST_STACKS]:
         report = verdict.ranks.get(rank)
         if report is not None and report.stack:
             lines.append(f"  stack of rank {rank}, innermost first:")
-            lines += [f"    {line.rpartition('/site-packages/')[2]}" for line in report.stack[:12]]
+            frames = report.stack[:_MOST_FRAMES]
+            lines += [f"    {frame.rpartition('/site-packages/')[2]}" for frame in frames]
     lines += [f"Not known: {sentence}" for sentence in verdict.missing_data]
-    return [_inert(line) for line in lines]
+    return [printable(line) for line in lines]
+
+
+def _title(verdict: Verdict) -> str:
+    places = [report.place for report in verdict.ranks.values()]
+    steps = [place.step for place in places if place.step is not None]
+    facts = [plural(len(verdict.ranks), "rank")]
+    if steps and min(steps) == max(steps):
+        facts.append(f"step {min(steps)}")
+    elif steps:
+        facts.append(f"steps {min(steps)} to {max(steps)}")
+    if verdict.stalled_s is not None:
+        facts.append(f"no progress for {verdict.stalled_s:.0f} s")
+    if verdict.certainty == "inferred":
+        facts.append(f"({verdict.certainty})")
+    title = _TITLES[verdict.kind]
+    if verdict.certainty == "unknown":
+        title = "DEAD, CAUSE NOT KNOWN" if verdict.kind is VerdictKind.DEAD else "NOT KNOWN"
+    return f"{title}  {', '.join(facts)}"
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    parts: list[str | None] = [f"{call.get('op')} #{call.get('number')}"]
+    if call.get("step") is not None:
+        parts.append(f"step {call['step']}")
+    parts.append(f"{call['pass']} of {call['module']}" if call.get("module") else call.get("pass"))
+    parts.append(call.get("line"))
+    return ", ".join(part for part in parts if part)
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -63,15 +68,7 @@ def verdict_text(verdict: Verdict) -> str:
 
 
 def verdict_json(verdict: Verdict) -> dict[str, Any]:
-    """The stable object: what the verdict holds, and its text."""
-    found: dict[str, Any] = json.loads(
-        json.dumps(verdict.to_dict() | {"text": verdict_text(verdict)}, default=str)
-    )
-    return found
-
-
-def _inert(line: str) -> str:
-    """Names and messages may hold anything; a terminal must not obey them."""
-    return "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line
-    )
+    """The verdict as a stable JSON object, with its text."""
+    values = verdict.to_dict() | {"text": verdict_text(verdict)}
+    decoded: dict[str, Any] = json.loads(json.dumps(values, default=str))
+    return decoded

@@ -11,6 +11,7 @@ import numpy as np
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty, Place
 from torchwhere.core.sanitize import plural
+from torchwhere.core.stall import ENDED_S
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
@@ -210,9 +211,10 @@ class Context:
         """How long a wait may last.
 
         A job that is over cannot be given more time: ten times the usual interval, but at least
-        half of `stall_s`. A healthy job pauses too, to save or to evaluate.
+        `ENDED_S`, or half of `stall_s` if that is less. A healthy job pauses too, to save or to
+        evaluate.
         """
-        least = stall_s / 2
+        least = min(ENDED_S, stall_s / 2)
         return (
             max(least, min(stall_s - _UNSEEN_S, self._usual_s(rank, key) * _UNUSUAL))
             if self.is_over

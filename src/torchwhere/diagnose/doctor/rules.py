@@ -14,6 +14,7 @@ from typing import Any
 
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.core.place import Certainty
+from torchwhere.core.stall import ENDED_S, STALL_S
 from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.rebase import rebase_numbers
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
@@ -30,7 +31,6 @@ from torchwhere.diagnose.doctor.verdict import State, Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import Wait, awaited, cycle, new_peers, waiting_for, waits
 from torchwhere.processes.status import ProcessStatus
 
-STALL_S = 30.0
 _USUALLY = 2  # times the median delay
 _ASKED = 64  # waiting ranks that are checked for a call that the awaited rank skipped
 
@@ -53,7 +53,9 @@ def diagnose(
     """
     job_calls = rebase_numbers(job_calls if job_calls is not None else calls_of_run(run))
     seen = dict(statuses or {})
-    exits = Exits(job_calls, seen, now_ns, interrupted(job_calls, waited_s=stall_s / 2))
+    exits = Exits(
+        job_calls, seen, now_ns, interrupted(job_calls, waited_s=min(ENDED_S, stall_s / 2))
+    )
     stopped = {
         rank for rank, status in seen.items() if status.is_stopped and rank in job_calls.by_rank
     }

@@ -23,7 +23,9 @@ from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.waiting import waiting_ranks
 from torchwhere.processes.status import ProcessStatus
 
-STALL_S = 1.5  # visible at the next poll: within two seconds
+# `torchwhere top` marks a rank that makes no progress for this long: within two seconds of the
+# stop. The doctor calls a wait a hang much later (`core.stall.STALL_S`).
+NO_PROGRESS_S = 1.5
 _STEPS = 5  # a rank may be still for as long as so many of its steps take
 _GAPS = 2  # or so many times its longest stop so far
 _START_S = 30.0  # before the first module, collective or step, and during compilation
@@ -151,7 +153,7 @@ class _Track:
 class LiveRanks:
     """The ranks of one run, over many polls."""
 
-    def __init__(self, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, *, stall_s: float = NO_PROGRESS_S) -> None:
         self._stall_s = stall_s
         self._tracks: dict[int, _Track] = {}
 

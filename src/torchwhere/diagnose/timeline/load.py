@@ -17,7 +17,6 @@ from torchwhere.blackbox.reader import BoxReader
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
@@ -103,11 +102,7 @@ def load_timelines(
     files = box_files(folder)
     reader, count_box = BoxReader(), _Counter(len(files), on_progress)
     run, all_arrivals = _read_arrivals(Path(folder), files, reader, count_box)
-    unknown = sorted((ranks or set()) - set(run.boxes))
-    if unknown:
-        raise TorchwhereError(
-            f"{folder} has no box of rank {unknown[0]}; it has {ranks_phrase(run.boxes)}"
-        )
+    run.checked_ranks(ranks)
     clocks = Aligner(all_arrivals).clocks()
     job_arrivals = JobArrivals(clocks)
     is_whole = ranks is None and steps is None

@@ -1,7 +1,8 @@
-"""Texts from outside, made harmless for a page: `texts.js` does the same for what the script shows.
+"""Sanitizes texts for the page; `texts.js` does the same for texts that the script shows.
 
-Control and direction characters become visible signs; markup is escaped; absurd lengths are cut,
-with the whole in the title.
+Control and direction characters become visible symbols, markup is escaped, and absurd lengths are
+cut, with the whole text in the title. The page shows a symbol for each control character, where
+`core/sanitize.py`, for terminals, has one replacement for all.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ def inert(text: str) -> str:
     return text if text.isprintable() else "".join(map(_visible, text))
 
 
-def _visible(sign: str) -> str:
-    if sign.isprintable():
-        return sign
-    code = ord(sign)
+def _visible(character: str) -> str:
+    if character.isprintable():
+        return character
+    code = ord(character)
     if code < 0x20:
-        return chr(0x2400 + code)  # the picture of that control character
+        return chr(0x2400 + code)  # the symbol of that control character
     return "\N{SYMBOL FOR DELETE}" if code == 0x7F else "\N{REPLACEMENT CHARACTER}"
 
 
@@ -31,6 +32,6 @@ def inert_html(text: str, *, longest: int = LONGEST) -> str:
 
 
 def name_html(text: str, *, longest: int = LONGEST) -> str:
-    """Isolated: its direction ends with it."""
+    """A name from outside, isolated: right-to-left text does not reorder its neighbours."""
     title = f' title="{inert_html(text, longest=LONGEST_TITLE)}"' if len(text) > longest else ""
     return f"<bdi{title}>{inert_html(text, longest=longest)}</bdi>"

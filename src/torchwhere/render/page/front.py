@@ -1,7 +1,6 @@
-"""The parts of the report page that are there before any script runs: the verdict, what was
-missing, the settings.
+"""The parts of the report page that need no script: the verdict, missing data, the settings.
 
-Takes the report, gives HTML in which every text from outside is inert.
+Takes the report, gives HTML in which every text from outside is sanitized.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 from torchwhere.render.page.escape import inert_html, name_html
 
-_BADGES = {  # a word and a sign: never a colour alone
+_BADGES = {  # a word and a symbol: never a colour alone
     "missing": ("HANG", "■"),
     "mismatch": ("MISMATCH", "≠"),
     "deadlock": ("DEADLOCK", "∞"),
@@ -26,10 +25,10 @@ _LONGEST_LINE = 600
 
 
 def front_html(report: Mapping[str, Any]) -> str:
-    """The head of the page: whose run this is, and the verdict."""
+    """The head of the page: the title of the run, and the verdict."""
     verdict = report.get("verdict") or {}
     kind = str(verdict.get("kind"))
-    word, sign = _BADGES.get(kind, (kind.upper(), "?"))
+    word, symbol = _BADGES.get(kind, (kind.upper(), "?"))
     lines = str(verdict.get("text") or "").splitlines()
     headline = str(verdict.get("headline") or (lines[1] if len(lines) > 1 else word))
     evidence, stacks, unknown = _sorted(lines[1:], headline)
@@ -41,27 +40,27 @@ def front_html(report: Mapping[str, Any]) -> str:
         f'<span class="title">{name_html(str(report.get("title") or ""))}</span>'
         f'<span class="made">{inert_html(str(report.get("made_at") or ""))}</span>'
         '<button type="button" id="theme" hidden>Dark</button></div>'
-        f'<p class="kind-of"><span class="badge"><span aria-hidden="true">{sign}</span>'
+        f'<p class="kind-of"><span class="badge"><span aria-hidden="true">{symbol}</span>'
         f" {inert_html(word)}</span> "
         f"{inert_html(of)}</p>"
         f"<h1>{name_html(_sentence(headline), longest=_LONGEST_LINE)}</h1>"
         f"{_culprits(verdict.get('culprits') or ())}{_evidence(evidence)}"
         f"{''.join(_stack(title, lines, folder) for title, lines in stacks)}{_unknown(unknown)}"
-        "<noscript><p>Everything below needs the page's own script, which this browser does not"
+        "<noscript><p>Everything below needs the script of this page, which this browser does not"
         " run.</p></noscript>"
         "</header>\n"
     )
 
 
 def _sentence(headline: str) -> str:
-    """In a text it may lead to the lines below it; here it stands by itself."""
+    """End a headline with a full stop. In the text a colon may lead to the lines below it."""
     return f"{headline[:-1]}." if headline.endswith(":") else headline
 
 
 def _sorted(
     lines: Sequence[str], headline: str
 ) -> tuple[list[str], list[tuple[str, list[str]]], list[str]]:
-    """The lines of a verdict's text: what it rests on, the stacks, what is not known."""
+    """Sort the lines of a verdict's text into evidence, stacks, and what is not known."""
     evidence: list[str] = []
     stacks: list[tuple[str, list[str]]] = []
     unknown: list[str] = []
@@ -78,7 +77,7 @@ def _sorted(
 
 
 def _culprits(culprits: Sequence[Any]) -> str:
-    """Links to the cells of the ranks that are named."""
+    """Links to the cells of the culprits."""
     if not culprits:
         return ""
     links = " ".join(
@@ -95,7 +94,7 @@ def _evidence(lines: Sequence[str]) -> str:
 
 
 def _stack(title: str, lines: Sequence[str], folder: str) -> str:
-    """Its lines as in the job's own folder."""
+    """One stack, with paths relative to the job's folder."""
     shown = "".join(f"<li>{name_html(line.removeprefix(folder))}</li>" for line in lines)
     return (
         f"<details><summary>{inert_html(title[:1].upper() + title[1:])}</summary><ol"
@@ -106,7 +105,7 @@ def _stack(title: str, lines: Sequence[str], folder: str) -> str:
 def _unknown(lines: Sequence[str]) -> str:
     shown = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
     return (
-        "<details><summary>What the verdict could not rest on"
+        "<details><summary>Data that the verdict lacks"
         f" ({len(lines)})</summary><ul>{shown}</ul></details>"
         if lines
         else ""
@@ -114,16 +113,16 @@ def _unknown(lines: Sequence[str]) -> str:
 
 
 def missing_html(report: Mapping[str, Any]) -> str:
-    """What was missing or torn."""
+    """The data that was missing or damaged."""
     lines = [str(line) for line in report.get("missing") or ()]
     if not lines:
-        return '<p class="nothing">Nothing: every rank has a whole box.</p>'
-    items = "".join(f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines)
-    return f"<ul>{items}</ul>"
+        return '<p class="nothing">Nothing: every rank has a complete box.</p>'
+    items = [f"<li>{name_html(line, longest=_LONGEST_LINE)}</li>" for line in lines]
+    return f"<ul>{''.join(items)}</ul>"
 
 
 def settings_html(report: Mapping[str, Any]) -> str:
-    """The settings of the run, and who made this page when."""
+    """The settings of the run, and when this page was made by which version."""
     settings = dict(report.get("settings") or {})
     settings |= {"page made": f"{report.get('made_at')}, by torchwhere {report.get('torchwhere')}"}
     rows = (

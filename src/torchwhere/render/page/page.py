@@ -1,9 +1,9 @@
-"""Puts the report page together: one HTML file that needs nothing else and lets nothing else in.
+"""Builds the report page: one HTML file that loads nothing else.
 
-Takes the report as `Report.to_dict()` gives it, gives the page's text. The verdict, what was
-missing and the settings are plain HTML, there before any script runs; all other sections are built
-by the page's own script (`script/`) from the JSON in it. Its policy names that script and that
-style sheet by their hashes: nothing else runs, nothing is loaded, nothing is sent.
+Takes the report as `Report.to_dict()` gives it, gives the text of the page. The verdict, missing
+data and the settings are plain HTML; the page's own script (`script/`) builds all other sections
+from the JSON in the page. The content security policy names that script and the style sheet by
+their hashes: nothing else runs, nothing is loaded, nothing is sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from torchwhere.render.page.escape import inert_html
 from torchwhere.render.page.front import front_html, missing_html, settings_html
 
-# In this order, each may use what stands before it.
+# In this order: each script may use those before it.
 SCRIPTS = (
     "texts",
     "elements",
@@ -49,8 +49,8 @@ SECTIONS = {
     "missing": "Missing",
     "settings": "Settings",
 }
-# What would end the script element, or a line of a script, inside a JSON text.
-_ESCAPES = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+# Characters that could end the script element, or a line of a script, inside a JSON text.
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def page_html(report: Mapping[str, Any]) -> str:
@@ -85,15 +85,14 @@ def page_html(report: Mapping[str, Any]) -> str:
 
 
 def page_json(report: Mapping[str, Any]) -> str:
-    """The data of the page. It may stand inside a script element: whatever it holds, it cannot end
-    it."""
+    """The data of the page, escaped so that it cannot end the script element it is in."""
     return json.dumps(
         _finite(report), separators=(",", ":"), allow_nan=False, default=str
     ).translate(_ESCAPES)
 
 
 def _finite(value: Any) -> Any:
-    """NaN and infinities, which JSON does not have, are not known."""
+    """Replace NaN and infinities, which JSON lacks, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -126,6 +125,6 @@ def _part(name: str) -> str:
 
 @cache
 def _script() -> str:
-    """All scripts as one, in a scope of their own."""
+    """All scripts as one, in their own scope."""
     parts = "\n".join(_part(f"script/{name}.js") for name in SCRIPTS)
     return f'"use strict";\n(() => {{\n{parts}}})();\n'

@@ -1,21 +1,21 @@
-/* Collectives: for the chosen group its numbers against ranks, who arrived when, bytes over steps, and the first difference. */
+/* Collectives of a chosen group: arrivals by rank and number, bytes by step, and the first difference. */
 
-const MOST_TO_DIFFERENCE = 60; // rows that are shown at first so that it is among them
-const LITTLE_MS = 1; // of skew: less is nothing to look at
+const MOST_TO_DIFFERENCE = 60; // rows shown at first to include the first difference
+const LITTLE_MS = 1; // a smaller skew does not matter
 
 function showCollectives(report) {
   const groups = report.collectives;
   if (!groups.length)
     return nothing(
       "No collective was recorded.",
-      "A job of one process has none; `torchwhere run` records all that go through `torch.distributed`.",
+      "A job of one process has none; `torchwhere run` records every call of `torch.distributed`.",
     );
   const place = el("div");
   const show = (at) => place.replaceChildren(...groupView(groups[Number(at)], report));
   const options = groups.map((group, at) => [String(at), groupTitle(group)]);
   show(0);
   const more = report.more_groups
-    ? `${plural(report.more_groups, "more group")} in the boxes; these moved the most, or are in the verdict`
+    ? `${plural(report.more_groups, "more group")} in the boxes; these moved the most bytes, or are in the verdict`
     : "";
   return [
     el(
@@ -29,8 +29,8 @@ function showCollectives(report) {
 }
 
 function groupTitle(group) {
-  const who = group.members ? `: ${ranksText(group.members, 4)}` : "";
-  return `${cut(inert(group.group), 32)}, ${plural(group.count ?? group.size, "rank")}${who}`;
+  const members = group.members ? `: ${ranksText(group.members, 4)}` : "";
+  return `${cut(inert(group.group), 32)}, ${plural(group.count ?? group.size, "rank")}${members}`;
 }
 
 function groupView(group, report) {
@@ -53,9 +53,9 @@ function groupView(group, report) {
 
 /* -- the first difference --------------------------------------------------------------------------------------------- */
 
-function difference(found) {
-  if (!found) return null;
-  const cohorts = found.cohorts.map((cohort) =>
+function difference(first) {
+  if (!first) return null;
+  const cohorts = first.cohorts.map((cohort) =>
     el(
       "li",
       {},
@@ -67,12 +67,12 @@ function difference(found) {
   return el(
     "div",
     { class: "callout" },
-    el("p", {}, el("b", {}, "\u25b2 First difference"), ` at #${found.number}: ranks issued different things.`),
+    el("p", {}, el("b", {}, "\u25b2 First difference"), ` at #${first.number}: ranks issued different collectives.`),
     el("ul", {}, cohorts),
   );
 }
 
-/* -- who arrived when ------------------------------------------------------------------------------------------------- */
+/* -- arrivals --------------------------------------------------------------------------------------------------------- */
 
 function arrivals(group, report) {
   const { rows, matrix } = group;
@@ -89,17 +89,13 @@ function arrivals(group, report) {
     isFlagged: (row) => culprits.has(matrix.ranks[row]),
     isMarked: (column) => rows[column].differs || differs.has(rows[column].number),
     leastMost: LITTLE_MS,
-    absent: "not arrived, or not in its ring any more",
+    absent: "not arrived, or overwritten in the ring",
     hint: rows.some((row) => row.differs) ? "\u25b2 ranks differ" : "",
     describe: (row, column) => {
       const late = matrix.ms[row][column];
       const { number, op, bytes, step, module, line } = rows[column];
-      const when =
-        late === null
-          ? "has not arrived, or its record is gone"
-          : late
-            ? `arrived ${duration(late)} after the first`
-            : "arrived first";
+      let when = late ? `arrived ${duration(late)} after the first` : "arrived first";
+      if (late === null) when = "has not arrived, or its record was overwritten";
       return [
         `rank ${matrix.ranks[row]} at #${number}: ${when}`,
         `${op}, ${amount(bytes)}${step === null ? "" : `, step ${step}`}`,
@@ -110,7 +106,7 @@ function arrivals(group, report) {
   const size = group.count ?? group.size;
   const chosen =
     matrix.ranks.length < size
-      ? ` (${matrix.ranks.length} of ${count(size)} ranks: the extremes and those the verdict names)`
+      ? ` (${matrix.ranks.length} of ${count(size)} ranks: the extremes and those that the verdict names)`
       : "";
   return el("figure", {}, el("figcaption", {}, `Arrival after the first rank${chosen}`), map.element);
 }
@@ -123,33 +119,33 @@ function bytesChart(points) {
     "aria-label": `Bytes per step, steps ${points[0][0]} to ${points[points.length - 1][0]}`,
   });
   const frame = el("div", { class: "chart" }, canvas);
-  const most = points.reduce((found, [, bytes]) => Math.max(found, bytes), 1);
+  const most = points.reduce((largest, [, bytes]) => Math.max(largest, bytes), 1);
   const [left, height, base] = [64, 64, 18];
   const pitch = (width) => Math.min(28, (width - left) / points.length);
-  keptDrawn(frame, (width) => {
-    const pen = sized(canvas, width, height + base);
-    pen.font = `11px ${FONT}`;
-    pen.fillStyle = palette.get("--bar");
+  redrawOnChange(frame, (width) => {
+    const ctx = sized(canvas, width, height + base);
+    ctx.font = `11px ${FONT}`;
+    ctx.fillStyle = palette.get("--bar");
     points.forEach(([, bytes], at) => {
       const tall = (bytes / most) * (height - 6);
-      pen.fillRect(left + at * pitch(width), height - tall, Math.max(1, pitch(width) - 1), tall);
+      ctx.fillRect(left + at * pitch(width), height - tall, Math.max(1, pitch(width) - 1), tall);
     });
-    pen.fillStyle = palette.get("--muted");
-    pen.textAlign = "right";
-    pen.fillText(amount(most), left - 6, 14);
-    pen.fillText("0", left - 6, height);
-    pen.textAlign = "left";
-    pen.fillText(`step ${points[0][0]}`, left, height + 14);
+    ctx.fillStyle = palette.get("--muted");
+    ctx.textAlign = "right";
+    ctx.fillText(amount(most), left - 6, 14);
+    ctx.fillText("0", left - 6, height);
+    ctx.textAlign = "left";
+    ctx.fillText(`step ${points[0][0]}`, left, height + 14);
     if (points.length * pitch(width) > 140) {
-      pen.textAlign = "right";
-      pen.fillText(`step ${points[points.length - 1][0]}`, left + points.length * pitch(width), height + 14);
+      ctx.textAlign = "right";
+      ctx.fillText(`step ${points[points.length - 1][0]}`, left + points.length * pitch(width), height + 14);
     }
   });
   frame.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const at = Math.floor((event.clientX - box.left - left) / pitch(box.width));
     if (at < 0 || at >= points.length) tip.hide();
-    else tip.show([`step ${points[at][0]}`, `${amount(points[at][1])} by each of its ranks`], event.clientX, event.clientY);
+    else tip.show([`step ${points[at][0]}`, `${amount(points[at][1])} by each rank`], event.clientX, event.clientY);
   });
   frame.addEventListener("pointerleave", () => tip.hide());
   return el("figure", {}, el("figcaption", {}, "Bytes per step, of one rank"), frame);
@@ -173,7 +169,7 @@ function collectiveTable(group) {
     { label: "step", value: (row) => row.step, isNumber: true, isName: true },
     { label: "module", value: (row) => row.module, cell: (row) => name(row.module, { longest: 60 }) },
     { label: "line", value: (row) => row.line, cell: (row) => name(row.line, { longest: 60 }) },
-    { label: "arrived", value: (row) => row.arrived - row.of, cell: arrived, isNumber: true, title: "\u25c6: not all of them" },
+    { label: "arrived", value: (row) => row.arrived - row.of, cell: arrived, isNumber: true, title: "\u25c6: not all ranks" },
     {
       label: "skew",
       value: (row) => row.skew_ms,
@@ -187,7 +183,10 @@ function collectiveTable(group) {
   const first = group.rows.findIndex((row) => row.differs);
   const atFirst =
     first < 0 || group.rows.length - first > MOST_TO_DIFFERENCE ? 12 : Math.max(12, group.rows.length - first + 1);
-  const rowClass = (row) => (row.differs ? "differs" : row.arrived < row.of ? "short" : null);
+  const rowClass = (row) => {
+    if (row.differs) return "differs";
+    return row.arrived < row.of ? "short" : null;
+  };
   return sortedTable({
     caption: `Collectives of ${group.group}`,
     columns,

@@ -1,4 +1,4 @@
-/* Elements are made here and nowhere else. There is no way in for markup: texts become text nodes, after `inert`. */
+/* Creates all elements. Markup cannot enter: every text becomes a text node, after `inert`. */
 
 function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
@@ -19,25 +19,25 @@ function put(parent, children) {
   return parent;
 }
 
-/* A text from outside: isolated, so that its direction ends with it; cut, with the whole in its title. */
+/* A text from outside: isolated, so that right-to-left text does not reorder its neighbours; cut, with the whole in its title. */
 function name(text, { longest = LONGEST, mono = true } = {}) {
   if (text === null || text === undefined || text === "") return null;
   const whole = inert(text);
   const shown = cut(whole, longest);
   const title = whole.length > FITS ? cut(whole, LONGEST_TITLE) : null;
-  return el("bdi", { class: mono ? "name" : "said", title }, shown);
+  return el("bdi", { class: mono ? "name" : "sentence", title }, shown);
 }
 
 function section(id) {
   return document.querySelector(`#${id} .body`);
 }
 
-/* What a section says that has nothing to show: what is missing, and how to get it. */
+/* The text of an empty section: what is missing, and how to record it. */
 function nothing(what, how) {
   return el("p", { class: "nothing" }, what, " ", how ? codes(how) : null);
 }
 
-/* Our own words with `code` in them. */
+/* One of our own texts with `code` in it. */
 function codes(text) {
   return text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part));
 }
@@ -59,7 +59,7 @@ function button(text, onclick, properties = {}) {
   return el("button", { type: "button", ...properties, on: { click: onclick } }, text);
 }
 
-/* A part that opens; what is in it is made when it is first opened. */
+/* A part that opens. Its content is made when it opens first. */
 function fold(title, make, { open = false } = {}) {
   const made = el("details", {}, el("summary", {}, title));
   const fill = () => {
@@ -74,7 +74,7 @@ function fold(title, make, { open = false } = {}) {
   return made;
 }
 
-/* One small box for all that is hovered or pointed at by keys. */
+/* The tooltip, shared by all maps. */
 const tip = {
   box: null,
   show(lines, x, y) {
@@ -93,7 +93,7 @@ const tip = {
   },
 };
 
-/* A text for those who hear the page. */
+/* A text for screen readers. */
 function liveRegion() {
   return el("p", { class: "unseen", role: "status", "aria-live": "polite" });
 }

@@ -1,8 +1,8 @@
-/* A heat map: rows by columns, darker is more. For the pointer, for keys (arrows) and, through its status line, for the ear.
+/* A heat map: rows by columns, darker is more. It works with the pointer, with arrow keys, and with screen readers.
  *
  * Takes {label, rows, columns, value(row, column) or null, rowLabel, columnLabel, describe(row, column) lines, isFlagged(row),
- * isMarked(column), format(value), fromLeast, leastMost}. What is over four times the 90th percentile shares the last colour: one compile
- * must not hide the rest. */
+ * isMarked(column), format(value), fromLeast, leastMost}. Values over four times the 90th percentile share the last colour:
+ * one slow compilation must not hide all other differences. */
 
 const GUTTER = 92;
 const FLAG = "\u25b8";
@@ -33,7 +33,7 @@ class HeatMap {
     this.legend = el("p", { class: "legend" });
     this.element = el("div", {}, this.frame, this.legend);
     this.listen();
-    keptDrawn(this.frame, (width) => this.draw(width));
+    redrawOnChange(this.frame, (width) => this.draw(width));
   }
 
   rescale() {
@@ -49,7 +49,7 @@ class HeatMap {
     this.least = this.fromLeast ? first : Math.min(0, first);
     this.most = Math.min(last, 4 * high || last);
     this.isCut = this.most < last;
-    this.most = Math.max(this.most, this.fromLeast ? 1.3 * first : this.leastMost || 0); // noise is not to look like news
+    this.most = Math.max(this.most, this.fromLeast ? 1.3 * first : this.leastMost || 0); // small differences must not look large
     this.known = all.length;
   }
 
@@ -59,17 +59,17 @@ class HeatMap {
     this.cellWidth = Math.min(56, room / this.columns);
     this.cellHeight = Math.max(3, Math.min(20, 420 / this.rows));
     const height = Math.ceil(this.rows * this.cellHeight) + 18;
-    const pen = sized(this.canvas, width, height);
-    pen.font = `11px ${FONT}`;
-    pen.textBaseline = "middle";
-    for (let row = 0; row < this.rows; row++) this.drawRow(pen, row);
-    this.drawRowLabels(pen);
-    this.drawColumnLabels(pen);
-    if (this.at) this.outline(pen, ...this.at);
+    const ctx = sized(this.canvas, width, height);
+    ctx.font = `11px ${FONT}`;
+    ctx.textBaseline = "middle";
+    for (let row = 0; row < this.rows; row++) this.drawRow(ctx, row);
+    this.drawRowLabels(ctx);
+    this.drawColumnLabels(ctx);
+    if (this.at) this.outline(ctx, ...this.at);
     this.drawLegend();
   }
 
-  drawRow(pen, row) {
+  drawRow(ctx, row) {
     const gap = this.cellWidth > 6 ? 1 : 0;
     const down = this.cellHeight > 5 ? 1 : 0;
     const y = row * this.cellHeight;
@@ -77,14 +77,14 @@ class HeatMap {
       const x = GUTTER + column * this.cellWidth;
       const value = this.value(row, column);
       if (value === null || value === undefined) {
-        hatch(pen, x, y, this.cellWidth - gap, this.cellHeight - down);
-        if (this.hasRoom()) this.write(pen, "none", palette.get("--text"), x, y, palette.get("--page"));
+        hatch(ctx, x, y, this.cellWidth - gap, this.cellHeight - down);
+        if (this.hasRoom()) this.write(ctx, "none", palette.get("--text"), x, y, palette.get("--page"));
         continue;
       }
       const [fill, text] = heat(this.part(value));
-      pen.fillStyle = fill;
-      pen.fillRect(x, y, this.cellWidth - gap, this.cellHeight - down);
-      if (this.hasRoom()) this.write(pen, this.format(value), text, x, y);
+      ctx.fillStyle = fill;
+      ctx.fillRect(x, y, this.cellWidth - gap, this.cellHeight - down);
+      if (this.hasRoom()) this.write(ctx, this.format(value), text, x, y);
     }
   }
 
@@ -92,38 +92,38 @@ class HeatMap {
     return this.cellWidth >= 46 && this.cellHeight >= 14;
   }
 
-  write(pen, text, colour, x, y, behind = null) {
-    pen.textAlign = "center";
+  write(ctx, text, colour, x, y, behind = null) {
+    ctx.textAlign = "center";
     if (behind) {
-      const width = pen.measureText(text).width + 4;
-      pen.fillStyle = behind;
-      pen.fillRect(x + (this.cellWidth - width) / 2, y + 2, width, this.cellHeight - 5);
+      const width = ctx.measureText(text).width + 4;
+      ctx.fillStyle = behind;
+      ctx.fillRect(x + (this.cellWidth - width) / 2, y + 2, width, this.cellHeight - 5);
     }
-    pen.fillStyle = colour;
-    pen.fillText(text, x + this.cellWidth / 2, y + this.cellHeight / 2, this.cellWidth - 4);
+    ctx.fillStyle = colour;
+    ctx.fillText(text, x + this.cellWidth / 2, y + this.cellHeight / 2, this.cellWidth - 4);
   }
 
-  drawRowLabels(pen) {
-    pen.textAlign = "right";
+  drawRowLabels(ctx) {
+    ctx.textAlign = "right";
     for (const [row, isFlagged] of spaced(this.rows, 15 / this.cellHeight, this.isFlagged)) {
-      pen.fillStyle = palette.get(isFlagged ? "--text" : "--muted");
-      pen.font = `${isFlagged ? "600 " : ""}11px ${FONT}`;
+      ctx.fillStyle = palette.get(isFlagged ? "--text" : "--muted");
+      ctx.font = `${isFlagged ? "600 " : ""}11px ${FONT}`;
       const text = (isFlagged ? `${FLAG} ` : "") + inert(this.rowLabel(row));
-      pen.fillText(fitText(pen, text, GUTTER - 8), GUTTER - 6, Math.max(6, (row + 0.5) * this.cellHeight));
+      ctx.fillText(fitText(ctx, text, GUTTER - 8), GUTTER - 6, Math.max(6, (row + 0.5) * this.cellHeight));
     }
-    pen.font = `11px ${FONT}`;
+    ctx.font = `11px ${FONT}`;
   }
 
-  drawColumnLabels(pen) {
-    const texts = [0, this.columns - 1].map((column) => pen.measureText(`\u25b2 ${inert(this.columnLabel(column))}`).width);
+  drawColumnLabels(ctx) {
+    const texts = [0, this.columns - 1].map((column) => ctx.measureText(`\u25b2 ${inert(this.columnLabel(column))}`).width);
     const room = Math.min(140, Math.max(...texts) + 6);
-    pen.textAlign = "center";
+    ctx.textAlign = "center";
     for (const [column, isMarked] of spaced(this.columns, room / this.cellWidth, this.isMarked)) {
-      const text = fitText(pen, (isMarked ? "\u25b2 " : "") + inert(this.columnLabel(column)), room);
-      const half = pen.measureText(text).width / 2;
+      const text = fitText(ctx, (isMarked ? "\u25b2 " : "") + inert(this.columnLabel(column)), room);
+      const half = ctx.measureText(text).width / 2;
       const x = Math.min(this.width - half - 1, GUTTER + (column + 0.5) * this.cellWidth);
-      pen.fillStyle = palette.get(isMarked ? "--warn" : "--muted");
-      pen.fillText(text, x, this.rows * this.cellHeight + 10);
+      ctx.fillStyle = palette.get(isMarked ? "--warn" : "--muted");
+      ctx.fillText(text, x, this.rows * this.cellHeight + 10);
     }
   }
 
@@ -152,10 +152,10 @@ class HeatMap {
     ]);
   }
 
-  outline(pen, row, column) {
-    pen.strokeStyle = palette.get("--focus");
-    pen.lineWidth = 2;
-    pen.strokeRect(
+  outline(ctx, row, column) {
+    ctx.strokeStyle = palette.get("--focus");
+    ctx.lineWidth = 2;
+    ctx.strokeRect(
       GUTTER + column * this.cellWidth - 0.5,
       row * this.cellHeight - 0.5,
       this.cellWidth,
@@ -187,17 +187,17 @@ class HeatMap {
     this.at = [Math.max(0, Math.min(this.rows - 1, row)), Math.max(0, Math.min(this.columns - 1, column))];
     this.draw(this.width);
     const box = this.canvas.getBoundingClientRect();
-    const said = this.describe(...this.at);
-    tip.show(said, box.left + GUTTER + (this.at[1] + 1) * this.cellWidth, box.top + (this.at[0] + 1) * this.cellHeight);
-    this.status.textContent = said.map(inert).join(", ");
+    const lines = this.describe(...this.at);
+    tip.show(lines, box.left + GUTTER + (this.at[1] + 1) * this.cellWidth, box.top + (this.at[0] + 1) * this.cellHeight);
+    this.status.textContent = lines.map(inert).join(", ");
   }
 }
 
-/* Which of so many get a label, if labels must be `apart`: those that are marked first, then others where there is room. */
+/* Chooses which of `size` positions get a label, at least `apart` from each other: marked ones first. */
 function spaced(size, apart, isMarked) {
-  const found = [];
-  const isFree = (at) => found.every(([other]) => Math.abs(other - at) >= apart);
-  for (let at = size - 1; at >= 0; at--) if (isMarked(at) && isFree(at)) found.push([at, true]);
-  for (let at = 0; at < size; at += Math.max(1, Math.ceil(apart))) if (isFree(at)) found.push([at, false]);
-  return found;
+  const labels = [];
+  const isFree = (at) => labels.every(([other]) => Math.abs(other - at) >= apart);
+  for (let at = size - 1; at >= 0; at--) if (isMarked(at) && isFree(at)) labels.push([at, true]);
+  for (let at = 0; at < size; at += Math.max(1, Math.ceil(apart))) if (isFree(at)) labels.push([at, false]);
+  return labels;
 }

@@ -1,6 +1,6 @@
-/* The module tree: time, calls, collectives and bytes of each pass, with repeats folded by whoever computed it.
+/* The module tree: time, calls, collectives and bytes of each pass. The report has already folded repeats.
  *
- * Sorting sorts siblings: the tree stays a tree. Searching shows what matches and the way to it. */
+ * Sorting sorts siblings, so the tree stays a tree. Searching shows the matching modules and their parents. */
 
 const MEASURES = {
   ms: ["time", duration],
@@ -49,11 +49,11 @@ class ModuleTree {
   }
 
   build(modules) {
-    const passes = modules.passes.filter((pass) => this.columns.some(([each]) => each === pass));
+    const passes = modules.passes.filter((pass) => this.columns.some(([other]) => other === pass));
     const spans = passes.map((pass) =>
       el(
         "th",
-        { scope: "colgroup", class: "pass", colspan: this.columns.filter(([each]) => each === pass).length },
+        { scope: "colgroup", class: "pass", colspan: this.columns.filter(([other]) => other === pass).length },
         name(pass, { mono: false }),
       ),
     );
@@ -67,10 +67,10 @@ class ModuleTree {
     this.nameHead = el(
       "th",
       { scope: "col", rowspan: 2, class: "sticky" },
-      button("module", () => this.sort(null), { title: "As in the model" }),
+      button("module", () => this.sort(null), { title: "In the order of the model" }),
     );
     this.body = el("tbody");
-    this.said = el("span", { class: "found", role: "status" });
+    this.status = el("span", { class: "found", role: "status" });
     const head = el("thead", {}, el("tr", {}, this.nameHead, spans), el("tr", {}, this.heads));
     const whole = el("table", { class: "tree" }, el("caption", { class: "unseen" }, "Modules"), head, this.body);
     const controls = el(
@@ -82,7 +82,7 @@ class ModuleTree {
       }),
       button("Expand all", () => this.openAll(true)),
       button("Collapse all", () => this.openAll(false)),
-      this.said,
+      this.status,
     );
     this.element = el(
       "div",
@@ -132,25 +132,25 @@ class ModuleTree {
     };
     walk(this.roots, 0);
     this.body.replaceChildren(...lines);
-    this.say(matching, lines.length);
+    this.describe(matching, lines.length);
   }
 
-  say(matching, shown) {
+  describe(matching, shown) {
     if (matching)
-      this.said.textContent = this.found ? `${plural(this.found, "module")} found` : "no module has that in its name";
-    else this.said.textContent = shown >= MOST_ROWS ? `the first ${count(shown)} rows; search for more` : "";
+      this.status.textContent = this.found ? `${plural(this.found, "module")} found` : "no module name contains that";
+    else this.status.textContent = shown >= MOST_ROWS ? `the first ${count(shown)} rows; search for more` : "";
   }
 
-  /* Those whose name matches, and all above them. */
+  /* The modules whose names match, and all their parents. */
   matching() {
-    const found = new Set();
+    const rows = new Set();
     this.found = 0;
     for (const row of this.rows) {
       if (!row.name.toLowerCase().includes(this.wanted)) continue;
       this.found++;
-      for (let at = row.at; at >= 0 && !found.has(at); at = this.rows[at].parent) found.add(at);
+      for (let at = row.at; at >= 0 && !rows.has(at); at = this.rows[at].parent) rows.add(at);
     }
-    return found;
+    return rows;
   }
 
   line(row, depth, isOpen) {
@@ -159,7 +159,7 @@ class ModuleTree {
       { scope: "row", class: "sticky" },
       this.twisty(row, isOpen),
       name(shortModule(row, this.rows), { longest: 90 }),
-      row.times > 1 ? el("span", { class: "times", title: "folded: so many alike" }, ` \u00d7${row.times}`) : null,
+      row.times > 1 ? el("span", { class: "times", title: "this many modules are alike" }, ` \u00d7${row.times}`) : null,
     );
     label.style.paddingLeft = `${6 + depth * 16}px`;
     const cells = this.columns.map(([pass, key], at) => {
@@ -194,11 +194,11 @@ class ModuleTree {
 }
 
 function cellOf(row, pass, key) {
-  const found = row.cells[pass];
-  return found ? found[key] : null;
+  const cells = row.cells[pass];
+  return cells ? cells[key] : null;
 }
 
-/* Below its parent a module needs only the rest of its name. */
+/* The name of a module without its parent's. */
 function shortModule(row, rows) {
   const above = row.parent >= 0 ? rows[row.parent].name : "";
   const rest = above && row.name.startsWith(`${above}.`) ? row.name.slice(above.length + 1) : row.name;
@@ -210,7 +210,7 @@ function showModules(report) {
   if (!modules.rows.length)
     return nothing(
       "No module was recorded.",
-      "Collectives name the module that issued them; `torchwhere run --module-events` records every module call.",
+      "Collectives record the module that issued them; `torchwhere run --module-events` records every module call.",
     );
   return [new ModuleTree(modules).element, modules.note ? el("p", { class: "aside" }, codes(modules.note)) : null];
 }

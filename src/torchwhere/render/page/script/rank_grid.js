@@ -1,10 +1,10 @@
-/* Where each rank's cell goes: in blocks, by what ranks are grouped by, as large as there is room for. It draws nothing. */
+/* Positions of the rank cells: in blocks of ranks that are grouped together, as large as fits. It draws nothing. */
 
-const TILES = 24; // so many ranks and fewer are tiles
+const TILES = 24; // up to this many ranks are drawn as tiles
 const TILE = { width: 196, most: 340, height: 62, gap: 6 };
 const CELL_SIZES = [44, 36, 30, 26, 22, 18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5];
 const MOST_LABELS = 160; // groups
-const HEIGHT = 560; // what the map should not exceed, if it can
+const HEIGHT = 560; // the map stays below this if possible
 
 class RankGrid {
   constructor(ranks) {
@@ -15,20 +15,20 @@ class RankGrid {
 
   groups() {
     const { ranks, groupBy } = this;
-    const [of, names] = groupBy === "none" ? [null, []] : groupBy === "host" ? [ranks.host, ranks.hosts] : this.mesh();
-    if (!of) return [{ label: "", members: ranks.rank.map((_, at) => at) }];
-    const found = new Map();
+    if (groupBy === "none") return [{ label: "", members: ranks.rank.map((_, at) => at) }];
+    const [of, names] = groupBy === "host" ? [ranks.host, ranks.hosts] : this.mesh();
+    const groups = new Map();
     of.forEach((group, at) => {
       const key = group === null || group === undefined ? -1 : group;
-      if (!found.has(key)) found.set(key, { label: key < 0 ? "in no group" : inert(names[key]), members: [] });
-      found.get(key).members.push(at);
+      if (!groups.has(key)) groups.set(key, { label: key < 0 ? "in no group" : inert(names[key]), members: [] });
+      groups.get(key).members.push(at);
     });
-    return [...found.values()];
+    return [...groups.values()];
   }
 
   mesh() {
-    const found = this.ranks.meshes[Number(this.groupBy.slice(5))];
-    return [found.of, found.groups.map((group) => `${found.name} ${group}`)];
+    const mesh = this.ranks.meshes[Number(this.groupBy.slice(5))];
+    return [mesh.of, mesh.groups.map((group) => `${mesh.name} ${group}`)];
   }
 
   arrange(width) {
@@ -46,7 +46,7 @@ class RankGrid {
     }
   }
 
-  /* Gives every rank its corner; gives the height it takes. */
+  /* Computes the corner of every cell. Returns the height of the map. */
   place(cellWidth, cellHeight, gap) {
     Object.assign(this, { cellWidth, cellHeight, gap });
     this.x = new Float32Array(this.size);
@@ -73,7 +73,7 @@ class RankGrid {
 
   columnsOf(block, pitch) {
     const room = Math.max(1, Math.floor((this.width + this.gap) / pitch));
-    const eights = room >= 16 && this.size > TILES ? room - (room % 8) : room; // a host has eight
+    const eights = room >= 16 && this.size > TILES ? room - (room % 8) : room; // hosts often have eight ranks
     const size = block.members.length;
     const wanted = this.blocks.length === 1 || size <= 8 ? size : Math.max(8, Math.ceil(Math.sqrt(size * 2.5) / 8) * 8);
     return Math.max(1, Math.min(eights, wanted));
@@ -93,7 +93,7 @@ class RankGrid {
     return null;
   }
 
-  /* Where a key leads from a rank; null for a key that leads nowhere. */
+  /* The rank that a key leads to; null for other keys. */
   neighbour(from, key) {
     const order = this.blocks.flatMap((block) => block.members);
     const place = order.indexOf(from);
@@ -104,7 +104,7 @@ class RankGrid {
     return key === "ArrowUp" || key === "ArrowDown" ? this.vertical(from, key === "ArrowDown" ? 1 : -1) : null;
   }
 
-  /* The nearest one in the next row that way. */
+  /* The nearest rank in the next row of that direction. */
   vertical(from, sign) {
     const [x, y] = [this.x[from], this.y[from]];
     let [best, bestBy] = [from, Infinity];

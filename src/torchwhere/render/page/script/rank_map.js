@@ -1,6 +1,6 @@
-/* The rank map: a cell for each rank, as large as there is room for. Few ranks are tiles with words, thousands are dots.
+/* The rank map: a cell for each rank, as large as fits. A few ranks are tiles with text, thousands are dots.
  *
- * State is a colour and a sign, never a colour alone: a letter where there is room for one, a shape where there is not. */
+ * A state has a colour and a symbol, never a colour alone: a letter, or a shape if the cell is too small for one. */
 
 const STATES = {
   running: ["R", "running"],
@@ -8,14 +8,14 @@ const STATES = {
   stopped: ["S", "stopped by a signal"],
   dead: ["D", "dead"],
   finished: ["F", "finished"],
-  unknown: ["?", "no box, nothing known"],
+  unknown: ["?", "no box, not known"],
 };
 
 function knownState(state) {
   return Object.hasOwn(STATES, state) ? state : "unknown";
 }
 
-const MARGIN = 2; // for the rings of cells at the edge
+const MARGIN = 2; // room for the rings around cells at the edge
 const MOST_PINS = 12;
 
 class RankMap {
@@ -38,7 +38,7 @@ class RankMap {
     );
     this.legend = el("p", { class: "legend" });
     this.listen();
-    keptDrawn(this.frame, (width) => this.arrange(width));
+    redrawOnChange(this.frame, (width) => this.arrange(width));
   }
 
   arrange(width) {
@@ -61,23 +61,23 @@ class RankMap {
 
   draw() {
     if (!this.wholeWidth) return; // not on the screen yet
-    const pen = sized(this.canvas, this.wholeWidth, this.grid.height + 2 * MARGIN);
-    pen.translate(MARGIN, MARGIN);
-    if (this.grid.hasLabels) this.drawLabels(pen);
+    const ctx = sized(this.canvas, this.wholeWidth, this.grid.height + 2 * MARGIN);
+    ctx.translate(MARGIN, MARGIN);
+    if (this.grid.hasLabels) this.drawLabels(ctx);
     this.scale = this.colourBy === "state" ? null : this.scaleOf();
-    for (let at = 0; at < this.size; at++) this.drawRank(pen, at);
-    this.drawCulprits(pen);
-    this.ring(pen, this.selected, "--text", 2, 1);
-    if (document.activeElement === this.frame) this.ring(pen, this.focused, "--focus", 3, 1);
+    for (let at = 0; at < this.size; at++) this.drawRank(ctx, at);
+    this.drawCulprits(ctx);
+    this.ring(ctx, this.selected, "--text", 2, 1);
+    if (document.activeElement === this.frame) this.ring(ctx, this.focused, "--focus", 3, 1);
     this.drawLegend();
   }
 
-  drawLabels(pen) {
-    pen.font = `11px ${FONT}`;
-    pen.textBaseline = "alphabetic";
-    pen.textAlign = "left";
-    pen.fillStyle = palette.get("--muted");
-    for (const block of this.grid.blocks) pen.fillText(fitText(pen, block.label, block.width - 4), block.x, block.y + 11);
+  drawLabels(ctx) {
+    ctx.font = `11px ${FONT}`;
+    ctx.textBaseline = "alphabetic";
+    ctx.textAlign = "left";
+    ctx.fillStyle = palette.get("--muted");
+    for (const block of this.grid.blocks) ctx.fillText(fitText(ctx, block.label, block.width - 4), block.x, block.y + 11);
   }
 
   values() {
@@ -106,96 +106,96 @@ class RankMap {
     return knownState(this.ranks.states[this.ranks.state[at]]);
   }
 
-  drawRank(pen, at) {
+  drawRank(ctx, at) {
     const [fill, text] = this.colours(at);
     const [x, y] = [this.grid.x[at], this.grid.y[at]];
     const isUnknown = fill === null || (this.colourBy === "state" && this.state(at) === "unknown");
-    if (isUnknown) hatch(pen, x, y, this.grid.cellWidth, this.grid.cellHeight);
+    if (isUnknown) hatch(ctx, x, y, this.grid.cellWidth, this.grid.cellHeight);
     else {
-      pen.fillStyle = fill;
-      pen.fillRect(x, y, this.grid.cellWidth, this.grid.cellHeight);
+      ctx.fillStyle = fill;
+      ctx.fillRect(x, y, this.grid.cellWidth, this.grid.cellHeight);
     }
-    pen.fillStyle = pen.strokeStyle = isUnknown ? palette.get("--text") : text;
-    if (this.size <= TILES) this.drawTile(pen, at, x, y);
-    else if (this.grid.cellHeight >= 22) this.drawNumber(pen, at, x, y);
-    else if (this.colourBy === "state" && this.grid.cellHeight >= 14) this.drawLetter(pen, at, x, y);
-    else if (this.colourBy === "state") drawShape(pen, this.state(at), x, y, this.grid.cellHeight);
+    ctx.fillStyle = ctx.strokeStyle = isUnknown ? palette.get("--text") : text;
+    if (this.size <= TILES) this.drawTile(ctx, at, x, y);
+    else if (this.grid.cellHeight >= 22) this.drawNumber(ctx, at, x, y);
+    else if (this.colourBy === "state" && this.grid.cellHeight >= 14) this.drawLetter(ctx, at, x, y);
+    else if (this.colourBy === "state") drawShape(ctx, this.state(at), x, y, this.grid.cellHeight);
   }
 
-  drawTile(pen, at, x, y) {
+  drawTile(ctx, at, x, y) {
     const { ranks } = this;
     const room = this.grid.cellWidth - 22;
-    pen.textBaseline = "alphabetic";
-    pen.textAlign = "left";
-    pen.font = `600 17px ${FONT}`;
-    pen.fillText(String(ranks.rank[at]), x + 11, y + 22);
-    pen.textAlign = "right";
-    pen.font = `600 11px ${FONT}`;
+    ctx.textBaseline = "alphabetic";
+    ctx.textAlign = "left";
+    ctx.font = `600 17px ${FONT}`;
+    ctx.fillText(String(ranks.rank[at]), x + 11, y + 22);
+    ctx.textAlign = "right";
+    ctx.font = `600 11px ${FONT}`;
     const value = this.colourBy === "state" ? this.state(at) : this.valueText(this.values()[at]);
-    pen.fillText(value, x + this.grid.cellWidth - 11, y + 20);
-    pen.textAlign = "left";
-    pen.font = `11px ${FONT}`;
-    pen.fillText(ranks.step[at] === null ? "" : `step ${ranks.step[at]}`, x + 11, y + 38);
-    pen.fillText(fitText(pen, inert(ranks.places[ranks.place[at]] ?? ""), room), x + 11, y + 52);
+    ctx.fillText(value, x + this.grid.cellWidth - 11, y + 20);
+    ctx.textAlign = "left";
+    ctx.font = `11px ${FONT}`;
+    ctx.fillText(ranks.step[at] === null ? "" : `step ${ranks.step[at]}`, x + 11, y + 38);
+    ctx.fillText(fitText(ctx, inert(ranks.places[ranks.place[at]] ?? ""), room), x + 11, y + 52);
   }
 
-  drawNumber(pen, at, x, y) {
-    pen.textAlign = "center";
-    pen.textBaseline = "middle";
+  drawNumber(ctx, at, x, y) {
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
     const hasTwo = this.grid.cellHeight >= 30;
     const size = this.grid.cellHeight >= 36 ? 13 : this.grid.cellHeight >= 26 ? 11 : 10;
-    pen.font = `${size === 13 ? 600 : 500} ${size}px ${FONT}`;
-    pen.fillText(
+    ctx.font = `${size === 13 ? 600 : 500} ${size}px ${FONT}`;
+    ctx.fillText(
       String(this.ranks.rank[at]),
       x + this.grid.cellWidth / 2,
       y + this.grid.cellHeight * (hasTwo ? 0.36 : 0.5),
       this.grid.cellWidth - 2,
     );
     if (!hasTwo) return;
-    pen.font = `10px ${FONT}`;
+    ctx.font = `10px ${FONT}`;
     const below = this.colourBy === "state" ? STATES[this.state(at)][0] : this.valueText(this.values()[at]);
-    pen.fillText(below, x + this.grid.cellWidth / 2, y + this.grid.cellHeight * 0.74, this.grid.cellWidth - 4);
+    ctx.fillText(below, x + this.grid.cellWidth / 2, y + this.grid.cellHeight * 0.74, this.grid.cellWidth - 4);
   }
 
-  drawLetter(pen, at, x, y) {
-    pen.textAlign = "center";
-    pen.textBaseline = "middle";
-    pen.font = `600 ${Math.min(11, this.grid.cellHeight - 5)}px ${FONT}`;
-    pen.fillText(STATES[this.state(at)][0], x + this.grid.cellWidth / 2, y + this.grid.cellHeight / 2 + 0.5);
+  drawLetter(ctx, at, x, y) {
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    ctx.font = `600 ${Math.min(11, this.grid.cellHeight - 5)}px ${FONT}`;
+    ctx.fillText(STATES[this.state(at)][0], x + this.grid.cellWidth / 2, y + this.grid.cellHeight / 2 + 0.5);
   }
 
-  /* `out`: how far outside the cell its middle line runs. */
-  ring(pen, at, colour, width, out) {
-    pen.strokeStyle = palette.get(colour);
-    pen.lineWidth = width;
-    pen.strokeRect(this.grid.x[at] - out, this.grid.y[at] - out, this.grid.cellWidth + 2 * out, this.grid.cellHeight + 2 * out);
+  /* `out`: the distance of the ring's middle line from the cell. */
+  ring(ctx, at, colour, width, out) {
+    ctx.strokeStyle = palette.get(colour);
+    ctx.lineWidth = width;
+    ctx.strokeRect(this.grid.x[at] - out, this.grid.y[at] - out, this.grid.cellWidth + 2 * out, this.grid.cellHeight + 2 * out);
   }
 
-  /* A ring inside the cell, lifted off its colour; where cells are dots, a ring around it and its number beside it. */
-  drawCulprits(pen) {
+  /* A ring inside the cell, separated from its colour. A dot gets a ring around it, and its number beside it. */
+  drawCulprits(ctx) {
     const named = this.ranks.rank.flatMap((rank, at) => (this.culprits.has(rank) ? [at] : []));
     for (const at of named) {
-      if (this.grid.cellHeight >= 14) this.ring(pen, at, "--page", 1.5, -4);
-      this.ring(pen, at, "--bad", this.grid.cellHeight >= 14 ? 3 : 2, this.grid.cellHeight >= 14 ? -1.5 : 1);
+      if (this.grid.cellHeight >= 14) this.ring(ctx, at, "--page", 1.5, -4);
+      this.ring(ctx, at, "--bad", this.grid.cellHeight >= 14 ? 3 : 2, this.grid.cellHeight >= 14 ? -1.5 : 1);
     }
-    if (this.grid.cellHeight < 14) for (const at of named.slice(0, MOST_PINS)) this.pin(pen, at);
+    if (this.grid.cellHeight < 14) for (const at of named.slice(0, MOST_PINS)) this.pin(ctx, at);
   }
 
-  pin(pen, at) {
+  pin(ctx, at) {
     const text = `rank ${this.ranks.rank[at]}`;
-    pen.font = `600 11px ${FONT}`;
-    const width = pen.measureText(text).width + 10;
+    ctx.font = `600 11px ${FONT}`;
+    const width = ctx.measureText(text).width + 10;
     const isLeft = this.grid.x[at] + this.grid.cellWidth + 8 + width > this.grid.width;
     const x = isLeft ? this.grid.x[at] - 8 - width : this.grid.x[at] + this.grid.cellWidth + 8;
     const y = Math.max(0, Math.min(this.grid.height - 18, this.grid.y[at] + this.grid.cellHeight / 2 - 9));
-    pen.fillStyle = palette.get("--page");
-    pen.fillRect(x, y, width, 18);
-    pen.strokeStyle = pen.fillStyle = palette.get("--bad");
-    pen.lineWidth = 1.5;
-    pen.strokeRect(x, y, width, 18);
-    pen.textAlign = "left";
-    pen.textBaseline = "middle";
-    pen.fillText(text, x + 5, y + 9.5);
+    ctx.fillStyle = palette.get("--page");
+    ctx.fillRect(x, y, width, 18);
+    ctx.strokeStyle = ctx.fillStyle = palette.get("--bad");
+    ctx.lineWidth = 1.5;
+    ctx.strokeRect(x, y, width, 18);
+    ctx.textAlign = "left";
+    ctx.textBaseline = "middle";
+    ctx.fillText(text, x + 5, y + 9.5);
   }
 
   drawLegend() {
@@ -294,31 +294,31 @@ class RankMap {
   }
 }
 
-/* What is left to tell states apart where a cell is a few pixels. */
-function drawShape(pen, state, x, y, size) {
+/* The shape of a state, for cells of a few pixels. */
+function drawShape(ctx, state, x, y, size) {
   const middle = size / 2;
-  pen.lineWidth = Math.max(1, size / 6);
-  pen.beginPath();
+  ctx.lineWidth = Math.max(1, size / 6);
+  ctx.beginPath();
   if (state === "dead") {
-    pen.moveTo(x + 1, y + 1);
-    pen.lineTo(x + size - 1, y + size - 1);
-    pen.moveTo(x + size - 1, y + 1);
-    pen.lineTo(x + 1, y + size - 1);
+    ctx.moveTo(x + 1, y + 1);
+    ctx.lineTo(x + size - 1, y + size - 1);
+    ctx.moveTo(x + size - 1, y + 1);
+    ctx.lineTo(x + 1, y + size - 1);
   } else if (state === "stopped") {
-    pen.rect(x + size * 0.3, y + size * 0.3, size * 0.4, size * 0.4);
+    ctx.rect(x + size * 0.3, y + size * 0.3, size * 0.4, size * 0.4);
   } else if (state === "finished") {
-    pen.moveTo(x + size * 0.25, y + middle);
-    pen.lineTo(x + size * 0.75, y + middle);
+    ctx.moveTo(x + size * 0.25, y + middle);
+    ctx.lineTo(x + size * 0.75, y + middle);
   } else if (state === "running") {
-    pen.arc(x + middle, y + middle, size * 0.18, 0, 2 * Math.PI);
+    ctx.arc(x + middle, y + middle, size * 0.18, 0, 2 * Math.PI);
   }
-  pen.stroke();
+  ctx.stroke();
 }
 
 function swatch(colour) {
-  const made = el("span", { class: "swatch" });
-  made.style.background = colour;
-  return made;
+  const box = el("span", { class: "swatch" });
+  box.style.background = colour;
+  return box;
 }
 
 function stateMark(state, letter) {

@@ -1,4 +1,4 @@
-/* The section of the ranks: the map with its controls, the card of the rank that was chosen, and all of them as a table. */
+/* The section of the ranks: the map with its controls, the card of the selected rank, and a table of all ranks. */
 
 function showRanks(report) {
   const { ranks } = report;
@@ -27,7 +27,7 @@ function rankControls(report, map) {
     ["host", "host"],
     ...report.ranks.meshes.map((mesh, at) => [`mesh ${at}`, `mesh dimension ${mesh.name}`]),
   ];
-  const said = el("span", { class: "found", role: "status" });
+  const status = el("span", { class: "found", role: "status" });
   return el(
     "div",
     { class: "controls" },
@@ -35,28 +35,28 @@ function rankControls(report, map) {
     choice("Group by", groups, { value: map.grid.groupBy, onchange: (value) => map.group(value) }),
     searchBox("Find", {
       placeholder: "rank or host",
-      oninput: (text) => findRank(map, text, said),
+      oninput: (text) => findRank(map, text, status),
       onenter: () => map.frame.focus(),
     }),
-    said,
+    status,
   );
 }
 
-function findRank(map, text, said) {
-  said.textContent = "";
+function findRank(map, text, status) {
+  status.textContent = "";
   if (!text) return;
   const { ranks } = map;
   const wanted = text.toLowerCase();
   let at = ranks.rank.indexOf(/^\d+$/.test(text) ? Number(text) : -1);
   if (at < 0) {
-    const host = ranks.hosts.findIndex((each) => each.toLowerCase().includes(wanted) && !/^\d+$/.test(text));
+    const host = ranks.hosts.findIndex((name) => name.toLowerCase().includes(wanted) && !/^\d+$/.test(text));
     at = host < 0 ? -1 : ranks.host.indexOf(host);
   }
-  if (at < 0) said.textContent = `no such rank; there are ranks ${ranks.rank[0]} to ${ranks.rank[map.size - 1]}`;
+  if (at < 0) status.textContent = `no such rank; there are ranks ${ranks.rank[0]} to ${ranks.rank[map.size - 1]}`;
   else map.select(at);
 }
 
-/* The ranks that the verdict names lead to their cells. */
+/* Links the ranks that the verdict names to their cells. */
 function linkCulprits(map) {
   for (const link of document.querySelectorAll("a[data-rank]")) {
     link.addEventListener("click", (event) => {
@@ -75,16 +75,16 @@ function linkCulprits(map) {
 function rankCard(report, at) {
   const { ranks } = report;
   const rank = ranks.rank[at];
-  const known = report.details[rank];
+  const details = report.details[rank];
   const state = knownState(ranks.states[ranks.state[at]]);
   const head = el("h3", {}, `Rank ${rank} `, stateMark(state, STATES[state][0]), ` ${state}`);
-  const [stack, events] = known
-    ? [stackOf(known, report.settings.folder), eventsOf(known, ranks.rank.length <= TILES)]
-    : [notKept(rank), null];
-  return [el("div", {}, head, rankFacts(report, at, known), stack), events].filter(Boolean);
+  const [stack, events] = details
+    ? [stackOf(details, report.settings.folder), eventsOf(details, ranks.rank.length <= TILES)]
+    : [noDetails(rank), null];
+  return [el("div", {}, head, rankFacts(report, at, details), stack), events].filter(Boolean);
 }
 
-function rankFacts(report, at, known) {
+function rankFacts(report, at, details) {
   const { ranks } = report;
   const behind = [
     ranks.behind[at] && plural(ranks.behind[at], "step"),
@@ -94,18 +94,11 @@ function rankFacts(report, at, known) {
   const last = ranks.lasts[ranks.last[at]];
   const facts = [
     ["place", name(ranks.places[ranks.place[at]])],
-    ["what", known && known.detail ? name(known.detail, { mono: false }) : null],
+    ["detail", details && details.detail ? name(details.detail, { mono: false }) : null],
     ["step", ranks.step[at] === null ? null : String(ranks.step[at])],
     ["behind", behind.filter(Boolean).join(" and ")],
     ["last call", last ? [name(last), number === null ? "" : ` #${number}`] : null],
-    [
-      "last record",
-      ranks.age_ms[at] === null
-        ? null
-        : ranks.age_ms[at]
-          ? `${duration(ranks.age_ms[at])} before the newest of all ranks`
-          : "the newest of all ranks",
-    ],
+    ["last record", ageText(ranks.age_ms[at])],
     ["host", [name(ranks.hosts[ranks.host[at]]), ranks.pid[at] === null ? "" : `, pid ${ranks.pid[at]}`]],
     [
       "groups",
@@ -120,6 +113,11 @@ function rankFacts(report, at, known) {
     { class: "facts" },
     shown.flatMap(([key, value]) => [el("dt", {}, key), el("dd", {}, ...[value].flat(2))]),
   );
+}
+
+function ageText(ms) {
+  if (ms === null) return null;
+  return ms ? `${duration(ms)} before the newest of all ranks` : "the newest of all ranks";
 }
 
 function stackOf({ stack }, folder) {
@@ -140,7 +138,7 @@ function eventsOf({ events }, isWide) {
     : null;
 }
 
-/* As in the job's own folder; of an installed package, below its folder. */
+/* A path below the job's folder, or below site-packages for an installed package. */
 function shortPath(line, folder) {
   const whole = String(line);
   const at = whole.lastIndexOf("/site-packages/");
@@ -175,12 +173,12 @@ function eventTable(events, isWide) {
   });
 }
 
-function notKept(rank) {
+function noDetails(rank) {
   return el(
     "p",
     { class: "nothing" },
-    "Stack and events are kept here for the ranks the verdict names and for one of each kind. ",
-    codes(`\`torchwhere events FOLDER --rank ${rank} --last 30\` has those of this one.`),
+    "This page has the stack and events only of the ranks that the verdict names, and of one of each kind. ",
+    codes(`\`torchwhere events FOLDER --rank ${rank} --last 30\` prints those of this rank.`),
   );
 }
 

@@ -1,10 +1,13 @@
-/* What is mostly text: the layout, the compiled graphs, the log and the notes of the ranks side by side. */
+/* The sections of text: the layout, the compiled graphs, and the notes and log lines of the ranks side by side. */
 
 function showLayout(report) {
   const { cohorts, difference: differences } = report.layout;
   if (!cohorts.length)
-    return nothing("No layout was recorded.", "It is, when the first step of a model with parameters has ended, or the watch.");
-  const said = differences.length
+    return nothing(
+      "No layout was recorded.",
+      "It is recorded at the end of the first step of a model with parameters, or at the end of the watch.",
+    );
+  const list = differences.length
     ? el(
         "ul",
         { class: "plain" },
@@ -12,7 +15,7 @@ function showLayout(report) {
       )
     : null;
   const parts = cohorts.map((cohort, at) => fold(`ranks ${cohort.ranks}`, () => layoutText(cohort.lines), { open: at === 0 }));
-  return [said, ...parts].filter(Boolean);
+  return [list, ...parts].filter(Boolean);
 }
 
 function layoutText(lines) {
@@ -36,7 +39,7 @@ function showGraphs(report) {
     { label: "graph", value: (graph) => graph.name, cell: (graph) => name(graph.name, { longest: 60 }) },
     { label: "part", value: (graph) => graph.part, cell: (graph) => name(graph.part, { mono: false }) },
     { label: "ranks", value: (graph) => graph.ranks, isNumber: true },
-    { label: "compiled", value: (graph) => graph.count, isNumber: true, title: "times, over all ranks" },
+    { label: "compiled", value: (graph) => graph.count, isNumber: true, title: "times, on all ranks together" },
     { label: "again", value: (graph) => graph.recompiles, isNumber: true, title: "recompiled" },
     hasTime ? { label: "time", value: (graph) => graph.ms, cell: (graph) => duration(graph.ms), isNumber: true } : null,
     { label: "first at step", value: (graph) => graph.step, isNumber: true, isName: true },
@@ -84,9 +87,10 @@ function showLog(report) {
     el("thead", {}, head),
     body,
   );
-  const said = first === null || first === undefined ? el("p", { class: "aside" }, "These ranks say the same.") : null;
+  const remark =
+    first === null || first === undefined ? el("p", { class: "aside" }, "These ranks recorded the same lines.") : null;
   return [
-    said,
+    remark,
     el("div", { class: "scroll tall", tabindex: "0", role: "group", "aria-label": "Log and notes" }, table),
     more,
   ].filter(Boolean);
@@ -106,7 +110,7 @@ function logLine(row, isFirst, at) {
     "td",
     { class: "number" },
     row.differs
-      ? el("b", { title: row.how === "flow" ? "somebody has no such line" : "the same line, other values" }, "\u2260 ")
+      ? el("b", { title: row.how === "flow" ? "a rank has no such line" : "the same line with other values" }, "\u2260 ")
       : "",
     row.step === null ? "" : String(row.step),
   );

@@ -1,4 +1,4 @@
-/* Puts the sections in, one after the other, so that the page answers from the first one on. */
+/* Fills the sections one after the other, so that the page responds as soon as the first is there. */
 
 const SECTIONS = [
   ["ranks", showRanks],
@@ -21,7 +21,7 @@ function fillSection(id, show, report) {
   document.getElementById(id).dataset.filled = "yes";
 }
 
-/* Each in a turn of its own: what is on the screen already stays alive. */
+/* One section in each turn of the event loop, so that the page stays responsive. */
 function fillAll(report, left = SECTIONS) {
   if (!left.length) {
     document.documentElement.dataset.ready = "yes";
@@ -31,20 +31,20 @@ function fillAll(report, left = SECTIONS) {
   setTimeout(() => fillAll(report, left.slice(1)), 0);
 }
 
-/* On paper everything is open, and light. Browsers tell of it in two ways, some in both. */
-function readyForPaper() {
+/* For printing, open all parts and use the light theme. Browsers announce it in one of two ways, or in both. */
+function prepareForPrint() {
   let undo = null;
   const prepare = () => {
     if (undo) return;
     const theme = document.documentElement.dataset.theme;
     const closed = [...document.querySelectorAll("details:not([open])")];
     undo = () => {
-      for (const each of closed) each.open = false;
+      for (const part of closed) part.open = false;
       setTheme(theme);
     };
-    for (const each of closed) {
-      if (each.fill) each.fill();
-      each.open = true;
+    for (const part of closed) {
+      if (part.fill) part.fill();
+      part.open = true;
     }
     setTheme("light");
   };
@@ -57,23 +57,23 @@ function readyForPaper() {
   matchMedia("print").addEventListener("change", (event) => (event.matches ? prepare() : restore()));
 }
 
-/* The link of the section that is being read. */
+/* Marks the link of the section on the screen. */
 function markCurrent() {
   const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
-  const seen = new Set();
-  const look = (entries) => {
-    for (const entry of entries) seen[entry.isIntersecting ? "add" : "delete"](entry.target.id);
-    const first = [...links.keys()].find((id) => seen.has(id));
+  const visible = new Set();
+  const update = (entries) => {
+    for (const entry of entries) visible[entry.isIntersecting ? "add" : "delete"](entry.target.id);
+    const first = [...links.keys()].find((id) => visible.has(id));
     for (const [id, link] of links) {
       if (id === first) link.setAttribute("aria-current", "true");
       else link.removeAttribute("aria-current");
     }
   };
-  const watch = new IntersectionObserver(look, { rootMargin: "-80px 0px -50% 0px" });
-  for (const id of links.keys()) watch.observe(document.getElementById(id));
+  const observer = new IntersectionObserver(update, { rootMargin: "-80px 0px -50% 0px" });
+  for (const id of links.keys()) observer.observe(document.getElementById(id));
 }
 
 themeSwitch();
-readyForPaper();
+prepareForPrint();
 markCurrent();
 requestAnimationFrame(() => setTimeout(() => fillAll(JSON.parse(document.getElementById("report").textContent)), 0));

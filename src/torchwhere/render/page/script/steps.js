@@ -1,11 +1,11 @@
-/* Steps and phases: time per step and rank, time per phase and rank, and the table of phases. */
+/* Steps and phases: time by step and rank, time by phase and rank, and the table of phases. */
 
 function showSteps(report) {
   const { steps } = report;
   if (!steps.steps.length || !steps.rows.length)
     return nothing(
-      "No whole step was recorded.",
-      "A step ends with `optimizer.step()`, or where the program says `torchwhere.step()`.",
+      "No complete step was recorded.",
+      "A step ends with `optimizer.step()`, or where the program calls `torchwhere.step()`.",
     );
   const place = el("div");
   const show = (by) => place.replaceChildren(stepMap(steps, by));
@@ -45,7 +45,7 @@ function stepMap(steps, by) {
     rowLabel: (row) => (rows[row].count > 1 ? rows[row].ranks : `rank ${rows[row].ranks}`),
     columnLabel: (column) => String(steps.steps[column]),
     isFlagged: (row) => steps.stragglers.some((rank) => isWithin(rank, rows[row])),
-    hint: `${steps.stragglers.length ? `${FLAG} stragglers` : ""}${isBucket ? " each line is the slowest of its ranks" : ""}`,
+    hint: `${steps.stragglers.length ? `${FLAG} stragglers` : ""}${isBucket ? " each line shows the slowest of its ranks" : ""}`,
     describe: (row, column) => [
       `${rows[row].count > 1 ? "ranks" : "rank"} ${rows[row].ranks}, step ${steps.steps[column]}`,
       rows[row].ms[column] === null ? "not recorded" : duration(rows[row].ms[column]),
@@ -55,7 +55,7 @@ function stepMap(steps, by) {
   return map.element;
 }
 
-/* `row.ranks` is a text: "0-39", or "0-3, 8". */
+/* `row.ranks` is a text such as "0-39" or "0-3, 8". */
 function isWithin(rank, row) {
   return row.ranks.split(", ").some((run) => {
     const [first, last] = run.split("-").map(Number);
@@ -66,7 +66,7 @@ function isWithin(rank, row) {
 function showPhases(report) {
   const { rows, heat: times } = report.phases;
   if (!rows.length) return nothing("No phase was recorded.", 'Put `with torchwhere.phase("data"):` around a part of the step.');
-  const most = rows.reduce((found, row) => Math.max(found, row.total_ms || 0), 0);
+  const most = rows.reduce((largest, row) => Math.max(largest, row.total_ms || 0), 0);
   const label = (row) => {
     const shown = name(row.name, { longest: 60 });
     shown.style.paddingLeft = `${row.depth * 14}px`;
@@ -85,8 +85,8 @@ function showPhases(report) {
     { label: "count", value: (row) => row.count, isNumber: true },
     { label: "mean", value: (row) => row.mean_ms, cell: (row) => duration(row.mean_ms), isNumber: true },
     { label: "longest", value: (row) => row.max_ms, cell: (row) => duration(row.max_ms), isNumber: true },
-    { label: "least of a rank", value: (row) => row.min_rank_ms, cell: (row) => duration(row.min_rank_ms), isNumber: true },
-    { label: "most of a rank", value: (row) => row.max_rank_ms, cell: (row) => duration(row.max_rank_ms), isNumber: true },
+    { label: "min by rank", value: (row) => row.min_rank_ms, cell: (row) => duration(row.min_rank_ms), isNumber: true },
+    { label: "max by rank", value: (row) => row.max_rank_ms, cell: (row) => duration(row.max_rank_ms), isNumber: true },
     { label: "slowest rank", value: (row) => row.slowest_rank, isNumber: true, isName: true },
   ];
   const table = sortedTable({ caption: "Phases", columns, rows, noun: "phase" });

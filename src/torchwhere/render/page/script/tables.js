@@ -1,7 +1,7 @@
-/* A table that can be sorted by its headings. Long ones begin with a part of their rows.
+/* A table that its headings sort. A long table shows only its first rows at first.
  *
- * A column: {label, value(row) to sort by, cell(row) a text or node, bar(row) 0 to 1, isNumber, isName, title}.
- * Ranks and steps are numbers that are names: 10000, not 10,000. */
+ * A column: {label, value(row) to sort by, cell(row) a text or node, bar(row) from 0 to 1, isNumber, isName, title}.
+ * `isName`: ranks and steps are numbers used as names, so they get no separators: 10000, not 10,000. */
 
 const ROWS_AT_FIRST = 100;
 
@@ -12,10 +12,11 @@ function barCell(text, part) {
 }
 
 function tableCell(column, row) {
-  const found = column.cell ? column.cell(row) : column.value(row);
-  if (column.bar) return barCell(found, column.bar(row));
-  const text = typeof found !== "number" ? found : column.isName ? String(found) : count(found);
-  return el("td", { class: column.isNumber ? "number" : null }, text);
+  const content = column.cell ? column.cell(row) : column.value(row);
+  if (column.bar) return barCell(content, column.bar(row));
+  const isCount = typeof content === "number" && !column.isName;
+  const text = typeof content === "number" ? String(content) : content;
+  return el("td", { class: column.isNumber ? "number" : null }, isCount ? count(content) : text);
 }
 
 function compared(a, b) {

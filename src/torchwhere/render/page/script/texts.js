@@ -1,15 +1,15 @@
-/* Texts and figures as people read them.
+/* Formats texts and numbers.
  *
- * Names come from a user's program and may hold anything. `inert` is the one gate they all pass on their way into the page:
- * control and direction characters become visible signs, absurd lengths are cut (the whole stays in the title). */
+ * Names come from a user's program and may hold anything. All of them pass `inert` on their way into the page: control and
+ * direction characters become visible symbols. `cut` shortens absurd lengths; the title keeps the whole text. */
 
 const LONGEST = 240;
-const FITS = 36; // what the style sheet cuts nowhere
+const FITS = 36; // characters: the style sheet cuts no shorter text
 const LONGEST_TITLE = 20000;
 
 function inert(value) {
-  return String(value).replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (sign) => {
-    const code = sign.codePointAt(0);
+  return String(value).replace(/[\p{C}\p{Zl}\p{Zp}]/gu, (character) => {
+    const code = character.codePointAt(0);
     if (code < 0x20) return String.fromCharCode(0x2400 + code);
     return code === 0x7f ? "\u2421" : "\ufffd";
   });
@@ -51,7 +51,7 @@ function share(part) {
   return part === null || part === undefined ? "" : `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)}%`;
 }
 
-/* A list of ranks with runs folded: 0-3, 8. */
+/* Ranks in order with runs folded: 0-3, 8. The same spelling as core/rank_text.py. */
 function ranksText(ranks, most = 24) {
   const runs = [];
   for (const rank of [...ranks].sort((a, b) => a - b)) {
@@ -59,6 +59,7 @@ function ranksText(ranks, most = 24) {
     if (last && rank === last[1] + 1) last[1] = rank;
     else runs.push([rank, rank]);
   }
-  const texts = runs.slice(0, most).map(([a, b]) => (a === b ? `${a}` : b === a + 1 ? `${a}, ${b}` : `${a}-${b}`));
-  return texts.join(", ") + (runs.length > most ? ` and ${runs.length - most} more runs` : "");
+  const texts = runs.slice(0, most).map(([first, last]) => (first === last ? `${first}` : `${first}-${last}`));
+  const hidden = runs.slice(most).reduce((ranks, [first, last]) => ranks + last - first + 1, 0);
+  return texts.join(", ") + (hidden ? ` and ${hidden} more` : "");
 }

@@ -1,20 +1,20 @@
-/* Light or dark: as the system has it, until somebody says otherwise. Kept where a page from disk may keep things. */
+/* Light or dark: the system's theme until the user chooses one. Local storage keeps the choice, if the browser allows it. */
 
-const KEPT_AS = "torchwhere-theme";
+const STORAGE_KEY = "torchwhere-theme";
 
-function keptTheme() {
+function storedTheme() {
   try {
-    return localStorage.getItem(KEPT_AS);
+    return localStorage.getItem(STORAGE_KEY);
   } catch {
-    return null; // storage is closed to pages like this one
+    return null; // the browser denies storage to pages from disk
   }
 }
 
-function keepTheme(theme) {
+function storeTheme(theme) {
   try {
-    localStorage.setItem(KEPT_AS, theme);
+    localStorage.setItem(STORAGE_KEY, theme);
   } catch {
-    // then it is not kept
+    // the choice is not kept
   }
 }
 
@@ -27,20 +27,20 @@ function setTheme(theme) {
 function themeSwitch() {
   const root = document.documentElement;
   const system = matchMedia("(prefers-color-scheme: dark)");
-  const kept = keptTheme();
-  if (kept === "light" || kept === "dark") root.dataset.theme = kept;
+  const stored = storedTheme();
+  if (stored === "light" || stored === "dark") root.dataset.theme = stored;
   const isDark = () => (root.dataset.theme || (system.matches ? "dark" : "light")) === "dark";
-  const made = document.getElementById("theme");
-  const say = () => {
-    made.textContent = isDark() ? "Light" : "Dark";
-    made.setAttribute("aria-label", `Switch to ${isDark() ? "light" : "dark"} theme`);
+  const button = document.getElementById("theme");
+  const label = () => {
+    button.textContent = isDark() ? "Light" : "Dark";
+    button.setAttribute("aria-label", `Switch to ${isDark() ? "light" : "dark"} theme`);
   };
-  made.addEventListener("click", () => {
+  button.addEventListener("click", () => {
     setTheme(isDark() ? "light" : "dark");
-    keepTheme(root.dataset.theme);
-    say();
+    storeTheme(root.dataset.theme);
+    label();
   });
-  system.addEventListener("change", () => (say(), palette.changed()));
-  say();
-  made.hidden = false;
+  system.addEventListener("change", () => (label(), palette.changed()));
+  label();
+  button.hidden = false;
 }

@@ -1,0 +1,213 @@
+"""What one host shows of a run: its boxes, its processes, and whether they make progress."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchwhere.blackbox.run import BoxRun, read_run
+from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.diagnose.doctor.exits import ended_well
+from torchwhere.processes.look import is_running, look
+from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.write import as_saved
+
+_AT_ONCE_S = 0.05  # processes that exit within this time were killed together
+_BOX_NS = 10_000_000_000  # the process that starts a monitor has a box by then, or gets none
+
+
+@dataclass(slots=True)
+class HostView:
+    """The run in a folder, as one host sees it over time."""
+
+    folder: Path
+    # the process that started the monitor; while it runs, more ranks may start
+    launcher: int | None = None
+    run: BoxRun | None = None
+    # of the run, also of boxes that were deleted since
+    summaries: dict[int, BoxOrSummary] = field(default_factory=dict)
+    statuses: dict[int, ProcessStatus] = field(default_factory=dict)
+    started_ns: int = field(default_factory=time.time_ns)
+    # the last progress of each box, and since when it has not changed
+    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)
+
+    # -- boxes -------------------------------------------------------------------------------------
+
+    def paths(self) -> list[Path]:
+        return sorted(path for path in self.folder.glob("rank*.box") if path.is_file())
+
+    def own_paths(self) -> list[Path]:
+        """Boxes of this host. In a shared folder, other monitors look at the others."""
+        boxes = self.run.summaries if self.run is not None else {}
+        return [boxes[rank].path for rank in self.own_ranks() if rank in boxes]
+
+    def own_ranks(self) -> list[int]:
+        """Ranks whose processes this host can see."""
+        return [rank for rank, status in self.statuses.items() if status.alive is not None]
+
+    def read_again(self) -> None:
+        self.use(self.read())
+
+    def use(self, run: BoxRun | None) -> None:
+        """Use a run that was just read. A process is watched on after its box was deleted."""
+        if run is None:
+            return
+        if self.run is None or not _is_same_attempt(run, self.run):
+            self.summaries, self.statuses = {}, {}
+        self.summaries = self.summaries | dict(run.summaries)
+        self.run = run
+
+    def read(self) -> BoxRun | None:
+        """Read the run that this monitor watches; None if there is none, or only another one."""
+        try:
+            run = read_run(self.folder)
+        except TorchwhereError:
+            return None
+        if self.launcher is None:
+            return run
+        if self.run is not None:
+            # A restart has its own monitor.
+            return run if _is_same_attempt(run, self.run) else None
+        return run if self._is_launchers(run) else None
+
+    def _is_launchers(self, run: BoxRun) -> bool:
+        """Whether the process that started this monitor belongs to the run.
+
+        It does not belong to earlier or later runs in the folder. If it has no box, for example on
+        a full disk, a run counts whose ranks started about when the monitor did.
+        """
+        here = (socket.gethostname(), self.launcher)
+        if any(
+            (box.meta.get("host"), box.meta.get("pid")) == here for box in run.summaries.values()
+        ):
+            return True
+        newest = max(int(box.meta.get("started_ns", 0)) for box in run.summaries.values())
+        has_waited = time.time_ns() - self.started_ns > _BOX_NS
+        return has_waited and self._launcher_runs() and newest > self.started_ns - 6 * _BOX_NS
+
+    # -- processes ---------------------------------------------------------------------------------
+
+    def look(self) -> bool:
+        """Look at the processes. Returns True if one has exited since the last look."""
+        if self.run is None or set(self.paths()) != {
+            box.path for box in self.run.summaries.values()
+        }:
+            self.read_again()
+        if self.run is None:
+            return False
+        now = look(self.summaries)
+        exited = [
+            rank
+            for rank, status in now.items()
+            if status.alive is False and self.statuses.get(rank, status).alive
+        ]
+        if exited:
+            # Of processes that are killed together, one is gone first, for a moment.
+            time.sleep(_AT_ONCE_S)
+            later = look(self.summaries)
+            if any(status.alive for status in later.values()):
+                later |= {rank: now[rank] for rank in exited}
+            now = later
+        self.statuses = {
+            rank: _after(self.statuses.get(rank), status) for rank, status in now.items()
+        }
+        return bool(exited)
+
+    def add_exit_codes(self, exit_codes: Mapping[int, int]) -> None:
+        """Add the exit codes of processes, by process id.
+
+        The signal that ended a rank shows whether the launcher sent it.
+        """
+        for rank, status in self.statuses.items():
+            pid = self.summaries[rank].meta.get("pid")
+            if isinstance(pid, int) and pid in exit_codes:
+                self.statuses[rank] = replace(status, exit_code=exit_codes[pid])
+
+    def look_for_stacks(self, ranks: Iterable[int]) -> None:
+        """Look at the processes of this host and ask these ranks for their stacks."""
+        boxes = self.run.summaries if self.run is not None else {}
+        own = {rank: boxes[rank] for rank in self.own_ranks() if rank in boxes}
+        statuses = look(own, stacks=[rank for rank in ranks if rank in own])
+        self.statuses |= {
+            rank: _after(self.statuses.get(rank), status) for rank, status in statuses.items()
+        }
+
+    def alive_pids(self) -> dict[int, int]:
+        """Process ids of the ranks that are alive."""
+        pids = {
+            rank: self.summaries[rank].meta.get("pid")
+            for rank, status in self.statuses.items()
+            if status.alive and rank in self.summaries
+        }
+        return {rank: pid for rank, pid in pids.items() if isinstance(pid, int)}
+
+    def saved_statuses(self) -> dict[int, dict[str, Any]]:
+        """The processes of this host as they are saved: with the identity of each."""
+        return {
+            rank: as_saved(self.summaries[rank], self.statuses[rank]) for rank in self.own_ranks()
+        }
+
+    def is_over(self) -> bool:
+        """Whether all processes have exited, and the launcher too.
+
+        A zombie counts as exited: its parent may first read our stderr to the end.
+        """
+        return not self._launcher_runs() and not any(
+            status.alive for status in self.statuses.values()
+        )
+
+    def _launcher_runs(self) -> bool:
+        return self.launcher is not None and is_running(self.launcher)
+
+    def have_succeeded(self) -> bool:
+        """Whether every rank of this host that has exited recorded a successful end."""
+        if not self.statuses:
+            return True
+        run = self.read() or self.run  # a restart may have replaced the boxes
+        if run is None:
+            return True
+        exited = [rank for rank, status in self.statuses.items() if status.alive is False]
+        boxes = [run.boxes[rank] for rank in exited if rank in run.boxes]
+        ends = [next(box.events(kinds={"end"}, last=1), None) for box in boxes]
+        return all(end is not None and ended_well(end) for end in ends)
+
+    # -- progress ----------------------------------------------------------------------------------
+
+    def is_stalled(self, paths: Iterable[Path], *, stall_s: float) -> bool:
+        """Read the progress of these boxes. Returns True if one has made none for `stall_s`."""
+        now = time.monotonic()
+        is_stalled = False
+        for path in paths:
+            progress = read_progress(path)
+            before = self._progress.get(path)
+            if before is None or progress.counts != before[0].counts:
+                self._progress[path] = progress, now
+            elif now - before[1] > stall_s:
+                is_stalled = True
+        return is_stalled
+
+    def last_progress_at(self) -> float | None:
+        return max((changed_at for _, changed_at in self._progress.values()), default=None)
+
+
+def _is_same_attempt(run: BoxRun, other: BoxRun) -> bool:
+    """Whether no rank of both runs has another process: there was no restart in between."""
+    common = [
+        (box, other.summaries[rank])
+        for rank, box in run.summaries.items()
+        if rank in other.summaries
+    ]
+    return all(_process(one) == _process(another) for one, another in common)
+
+
+def _process(box: BoxOrSummary) -> tuple[Any, ...]:
+    return *box.run, box.meta.get("host"), box.meta.get("pid")
+
+
+def _after(before: ProcessStatus | None, now: ProcessStatus) -> ProcessStatus:
+    return now if before is None else now.after(before)
