@@ -189,7 +189,7 @@ def test_events_json_contract(demo: Path) -> None:
         "pass": "forward",
         "module": "",
         "call": 0,
-        "line": "examples/train_fsdp2.py:45",
+        "line": "examples/train_fsdp2.py:44",
         "graph": None,
         "op": "all_gather_into_tensor",
         "group": "0",
