@@ -55,11 +55,14 @@ def _inside_text(cause: MissingRanks, context: Context) -> list[str]:
         ),
         waiting_text(context, cause.wait),
     ]
+    with_box = [rank for rank in ranks if rank in context.job_calls.by_rank]
     lines += [
         f"  rank {rank} is {in_place(context.place(rank))}: {rank_detail_text(context, rank)}"
+        if rank in with_box
+        else f"  {_elsewhere_text(context, rank)}"
         for rank in ranks[:_MOST_RANKS]
     ]
-    return lines + _more_text(ranks) + _branch_text(context, ranks, cause.wait)
+    return lines + _more_text(ranks) + _branch_text(context, with_box, cause.wait)
 
 
 def _never_issued_text(cause: MissingRanks, context: Context) -> list[str]:
