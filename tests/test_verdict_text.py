@@ -13,7 +13,7 @@ from torchwhere.diagnose.doctor.examine import examine
 from torchwhere.diagnose.doctor.finding import Cause
 from torchwhere.diagnose.doctor.rules.missing import MissingRanks
 from torchwhere.diagnose.doctor.waits import Wait
-from torchwhere.render.verdict_text.explanation import _TEXTS, explain
+from torchwhere.render.verdict_text.assemble import _TEXTS, explain
 
 WORLD = (0, 1, 2)
 

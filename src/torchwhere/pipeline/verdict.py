@@ -233,13 +233,15 @@ def _save(run: RunSummary[BoxSummary], verdict: Verdict) -> None:
     By then the job may have ended and a box may be gone. If one is gone already, the older snapshot
     knows more and stays.
     """
-    writer = SnapshotWriter(run.folder, source=DOCTOR)
-    if len(run.boxes) > MOST_RANKS or (run.missing and writer.path.exists()):
+    if len(run.boxes) > MOST_RANKS:
         return
     read_ns = time.time_ns()
     read_at = time.monotonic()
     statuses = look(run.boxes)
     if not any(status.alive for status in statuses.values()):
+        return
+    writer = SnapshotWriter(run.folder, source=DOCTOR)
+    if run.missing and writer.path.exists():
         return
     for rank, report in verdict.ranks.items():
         if report.stack and rank in statuses:

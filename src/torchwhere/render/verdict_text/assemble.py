@@ -1,21 +1,51 @@
-"""Assembles a verdict: the facts of a finding, a report on each rank, and the sentences."""
+"""Assembles a verdict: the facts of a finding, a report on each rank, and the sentences.
+
+`_TEXTS` has the function that explains each cause.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.examine import Diagnosis
-from torchwhere.diagnose.doctor.finding import Finding, shown_fields
+from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
+from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
+from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
+from torchwhere.diagnose.doctor.rules.exited import (
+    ExitedBeforeOthers,
+    ExitedRanks,
+    TimedOutTogether,
+    UnknownFirstExit,
+)
+from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
+from torchwhere.diagnose.doctor.rules.lost_data import LostData
 from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.rules.no_fault import (
+    EndedUnfinished,
+    Finished,
+    Progressing,
+    ProgressingAtEnd,
+    Quiet,
+    UnobservedEnd,
+)
 from torchwhere.diagnose.doctor.rules.straggler import LateRanks
-from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
-from torchwhere.render.verdict_text.exits import external_end_text
-from torchwhere.render.verdict_text.explanation import explain
-from torchwhere.render.verdict_text.mismatch import cohort_rows
+from torchwhere.diagnose.doctor.rules.together import BlockedTogether
+from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
+from torchwhere.diagnose.doctor.verdict import RankReport, Verdict, VerdictKind
+from torchwhere.render.verdict_text import (
+    deadlock,
+    exits,
+    group_creation,
+    mismatch,
+    missing,
+    no_fault,
+    straggler,
+)
 from torchwhere.render.verdict_text.rank_details import detail_text
-from torchwhere.render.verdict_text.straggler import late_ranks_facts
 
 
 def verdict_of(diagnosis: Diagnosis) -> Verdict:
@@ -33,18 +63,37 @@ def verdict_of(diagnosis: Diagnosis) -> Verdict:
         stalled_s=finding.stalled_s,
         explanation=(
             *explain(finding.cause, context),
-            *external_end_text(context, finding.kind),
+            *_external_end_text(context, finding.kind),
         ),
         facts=_facts(finding),
     )
 
 
+def explain(cause: Cause, context: Context) -> list[str]:
+    """The sentences on a cause: the fault, why, and what to look at."""
+    return _TEXTS[type(cause)](cause, context)
+
+
+def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str]:
+    until_then = explain(cause.until_then, context)
+    return exits.ended_text(context) + until_then + exits.gone_first_text(cause)
+
+
+def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
+    """That the job was ended from outside after the fault."""
+    if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
+        return []
+    if context.exits.was_interrupted:
+        return ["Then Ctrl-C interrupted the job."]
+    return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
+
+
 def _facts(finding: Finding) -> dict[str, Any]:
     """The facts for JSON, with those that are texts."""
     if isinstance(finding.cause, DifferentCalls):
-        return finding.facts | {"cohorts": cohort_rows(finding.cause)}
+        return finding.facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
     if isinstance(finding.cause, LateRanks):
-        return finding.facts | late_ranks_facts(finding.cause)
+        return finding.facts | straggler.late_ranks_facts(finding.cause)
     return finding.facts
 
 
@@ -75,3 +124,27 @@ def _missing_data(context: Context) -> list[str]:
             " hold were compared"
         )
     return lines
+
+
+_TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
+    DifferentCalls: mismatch.different_calls_text,
+    UnmatchedSplits: mismatch.unmatched_splits_text,
+    WrongPeers: deadlock.wrong_peers_text,
+    DifferentGroups: group_creation.different_groups_text,
+    PendingGroup: group_creation.pending_group_text,
+    ExitedRanks: exits.exited_ranks_text,
+    UnknownFirstExit: exits.unknown_first_exit_text,
+    TimedOutTogether: no_fault.timed_out_together_text,
+    MissingRanks: missing.missing_ranks_text,
+    Deadlock: deadlock.deadlock_text,
+    BlockedTogether: no_fault.blocked_together_text,
+    ExitedBeforeOthers: exits.exited_before_others_text,
+    LateRanks: straggler.late_ranks_text,
+    LostData: no_fault.lost_data_text,
+    Finished: no_fault.finished_text,
+    Progressing: no_fault.progressing_text,
+    ProgressingAtEnd: no_fault.progressing_at_end_text,
+    UnobservedEnd: no_fault.unobserved_end_text,
+    Quiet: no_fault.quiet_text,
+    EndedUnfinished: _ended_unfinished_text,
+}

@@ -8,10 +8,13 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.exit_records import survived_exception
 from torchwhere.diagnose.doctor.rank_exits import ExitReason
-from torchwhere.diagnose.doctor.rules.exited import ExitedRanks, UnknownFirstExit
-from torchwhere.diagnose.doctor.rules.exited_first import ExitedBeforeOthers
+from torchwhere.diagnose.doctor.rules.exited import (
+    ExitedBeforeOthers,
+    ExitedRanks,
+    UnknownFirstExit,
+)
 from torchwhere.diagnose.doctor.rules.no_fault import EndedUnfinished
-from torchwhere.diagnose.doctor.verdict import State, VerdictKind
+from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.missing import waiting_text
 from torchwhere.render.verdict_text.phrases import (
@@ -69,15 +72,6 @@ def gone_first_text(cause: EndedUnfinished) -> list[str]:
             " at the same time."
         )
     ]
-
-
-def external_end_text(context: Context, kind: VerdictKind) -> list[str]:
-    """That the job was ended from outside after the fault."""
-    if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
-        return []
-    if context.exits.was_interrupted:
-        return ["Then Ctrl-C interrupted the job."]
-    return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
 
 
 def unknown_first_exit_text(cause: UnknownFirstExit, context: Context) -> list[str]:

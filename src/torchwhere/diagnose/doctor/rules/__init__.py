@@ -11,8 +11,11 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.rules.alltoall_splits import find_unmatched_splits
 from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
-from torchwhere.diagnose.doctor.rules.exited import find_exited
-from torchwhere.diagnose.doctor.rules.exited_first import find_first_exit, find_unexplained_failure
+from torchwhere.diagnose.doctor.rules.exited import (
+    find_exited,
+    find_first_exit,
+    find_unexplained_failure,
+)
 from torchwhere.diagnose.doctor.rules.group_creation import find_blocked_group_creation
 from torchwhere.diagnose.doctor.rules.lost_data import find_lost_data
 from torchwhere.diagnose.doctor.rules.mismatch import find_mismatch

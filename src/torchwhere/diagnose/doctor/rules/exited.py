@@ -1,4 +1,4 @@
-"""Rule: ranks exited while others wait for them, or failed by themselves."""
+"""Rules: ranks exited while others wait for them; ranks failed; a rank exited before the others."""
 
 from __future__ import annotations
 
@@ -32,6 +32,13 @@ class TimedOutTogether(Cause):
     """All ranks timed out in one collective, and no rank is missing from it."""
 
     example_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExitedBeforeOthers(Cause):
+    """Ranks that exited before the others and left no exit record."""
+
+    ranks: tuple[int, ...]
 
 
 def find_exited(context: Context) -> Finding | None:
@@ -122,3 +129,30 @@ def _timed_out(context: Context, no_data: list[int]) -> Finding:
     return Finding(
         VerdictKind.TOGETHER, TimedOutTogether(first), call=call, certainty=Certainty.INFERRED
     )
+
+
+# -- exits that leave no rank waiting -------------------------------------------------------------
+
+
+def find_first_exit(context: Context) -> Finding | None:
+    """Ranks exited before the others without an exit record, and nothing else is wrong."""
+    ranks = context.exits.exited_first()
+    if not ranks:
+        return None
+    codes = {rank: code for rank in ranks if (code := context.status(rank).exit_code) is not None}
+    is_seen = all(map(context.exits.was_seen_to_exit, ranks)) and not context.incomplete
+    return Finding(
+        VerdictKind.DEAD,
+        ExitedBeforeOthers(tuple(ranks)),
+        culprits=tuple(ranks),
+        certainty=Certainty.EXACT if is_seen else Certainty.INFERRED,
+        facts={"exit_codes": codes} if codes else {},
+    )
+
+
+def find_unexplained_failure(context: Context) -> Finding | None:
+    """Ranks failed because another one exited, and no rank waits: it is unknown which was first."""
+    failed = context.exits.failed()
+    if not context.timing.is_over or not failed or context.exits.were_killed_together:
+        return None
+    return Finding(VerdictKind.DEAD, UnknownFirstExit(tuple(failed)), certainty=Certainty.UNKNOWN)
