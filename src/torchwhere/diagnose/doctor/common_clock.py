@@ -80,7 +80,7 @@ def by_one_clock(
     shifts = [
         end - clocks.aligned_ns(rank, end) for rank, end in zip(window.ranks, ends, strict=True)
     ]
-    calls = tuple(each.set_back(shift) for each, shift in zip(window.calls, shifts, strict=True))
+    calls = tuple(own.set_back(shift) for own, shift in zip(window.calls, shifts, strict=True))
     return replace(window, calls=calls), Trust(hosts, tuple(doubts))
 
 

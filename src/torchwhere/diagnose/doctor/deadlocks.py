@@ -192,28 +192,28 @@ def _companions(
     issued = {deviation.issued for deviation in own if deviation.rank == wait.rank}
     missing = {
         rank
-        for ranks in {id(each.missing): each.missing for each in waits.values()}.values()
+        for ranks in {id(other.missing): other.missing for other in waits.values()}.values()
         for rank in ranks
     }
     together = [
         rank
-        for rank, each in waits.items()
-        if (each.key, each.number) == (wait.key, wait.number) and rank in missing
+        for rank, other in waits.items()
+        if (other.key, other.number) == (wait.key, wait.number) and rank in missing
     ]
     return [
         rank
         for rank in together[:_COMPANIONS]
-        if any(each.issued in issued for each in patterns.of(rank).deviations)
+        if any(deviation.issued in issued for deviation in patterns.of(rank).deviations)
     ]
 
 
-def _last_agreed(job_calls: JobCalls, key: StreamKey, one: int, other: int) -> tuple[int, int]:
+def _last_agreed(job_calls: JobCalls, key: StreamKey, rank: int, other: int) -> tuple[int, int]:
     """The records, on two ranks, of the last common call at which their counts in a stream had the
     usual difference: the deviation came later.
 
     -1 if there is no such call.
     """
-    ranks = [job_calls.by_rank[rank] for rank in (one, other)]
+    ranks = [job_calls.by_rank[member] for member in (rank, other)]
     latest = -1, -1
     for common in ranks[0].calls.keys() & ranks[1].calls.keys():
         if common == key or common.source != common.destination:

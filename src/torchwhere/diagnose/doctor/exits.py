@@ -213,8 +213,10 @@ class Exits(RankExits):
             for rank in self.job_calls.by_rank
             if not self.has_failed(rank) and self._exited_by_itself(rank)
         ]
-        seen = {rank: ns for rank in unrecorded if (ns := self.status(rank).alive_ns) is not None}
-        if len(unrecorded) < 2 or len(seen) < len(unrecorded):
+        alive_ns = {
+            rank: ns for rank in unrecorded if (ns := self.status(rank).alive_ns) is not None
+        }
+        if len(unrecorded) < 2 or len(alive_ns) < len(unrecorded):
             return unrecorded if len(unrecorded) < 2 else []
-        first = min(seen.values())
-        return [rank for rank in unrecorded if seen[rank] - first <= SAME_EXIT_NS]
+        first = min(alive_ns.values())
+        return [rank for rank in unrecorded if alive_ns[rank] - first <= SAME_EXIT_NS]

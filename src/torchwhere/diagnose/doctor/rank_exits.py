@@ -217,8 +217,8 @@ class RankExits:
             for rank_calls in ranks.values()
             if rank_calls.end is not None and was_terminated(rank_calls)
         ]
-        seen = [self.status(rank).gone_ns or 0 for rank in ranks if self.got_sigterm(rank)]
-        return _Sigterm(min(recorded, default=_NEVER), min(seen, default=_NEVER))
+        gone = [self.status(rank).gone_ns or 0 for rank in ranks if self.got_sigterm(rank)]
+        return _Sigterm(min(recorded, default=_NEVER), min(gone, default=_NEVER))
 
     @cached_property
     def _first_external_ns(self) -> int:

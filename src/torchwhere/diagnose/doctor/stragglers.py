@@ -56,7 +56,7 @@ _ASKED = 16  # delays of a rank that are checked for another cause
 class Moment(NamedTuple):
     """A record of a rank: what it did, and where."""
 
-    what: str
+    action: str
     pass_: str | None  # of the module
     module: str | None
     line: str | None
@@ -383,7 +383,7 @@ def _where(
 def _moment(event: Event) -> Moment:
     fields, place = event.fields, event.place
     return Moment(
-        what=str(fields.get("op") or fields.get("phase") or event.kind),
+        action=str(fields.get("op") or fields.get("phase") or event.kind),
         pass_=place.pass_ if place.module is not None else None,
         module=place.module,
         line=place.line,

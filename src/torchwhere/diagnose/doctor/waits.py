@@ -48,7 +48,7 @@ def waits(
     for key, counts in streams.items():
         for wait in _incomplete(job_calls, key, counts):
             candidates[wait.rank].append(wait)
-    by_rank = {rank: _blocking(job_calls.by_rank[rank], each) for rank, each in candidates.items()}
+    by_rank = {rank: _blocking(job_calls.by_rank[rank], own) for rank, own in candidates.items()}
     passed = (
         {
             _left(rank_calls)

@@ -10,7 +10,7 @@ from torchwhere.diagnose.doctor.deadlocks import Blame
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.waits import Wait
-from torchwhere.render.verdict_text.phrases import call_text, issued_call, what_text
+from torchwhere.render.verdict_text.phrases import call_text, issued_call, op_text
 
 _MOST_LINKS = 16  # waits that are printed
 _MOST_DEVIATIONS = 4
@@ -32,9 +32,9 @@ def _link_text(context: Context, wait: Wait) -> str:
     call = issued_call(context.job_calls, wait)
     waits_for = [rank for rank in wait.missing if rank in context.waits]
     title = context.job_calls.group(wait.key).title
-    what = call_text(call) if call is not None else "a collective"
+    description = call_text(call) if call is not None else "a collective"
     return (
-        f'  rank {wait.rank} in #{wait.number} of "{title}" ({what}) waits for'
+        f'  rank {wait.rank} in #{wait.number} of "{title}" ({description}) waits for'
         f" {ranks_phrase(waits_for[:4])}"
     )
 
@@ -70,23 +70,23 @@ def _deviation_text(context: Context, deviation: Deviation) -> str:
     rank_calls = context.job_calls.by_rank[deviation.rank]
     due, issued = rank_calls.issued(*deviation.like), rank_calls.issued(*deviation.issued)
     due_group, issued_group = _groups_text(context, deviation)
-    what = f"{what_text(due)}{due_group}{_line_text(due)}"
-    instead = f"{what_text(issued)}{issued_group}{_line_text(issued)}"
+    usual = f"{op_text(due)}{due_group}{_line_text(due)}"
+    instead = f"{op_text(issued)}{issued_group}{_line_text(issued)}"
     rank, times = deviation.rank, f"at least {deviation.rounds} times"
     if deviation.is_early:
         return (
             f"Likely cause: rank {rank} issued {instead} out of order, or once too often, where it"
-            f" had always issued {what} ({times}). Look at: the code path that leads there."
+            f" had always issued {usual} ({times}). Look at: the code path that leads there."
         )
     if deviation.is_new and not deviation.is_skip:
         line = _line(issued)
         return (
-            f"Likely cause: rank {rank} issued {instead} where it had always issued {what}"
+            f"Likely cause: rank {rank} issued {instead} where it had always issued {usual}"
             f" ({times}). Look at: the code path that leads {f'to {line}' if line else 'there'}."
         )
     return (
-        f"Likely cause: rank {rank} skipped {what}, which it had always issued there ({times}), and"
-        f" continued with {instead}. Look at: conditions on rank, step or data around"
+        f"Likely cause: rank {rank} skipped {usual}, which it had always issued there ({times}),"
+        f" and continued with {instead}. Look at: conditions on rank, step or data around"
         f" {_line(due) or 'the skipped call'}."
     )
 
@@ -113,12 +113,12 @@ def wrong_peers_text(cause: WrongPeers, context: Context) -> list[str]:
     lines = []
     for wait in cause.waits[:_MOST_LINKS]:
         call = issued_call(context.job_calls, wait)
-        what = call_text(call) if call is not None else "a message"
+        message = call_text(call) if call is not None else "a message"
         other = (*wait.missing, *wait.no_data)[0]
         op = "recv" if wait.key.source == wait.rank else "send"
         lines += [
             (
-                f"Rank {wait.rank} waits on the wrong peer: {what}; rank {other} has posted no"
+                f"Rank {wait.rank} waits on the wrong peer: {message}; rank {other} has posted no"
                 f" matching {op}."
             ),
             (

@@ -20,9 +20,9 @@ from torchwhere.render.verdict_text.missing import waiting_text
 from torchwhere.render.verdict_text.phrases import (
     first_line,
     issued_call,
+    op_text,
     place_text,
     survived_text,
-    what_text,
 )
 from torchwhere.render.verdict_text.rank_details import (
     NO_EXIT_RECORD,
@@ -157,7 +157,7 @@ def _awaited_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[st
     """The ranks that wait for exited ranks."""
     title = context.job_calls.group(wait.key).title
     them = "it" if len(ranks) == 1 else "them"
-    call = what_text(issued_call(context.job_calls, wait))
+    call = op_text(issued_call(context.job_calls, wait))
     lines = [
         f'The others wait for {them} in {call}, #{wait.number} of group "{title}".',
         waiting_text(context, wait),

@@ -34,9 +34,12 @@ def different_groups_text(cause: DifferentGroups, context: Context) -> list[str]
 
 
 def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
-    creation, waiting = _creation_text(cause.made.op, cause.made.ranks), ranks_phrase(cause.there)
+    creation, waiting = (
+        _creation_text(cause.creation.op, cause.creation.ranks),
+        ranks_phrase(cause.there),
+    )
     verb = "waits" if len(cause.there) == 1 else "wait"
-    where = f"  waiting: {waiting}, {in_place(cause.made.place)}"
+    where = f"  waiting: {waiting}, {in_place(cause.creation.place)}"
     if cause.absent:
         lines = [
             (
@@ -46,7 +49,7 @@ def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
             where,
         ]
         lines += [f"  {_elsewhere_text(context, rank)}" for rank in cause.absent[:_MOST_RANKS]]
-        return lines + ([_ORDER_OF_GROUPS] if cause.made.op != _INIT else [])
+        return lines + ([_ORDER_OF_GROUPS] if cause.creation.op != _INIT else [])
     if context.no_data:
         return [
             (

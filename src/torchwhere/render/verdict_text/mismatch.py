@@ -16,7 +16,7 @@ _MOST_COHORTS = 16
 def different_calls_text(cause: DifferentCalls, context: Context) -> list[str]:
     mismatch = cause.mismatch
     difference = f"issued different calls: they differ in {' and '.join(cause.differs_in)}"
-    if mismatch.what == "step":
+    if mismatch.aspect == "step":
         difference = "are in different steps"
     title = context.job_calls.group(mismatch.key).title
     return [
@@ -55,12 +55,12 @@ def _issued_text(cause: DifferentCalls, cohort: Cohort) -> str | None:
 
 def _consequences(cause: DifferentCalls) -> list[str]:
     """Whether data was mixed, and which step counter is off."""
-    if cause.mismatch.what == "call_site":
+    if cause.mismatch.aspect == "call_site":
         fails = "so the call itself does not fail" if cause.blocked else "so nothing fails"
         return [
             f"Op and shapes are the same, {fails}: the call succeeds but mixes unrelated tensors."
         ]
-    if cause.mismatch.what != "step":
+    if cause.mismatch.aspect != "step":
         return []
     text, shift = "Op, shapes and call sites are the same, but the steps differ.", cause.step_shift
     if shift is None:

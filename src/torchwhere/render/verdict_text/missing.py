@@ -14,10 +14,10 @@ from torchwhere.diagnose.doctor.waits import Wait
 from torchwhere.render.verdict_text.phrases import (
     in_place,
     issued_call,
+    op_text,
     step_text,
     survived_text,
     tensors_text,
-    what_text,
 )
 from torchwhere.render.verdict_text.rank_details import rank_detail_text
 
@@ -91,7 +91,7 @@ def _awaited_text(context: Context, wait: Wait) -> str:
     call, key = issued_call(context.job_calls, wait), wait.key
     title = context.job_calls.group(key).title
     if key.source == key.destination:
-        return f'{what_text(call)}, #{wait.number} of group "{title}"'
+        return f'{op_text(call)}, #{wait.number} of group "{title}"'
     op = "recv" if wait.rank == key.source else "send"
     return (
         f"the {op}{tensors_text(call)}, #{wait.number} from rank {key.source} to rank"

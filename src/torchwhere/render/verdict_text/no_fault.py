@@ -19,7 +19,7 @@ from torchwhere.diagnose.doctor.rules.no_fault import (
     UnobservedEnd,
 )
 from torchwhere.diagnose.doctor.rules.together import BlockedTogether
-from torchwhere.render.verdict_text.phrases import first_line, in_place, what_text
+from torchwhere.render.verdict_text.phrases import first_line, in_place, op_text
 from torchwhere.render.verdict_text.rank_details import rank_detail_text
 
 _SUSPECT_NETWORK = (
@@ -82,7 +82,7 @@ def unobserved_end_text(cause: UnobservedEnd, context: Context) -> list[str]:
     return [
         (
             "The job is over, and no process was seen at its end. At the end all ranks were in"
-            f" {what_text(cause.call)}. {pace_text(cause.pace)}"
+            f" {op_text(cause.call)}. {pace_text(cause.pace)}"
         ),
         "The boxes do not show whether the job hung there or was only passing through.",
     ]
@@ -102,7 +102,7 @@ def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
     """What the ranks were in when the job ended."""
     if isinstance(last, InOneCall):
         return (
-            f"At the end all ranks were in {what_text(last.call)}. A job in which all ranks hang"
+            f"At the end all ranks were in {op_text(last.call)}. A job in which all ranks hang"
             " there would look the same."
         )
     if isinstance(last, CreatingGroup):
@@ -113,7 +113,7 @@ def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
         )
     return (
         f"At the end {ranks_phrase(last.ranks)} had waited for {ranks_phrase(last.awaited)} for"
-        f" {last.waited_s:.0f} s, in {what_text(last.call)}. A normal pause looks the same."
+        f" {last.waited_s:.0f} s, in {op_text(last.call)}. A normal pause looks the same."
     )
 
 
@@ -145,12 +145,12 @@ def lost_data_text(cause: LostData, context: Context) -> list[str]:
         return [ended, "The others issued no collective: it is unknown what the job did."]
     issued = context.job_calls.by_rank[call.rank].issued(call.key, call.number)
     title = context.job_calls.group(call.key).title
-    what = f'{what_text(issued)}, #{call.number} of group "{title}"'
+    reached = f'{op_text(issued)}, #{call.number} of group "{title}"'
     if cause.went_on:
         return [
             ended,
             (
-                f"{ranks_phrase(cause.went_on).capitalize()} continued after {what}, which needs"
+                f"{ranks_phrase(cause.went_on).capitalize()} continued after {reached}, which needs"
                 " all ranks of the group: until then nothing was wrong."
             ),
             f"It is unknown what {no_data} did after it.",
@@ -159,7 +159,7 @@ def lost_data_text(cause: LostData, context: Context) -> list[str]:
         its = "its" if len(cause.reached) == 1 else "their"
         return [
             ended,
-            f"The others reached {what}.",
+            f"The others reached {reached}.",
             (
                 f"{ranks_phrase(cause.reached).capitalize()} reached it too, by {its} counters; the"
                 f" call itself is lost with {its} {noun}."
@@ -169,7 +169,7 @@ def lost_data_text(cause: LostData, context: Context) -> list[str]:
     return [
         ended,
         (
-            f"The others reached {what}. No rank is known to have passed it, and it is unknown"
+            f"The others reached {reached}. No rank is known to have passed it, and it is unknown"
             " what was wrong."
         ),
     ]

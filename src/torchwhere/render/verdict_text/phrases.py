@@ -34,10 +34,10 @@ def in_place(place: Place) -> str:
 
 def call_text(call: Event) -> str:
     """`all_reduce of float32 [4, 8], backward of layers.0, train.py:9, step 3`."""
-    return f"{what_text(call)}, {place_text(call.place)}"
+    return f"{op_text(call)}, {place_text(call.place)}"
 
 
-def what_text(call: Event | None) -> str:
+def op_text(call: Event | None) -> str:
     """`all_reduce of float32 [4, 8]`."""
     if call is None:
         return "a collective"

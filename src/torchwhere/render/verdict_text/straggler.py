@@ -61,7 +61,7 @@ def _cpu_text(late: Straggler) -> str:
 def moment_text(moment: Moment) -> str:
     """`all_reduce in backward of layers.0 at train.py:9`."""
     where = "" if moment.module is None else f" in {moment.pass_} of {shown(moment.module)}"
-    return f"{moment.what}{where}" + (f" at {moment.line}" if moment.line else "")
+    return f"{moment.action}{where}" + (f" at {moment.line}" if moment.line else "")
 
 
 def late_ranks_facts(cause: LateRanks) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class DifferentGroups(Cause):
 class PendingGroup(Cause):
     """A group creation in progress: the ranks inside, and the ranks that have not come."""
 
-    made: GroupCreation
+    creation: GroupCreation
     there: tuple[int, ...]
     absent: tuple[int, ...]  # ranks with data only
 
@@ -135,11 +135,11 @@ def _blame(context: Context, pending: PendingGroup) -> _Blame | None:
 
 
 def _facts(pending: PendingGroup) -> dict[str, Any]:
-    made = pending.made
+    creation = pending.creation
     return {
-        "op": made.op,
-        "number": made.number,
-        "ranks": list(made.ranks) if made.ranks is not None else None,
+        "op": creation.op,
+        "number": creation.number,
+        "ranks": list(creation.ranks) if creation.ranks is not None else None,
         "there": list(pending.there),
         "absent": list(pending.absent),
     }

@@ -75,7 +75,7 @@ def find_mismatch(context: Context) -> Finding | None:
             difference.key, difference.number
         ),
     )
-    is_exact = first.what == "signature" and first.is_certain
+    is_exact = first.aspect == "signature" and first.is_certain
     blocked_s = blocked_ranks(context)
     are_all_blocked = len(blocked_s) == len(job_calls.by_rank) and context.timing.is_live
     cause = _cause(job_calls, first, tuple(sorted(blocked_s)))
@@ -97,7 +97,7 @@ def _cause(job_calls: JobCalls, mismatch: Mismatch, blocked: tuple[int, ...]) ->
         for ranks in mismatch.cohorts
     )
     culprit, number = job_calls.by_rank[mismatch.culprits[0]], mismatch.number
-    is_step = mismatch.what == "step"
+    is_step = mismatch.aspect == "step"
     return DifferentCalls(
         mismatch,
         tuple(_differs_in(mismatch, cohorts[0].call, cohorts[1].call)),
@@ -111,22 +111,22 @@ def _cause(job_calls: JobCalls, mismatch: Mismatch, blocked: tuple[int, ...]) ->
     )
 
 
-def _differs_in(mismatch: Mismatch, one: Event | None, other: Event | None) -> list[str]:
+def _differs_in(mismatch: Mismatch, first: Event | None, second: Event | None) -> list[str]:
     """The fields in which the first two cohorts differ."""
-    if one is None or other is None or mismatch.what == "step":
-        return [mismatch.what]
-    if mismatch.what == "call_site":
-        here, there = one.place, other.place
+    if first is None or second is None or mismatch.aspect == "step":
+        return [mismatch.aspect]
+    if mismatch.aspect == "call_site":
+        here, there = first.place, second.place
         differs = {
             "module": here.module != there.module,
             "pass": here.pass_ != there.pass_,
             "line": here.line != there.line,
-            "for": one.fields.get("for") != other.fields.get("for"),
+            "for": first.fields.get("for") != second.fields.get("for"),
         }
         return [name for name, is_different in differs.items() if is_different]
-    is_message = {one.fields.get("op"), other.fields.get("op")} == {"send", "recv"}
+    is_message = {first.fields.get("op"), second.fields.get("op")} == {"send", "recv"}
     names = _FIELDS_OF_MESSAGES if is_message else _FIELDS
-    differing = [name for name in names if one.fields.get(name) != other.fields.get(name)]
+    differing = [name for name in names if first.fields.get(name) != second.fields.get(name)]
     return ["op"] if "op" in differing else [_FIELD_NAMES.get(name, name) for name in differing]
 
 
