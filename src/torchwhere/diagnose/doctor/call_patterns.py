@@ -226,15 +226,15 @@ def _column(index: int, calls: StreamCalls, mine: CallSite) -> tuple[npt.NDArray
     of `mine`."""
     codes, first_of, renamed = np.unique(calls.codes(), return_index=True, return_inverse=True)
     call_sites = [calls.of(calls.first + int(first_of[code]))[1] for code in range(len(codes))]
-    kept = np.array([_has_fixed_order(call_site, mine) for call_site in call_sites], np.bool_)[
-        renamed
-    ]
-    numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[kept]
+    is_ordered = np.array(
+        [_has_fixed_order(call_site, mine) for call_site in call_sites], np.bool_
+    )[renamed]
+    numbers = np.arange(calls.first, calls.last + 1, dtype=np.int64)[is_ordered]
     return (
         np.full(len(numbers), index, np.int64),
         numbers,
-        calls.records()[kept],
-        stream_calls.site_ids(calls.packed_ids())[kept],
+        calls.records()[is_ordered],
+        stream_calls.site_ids(calls.packed_ids())[is_ordered],
     )
 
 

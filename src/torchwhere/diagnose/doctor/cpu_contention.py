@@ -75,7 +75,7 @@ def _share(
     delays = rank_calls.box.cpu_delays() if rank_calls.box is not None else []
     if len(delays) < 2:
         return None
-    times, waits = (np.array(each, dtype=np.float64) for each in zip(*delays, strict=True))
+    times, waits = (np.array(column, dtype=np.float64) for column in zip(*delays, strict=True))
     asked = [
         float(calls.times_ns(window.first + column, window.first + column + 1)[0])
         for column in columns

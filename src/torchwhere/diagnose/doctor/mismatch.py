@@ -32,7 +32,7 @@ class Mismatch:
     key: StreamKey
     number: int
     cohorts: tuple[tuple[int, ...], ...]
-    what: Literal["signature", "call_site", "step"]
+    aspect: Literal["signature", "call_site", "step"]
     # if the largest cohort is not unique: ranks that changed since the step before
     deviated: tuple[int, ...] = ()
 
@@ -55,7 +55,7 @@ def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     """The first difference of each stream."""
     first_differences = []
     for window in [*job_calls.windows(), *job_calls.longer_windows()]:
-        differences = (_in_form(window), _in_meaning(job_calls, window), _in_step(window))
+        differences = (_in_signature(window), _in_call_site(job_calls, window), _in_step(window))
         differing = [mismatch for mismatch in differences if mismatch is not None]
         # the first difference causes the rest; at the same number, the signature says most
         if differing:
@@ -63,7 +63,7 @@ def mismatches(job_calls: JobCalls) -> list[Mismatch]:
     return first_differences
 
 
-def _in_form(window: CallWindow) -> Mismatch | None:
+def _in_signature(window: CallWindow) -> Mismatch | None:
     if len(window.heads) == 1:
         return None
     differs = np.flatnonzero((window.signature_ids != window.signature_ids[0]).any(axis=0))
@@ -80,17 +80,17 @@ def _undamaged(job_calls: JobCalls, window: CallWindow) -> CallWindow | None:
     return window.without(damaged) if damaged else window
 
 
-def _in_meaning(job_calls: JobCalls, whole: CallWindow) -> Mismatch | None:
+def _in_call_site(job_calls: JobCalls, whole: CallWindow) -> Mismatch | None:
     window = _undamaged(job_calls, whole)
     if window is None or len(window.heads) == 1 or window.key.source != window.key.destination:
         return None
     if _takes_turns(window):
         return None
-    seen: set[bytes] = set()  # a pattern that occurred before is not a fault
+    earlier: set[bytes] = set()  # a pattern that occurred before is not a fault
     for column in map(int, window.differs):
         pattern = window.site_ids[:, column].tobytes()
-        is_new = pattern not in seen
-        seen.add(pattern)
+        is_new = pattern not in earlier
+        earlier.add(pattern)
         deviates = _is_out_of_turn(window, column) or (
             is_new and _deviates(job_calls, window, column)
         )
@@ -124,12 +124,12 @@ def _mismatch(
     window: CallWindow,
     column: int,
     values: npt.NDArray[np.int64],
-    what: Literal["signature", "call_site", "step"],
+    aspect: Literal["signature", "call_site", "step"],
 ) -> Mismatch:
     cohorts = window.cohorts(values[:, column])
     deviated: tuple[int, ...] = ()
     if len(cohorts) > 1 and len(cohorts[0]) == len(cohorts[1]):
-        has = _has_changed_length if what == "step" else _has_deviated
+        has = _has_changed_length if aspect == "step" else _has_deviated
         deviated = window.members_of(
             np.array([has(window, row, column, values) for row in range(len(window.heads))])
         )
@@ -138,7 +138,7 @@ def _mismatch(
         window.key,
         window.first + column,
         cohorts,
-        what,
+        aspect,
         tuple(sorted(deviated)) if is_clear else (),
     )
 
@@ -238,11 +238,11 @@ def _is_first_ranks_own(job_calls: JobCalls, window: CallWindow, column: int) ->
     odd = window.members_of(window.odd_at(column))
     if odd != (min(window.ranks),) or len(window.ranks) == 2:
         return False
-    one, other = (
+    own, usual = (
         job_calls.shared_ids.site_ids[int(number)]
         for number in set(window.site_ids[:, column].tolist()) - {0}
     )
-    if (*one[:2], one[3]) != (*other[:2], other[3]):
+    if (*own[:2], own[3]) != (*usual[:2], usual[3]):
         return False
     after = column + 1
     return after == window.signature_ids.shape[1] or (

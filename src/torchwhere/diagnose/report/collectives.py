@@ -381,4 +381,4 @@ class _StreamReader:
             shown_ranks = list(cohort[:MOST_RANKS])
             what = cut(IssuedCall(call))
             cohorts.append({"ranks": shown_ranks, "count": len(cohort), "what": what})
-        return {"number": mismatch.number, "in": mismatch.what, "cohorts": cohorts}
+        return {"number": mismatch.number, "in": mismatch.aspect, "cohorts": cohorts}

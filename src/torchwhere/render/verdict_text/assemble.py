@@ -1,0 +1,150 @@
+"""Assembles a verdict: the facts of a finding, a report on each rank, and the sentences.
+
+`_TEXTS` has the function that explains each cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchwhere.core.sanitize import plural
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.examine import Diagnosis
+from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
+from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
+from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
+from torchwhere.diagnose.doctor.rules.exited import (
+    ExitedBeforeOthers,
+    ExitedRanks,
+    TimedOutTogether,
+    UnknownFirstExit,
+)
+from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
+from torchwhere.diagnose.doctor.rules.lost_data import LostData
+from torchwhere.diagnose.doctor.rules.mismatch import DifferentCalls
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.rules.no_fault import (
+    EndedUnfinished,
+    Finished,
+    Progressing,
+    ProgressingAtEnd,
+    Quiet,
+    UnobservedEnd,
+)
+from torchwhere.diagnose.doctor.rules.straggler import LateRanks
+from torchwhere.diagnose.doctor.rules.together import BlockedTogether
+from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
+from torchwhere.diagnose.doctor.verdict import RankReport, Verdict, VerdictKind
+from torchwhere.render.verdict_text import (
+    deadlock,
+    exits,
+    group_creation,
+    mismatch,
+    missing,
+    no_fault,
+    straggler,
+)
+from torchwhere.render.verdict_text.rank_details import detail_text
+
+
+def verdict_of(diagnosis: Diagnosis) -> Verdict:
+    """The verdict on what the doctor found."""
+    context, finding = diagnosis.context, diagnosis.finding
+    call, job_calls = finding.call, context.job_calls
+    return Verdict(
+        kind=finding.kind,
+        culprits=finding.culprits,
+        collective=call.to_dict(job_calls) if call is not None else None,
+        ranks={rank: _report(context, finding, rank) for rank in job_calls.by_rank},
+        last_common=call.previous_to_dict(job_calls) if call is not None else None,
+        missing_data=tuple(_missing_data(context)),
+        certainty=finding.certainty,
+        stalled_s=finding.stalled_s,
+        explanation=(
+            *explain(finding.cause, context),
+            *_external_end_text(context, finding.kind),
+        ),
+        facts=_facts(finding),
+    )
+
+
+def explain(cause: Cause, context: Context) -> list[str]:
+    """The sentences on a cause: the fault, why, and what to look at."""
+    return _TEXTS[type(cause)](cause, context)
+
+
+def _ended_unfinished_text(cause: EndedUnfinished, context: Context) -> list[str]:
+    until_then = explain(cause.until_then, context)
+    return exits.ended_text(context) + until_then + exits.gone_first_text(cause)
+
+
+def _external_end_text(context: Context, kind: VerdictKind) -> list[str]:
+    """That the job was ended from outside after the fault."""
+    if not context.exits.ended_externally or kind is VerdictKind.HEALTHY:
+        return []
+    if context.exits.was_interrupted:
+        return ["Then Ctrl-C interrupted the job."]
+    return ["Then SIGTERM ended the job."] if kind is not VerdictKind.DEAD else []
+
+
+def _facts(finding: Finding) -> dict[str, Any]:
+    """The facts for JSON, with those that are texts."""
+    if isinstance(finding.cause, DifferentCalls):
+        return finding.facts | {"cohorts": mismatch.cohort_rows(finding.cause)}
+    if isinstance(finding.cause, LateRanks):
+        return finding.facts | straggler.late_ranks_facts(finding.cause)
+    return finding.facts
+
+
+def _report(context: Context, finding: Finding, rank: int) -> RankReport:
+    rank_calls = context.job_calls.by_rank[rank]
+    last, detail = rank_calls.last, context.detail(rank, blocked=finding.blocked)
+    return RankReport(
+        state=context.state(rank, blocked=finding.blocked),
+        place=context.place(rank),
+        last=shown_fields(rank_calls.fields(*last)) if last is not None else None,
+        detail=detail_text(detail) if detail is not None else None,
+        stack=context.status(rank).stack,
+    )
+
+
+def _missing_data(context: Context) -> list[str]:
+    """What the verdict lacks."""
+    ranks = context.job_calls.by_rank.values()
+    lines = context.run.caveats()
+    if not context.timing.is_live and any(rank_calls.end is None for rank_calls in ranks):
+        lines.append(
+            "no process of this job was seen alive: the states are those at the end of the boxes"
+        )
+    wrapped = sum(rank_calls.label.counts.overwritten > 0 for rank_calls in ranks)
+    if wrapped:
+        lines.append(
+            f"the rings of {plural(wrapped, 'rank')} have wrapped: only calls that all rings still"
+            " hold were compared"
+        )
+    return lines
+
+
+_TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
+    DifferentCalls: mismatch.different_calls_text,
+    UnmatchedSplits: mismatch.unmatched_splits_text,
+    WrongPeers: deadlock.wrong_peers_text,
+    DifferentGroups: group_creation.different_groups_text,
+    PendingGroup: group_creation.pending_group_text,
+    ExitedRanks: exits.exited_ranks_text,
+    UnknownFirstExit: exits.unknown_first_exit_text,
+    TimedOutTogether: no_fault.timed_out_together_text,
+    MissingRanks: missing.missing_ranks_text,
+    Deadlock: deadlock.deadlock_text,
+    BlockedTogether: no_fault.blocked_together_text,
+    ExitedBeforeOthers: exits.exited_before_others_text,
+    LateRanks: straggler.late_ranks_text,
+    LostData: no_fault.lost_data_text,
+    Finished: no_fault.finished_text,
+    Progressing: no_fault.progressing_text,
+    ProgressingAtEnd: no_fault.progressing_at_end_text,
+    UnobservedEnd: no_fault.unobserved_end_text,
+    Quiet: no_fault.quiet_text,
+    EndedUnfinished: _ended_unfinished_text,
+}
