@@ -1,7 +1,7 @@
 """The live screen as lines, for a width and a height; and as plain text, for a file or a pipe.
 
-Takes the state of a run (`diagnose/live`), what the user wants to see of it (`top_view.View`) and
-the doctor's last verdict as JSON. Gives lines of (text, style); `screen.py` paints them.
+Takes the state of a run (`diagnose/live`), what the user wants to see of it (`top_view.TopView`)
+and the doctor's last verdict as JSON. Gives lines of (text, style); `screen.py` paints them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchwhere.render.top_rows import (
     state_text,
     widths,
 )
-from torchwhere.render.top_view import View
+from torchwhere.render.top_view import TopView
 
 Verdict = dict[str, Any]  # as `torchwhere doctor --json` prints it
 
@@ -134,12 +134,12 @@ def body_height(
     run: RunNow, verdict: Verdict | None, width: int, height: int, charset: Charset
 ) -> int:
     """How many rows fit."""
-    return max(1, height - len(_head(run, verdict, width, height, charset, View())) - 2)
+    return max(1, height - len(_head(run, verdict, width, height, charset, TopView())) - 2)
 
 
 def screen_lines(
     run: RunNow,
-    view: View,
+    view: TopView,
     *,
     verdict: Verdict | None,
     width: int,
@@ -173,7 +173,7 @@ def fitted_in(line: Line, width: int, charset: Charset) -> Line:
 
 
 def _head(
-    run: RunNow, verdict: Verdict | None, width: int, height: int, charset: Charset, view: View
+    run: RunNow, verdict: Verdict | None, width: int, height: int, charset: Charset, view: TopView
 ) -> list[Line]:
     sentence, style = impression(run)
     is_roomy = height >= _SMALL
@@ -215,7 +215,7 @@ def _first_line(run: RunNow, width: int, charset: Charset) -> str:
 
 
 def _list(
-    run: RunNow, view: View, verdict: Verdict | None, width: int, height: int, charset: Charset
+    run: RunNow, view: TopView, verdict: Verdict | None, width: int, height: int, charset: Charset
 ) -> list[Line]:
     rows = view.rows(run, height)
     if not rows:
@@ -246,7 +246,7 @@ def _rest(
     return lines
 
 
-def _foot(run: RunNow, view: View) -> str:
+def _foot(run: RunNow, view: TopView) -> str:
     if view.typing is not None:
         return f"/{view.typing}_   enter: keep  esc: cancel"
     if view.page != "list":
@@ -279,7 +279,7 @@ def plain_lines(run: RunNow, *, verdict: Verdict | None, width: int | None) -> I
 
 
 def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
-    rows = View(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
+    rows = TopView(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
     keys = ("rank", "state", "step", "pass", "module", "line", "last", "age", "speed")
     columns = [
         Column("!"),

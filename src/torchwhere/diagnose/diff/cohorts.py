@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.events import Event
-from torchwhere.core.results import Shown
-from torchwhere.diagnose.diff.remarks import DiffRemark
+from torchwhere.core.results import Fact, Shown
 
 MOST_DIVERGENCES = 20  # listed; a comparison counts the others
 
@@ -61,7 +60,7 @@ class Divergence(Shown):
     step: int | None
     before: tuple[ComparedItem, ...]  # the last equal items
     versions: tuple[Version, ...]  # most ranks first
-    facts: tuple[DiffRemark, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def minority(self) -> Version:
@@ -94,7 +93,7 @@ class Comparison(Shown):
     divergences: tuple[Divergence, ...] = ()
     # of events: the first and the last compared step
     steps: tuple[int, int] | None = None
-    facts: tuple[DiffRemark, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def remarks(self) -> tuple[str, ...]:

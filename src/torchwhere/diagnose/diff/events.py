@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
 from torchwhere.diagnose.diff.alignment import Finding, Position
@@ -27,9 +28,8 @@ from torchwhere.diagnose.diff.cohorts import (
     Version,
     in_order,
 )
-from torchwhere.diagnose.diff.remarks import (
+from torchwhere.diagnose.diff.facts import (
     DifferingSteps,
-    DiffRemark,
     EventCounts,
     GraphCounts,
     NoCommonStep,
@@ -76,7 +76,7 @@ def compare_events(
     )
 
 
-def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[DiffRemark]]:
+def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[Fact]]:
     """The first step that all ranks recorded completely, and the remark about it."""
     firsts = {
         sequence.rank: sequence.first_step
@@ -92,7 +92,7 @@ def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[DiffRemark]]:
     return first, [NoCommonStep()]
 
 
-def _facts(sequences: Sequence[EventSequence]) -> Iterator[DiffRemark]:
+def _facts(sequences: Sequence[EventSequence]) -> Iterator[Fact]:
     running = tuple(sequence.rank for sequence in sequences if not sequence.has_ended)
     if running:
         yield NotEnded(running)
@@ -113,7 +113,7 @@ class _EventSearch:
         self._sequences = {sequence.rank: sequence for sequence in sequences}
         self._streams = streams
         self._classes = alignment.rank_classes(sequences)
-        self.facts: list[DiffRemark] = []
+        self.facts: list[Fact] = []
         self._by_design: list[Finding] = []  # differences between pipeline stages
         self._findings = self._find(stages_of(sequences))
         self.cohorts = self._cohorts_at(None)
@@ -206,9 +206,7 @@ class _EventSearch:
         entry, *after = _entries(rank_class.sequence, event.at, event.at + 1 + _AFTER)
         return Version(ranks, entry, tuple(after))
 
-    def _going_on(
-        self, versions: Sequence[Sequence[int]], finding: Finding
-    ) -> Iterator[DiffRemark]:
+    def _going_on(self, versions: Sequence[Sequence[int]], finding: Finding) -> Iterator[Fact]:
         """Event counts of the first and the last version in the step, and the steps they differ
         in."""
         aligned = finding.aligned

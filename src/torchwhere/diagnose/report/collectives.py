@@ -23,7 +23,7 @@ from torchwhere.diagnose.calls.stream_calls import StreamCalls, signature_ids
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.report.facts import CallWindow, IssuedCall
+from torchwhere.diagnose.report.facts import DifferingCall, ShownCalls
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
 MOST_GROUPS = 24
@@ -67,7 +67,7 @@ class StreamRows:
     group: str
     desc: str
     members: tuple[int, ...]
-    window: CallWindow
+    window: ShownCalls
     rows: tuple[CallRow, ...]
     ranks: tuple[int, ...]  # the rows of `late_ms`
     # for each rank and number: the time after the first arrival
@@ -253,9 +253,9 @@ class _StreamReader:
             first_difference=None if mismatch is None else self._difference(mismatch),
         )
 
-    def _window(self) -> CallWindow:
+    def _window(self) -> ShownCalls:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        return CallWindow(self._first, self._end - 1, issued, self._when.description(self._ranks))
+        return ShownCalls(self._first, self._end - 1, issued, self._when.description(self._ranks))
 
     def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
         is_known = self._times != _NEVER
@@ -379,6 +379,6 @@ class _StreamReader:
         for cohort in mismatch.cohorts[:_MOST_COHORTS]:
             call = self._job_calls.by_rank[cohort[0]].issued(mismatch.key, mismatch.number)
             shown_ranks = list(cohort[:MOST_RANKS])
-            what = cut(IssuedCall(call))
+            what = cut(DifferingCall(call))
             cohorts.append({"ranks": shown_ranks, "count": len(cohort), "what": what})
         return {"number": mismatch.number, "in": mismatch.what, "cohorts": cohorts}
