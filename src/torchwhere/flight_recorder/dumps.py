@@ -12,9 +12,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.progress import Progress
 from torchwhere.flight_recorder.facts import (
     DumpFact,
     GlooLimits,
@@ -33,7 +34,7 @@ from torchwhere.flight_recorder.facts import (
     WrappedRings,
 )
 from torchwhere.flight_recorder.limits import CAPS, Caps
-from torchwhere.flight_recorder.load import Progress, read_all
+from torchwhere.flight_recorder.load import read_all
 from torchwhere.flight_recorder.to_boxes import DumpBox
 
 _FILE = re.compile(
@@ -48,8 +49,7 @@ _HOW_TO = "Flight recorder dumps are files whose names end in a rank, as nccl_tr
 class Dumps(BoxRun):
     """The dumps of one job, and notes on what they lack."""
 
-    noun: ClassVar[str] = "dump"
-    notes: list[DumpFact] = field(default_factory=list)
+    noun: str = "dump"
 
     @property
     def dumps(self) -> dict[int, DumpBox]:
@@ -88,10 +88,7 @@ class Dumps(BoxRun):
         removed = set(ranks)
         left = {rank: box for rank, box in self.boxes.items() if rank not in removed}
         unreadable = [box for rank, box in self.boxes.items() if rank in removed]
-        return Dumps(self.folder, left, self.earlier, [*self.unreadable, *unreadable], self.notes)
-
-    def caveats(self) -> list[str]:
-        return [*BoxRun.caveats(self), *map(str, self.notes)]
+        return replace(self, boxes=left, unreadable=[*self.unreadable, *unreadable])
 
 
 def read_dumps(

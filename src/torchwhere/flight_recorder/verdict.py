@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.groups import Group
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.calls.keys import Group
+from torchwhere.core.progress import Progress
 from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
@@ -24,7 +25,6 @@ from torchwhere.flight_recorder.facts import (
     HeldInCall,
     UnrecordedArguments,
 )
-from torchwhere.flight_recorder.load import Progress
 
 _WHY_EMPTY = (
     "Is the recorder on (TORCH_FR_BUFFER_SIZE, for NCCL before torch 2.9"

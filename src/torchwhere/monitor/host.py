@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchwhere.blackbox.run import BoxRun, read_run
-from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
+from torchwhere.blackbox.summary import BoxOrSummary, read_progress, started_ns
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exits import ended_well
 from torchwhere.processes.look import is_running, look
@@ -34,7 +34,7 @@ class HostView:
     statuses: dict[int, ProcessStatus] = field(default_factory=dict)
     started_ns: int = field(default_factory=time.time_ns)
     # the last progress of each box, and since when it has not changed
-    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)
+    _progress: dict[Path, tuple[bytes, float]] = field(default_factory=dict)
 
     # -- boxes -------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class HostView:
             (box.meta.get("host"), box.meta.get("pid")) == here for box in run.summaries.values()
         ):
             return True
-        newest = max(int(box.meta.get("started_ns", 0)) for box in run.summaries.values())
+        newest = max(map(started_ns, run.summaries.values()))
         has_waited = time.time_ns() - self.started_ns > _BOX_NS
         return has_waited and self._launcher_runs() and newest > self.started_ns - 6 * _BOX_NS
 
@@ -185,7 +185,7 @@ class HostView:
         for path in paths:
             progress = read_progress(path)
             before = self._progress.get(path)
-            if before is None or progress.counts != before[0].counts:
+            if before is None or progress != before[0]:
                 self._progress[path] = progress, now
             elif now - before[1] > stall_s:
                 is_stalled = True

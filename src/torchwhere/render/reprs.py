@@ -17,6 +17,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun, RunSummary
+from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.events import Event
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.place import Place, shown
@@ -126,9 +127,7 @@ def _box_line(box: Box) -> str:
 
 
 def _box_html(box: Box) -> str:
-    started = box.meta.get("started_ns")
-    started_ns = started if isinstance(started, int) else 0
-    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns)
+    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns(box))
     title = f"rank {box.rank}: {len(box.records):,} events, {box.path}"
     return page.fragment(
         page.paragraph(title, style="bold"),

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
-from torchwhere.diagnose.calls.keys import CallSite, Group
+from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.processes.status import ProcessStatus
 
 VERSION = 2

@@ -16,12 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.groups import Group, ranks_of
+from torchwhere.blackbox.string_table import json_int
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.ids import LocalIds
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
 from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 
 _SAME_MOMENT_NS = 1_000_000
@@ -249,14 +251,11 @@ def _group_creations(box: Box) -> tuple[GroupCreation, ...]:
 
 
 def _group_creation(event: Event, *, is_made: bool) -> GroupCreation:
-    op, number, ranks = (event.fields.get(name) for name in ("op", "number", "ranks"))
-    members = (
-        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
-    )
+    ranks = event.fields.get("ranks")
     return GroupCreation(
-        str(op),
-        number if isinstance(number, int) else 0,
-        members,
+        str(event.fields.get("op")),
+        json_int(event.fields, "number"),
+        ranks_of(ranks) if isinstance(ranks, list) else None,
         event.t_ns,
         event.place,
         is_made,

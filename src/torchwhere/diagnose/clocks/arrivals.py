@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC
+from torchwhere.blackbox.groups import ranks_of, stream_ends
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.calls.keys import P2P
 from torchwhere.diagnose.clocks.line import Times
 
 NEVER = np.iinfo(np.int64).max  # there is no later event
@@ -34,7 +34,7 @@ _PLACE = ("subject", "module", "line", "pass")
 
 
 class ClockStream(NamedTuple):
-    """Names a stream as `calls.keys.StreamKey` does, by the name of the group and its members."""
+    """Names a stream as `blackbox.groups.StreamName` does, by name and members of the group."""
 
     group: str
     members: tuple[int, ...]  # two groups may have the same name
@@ -217,17 +217,9 @@ def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) ->
         return None
     name, op, peer = signature["group"], str(signature.get("op")), signature.get("peer")
     if name not in members:
-        ranks = box.groups().get(name, {}).get("ranks")
-        members[name] = (
-            tuple(rank for rank in ranks if isinstance(rank, int))
-            if isinstance(ranks, list)
-            else ()
-        )
-    if op not in P2P:
-        return ClockStream(name, members[name])
+        members[name] = ranks_of(box.groups().get(name, {}).get("ranks"))
     other = peer if isinstance(peer, int) else -1
-    source, destination = (box.rank, other) if op == "send" else (other, box.rank)
-    return ClockStream(name, members[name], source, destination)
+    return ClockStream(name, members[name], *stream_ends(op, rank=box.rank, peer=other))
 
 
 def _is_blocking(signature: dict[str, Any]) -> bool:

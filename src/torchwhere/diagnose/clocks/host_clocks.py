@@ -6,14 +6,12 @@ used as they are, and `HostClocks.description` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.clocks.arrivals import Arrivals, arrivals
+from torchwhere.blackbox.run import RunSummary, read_again
+from torchwhere.diagnose.clocks.arrivals import arrivals
 from torchwhere.diagnose.clocks.clocks import Clock, Clocks, Evidence, aligned
 from torchwhere.diagnose.clocks.line import Times
 
@@ -66,17 +64,6 @@ def align_hosts(run: RunSummary[Any]) -> HostClocks:
             probes.setdefault(host, rank)
     if not 2 <= len(probes) <= MOST_HOSTS:
         return HostClocks(hosts)
-    clocks = aligned(_arrivals(run, probes.values()))
+    clocks = aligned(map(arrivals, read_again(run, probes.values())))
     compared = {host: rank for host, rank in probes.items() if clocks.of(rank) is not None}
     return HostClocks(hosts, clocks, compared)
-
-
-def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
-    reader = BoxReader()
-    for rank in ranks:
-        try:
-            box = reader.read(run.boxes[rank].path)
-        except TorchwhereError:  # deleted after the folder was listed
-            continue
-        if box.rank == rank:
-            yield arrivals(box)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.groups import StreamName
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
@@ -42,7 +43,6 @@ from torchwhere.diagnose.diff.sequences import (
     EventSequence,
     EventStream,
     Patterns,
-    SharedStream,
     read_sequences,
 )
 from torchwhere.diagnose.diff.stages import stages_of
@@ -239,7 +239,7 @@ class _EventSearch:
     def mismatches(self) -> Iterator[tuple[Position, Divergence]]:
         """The first call of each group or pair of ranks that should agree and does not. Ranks that
         diverged before it are not compared."""
-        by_stream: dict[SharedStream, list[int]] = {}
+        by_stream: dict[StreamName, list[int]] = {}
         for rank, sequence in self._sequences.items():
             for stream in sequence.calls:
                 by_stream.setdefault(stream, []).append(rank)

@@ -140,7 +140,7 @@ def _by_importance(
         for key in by_stream
     }
     for key in sorted(by_stream, key=lambda key: (-weights[key], identity[key])):
-        kind = job_calls.group(key).title, _is_p2p(key)
+        kind = job_calls.group(key).title, key.is_p2p
         turns[kind] = turns.get(kind, -1) + 1
         is_alone = len(by_stream[key]) < 2  # nothing to compare
         has_culprit = not culprits.isdisjoint(by_stream[key]) and not is_alone
@@ -166,7 +166,7 @@ def _of_verdict(
     is_p2p = call.get("op") in ("send", "recv")
     for key, calls in by_stream.items():
         group = job_calls.group(key)
-        if group.title != call.get("group") or is_p2p != _is_p2p(key):
+        if group.title != call.get("group") or is_p2p != key.is_p2p:
             continue
         if call.get("group_ranks") not in (list(group.ranks), len(group.ranks)):
             continue
@@ -179,15 +179,11 @@ def _of_verdict(
     return None
 
 
-def _is_p2p(key: StreamKey) -> bool:
-    return key.source >= 0 or key.destination >= 0
-
-
 def _title(job_calls: JobCalls, key: StreamKey) -> str:
     """The displayed name: `tp`, `pp 3 to 11`."""
     title = job_calls.group(key).title
     ends = [str(rank) if rank >= 0 else "any" for rank in (key.source, key.destination)]
-    return f"{title} {' to '.join(ends)}" if _is_p2p(key) else title
+    return f"{title} {' to '.join(ends)}" if key.is_p2p else title
 
 
 def _has_last(calls: Mapping[int, StreamCalls], number: object) -> bool:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.errors import TorchwhereError
+from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
@@ -75,15 +73,7 @@ def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
 
 def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
     """Read the boxes of some ranks again; one that was deleted is left out."""
-    reader, boxes = BoxReader(), {}
-    for rank in ranks:
-        try:
-            box = reader.read(run.boxes[rank].path)
-        except TorchwhereError:
-            continue
-        if box.rank == rank:
-            boxes[rank] = box
-    return boxes
+    return {box.rank: box for box in read_again(run, ranks)}
 
 
 def details(

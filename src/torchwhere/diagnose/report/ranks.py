@@ -10,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.keys import Group, StreamKey
+from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.texts import call_text, cut, milliseconds, place_text
@@ -140,7 +141,7 @@ def _behind_calls(numbers: list[int], job_calls: JobCalls) -> list[int]:
     most: dict[StreamKey, int] = {}
     for rank_calls in job_calls.by_rank.values():
         for key, count in rank_calls.counts.items():
-            if key.source == key.destination == -1 and count > most.get(key, 0):
+            if not key.is_p2p and count > most.get(key, 0):
                 most[key] = count
     behind = []
     for rank in numbers:
