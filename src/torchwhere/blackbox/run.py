@@ -39,7 +39,7 @@ class RunSummary(Shown, Generic[B]):
     earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts
     unreadable: list[B] = field(default_factory=list)
     noun: str = "box"  # what a rank leaves: a box, a dump, a box or snapshot
-    notes: Sequence[object] = ()  # other caveats: sentences or facts
+    notes: Sequence[str] = ()  # other caveats
 
     @property
     def world_size(self) -> int:
@@ -97,7 +97,7 @@ class RunSummary(Shown, Generic[B]):
         caveats += of_ranks[:_MAX_CAVEATS]
         if len(of_ranks) > _MAX_CAVEATS:
             caveats.append(f"and {len(of_ranks) - _MAX_CAVEATS} more of this kind")
-        return [*caveats, *map(str, self.notes)]
+        return [*caveats, *self.notes]
 
 
 @dataclass(slots=True, repr=False)
@@ -221,7 +221,7 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     """
     last = max(box.run[1] for box in boxes)
     newest = {box.rank: box for box in boxes if box.run[1] == last}
-    processes = {(box.rank, _process(box)) for box in boxes if box.run[1] == last}
+    processes = {(box.rank, process_of(box)) for box in boxes if box.run[1] == last}
     # all hosts have the same count: no clock is needed
     if len(newest) == len(processes) == boxes[-1].meta.get("world_size"):
         return newest
@@ -230,7 +230,7 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     for box in boxes:
         host, count = str(box.meta.get("host")), box.run[1]
         before = current.get(box.rank)
-        has_new_process = before is not None and _process(before) != _process(box)
+        has_new_process = before is not None and process_of(before) != process_of(box)
         if has_new_process or count > counts.get(host, count):
             current, counts = {}, {}
         current[box.rank] = box
@@ -238,6 +238,6 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     return current
 
 
-def _process(box: BoxOrSummary) -> tuple[str, str]:
+def process_of(box: BoxOrSummary) -> tuple[str, str]:
     # as text: a box may hold anything
     return str(box.meta.get("host")), str(box.meta.get("pid"))

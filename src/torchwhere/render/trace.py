@@ -16,6 +16,7 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
 from torchwhere.core.events import Kind, json_text
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
 from torchwhere.diagnose.clocks.arrivals import ClockStream
@@ -298,18 +299,19 @@ class RankWriter:
         slices, survey = self._timeline.slices, self._survey
         if survey.shown_arrivals is survey.arrivals:
             return [piece.arrivals for piece in slices]
-        found_arrivals: list[CallArrivals | None] = [None] * len(slices)
-        by_stream: dict[ClockStream, list[int]] = {}
-        for index, piece in enumerate(slices):
-            if piece.stream is not None and not piece.marks & Mark.CUT_BEGIN:
-                by_stream.setdefault(piece.stream, []).append(index)
+        drawn_arrivals: list[CallArrivals | None] = [None] * len(slices)
+        by_stream = grouped(
+            (piece.stream, index)
+            for index, piece in enumerate(slices)
+            if piece.stream is not None and not piece.marks & Mark.CUT_BEGIN
+        )
         for stream, indexes in by_stream.items():
             numbers = np.array([self._own[slices[index].at][1] for index in indexes], np.int64)
             for index, arrivals in zip(
                 indexes, survey.shown_arrivals.of(stream, numbers), strict=True
             ):
-                found_arrivals[index] = arrivals
-        return found_arrivals
+                drawn_arrivals[index] = arrivals
+        return drawn_arrivals
 
     def _arrow(self, piece: Slice, arrivals: CallArrivals) -> str:
         """An arrow from the first arrival over all others to the last; from a send to its recv."""

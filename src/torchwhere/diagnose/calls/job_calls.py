@@ -16,6 +16,7 @@ import numpy.typing as npt
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.run import RunSummary
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
 from torchwhere.diagnose.calls.ids import IdMap, NewIds, SharedIds
 from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
@@ -159,10 +160,11 @@ class JobCalls:
         Streams in which all calls are alike are left out. The windows are computed once.
         """
         if self._windows is None:
-            by_stream: dict[StreamKey, list[tuple[int, StreamCalls]]] = {}
-            for rank, rank_calls in self.by_rank.items():
-                for key, calls in rank_calls.calls.items():
-                    by_stream.setdefault(key, []).append((rank, calls))
+            by_stream = grouped(
+                (key, (rank, calls))
+                for rank, rank_calls in self.by_rank.items()
+                for key, calls in rank_calls.calls.items()
+            )
             candidates = [
                 call_window(key, by_stream[key], members=self.members(key))
                 for key in sorted(by_stream)

@@ -19,6 +19,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC
 from torchwhere.blackbox.groups import ranks_of, stream_ends
 from torchwhere.core.events import Kind
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.line import Times
 
 NEVER = np.iinfo(np.int64).max  # there is no later event
@@ -113,15 +114,14 @@ def times_ns(box: Box) -> Times:
 
 def next_times_ns(box: Box, times: Times) -> Times:
     """Returns when the thread of each record went on: its next record, or its cursor."""
-    next_ns = np.full(len(times), NEVER, np.int64)
     threads = box.records["thread"]
+    follows = _following(threads)
+    next_ns = np.where(follows < 0, NEVER, times[follows]) if len(times) else times
     cursors = {cursor.place.thread: cursor.t_ns for cursor in box.cursors()}
-    for number in np.unique(threads).tolist():
-        at = np.flatnonzero(threads == number)
-        next_ns[at[:-1]] = times[at[1:]]
-        cursor_ns = cursors.get(box.thread(number))
-        if cursor_ns is not None and has_moved(cursor_ns, int(times[at[-1]])):
-            next_ns[at[-1]] = cursor_ns
+    for last in np.flatnonzero(follows < 0).tolist():
+        cursor_ns = cursors.get(box.thread(int(threads[last])))
+        if cursor_ns is not None and has_moved(cursor_ns, int(times[last])):
+            next_ns[last] = cursor_ns
     return np.maximum(next_ns, times)
 
 
@@ -140,12 +140,12 @@ def arrivals(box: Box) -> Arrivals:
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     at = at[records["extra"][at] < np.uint64(_MOST_NS)]
     subjects, sites = records["subject"][at], _sites(box, at)
-    by_stream: dict[ClockStream, list[int]] = {}
     members: dict[str, tuple[int, ...]] = {}
-    for subject in np.unique(subjects).tolist():
-        stream = _stream_of(box, box.value(subject), members)
-        if stream is not None:
-            by_stream.setdefault(stream, []).append(subject)
+    by_stream = grouped(
+        (stream, subject)
+        for subject in np.unique(subjects).tolist()
+        if (stream := _stream_of(box, box.value(subject), members)) is not None
+    )
     streams = {}
     for stream, own_subjects in by_stream.items():
         own = np.flatnonzero(np.isin(subjects, own_subjects))

@@ -25,6 +25,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
 from torchwhere.diagnose.clocks.bounds import uncertainties
 from torchwhere.diagnose.clocks.call_table import call_table
@@ -163,10 +164,9 @@ class Aligner:
         self._qualities: dict[int, Quality] = {}
         # the first clock of the component: clocks that are connected by calls that wait
         self._component: dict[int, int] = {}
-        self._clocks_of: defaultdict[ClockStream, list[int]] = defaultdict(list)
-        for index, calls in enumerate(self._calls):
-            for stream in calls.streams:
-                self._clocks_of[stream].append(index)
+        self._clocks_of = grouped(
+            (stream, index) for index, calls in enumerate(self._calls) for stream in calls.streams
+        )
 
     def _shared(self, ranks: list[Arrivals]) -> Iterator[list[Arrivals]]:
         """Yields the ranks of each clock, the lowest first."""
@@ -196,9 +196,7 @@ class Aligner:
                 evidence = Evidence.UNMATCHED if self._clocks else Evidence.REFERENCE
                 self._add(index, evidence, Line(), Fit(), component=index)
                 self._reach_from(index)
-        components: defaultdict[int, list[int]] = defaultdict(list)
-        for index, first in self._component.items():
-            components[first].append(index)
+        components = grouped((first, index) for index, first in self._component.items())
         for first, members in components.items():
             if len(members) > 1:
                 self._refine(first, members)

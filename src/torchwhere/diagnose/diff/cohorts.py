@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.events import Event
+from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact, Shown
 
 MOST_DIVERGENCES = 20  # listed; a comparison counts the others
@@ -145,17 +146,15 @@ class Cohorts:
         """
         splits = []
         for cohort in sorted({self._cohort_of[rank] for rank in items}):
-            versions: dict[Hashable, list[int]] = {}
-            for rank in self._ranks[cohort]:
-                if rank in items:
-                    versions.setdefault(items[rank], []).append(rank)
+            ranks = (rank for rank in self._ranks[cohort] if rank in items)
+            versions = grouped((items[rank], rank) for rank in ranks)
             if len(versions) > 1:
                 most, *others = sorted(versions.values(), key=lambda ranks: (-len(ranks), ranks))
                 splits.append([most, *others])
-                leaving = {rank for ranks in others for rank in ranks}
+                leaving = {rank for other in others for rank in other}
                 self._ranks[cohort] = [rank for rank in self._ranks[cohort] if rank not in leaving]
-                for ranks in others:
-                    self._add(ranks)
+                for other in others:
+                    self._add(other)
         return splits
 
 

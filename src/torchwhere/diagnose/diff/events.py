@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.groups import StreamName
+from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
@@ -147,15 +147,13 @@ class _EventSearch:
     def _classes_by_stage(self, stages: Mapping[int, int]) -> list[list[int]]:
         """Indexes of the rank classes of each stage. Ranks of a class have equal messages, so they
         are of one stage."""
-        by_stage: dict[int, list[int]] = {}
-        for side, rank_class in enumerate(self._classes):
-            by_stage.setdefault(stages[rank_class.ranks[0]], []).append(side)
+        by_stage = grouped(
+            (stages[rank_class.ranks[0]], side) for side, rank_class in enumerate(self._classes)
+        )
         return list(by_stage.values())
 
     def _stages_fact(self, stages: Mapping[int, int]) -> PipelineStages:
-        by_stage: dict[int, list[int]] = {}
-        for rank, stage in stages.items():
-            by_stage.setdefault(stage, []).append(rank)
+        by_stage = grouped((stage, rank) for rank, stage in stages.items())
         aligned, versions = self._by_design[0].aligned, self._by_design[0].versions
         side = next(side for sides in versions for side in sides if side in aligned.of_class)
         at = aligned.of_class[side].at
@@ -239,10 +237,11 @@ class _EventSearch:
     def mismatches(self) -> Iterator[tuple[Position, Divergence]]:
         """The first call of each group or pair of ranks that should agree and does not. Ranks that
         diverged before it are not compared."""
-        by_stream: dict[StreamName, list[int]] = {}
-        for rank, sequence in self._sequences.items():
-            for stream in sequence.calls:
-                by_stream.setdefault(stream, []).append(rank)
+        by_stream = grouped(
+            (stream, rank)
+            for rank, sequence in self._sequences.items()
+            for stream in sequence.calls
+        )
         cohorts = self.cohorts.all
         for stream, ranks in by_stream.items():
             reported: list[dict[int, ComparedCall]] = []
@@ -282,9 +281,7 @@ class _EventSearch:
         return bool(splits)
 
     def _mismatch(self, calls: Mapping[int, ComparedCall], position: Position) -> Divergence:
-        by_version: dict[int, list[int]] = {}
-        for rank, call in calls.items():
-            by_version.setdefault(call.agreed, []).append(rank)
+        by_version = grouped((call.agreed, rank) for rank, call in calls.items())
         versions = tuple(
             Version(ranks, _entry(self._sequences[ranks[0]], calls[ranks[0]].record))
             for ranks in in_order(map(tuple, by_version.values()))

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
@@ -152,9 +153,7 @@ class _LogSearch:
         if self._values_differ:
             return
         for cohort in self._cohorts.all:
-            by_value: dict[int, list[int]] = {}
-            for member in cohort:
-                by_value.setdefault(value[member], []).append(member)
+            by_value = grouped((value[member], member) for member in cohort)
             if len(by_value) > 1:
                 self._values_differ = True
                 self._add("value", line, list(by_value.values()))

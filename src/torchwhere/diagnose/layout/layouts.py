@@ -15,6 +15,7 @@ from typing import Any
 
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.core.grouping import grouped
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.results import Fact, Shown, Tabular
 from torchwhere.diagnose.layout.divergence import CanonicalKey, differences
@@ -164,9 +165,7 @@ def _stages(layout: Layout) -> tuple[int, ...]:
 
 
 def _pipeline(cohorts: list[LayoutCohort]) -> list[Fact]:
-    by_stage: dict[tuple[int, ...], list[int]] = {}
-    for cohort in cohorts:
-        by_stage.setdefault(cohort.stages, []).extend(cohort.ranks)
+    by_stage = grouped((cohort.stages, rank) for cohort in cohorts for rank in cohort.ranks)
     if len(by_stage) < 2:
         return []
     return [StageModules(tuple((s, tuple(ranks)) for s, ranks in sorted(by_stage.items())))]

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary, read_again
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
@@ -52,10 +53,10 @@ def _cut_all(value: Any) -> Any:
 def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
     """The ranks to show: culprits, one rank of each state and place (the most common first),
     members of the verdict's group, and others up to the limit."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for rank, report in verdict.ranks.items():
-        place = report.place
-        kinds.setdefault((report.state, place.pass_, place.module, place.line), []).append(rank)
+    places = [(rank, report.state, report.place) for rank, report in verdict.ranks.items()]
+    kinds = grouped(
+        ((state, place.pass_, place.module, place.line), rank) for rank, state, place in places
+    )
     by_size = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     heads = [ranks[0] for ranks in by_size]
     members = (verdict.collective or {}).get("group_ranks")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import PASS_LABELS, shown
 from torchwhere.diagnose.calls.job_calls import CallCounts, JobCalls
 from torchwhere.diagnose.comms.outline import OutlineLine, outline
@@ -125,10 +126,7 @@ class _ModuleSums:
 
     def add_times(self, boxes: Mapping[int, DigestedBox]) -> None:
         """Add the times of modules. Ranks with the same modules are summed as arrays."""
-        same_modules: dict[tuple[Any, ...], list[int]] = {}
-        for rank, box in boxes.items():
-            if box.modules:
-                same_modules.setdefault(box.modules, []).append(rank)
+        same_modules = grouped((box.modules, rank) for rank, box in boxes.items() if box.modules)
         for keys, ranks in same_modules.items():
             numbers = np.sum([boxes[rank].module_numbers for rank in ranks], axis=0)
             per_step = [boxes[r].module_numbers[3] / max(1, len(boxes[r].steps)) for r in ranks]
