@@ -239,5 +239,5 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
 
 
 def process_of(box: BoxOrSummary) -> tuple[str, str]:
-    # as text: a box may hold anything
+    """Host and process id, as text: a box may hold anything."""
     return str(box.meta.get("host")), str(box.meta.get("pid"))

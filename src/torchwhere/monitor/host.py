@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import BoxRun, read_run
+from torchwhere.blackbox.run import BoxRun, process_of, read_run
 from torchwhere.blackbox.summary import BoxOrSummary, read_progress, started_ns
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exits import ended_well
@@ -197,16 +197,11 @@ class HostView:
 
 def _is_same_attempt(run: BoxRun, other: BoxRun) -> bool:
     """Whether no rank of both runs has another process: there was no restart in between."""
-    common = [
-        (box, other.summaries[rank])
-        for rank, box in run.summaries.items()
-        if rank in other.summaries
-    ]
-    return all(_process(one) == _process(another) for one, another in common)
-
-
-def _process(box: BoxOrSummary) -> tuple[Any, ...]:
-    return *box.run, box.meta.get("host"), box.meta.get("pid")
+    processes, others = (
+        {rank: (box.run, process_of(box)) for rank, box in side.summaries.items()}
+        for side in (run, other)
+    )
+    return all(others.get(rank, process) == process for rank, process in processes.items())
 
 
 def _after(before: ProcessStatus | None, now: ProcessStatus) -> ProcessStatus:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import Box, main_cursor
 from torchwhere.blackbox.groups import Group, ranks_of
 from torchwhere.blackbox.string_table import json_int
 from torchwhere.blackbox.summary import BoxSummary, summarize
@@ -220,8 +220,7 @@ def _state(box: Box) -> dict[str, Any]:
     """Returns the fields of `RankSummary` that say where a rank is, how it ended, and its speed."""
     kinds = np.bincount(box.records["kind"], minlength=256)
     cursors = box.cursors()
-    main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
-    cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
+    cursor = main_cursor(cursors)
     moved_ns = max((cursor.t_ns for cursor in cursors), default=0)
     return {
         "end": _last_of(box, Kind.END)[-1] if kinds[Kind.END] else None,

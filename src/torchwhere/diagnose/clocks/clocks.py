@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from torchwhere.diagnose.clocks.bounds import uncertainties
 from torchwhere.diagnose.clocks.call_table import call_table
 from torchwhere.diagnose.clocks.clock_calls import ClockCalls
 from torchwhere.diagnose.clocks.joint_fit import fit, streams_that_do_not_wait
-from torchwhere.diagnose.clocks.line import Line, Times
+from torchwhere.diagnose.clocks.line import Line, TimeOrTimes, Times
 from torchwhere.diagnose.clocks.pairwise import Fit, Quality, compare, shares_a_clock
 
 # Wall-clock offsets of one boot of a host, measured at different moments, differ by less than this.
@@ -100,31 +100,23 @@ class Clocks:
     def of(self, rank: int) -> Clock | None:
         return self.clocks[self._by_rank[rank][0]] if rank in self._by_rank else None
 
-    @overload
-    def offset_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def offset_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def offset_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def offset_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Returns how far the wall clock of a rank is ahead of the reference when it shows `t_ns`.
 
         0 for an unknown rank.
         """
         index, shift_ns = self._by_rank.get(rank, (-1, 0))
         if index < 0:
-            return 0 if isinstance(t_ns, int) else np.zeros_like(t_ns)
+            return t_ns * 0
         ahead = np.clip(self.clocks[index].line.at(t_ns + shift_ns), -_FAR_NS, _FAR_NS)
         if isinstance(t_ns, int):
             return int(ahead) - shift_ns
         rounded: Times = np.rint(ahead).astype(np.int64) - shift_ns
         return rounded
 
-    @overload
-    def aligned_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def aligned_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Converts a wall-clock time of a rank to the reference clock."""
-        return t_ns - self.offset_ns(rank, t_ns)  # type: ignore[arg-type, operator, no-any-return]
+        return t_ns - self.offset_ns(rank, t_ns)
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [clock.to_dict() for clock in self.clocks]

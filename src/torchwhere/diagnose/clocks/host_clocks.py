@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
 from torchwhere.blackbox.run import RunSummary, read_again
 from torchwhere.diagnose.clocks.arrivals import arrivals
 from torchwhere.diagnose.clocks.clocks import Clock, Clocks, Evidence, aligned
-from torchwhere.diagnose.clocks.line import Times
+from torchwhere.diagnose.clocks.line import TimeOrTimes
 
 MOST_HOSTS = 256
 
@@ -30,11 +30,7 @@ class HostClocks:
         """Returns the clock of a host; None if it was not compared with others."""
         return self.clocks.of(self.probes[host]) if host in self.probes else None
 
-    @overload
-    def aligned_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def aligned_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Converts a wall-clock time of a rank; unchanged if its host's clock was not compared."""
         probe = self.probes.get(self.hosts.get(rank, ""))
         return t_ns if probe is None else self.clocks.aligned_ns(probe, t_ns)

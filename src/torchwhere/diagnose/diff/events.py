@@ -49,7 +49,6 @@ from torchwhere.diagnose.diff.stages import stages_of
 
 _CONTEXT = 3  # equal events before a divergence
 _AFTER = 2
-_DETAILS = ("op", "text", "reason", "phase", "what")  # fields of an event, the most telling first
 
 
 def compare_events(
@@ -302,8 +301,8 @@ def _entry(sequence: EventSequence, record: int) -> ComparedItem:
     event = sequence.event(record)
     if event is None:
         return ComparedItem(record, "overwritten since it was compared")
-    details = [str(event.fields[key]) for key in _DETAILS if event.fields.get(key)]
-    return ComparedItem(event.number, " ".join([str(event.kind), *details[:1]]), event)
+    detail = str(event.fields.get("op") or event.detail)
+    return ComparedItem(event.number, f"{event.kind} {detail}".rstrip(), event)
 
 
 def _of_step(sequence: EventSequence, step: int) -> tuple[bytes, ...]:
