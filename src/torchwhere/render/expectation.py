@@ -100,7 +100,7 @@ def difference_text(path: object, differences: Sequence[CommsDifference]) -> str
 
 def _difference_lines(difference: CommsDifference) -> Iterator[str]:
     yield f"  {_place(difference.module, difference.pass_)}"
-    rows = [*_signed("-", difference.expected), *_signed("+", difference.found)]
+    rows = [*_signed("-", difference.expected), *_signed("+", difference.actual)]
     yield from (f"  {line}" for line in _aligned(rows))
 
 

@@ -224,12 +224,12 @@ def _entry_row(
     has_own = key.beneficiary is None or key.beneficiary == branch.name
     beneficiary = "" if has_own else plain(_beneficiary(key.beneficiary))
     only = "" if counter.ranks == comms.ranks else f"(rank {ranks_text(counter.ranks)} only)"
-    each = amount(counter.bytes / counter.count) if counter.bytes else ""
+    mean_size = amount(counter.bytes / counter.count) if counter.bytes else ""
     return [
         label,
         f"{round(counter.count / counter.steps, 1):g}",
         f"{round(counter.steps / len(counter.ranks), 1):g}",
-        f"~{each}" if len(counter.sizes) > 1 else each,
+        f"~{mean_size}" if len(counter.sizes) > 1 else mean_size,
         str(counter.count),
         amount(counter.bytes) if counter.bytes else "",
         plain(key.group) if len(comms.groups) > 1 else "",

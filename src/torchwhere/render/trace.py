@@ -82,13 +82,13 @@ class TraceCounts:
         return {name: getattr(self, name) for name in names} | {"ranks": self.ranks}
 
 
-def head(box: Box, survey: RunTimelines) -> str:
+def head(box: Box, run_timelines: RunTimelines) -> str:
     """The start of a file. HTA takes the first `"rank": N` in it, with the space, as the rank."""
     backend = next(
         (str(group["backend"]) for group in box.groups().values() if group.get("backend")), ""
     )
-    begin_ns, clocks = survey.begin_ns, survey.clocks.to_dict()
-    info = {"backend": backend, "rank": box.rank, "world_size": survey.run.world_size}
+    begin_ns, clocks = run_timelines.begin_ns, run_timelines.clocks.to_dict()
+    info = {"backend": backend, "rank": box.rank, "world_size": run_timelines.run.world_size}
     return (
         f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms",'
         f' "baseTimeNanoseconds": {begin_ns}, "otherData":'
@@ -118,13 +118,18 @@ class RankWriter:
         self,
         box: Box,
         timeline: Timeline,
-        survey: RunTimelines,
+        run_timelines: RunTimelines,
         *,
         counts: TraceCounts,
         is_kineto: bool = False,
     ) -> None:
-        self._box, self._timeline, self._survey, self._counts = box, timeline, survey, counts
-        self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
+        self._box, self._timeline, self._run_timelines, self._counts = (
+            box,
+            timeline,
+            run_timelines,
+            counts,
+        )
+        self._begin_ns, self._rank, self._is_kineto = run_timelines.begin_ns, box.rank, is_kineto
         self._pid = _process(box) if is_kineto else box.rank
         self._starts: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
@@ -296,8 +301,8 @@ class RankWriter:
 
     def _met(self) -> list[CallArrivals | None]:
         """For each slice, the arrivals at that call among the ranks that are drawn."""
-        slices, survey = self._timeline.slices, self._survey
-        if survey.shown_arrivals is survey.arrivals:
+        slices, run_timelines = self._timeline.slices, self._run_timelines
+        if run_timelines.shown_arrivals is run_timelines.arrivals:
             return [piece.arrivals for piece in slices]
         drawn_arrivals: list[CallArrivals | None] = [None] * len(slices)
         by_stream = grouped(
@@ -308,7 +313,7 @@ class RankWriter:
         for stream, indexes in by_stream.items():
             numbers = np.array([self._own[slices[index].at][1] for index in indexes], np.int64)
             for index, arrivals in zip(
-                indexes, survey.shown_arrivals.of(stream, numbers), strict=True
+                indexes, run_timelines.shown_arrivals.of(stream, numbers), strict=True
             ):
                 drawn_arrivals[index] = arrivals
         return drawn_arrivals

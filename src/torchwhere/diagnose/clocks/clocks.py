@@ -124,10 +124,10 @@ class Clocks:
 
 def aligned(all_arrivals: Iterable[Arrivals]) -> Clocks:
     """Aligns the clocks of a job. It reads the arrivals once and keeps only some calls of each."""
-    kept: list[Arrivals] = []
+    few_calls: list[Arrivals] = []
     for arrivals in all_arrivals:
-        kept.append(thinned(arrivals, ranks=len(kept) + 1))
-    return Aligner(kept).clocks() if kept else Clocks()
+        few_calls.append(thinned(arrivals, ranks=len(few_calls) + 1))
+    return Aligner(few_calls).clocks() if few_calls else Clocks()
 
 
 def thinned(arrivals: Arrivals, *, ranks: int) -> Arrivals:

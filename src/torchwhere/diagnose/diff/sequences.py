@@ -84,9 +84,9 @@ class EventSequence:
 
     def from_step(self, step: int) -> EventSequence:
         """Drop the events before a step."""
-        kept = self.steps >= step
+        is_later = self.steps >= step
         for name in ("records", "steps", "streams", "flow", "value"):
-            setattr(self, name, getattr(self, name)[kept])
+            setattr(self, name, getattr(self, name)[is_later])
         return self
 
 
@@ -120,15 +120,15 @@ class _Reader:
         self._name_groups()
         records = self.box.records
         threads = self._threads_in_order(records)
-        kept = np.flatnonzero(
+        at = np.flatnonzero(
             np.isin(records["thread"], threads)
             & ~np.isin(records["kind"], _COMPILES)
             & (records["step"] != NO_STEP)
         )
-        streams, flow, value = self._columns(records[kept])
+        streams, flow, value = self._columns(records[at])
         wanted = streams != 0
-        kept, streams, flow, value = kept[wanted], streams[wanted], flow[wanted], value[wanted]
-        rows = records[kept]
+        at, streams, flow, value = at[wanted], streams[wanted], flow[wanted], value[wanted]
+        rows = records[at]
         collectives = records["kind"] == Kind.COLLECTIVE
         return EventSequence(
             rank=self.box.rank,
@@ -143,7 +143,7 @@ class _Reader:
             is_cut=bool(self.box.counts.overwritten),
             groups=frozenset(self.labels.values()),
             calls=self._calls(np.flatnonzero(collectives)),
-            messages=self._messages(kept[rows["kind"] == Kind.COLLECTIVE]),
+            messages=self._messages(at[rows["kind"] == Kind.COLLECTIVE]),
             left_out=int((~np.isin(records["thread"], threads) & ~collectives).sum()),
             compiled=int((records["kind"] == Kind.COMPILE_BEGIN).sum()),
         )

@@ -242,11 +242,11 @@ def _fitting(rows: list[ModuleRow]) -> tuple[list[ModuleRow], int]:
     while deepest and sum(row.depth <= deepest for row in rows) > _MOST_ROWS:
         deepest -= 1
     numbers: dict[int, int] = {-1: -1}
-    kept: list[ModuleRow] = []
+    shown_rows: list[ModuleRow] = []
     for number, row in enumerate(rows):
-        if row.depth <= deepest and len(kept) < _MOST_ROWS:
-            numbers[number] = len(kept)
-            kept.append(
+        if row.depth <= deepest and len(shown_rows) < _MOST_ROWS:
+            numbers[number] = len(shown_rows)
+            shown_rows.append(
                 ModuleRow(row.name, row.depth, numbers[row.parent], row.times, row.ranks, row.cells)
             )
-    return kept, len(rows) - len(kept)
+    return shown_rows, len(rows) - len(shown_rows)

@@ -164,11 +164,11 @@ def timeline(
     stop_ns = min(within.end_ns, end_ns)
     near = (times.ns < stop_ns) & (times.next_ns >= within.begin_ns)
     slices = [*_spans(box, times.ns, end_ns), *_collectives(box, job_arrivals, times, near)]
-    cut = (_cut(each, within.begin_ns, stop_ns) for each in slices)
+    cut = (_cut(piece, within.begin_ns, stop_ns) for piece in slices)
     kinds = box.records["kind"]
     return Timeline(
         box.rank,
-        slices=list(_in_lanes([each for each in cut if each is not None])),
+        slices=list(_in_lanes([piece for piece in cut if piece is not None])),
         instants=_instants(box, times.ns, within.begin_ns, stop_ns),
         step_bytes=[
             (begin_ns, size)
@@ -307,11 +307,13 @@ def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
     lanes: dict[int, list[list[int]]] = {}
     slices.sort(key=itemgetter(1), reverse=True)  # the longest first, if several begin at once
     slices.sort(key=itemgetter(0))
-    for each in slices:
-        thread = STEPS if each.kind == "step" else each.thread
-        lane = _free_lane(lanes.setdefault(thread, []), each.begin_ns, each.end_ns)
+    for piece in slices:
+        thread = STEPS if piece.kind == "step" else piece.thread
+        lane = _free_lane(lanes.setdefault(thread, []), piece.begin_ns, piece.end_ns)
         yield (
-            each if (lane, thread) == (0, each.thread) else each._replace(lane=lane, thread=thread)
+            piece
+            if (lane, thread) == (0, piece.thread)
+            else piece._replace(lane=lane, thread=thread)
         )
 
 
