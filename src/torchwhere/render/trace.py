@@ -21,6 +21,7 @@ from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
 from torchwhere.diagnose.clocks.arrivals import ClockStream
 from torchwhere.diagnose.clocks.call_arrivals import CallArrivals
+from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.timeline.load import RunTimelines
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
@@ -271,7 +272,7 @@ class RankWriter:
                 details[key] = fields[key]
         beneficiary = fields.get("for")
         if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
-            beneficiary = f"{beneficiary[0]} .. {beneficiary[-1]} ({len(beneficiary)} parameters)"
+            beneficiary = params_text(beneficiary)
         if beneficiary is not None:
             details["for"] = beneficiary
         details["async"] = fields["async"]

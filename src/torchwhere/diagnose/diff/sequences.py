@@ -23,7 +23,7 @@ from torchwhere.blackbox.groups import P2P, StreamName, ranks_of, stream_ends, t
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.interner import Interner
 from torchwhere.core.place import PASS_LABELS
-from torchwhere.core.row_ids import row_ids
+from torchwhere.core.row_ids import per_distinct, row_ids
 from torchwhere.diagnose.calls.keys import must_agree
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
@@ -274,13 +274,10 @@ class _Reader:
     def _calls(self, at: Numbers) -> dict[StreamName, NumberedCalls]:
         """All collectives of all threads, by shared stream."""
         rows = self.box.records[at]
-        subjects, subject_of = np.unique(rows["subject"], return_inverse=True)
-        facts = [self._facts(int(subject)) for subject in subjects]
-        streams = list(dict.fromkeys(of_subject.shared for of_subject in facts))
-        index = {stream: number for number, stream in enumerate(streams)}
-        stream_of = np.array([index[of_subject.shared] for of_subject in facts], np.int64)
-        stream_of = stream_of[subject_of]
-        agreed = np.array([of_subject.agreed for of_subject in facts], np.int64)[subject_of]
+        streams = Interner[StreamName]()
+        subjects = rows["subject"]
+        stream_of = per_distinct(subjects, lambda entry: streams.id_of(self._facts(entry).shared))
+        agreed = per_distinct(subjects, lambda entry: self._facts(entry).agreed)
         numbers, records, steps = (
             rows[name].astype(np.int64) for name in ("extra", "number", "step")
         )
@@ -293,9 +290,8 @@ class _Reader:
     def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
         """The first message of each step: a pipeline stage first waits for the stage before it."""
         rows = self.box.records[at]
-        subjects, subject_of = np.unique(rows["subject"], return_inverse=True)
-        is_p2p = np.array([self._facts(int(s)).stream.is_p2p for s in subjects], bool)
-        rows = rows[is_p2p[subject_of]]
+        is_p2p = per_distinct(rows["subject"], lambda entry: self._facts(entry).stream.is_p2p, bool)
+        rows = rows[is_p2p]
         steps, first = np.unique(rows["step"], return_index=True)
         facts = [self._facts(int(subject)) for subject in rows["subject"][first]]
         return tuple(

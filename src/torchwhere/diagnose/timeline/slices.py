@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.core.events import Kind
+from torchwhere.core.row_ids import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
     ClockStream,
@@ -281,12 +282,11 @@ def _step_bytes(box: Box, times: Times) -> list[tuple[int, int]]:
     records = box.records
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     begins = np.flatnonzero(records["kind"] == Kind.STEP_BEGIN)
-    subjects, which = np.unique(records["subject"][at], return_inverse=True)
-    sizes = np.array([_bytes(box.value(subject)) for subject in subjects.tolist()], np.float64)
-    steps, of_step = np.unique(records["step"][at], return_inverse=True)
-    totals = (
-        np.bincount(of_step, weights=sizes[which], minlength=len(steps)) if len(at) else np.zeros(0)
+    sizes = per_distinct(
+        records["subject"][at], lambda subject: _bytes(box.value(subject)), np.float64
     )
+    steps, of_step = np.unique(records["step"][at], return_inverse=True)
+    totals = np.bincount(of_step, weights=sizes, minlength=len(steps)) if len(at) else np.zeros(0)
     by_step = dict(zip(steps.tolist(), totals.tolist(), strict=True))
     return [
         (int(times[begin]), int(by_step.get(int(records["step"][begin]), 0)))
