@@ -306,12 +306,7 @@ def layouts_lines(layouts: Layouts, *, width: int | None) -> Iterator[Line]:
     yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in layouts.remarks)
     for text in layouts.expected:
         yield [("  differs by design: ", "dim"), (plain(text), "dim")]
-    if layouts.changed:
-        ranks = ranks_phrase(layouts.changed)
-        text = f"  the layout of {ranks} changed after the first step; this is the last layout"
-        yield [(text, "yellow")]
-    if layouts.missing:
-        yield [(f"  no layout of {ranks_phrase(layouts.missing)}", "yellow")]
+    yield from ([(f"  {fact}", "yellow")] for fact in layouts.data_facts)
 
 
 def _comparison(count: int, *, is_alike: bool) -> Line:

@@ -71,6 +71,20 @@ class GroupDisagreement(Fact):
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutsChanged(Fact):
+    """The layouts of these ranks changed after the first step."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class NoLayouts(Fact):
+    """These ranks recorded no layout."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
 class WrongShard(Fact):
     """A rank holds another shard of a parameter than its placements give."""
 

@@ -19,7 +19,12 @@ from torchwhere.core.grouping import grouped
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.results import Fact, Shown, Tabular
 from torchwhere.diagnose.layout.divergence import CanonicalKey, differences
-from torchwhere.diagnose.layout.facts import LayoutDifference, StageModules
+from torchwhere.diagnose.layout.facts import (
+    LayoutDifference,
+    LayoutsChanged,
+    NoLayouts,
+    StageModules,
+)
 from torchwhere.diagnose.layout.shard_check import GroupMembership, ShardCheck
 
 _MOST_DIFFERENCES = 20  # of a cohort; most differences follow from the first
@@ -72,6 +77,12 @@ class Layouts(Shown, Tabular):
     def remarks(self) -> list[str]:
         """Shards that differ from their placements, as sentences."""
         return list(map(str, self.shard_facts))
+
+    @property
+    def data_facts(self) -> list[Fact]:
+        """Facts about the compared data: ranks whose layout changed, and ranks without one."""
+        changed = [LayoutsChanged(tuple(self.changed))] if self.changed else []
+        return [*changed, *([NoLayouts(tuple(self.missing))] if self.missing else [])]
 
     @property
     def is_alike(self) -> bool:

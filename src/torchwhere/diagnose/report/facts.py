@@ -82,17 +82,3 @@ class DiffersByDesign(Fact):
 @dataclass(frozen=True, slots=True)
 class LayoutsEqual(Fact):
     """All ranks have equal layouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutsChanged(Fact):
-    """The layouts of these ranks changed after the first step."""
-
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class NoLayouts(Fact):
-    """These ranks recorded no layout."""
-
-    ranks: Ranks

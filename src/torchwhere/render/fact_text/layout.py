@@ -8,7 +8,9 @@ from torchwhere.core.rank_text import ranks_from_text, ranks_phrase, ranks_text
 from torchwhere.diagnose.layout.facts import (
     GroupDisagreement,
     LayoutDifference,
+    LayoutsChanged,
     MoreWrongShards,
+    NoLayouts,
     NotAMember,
     SiblingGroups,
     StageModules,
@@ -78,6 +80,19 @@ def _(fact: GroupDisagreement) -> str:
         f" {group_text(fact.group)}, but rank {fact.member} records"
         f" {group_text(fact.group_of_member)}"
     )
+
+
+@fact_text.register
+def _(fact: LayoutsChanged) -> str:
+    return (
+        f"the layout of {ranks_phrase(fact.ranks)} changed after the first step; this is the last"
+        " layout"
+    )
+
+
+@fact_text.register
+def _(fact: NoLayouts) -> str:
+    return f"no layout of {ranks_phrase(fact.ranks)}"
 
 
 @fact_text.register

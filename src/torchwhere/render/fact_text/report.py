@@ -11,11 +11,9 @@ from torchwhere.diagnose.report.facts import (
     DifferingCall,
     DiffersByDesign,
     EarlierBoxes,
-    LayoutsChanged,
     LayoutsEqual,
     ModulesNote,
     MoreLayouts,
-    NoLayouts,
     ShownCalls,
     UnusualShard,
 )
@@ -82,16 +80,3 @@ def _(fact: DiffersByDesign) -> str:
 @fact_text.register
 def _(fact: LayoutsEqual) -> str:
     return "all ranks are laid out alike"
-
-
-@fact_text.register
-def _(fact: LayoutsChanged) -> str:
-    return (
-        f"the layout of {ranks_phrase(fact.ranks)} changed after the first step; this is the last"
-        " layout"
-    )
-
-
-@fact_text.register
-def _(fact: NoLayouts) -> str:
-    return f"no layout of {ranks_phrase(fact.ranks)}"
