@@ -42,7 +42,7 @@ from torchwhere.render.top import (
 )
 from torchwhere.render.top_detail import detail_lines
 from torchwhere.render.top_rows import Charset, age, speed, widths
-from torchwhere.render.top_view import View
+from torchwhere.render.top_view import TopView
 from torchwhere.top.poller import RunPoller
 
 S = 1_000_000_000
@@ -403,7 +403,12 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
 
 
 def painted(
-    run: RunNow, view: View, *, width: int = 120, height: int = 40, charset: Charset | None = None
+    run: RunNow,
+    view: TopView,
+    *,
+    width: int = 120,
+    height: int = 40,
+    charset: Charset | None = None,
 ) -> list[str]:
     lines = screen_lines(
         run, view, verdict=None, width=width, height=height, charset=charset or Charset()
@@ -414,7 +419,7 @@ def painted(
 def test_ten_thousand_ranks_fit(many: RunNow) -> None:
     """The culprit is on top, those who wait for it below, all others in a line for each step; a
     line can be opened."""
-    view = View()
+    view = TopView()
     rows = view.rows(many, 30)
     assert [(row.id, len(row.cohort.ranks)) for row in rows][:1] == [(("rank", 777), 1)]
     assert sum(len(row.cohort.ranks) for row in rows) == 10240
@@ -434,9 +439,9 @@ def test_ten_thousand_ranks_fit(many: RunNow) -> None:
 def test_keys(many: RunNow) -> None:
     """Sorting, jumping, filtering, folding, moving, pages, pausing: each key does what the help
     says."""
-    view = View()
+    view = TopView()
 
-    def press(*keys: str) -> View:
+    def press(*keys: str) -> TopView:
         assert all(view.press(key, many, 30) for key in keys)
         return view
 
@@ -483,7 +488,7 @@ def test_every_size(many: RunNow, is_ascii: bool) -> None:
             for page in ("list", "help"):
                 lines = painted(
                     small,
-                    View(page=page),
+                    TopView(page=page),
                     width=width,
                     height=height,
                     charset=Charset(is_ascii=is_ascii),
@@ -496,7 +501,7 @@ def test_every_size(many: RunNow, is_ascii: bool) -> None:
 
 def test_columns_at_widths(many: RunNow) -> None:
     """At 80 columns everything has a column; at 20 it is who, what state, and for how long."""
-    rows = View(folds=False).rows(RunNow("run", START_NS, many.ranks[:9], world_size=9), 30)
+    rows = TopView(folds=False).rows(RunNow("run", START_NS, many.ranks[:9], world_size=9), 30)
     every = ["rank", "state", "step", "pass", "module", "line", "last", "age", "speed"]
     assert list(widths(rows, 80, step=99)) == every
     assert list(widths(rows, 20, step=99)) == ["rank", "state", "age"]
@@ -528,7 +533,7 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
     run = RunPoller(tmp_path).poll()
     verdict = {"kind": "dead", "text": f"DEAD\n{EVIL}"}
     for charset in (Charset(), Charset(is_ascii=True)):
-        lines = screen_lines(run, View(), verdict=verdict, width=150, height=20, charset=charset)
+        lines = screen_lines(run, TopView(), verdict=verdict, width=150, height=20, charset=charset)
         text = "\n".join("".join(text for text, _ in line) for line in lines)
         assert "mirror" in text
         assert all(character.isprintable() or character == "\n" for character in text)

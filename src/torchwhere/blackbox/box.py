@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox import file_format
-from torchwhere.blackbox.cursor_place import cursor_place
+from torchwhere.blackbox.cursor_place import certainty_of, cursor_place
 from torchwhere.blackbox.file_format import (
     CPU_DELAY_MASK,
     CPU_DELAY_SHIFT,
@@ -29,7 +29,7 @@ from torchwhere.blackbox.file_format import (
     unpack_stream,
 )
 from torchwhere.blackbox.ring import RECORD_DTYPE
-from torchwhere.blackbox.string_table import json_object, json_value
+from torchwhere.blackbox.string_table import json_int, json_object, json_value
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.place import PASS_LABELS, Certainty, Place
 from torchwhere.core.results import Shown
@@ -72,6 +72,12 @@ class Cursor:
     last_record: int
 
 
+def main_cursor(cursors: Sequence[Cursor]) -> Cursor | None:
+    """The cursor of the main thread; without one, that of the thread that moved last."""
+    main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
+    return max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
+
+
 @dataclass(slots=True, repr=False)
 class Box(Shown):
     """The content of one rank's file."""
@@ -99,8 +105,7 @@ class Box(Shown):
     @property
     def run(self) -> tuple[str, int]:
         """The run of this box: run id and restart count. Elastic restarts renumber ranks."""
-        restart = self.meta.get("restart")
-        return str(self.meta.get("run_id", "")), restart if isinstance(restart, int) else 0
+        return str(self.meta.get("run_id", "")), json_int(self.meta, "restart")
 
     @property
     def is_readable(self) -> bool:
@@ -109,9 +114,8 @@ class Box(Shown):
     @property
     def last_ns(self) -> int:
         """Wall clock of its last record, or of its start."""
-        started = self.meta.get("started_ns", 0)
         last = self.wall_ns(int(self.records["t_ns"].max())) if len(self.records) else 0
-        return max(last, started if isinstance(started, int) else 0)
+        return max(last, json_int(self.meta, "started_ns"))
 
     @property
     def beat_ns(self) -> int:
@@ -180,8 +184,7 @@ class Box(Shown):
         return self._groups
 
     def wall_ns(self, t_ns: int) -> int:
-        offset = self.meta.get("clock_offset_ns", 0)
-        return int(t_ns) + (offset if isinstance(offset, int) else 0)
+        return int(t_ns) + json_int(self.meta, "clock_offset_ns")
 
     def text(self, start: int) -> str | None:
         """The text at a position; None if it was overwritten or is damaged."""
@@ -243,12 +246,10 @@ class Box(Shown):
         )
 
     def _certainty(self, row: Any, module: str | None) -> Certainty:
-        flags = int(row["flags"])
         # a module whose name is not in the table is not the same as "outside any module"
-        is_lost = row["module"] and module is None
-        if flags & file_format.FLAG_UNKNOWN or is_lost or int(row["pass"]) not in PASS_LABELS:
-            return Certainty.UNKNOWN
-        return Certainty.INFERRED if flags & file_format.FLAG_INFERRED else Certainty.EXACT
+        has_lost_name = bool(row["module"]) and module is None
+        is_lost = has_lost_name or int(row["pass"]) not in PASS_LABELS
+        return certainty_of(int(row["flags"]), is_lost=is_lost)
 
     def thread(self, number: int) -> str | None:
         if self._threads is None:

@@ -1,4 +1,4 @@
-"""Decodes the place word of a cursor, for a box that was read and for a live one."""
+"""Decodes the place word of a cursor and the flags of a record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torchwhere.blackbox.file_format import (
     CALL_MASK,
+    FLAG_INFERRED,
+    FLAG_UNKNOWN,
     MODULE_SHIFT,
     NO_CALL,
     PASS_MASK,
@@ -32,3 +34,10 @@ def cursor_place(packed_place: int, *, name: Callable[[int], str | None]) -> dic
         "call": call if has_call else None,
         "certainty": Certainty.UNKNOWN if is_lost else Certainty.EXACT,
     }
+
+
+def certainty_of(flags: int, *, is_lost: bool) -> Certainty:
+    """How the place of a record is known. `is_lost`: its pass or its module cannot be read."""
+    if is_lost or flags & FLAG_UNKNOWN:
+        return Certainty.UNKNOWN
+    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT

@@ -10,9 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.reader import BoxReader
+from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.core.errors import TorchwhereError
 
 _KEPT = 16
 
@@ -25,13 +24,12 @@ class LazyBoxes(Mapping[int, Box]):
         self,
         summaries: Mapping[int, BoxSummary],
         *,
-        on_read: Callable[[int], None] | None = None,
+        on_read: Callable[[], None] | None = None,
         kept: int = _KEPT,
     ) -> None:
         self.summaries = summaries
         self._most = kept
-        self._on_read = on_read  # gets the number of boxes read so far
-        self._count = 0
+        self._on_read = on_read
         self._reader = BoxReader()
         self._kept: OrderedDict[int, Box] = OrderedDict()
 
@@ -45,20 +43,13 @@ class LazyBoxes(Mapping[int, Box]):
 
     def _read(self, rank: int) -> Box:
         summary = self.summaries[rank]
-        self._count += 1
         if self._on_read is not None:
-            self._on_read(self._count)
-        try:
-            box = self._reader.read(summary.path)
-        except TorchwhereError as error:
-            return Box(path=summary.path, meta={"rank": rank}, problems=[str(error)])
+            self._on_read()
+        box = read_or_empty(self._reader.read, summary.path)
         if box.rank == rank:
             return box
-        return Box(
-            path=summary.path,
-            meta={"rank": rank},
-            problems=["it was replaced while the run was read"],
-        )
+        problems = box.problems or ["it was replaced while the run was read"]
+        return Box(path=summary.path, meta={"rank": rank}, problems=problems)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.summaries)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.cursor_place import cursor_place, pass_of
@@ -35,10 +35,11 @@ from torchwhere.blackbox.file_format import (
     unpack_record,
     unpack_stream,
 )
-from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, GroupEntry, NameReader
+from torchwhere.blackbox.groups import Group, StreamName
+from torchwhere.blackbox.live_names import UNKNOWN_OP, BoxNames, NameReader
 from torchwhere.blackbox.phase_sums import ENDED
 from torchwhere.blackbox.reader import HEADERS_BYTES, parse_header, read_table
-from torchwhere.blackbox.string_table import half_written, json_object
+from torchwhere.blackbox.string_table import half_written, json_int, json_object
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Certainty, Pass, Place
@@ -48,20 +49,12 @@ _CURSOR_WORDS, _COUNTER_WORDS = CURSOR_BYTES // 8, COUNTER_BYTES // 8
 _KINDS = frozenset(Kind)
 
 
-class StreamName(NamedTuple):
-    """A stream of collectives, with the same name on all ranks."""
-
-    group: str
-    source: int = -1
-    destination: int = -1
-
-
 @dataclass(frozen=True, slots=True)
 class Issued:
     """The last collective that a rank issued."""
 
     op: str
-    group: GroupEntry
+    group: Group
     number: int
     stream: StreamName
 
@@ -160,9 +153,8 @@ class LiveBox:
             return False
         self._header_problem = box.problems[0] if box.problems else None
         self._header, self._geometry = header, geometry
-        offset, started = box.meta.get("clock_offset_ns"), box.meta.get("started_ns")
-        self._offset_ns = offset if isinstance(offset, int) else 0
-        self.moved_ns = max(self.moved_ns, started if isinstance(started, int) else 0)
+        self._offset_ns = json_int(box.meta, "clock_offset_ns")
+        self.moved_ns = max(self.moved_ns, json_int(box.meta, "started_ns"))
         self.rank, self.run, self.meta = box.rank, box.run, box.meta
         return True
 

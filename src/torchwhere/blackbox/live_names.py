@@ -7,22 +7,14 @@ almost the same table.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchwhere.blackbox.file_format import EntryType
-from torchwhere.blackbox.string_table import Name, TableReader, json_object
+from torchwhere.blackbox.groups import Group, group_of, text_of
+from torchwhere.blackbox.string_table import Name, TableReader, json_object, json_value
 
 UNKNOWN_OP: tuple[str, str | None] = ("a collective", None)
 _PLACE_TYPES = (EntryType.MODULE, EntryType.LINE, EntryType.PHASE, EntryType.THREAD)
-
-
-class GroupEntry(NamedTuple):
-    """A process group as a box describes it."""
-
-    name: str
-    desc: str
-    mesh_dim: str | None
-    ranks: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -31,7 +23,7 @@ class BoxNames:
 
     places: dict[int, str]  # shared with boxes that have the same names
     later: dict[int, str]  # names added since
-    groups: dict[int, GroupEntry]
+    groups: dict[int, Group]
     ops: dict[int, tuple[str, str | None]]  # by COLLECTIVE id: the op and the name of its group
     steps_id: int = 0  # id in the counter of steps
 
@@ -45,7 +37,7 @@ class NameReader:
     def __init__(self) -> None:
         self._tables = TableReader()
         self._places: dict[tuple[tuple[int, str], ...], dict[int, str]] = {}
-        self._groups: dict[str, GroupEntry | None] = {}
+        self._groups: dict[str, Group | None] = {}
         self._ops: dict[str, tuple[str, str | None]] = {}
 
     def read(self, data: bytes) -> BoxNames:
@@ -65,7 +57,7 @@ class NameReader:
         for entry_id, (entry_type, text) in entries.items():
             if entry_type == EntryType.GROUP:
                 if text not in self._groups:
-                    self._groups[text] = _group(json_object(text))
+                    self._groups[text] = group_of(json_value(text))
                 group = self._groups[text]
                 if group is not None:
                     names.groups[entry_id] = group
@@ -86,23 +78,5 @@ def _place_names(entries: dict[int, Name]) -> dict[int, str]:
 
 
 def _op(entry: dict[str, Any]) -> tuple[str, str | None]:
-    op = _text(entry, "op") or UNKNOWN_OP[0]
-    return op, _text(entry, "group")
-
-
-def _group(entry: dict[str, Any]) -> GroupEntry | None:
-    name, ranks = _text(entry, "name"), entry.get("ranks")
-    if name is None:
-        return None
-    members = ranks if isinstance(ranks, list) else []
-    return GroupEntry(
-        name,
-        _text(entry, "desc") or "",
-        _text(entry, "mesh_dim"),
-        tuple(rank for rank in members if isinstance(rank, int)),
-    )
-
-
-def _text(entry: dict[str, Any], key: str) -> str | None:
-    value = entry.get(key)
-    return value if isinstance(value, str) else None
+    op = text_of(entry, "op") or UNKNOWN_OP[0]
+    return op, text_of(entry, "group")

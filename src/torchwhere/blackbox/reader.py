@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ def read_box(path: str | Path) -> Box:
     except OSError as error:
         raise TorchwhereError(f"cannot read {path}: {error.strerror}") from error
     return parse_box(data, path=path)
+
+
+def read_or_empty(read: Callable[[Path], Box], path: Path) -> Box:
+    """Read one file of a folder that was listed. An empty box with a problem if that fails: no
+    permission, or the file was deleted since."""
+    try:
+        return read(path)
+    except TorchwhereError as error:
+        return Box(path=path, problems=[str(error)])
 
 
 def read_header(path: Path) -> Box:

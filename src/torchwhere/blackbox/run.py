@@ -7,17 +7,18 @@ summaries instead of boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
-from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box
-from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary, summarize
+from torchwhere.blackbox.reader import WRITTEN_BY, BoxReader, read_box, read_or_empty
+from torchwhere.blackbox.summary import BoxOrSummary, started_ns, summarize
 from torchwhere.core.errors import TorchwhereError, nothing_recorded
 from torchwhere.core.events import Event
+from torchwhere.core.progress import Progress, ProgressCounter
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.results import Shown
 from torchwhere.core.sanitize import plural
@@ -33,12 +34,12 @@ B = TypeVar("B", bound=BoxOrSummary)
 class RunSummary(Shown, Generic[B]):
     """One job: its boxes or their summaries by rank, and what is missing."""
 
-    noun: ClassVar[str] = "box"  # the kind of file that a rank leaves
-
     folder: Path
     boxes: Mapping[int, B]
     earlier: list[Path] = field(default_factory=list)  # boxes of earlier runs or restarts
     unreadable: list[B] = field(default_factory=list)
+    noun: str = "box"  # what a rank leaves: a box, a dump, a box or snapshot
+    notes: Sequence[str] = ()  # other caveats
 
     @property
     def world_size(self) -> int:
@@ -96,7 +97,7 @@ class RunSummary(Shown, Generic[B]):
         caveats += of_ranks[:_MAX_CAVEATS]
         if len(of_ranks) > _MAX_CAVEATS:
             caveats.append(f"and {len(of_ranks) - _MAX_CAVEATS} more of this kind")
-        return caveats
+        return [*caveats, *self.notes]
 
 
 @dataclass(slots=True, repr=False)
@@ -117,9 +118,7 @@ class BoxRun(RunSummary[Box]):
                 yield from box.events(kinds=kinds, last=last)
 
 
-def read_run(
-    folder: str | Path, *, on_progress: Callable[[int, int], None] | None = None
-) -> BoxRun:
+def read_run(folder: str | Path, *, on_progress: Progress | None = None) -> BoxRun:
     """Read the newest run in a folder. Raises `TorchwhereError` if it holds no readable box.
 
     Reads the boxes of a large run only when they are used: a second pass takes time again, but no
@@ -127,41 +126,34 @@ def read_run(
     during the first pass.
     """
     files = box_files(folder)
-    report = on_progress or (lambda _done, _total: None)
     if len(files) > _FEW:
-        return _read_large_run(Path(folder), files, report)
-    boxes = []
-    for count, path in enumerate(files, 1):
-        boxes.append(_read_box(path))
-        report(count, len(files))
+        return _read_large_run(Path(folder), files, ProgressCounter(2 * len(files), on_progress))
+    boxes, progress = [], ProgressCounter(len(files), on_progress)
+    for path in files:
+        boxes.append(read_or_empty(read_box, path))
+        progress.add()
     return BoxRun(Path(folder), *choose(Path(folder), boxes))
 
 
-def _read_large_run(folder: Path, files: list[Path], report: Callable[[int, int], None]) -> BoxRun:
-    reader, summaries, total = BoxReader(), [], 2 * len(files)
-    for count, path in enumerate(files, 1):
-        summaries.append(_read_summary(reader, path))
-        report(count, total)
+def _read_large_run(folder: Path, files: list[Path], progress: ProgressCounter) -> BoxRun:
+    reader, summaries = BoxReader(), []
+    for path in files:
+        summaries.append(summarize(read_or_empty(reader.read, path)))
+        progress.add()
     chosen, earlier, unreadable = choose(folder, summaries)
-    boxes = LazyBoxes(chosen, on_read=lambda count: report(min(len(files) + count, total), total))
     unreadable_boxes = [
         Box(summary.path, problems=list(summary.problems)) for summary in unreadable
     ]
-    return BoxRun(folder, boxes, earlier, unreadable_boxes)
+    return BoxRun(folder, LazyBoxes(chosen, on_read=progress.add), earlier, unreadable_boxes)
 
 
-def _read_box(path: Path) -> Box:
-    try:
-        return read_box(path)
-    except TorchwhereError as error:  # no permission, or deleted since the folder was listed
-        return Box(path=path, problems=[str(error)])
-
-
-def _read_summary(reader: BoxReader, path: Path) -> BoxSummary:
-    try:
-        return summarize(reader.read(path))
-    except TorchwhereError as error:  # deleted since the folder was listed
-        return summarize(Box(path=path, problems=[str(error)]))
+def read_again(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Box]:
+    """Read the boxes of some ranks, one at a time; one that was deleted or replaced is left out."""
+    reader = BoxReader()
+    for rank in ranks:
+        box = read_or_empty(reader.read, run.boxes[rank].path)
+        if box.rank == rank:
+            yield box
 
 
 def box_files(folder: str | Path) -> list[Path]:
@@ -183,11 +175,11 @@ def choose(folder: Path, boxes: list[B]) -> tuple[dict[int, B], list[Path], list
     unreadable = [box for box in boxes if not box.is_readable]
     if not readable:
         raise TorchwhereError(_nothing_readable(folder, unreadable))
-    readable.sort(key=_started_ns)
+    readable.sort(key=started_ns)
     newest = readable[-1]
     chosen = _last_restart([box for box in readable if _is_of_one_job(box, newest)])
     earlier = [box.path for box in readable if chosen.get(box.rank) is not box]
-    return chosen, earlier, unreadable
+    return dict(sorted(chosen.items())), earlier, unreadable
 
 
 def _nothing_readable(folder: Path, boxes: Sequence[BoxOrSummary]) -> str:
@@ -216,7 +208,7 @@ def port_of(box: BoxOrSummary) -> str:
 def _had_ended(box: BoxOrSummary, newest: BoxOrSummary) -> bool:
     """Whether the last record of a box is much older than the start of the newest box: then it
     belongs to an earlier run of the same name."""
-    return box.last_ns < _started_ns(newest) - _LATE_START_NS
+    return box.last_ns < started_ns(newest) - _LATE_START_NS
 
 
 def _last_restart(boxes: list[B]) -> dict[int, B]:
@@ -229,7 +221,7 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     """
     last = max(box.run[1] for box in boxes)
     newest = {box.rank: box for box in boxes if box.run[1] == last}
-    processes = {(box.rank, _process(box)) for box in boxes if box.run[1] == last}
+    processes = {(box.rank, process_of(box)) for box in boxes if box.run[1] == last}
     # all hosts have the same count: no clock is needed
     if len(newest) == len(processes) == boxes[-1].meta.get("world_size"):
         return newest
@@ -238,7 +230,7 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     for box in boxes:
         host, count = str(box.meta.get("host")), box.run[1]
         before = current.get(box.rank)
-        has_new_process = before is not None and _process(before) != _process(box)
+        has_new_process = before is not None and process_of(before) != process_of(box)
         if has_new_process or count > counts.get(host, count):
             current, counts = {}, {}
         current[box.rank] = box
@@ -246,11 +238,6 @@ def _last_restart(boxes: list[B]) -> dict[int, B]:
     return current
 
 
-def _process(box: BoxOrSummary) -> tuple[str, str]:
-    # as text: a box may hold anything
+def process_of(box: BoxOrSummary) -> tuple[str, str]:
+    """Host and process id, as text: a box may hold anything."""
     return str(box.meta.get("host")), str(box.meta.get("pid"))
-
-
-def _started_ns(box: BoxOrSummary) -> int:
-    started = box.meta.get("started_ns", 0)
-    return started if isinstance(started, int) else 0

@@ -9,6 +9,7 @@ table lists all 16,384 as the members of the default group.)
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,12 @@ def json_object(text: str | None) -> dict[str, Any]:
     """The object of a JSON text; empty if it is not one."""
     value = json_value(text)
     return value if isinstance(value, dict) else {}
+
+
+def json_int(entry: Mapping[str, Any], key: str) -> int:
+    """An integer in a JSON object; 0 if there is none."""
+    value = entry.get(key)
+    return value if isinstance(value, int) else 0
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from torchwhere.blackbox.file_format import (
     CURSOR_STEP,
     Geometry,
 )
+from torchwhere.blackbox.string_table import json_int
 
 # the cursors and counters are before the ring, at the same offsets in every box of this version
 _USUAL = Geometry(capacity=1)
@@ -84,26 +85,25 @@ def read_checksum(path: Path) -> int:
     return zlib.crc32(data) if data else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Two equal ones: no collective, step or record was counted in between."""
-
-    counts: bytes
+def started_ns(box: BoxOrSummary) -> int:
+    """Wall clock of the start of the watch; 0 if it is unknown."""
+    return json_int(box.meta, "started_ns")
 
 
-def read_progress(path: Path) -> Progress:
-    """The progress of a box, from a few KB; empty if it is not readable.
+def read_progress(path: Path) -> bytes:
+    """The counts of a box, from a few KB; empty if it is not readable.
 
-    Cursor moves do not count: a rank in an endless loop moves without making progress.
+    If they are equal at two moments, no collective, step or record was counted in between. Cursor
+    moves do not count: a rank in an endless loop moves without making progress.
     """
     data = _read_words(path)
     if len(data) < _USUAL.ring_at - _USUAL.cursors_at:
-        return Progress(b"")
+        return b""
     split = _USUAL.counters_at - _USUAL.cursors_at
     cursors = np.frombuffer(data[:split], "<u8").reshape(-1, CURSOR_BYTES // 8)
     counters = np.frombuffer(data[split:], "<u8").reshape(-1, COUNTER_BYTES // 8)
     steps = cursors[:, (CURSOR_STEP, CURSOR_RECORD)]
-    return Progress(steps.tobytes() + counters[:, COUNTER_COUNT].tobytes())
+    return steps.tobytes() + counters[:, COUNTER_COUNT].tobytes()
 
 
 def _read_words(path: Path) -> bytes:

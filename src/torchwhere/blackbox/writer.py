@@ -81,7 +81,7 @@ class BoxWriter:
         self.words = memoryview(self._map).cast("Q")
         self.native_box: Any = None
         self.record: Callable[..., int] = self._make_record()
-        self.counter: Any = _Counter()  # its `step` goes into the records
+        self.counter: Any = _StepCounter()  # its `step` goes into the records
         if native is not None:
             self.native_box = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity)
             self.record = self.native_box.record
@@ -310,7 +310,7 @@ class BoxWriter:
         return at
 
 
-class _Counter:
+class _StepCounter:
     """Counts steps without the native extension."""
 
     __slots__ = ("step",)

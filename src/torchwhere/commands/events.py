@@ -58,5 +58,6 @@ def _events(arguments: argparse.Namespace) -> int:
 
 def _started_ns(run: BoxRun) -> int:
     """When the first rank started."""
-    times = [box.meta.get("started_ns") for box in run.summaries.values()]
-    return min((time for time in times if isinstance(time, int)), default=0)
+    from torchwhere.blackbox.summary import started_ns
+
+    return min(filter(None, map(started_ns, run.summaries.values())), default=0)

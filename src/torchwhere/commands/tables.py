@@ -64,14 +64,14 @@ def _layout(run: BoxRun, ranks: set[int] | None) -> Output:
     from torchwhere.diagnose.layout.layouts import layouts
     from torchwhere.render.layout import layouts_lines
 
-    found = layouts(run, ranks=ranks)
-    if not found.cohorts:
+    compared = layouts(run, ranks=ranks)
+    if not compared.cohorts:
         raise TorchwhereError(
             f"{run.folder} holds no layout. A layout is recorded at the end of the first step of a"
             " model with parameters, or at the end of the watch: this job ended earlier, or an"
             " older torchwhere recorded it."
         )
-    return [found.to_dict()], partial(layouts_lines, found)
+    return [compared.to_dict()], partial(layouts_lines, compared)
 
 
 def _phases(run: BoxRun, ranks: set[int] | None) -> Output:

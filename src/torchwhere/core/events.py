@@ -43,6 +43,9 @@ class Kind(IntEnum):
 
 KIND_LABELS = tuple(kind.label for kind in Kind)
 
+# The fields that say most about an event, the most telling first.
+DETAIL_FIELDS = ("text", "reason", "phase", "what")
+
 # Kinds whose record points at a text, and the JSON field that holds the text.
 TEXT_FIELD = {
     Kind.START: "text",
@@ -90,24 +93,15 @@ class Event(Shown):
     place: Place
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def detail(self) -> str:
+        """The text, end reason, phase or graph of the event; empty without one."""
+        return next((str(self.fields[name]) for name in DETAIL_FIELDS if self.fields.get(name)), "")
+
     def to_dict(self) -> dict[str, Any]:
         """The event as one JSON object. A user's field with a name that torchwhere uses gets an
         underscore at its end."""
-        place = self.place
-        common = {
-            "kind": self.kind,
-            "rank": place.rank,
-            "step": place.step,
-            "pass": place.pass_,
-            "module": place.module,
-            "call": place.call,
-            "line": place.line,
-            "graph": place.graph,
-            "thread": place.thread,
-            "certainty": str(place.certainty),
-            "param": place.param,
-            "t_ns": self.t_ns,
-        }
+        common = {"kind": self.kind, **self.place.to_dict(), "t_ns": self.t_ns}
         return common | {
             f"{key}_" if key in common else key: value for key, value in self.fields.items()
         }

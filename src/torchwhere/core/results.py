@@ -56,6 +56,16 @@ class Shown:
         return renderer().html(self)
 
 
+class Fact(Shown):
+    """A fact that an analysis found: data, which `str()` turns into a sentence.
+
+    Each kind of fact is a frozen dataclass in a module `facts.py`; `render/fact_text` writes the
+    sentences.
+    """
+
+    __slots__ = ()
+
+
 class Tabular:
     """A result that is a table."""
 

@@ -1,8 +1,9 @@
-"""Gives equal rows of a table equal ids."""
+"""Distinct values of columns: equal rows get equal ids, and each value is decoded once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,3 +19,11 @@ def row_ids(columns: Iterable[npt.NDArray[np.generic]]) -> npt.NDArray[np.int64]
         values, own_ids = np.unique(column, return_inverse=True)
         _, ids = np.unique(ids * max(len(values), 1) + own_ids, return_inverse=True)
     return ids
+
+
+def per_distinct(
+    column: npt.NDArray[Any], function: Callable[[int], Any], dtype: Any = np.int64
+) -> npt.NDArray[Any]:
+    """Returns the result of a function for each item. It calls the function once for each value."""
+    values, own_ids = np.unique(column, return_inverse=True)
+    return np.array([function(value) for value in values.tolist()], dtype)[own_ids]

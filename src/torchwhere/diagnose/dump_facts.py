@@ -1,19 +1,16 @@
-"""Facts that dumps add to a verdict, and what dumps do not contain.
-
-Each fact is a dataclass; `str()` gives its sentence, which `render/flight_recorder_text.py` writes.
-"""
+"""Facts that dumps add to a verdict, and what dumps do not contain."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Fact
 
 Ranks = tuple[int, ...]
 
 
-class DumpFact(Shown):
+class DumpFact(Fact):
     """A fact from dumps, or about dumps."""
 
     __slots__ = ()

@@ -12,9 +12,9 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.progress import Progress
 from torchwhere.diagnose.dump_facts import (
     DumpFact,
     GlooLimits,
@@ -33,7 +34,7 @@ from torchwhere.diagnose.dump_facts import (
     WrappedRings,
 )
 from torchwhere.flight_recorder.limits import CAPS, Caps
-from torchwhere.flight_recorder.load import Progress, read_all
+from torchwhere.flight_recorder.load import read_all
 from torchwhere.flight_recorder.to_boxes import DumpBox
 
 _FILE = re.compile(
@@ -46,10 +47,10 @@ _HOW_TO = "Flight recorder dumps are files whose names end in a rank, as nccl_tr
 
 @dataclass(slots=True)
 class Dumps(BoxRun):
-    """The dumps of one job, and notes on what they lack."""
+    """The dumps of one job, and facts about what they lack."""
 
-    noun: ClassVar[str] = "dump"
-    notes: list[DumpFact] = field(default_factory=list)
+    noun: str = "dump"
+    facts: list[DumpFact] = field(default_factory=list)
 
     @property
     def dumps(self) -> dict[int, DumpBox]:
@@ -88,10 +89,11 @@ class Dumps(BoxRun):
         removed = set(ranks)
         left = {rank: box for rank, box in self.boxes.items() if rank not in removed}
         unreadable = [box for rank, box in self.boxes.items() if rank in removed]
-        return Dumps(self.folder, left, self.earlier, [*self.unreadable, *unreadable], self.notes)
+        return replace(self, boxes=left, unreadable=[*self.unreadable, *unreadable])
 
     def caveats(self) -> list[str]:
-        return [*BoxRun.caveats(self), *map(str, self.notes)]
+        # Not super(): `slots=True` makes a new class, which the closure of super() does not know.
+        return [*BoxRun.caveats(self), *map(str, self.facts)]
 
 
 def read_dumps(
@@ -168,18 +170,18 @@ def _newest_ns(boxes: Iterable[DumpBox]) -> int:
 def _together(
     folder: Path, boxes: dict[int, DumpBox], earlier: list[Path], unreadable: list[Box]
 ) -> Dumps:
-    notes = _notes(boxes)
+    facts = _facts(boxes)
     if earlier:
-        notes.append(OtherDumps(len(earlier)))
+        facts.append(OtherDumps(len(earlier)))
     groups = _members(boxes)
     world = 1 + max([*boxes, *(rank for _, ranks in groups for rank in ranks)])
     for box in boxes.values():
         box.meta["world_size"] = world
-    notes += _number(boxes, groups)
-    notes += _forget_lost_messages(boxes)
+    facts += _number(boxes, groups)
+    facts += _forget_lost_messages(boxes)
     _shorten_lines(boxes)
     return Dumps(
-        folder=folder, boxes=dict(boxes), earlier=earlier, unreadable=unreadable, notes=notes
+        folder=folder, boxes=dict(boxes), earlier=earlier, unreadable=unreadable, facts=facts
     )
 
 
@@ -215,7 +217,7 @@ def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]
     """Number the collectives of every group from 0, as boxes do. Numbers that no rank has recorded
     are skipped."""
     rows = {rank: _rows_by_group(box) for rank, box in boxes.items()}
-    notes: list[DumpFact] = []
+    facts: list[DumpFact] = []
     for name, ranks in groups:
         with_dump = [
             rank for rank in ranks if rank in boxes and boxes[rank].members(name) in (ranks, None)
@@ -234,8 +236,8 @@ def _number(boxes: dict[int, DumpBox], groups: list[tuple[str, tuple[int, ...]]]
             new = first + np.searchsorted(recorded, old)
             boxes[rank].records["extra"][rows[rank][name]] = new
             _renumber_account(boxes[rank], name, recorded, first)
-        notes += _count(boxes, name, with_dump, users)
-    return notes
+        facts += _count(boxes, name, with_dump, users)
+    return facts
 
 
 def _rows_by_group(box: DumpBox) -> dict[str, Any]:
@@ -309,16 +311,16 @@ def _shorten_lines(boxes: dict[int, DumpBox]) -> None:
 # -- what dumps lack -------------------------------------------------------------------------------
 
 
-def _notes(boxes: dict[int, DumpBox]) -> list[DumpFact]:
+def _facts(boxes: dict[int, DumpBox]) -> list[DumpFact]:
     foreign = [box for box in boxes.values() if not box.is_own]
-    notes: list[DumpFact] = []
+    facts: list[DumpFact] = []
     if any(box.is_of_gloo for box in foreign):
-        notes.append(GlooLimits())
+        facts.append(GlooLimits())
     if foreign and not any(box.has_frames for box in foreign):
-        notes.append(NoStacks())
+        facts.append(NoStacks())
     if foreign:
-        notes.append(OnlyIssuedCalls())
+        facts.append(OnlyIssuedCalls())
     wrapped = sum(bool(box.counts.overwritten) for box in boxes.values())
     if wrapped:
-        notes.append(WrappedRings(wrapped))
-    return notes
+        facts.append(WrappedRings(wrapped))
+    return facts

@@ -6,18 +6,18 @@ own data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from torchwhere.core.gc_pause import gc_paused
+from torchwhere.core.progress import Progress, ProgressCounter
 from torchwhere.core.worker_pool import default_workers, run_jobs
 from torchwhere.flight_recorder.dump import read_dump
 from torchwhere.flight_recorder.limits import Caps, RefusedFileError
 from torchwhere.flight_recorder.to_boxes import DumpBox, to_box
 
 File = tuple[int, Path]  # rank and path
-Progress = Callable[[int, int], None]  # dumps read so far, and dumps in all
 _FEW = 24  # this process reads so many files before a worker has started
 _CHUNK = 8  # files in one job
 
@@ -27,19 +27,17 @@ def read_all(
 ) -> list[DumpBox | str]:
     """Returns the box of each file, or the reason why it was refused."""
     results: list[DumpBox | str] = [""] * len(files)
-    done = 0
+    progress = ProgressCounter(len(files), on_progress)
     workers = default_workers() if len(files) > _FEW else 0
     chunks = [(start, files[start : start + _CHUNK]) for start in range(0, len(files), _CHUNK)]
     with gc_paused():
-        for _, (start, boxes) in run_jobs(partial(_ChunkReader, caps), chunks, workers=workers):
+        for _, (start, boxes) in run_jobs(partial(_DumpChunkReader, caps), chunks, workers=workers):
             results[start : start + len(boxes)] = boxes
-            done += len(boxes)
-            if on_progress is not None:
-                on_progress(done, len(files))
+            progress.add(len(boxes))
     return results
 
 
-class _ChunkReader:
+class _DumpChunkReader:
     """The task of a worker: reads some files in a row. It returns them with their position."""
 
     def __init__(self, caps: Caps) -> None:

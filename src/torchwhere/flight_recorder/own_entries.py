@@ -12,7 +12,7 @@ from torchwhere.blackbox.file_format import COUNTER_RANKS, NO_STEP
 from torchwhere.core.place import Pass
 
 LARGEST = 1 << 62
-OWN_TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
+_TEXTS = ("op", "raw_op", "group", "dtype", "reduce_op", "api")
 PASSES = {pass_.label: pass_ for pass_ in Pass if pass_ is not Pass.SHAPE_INFERENCE}
 _MOST_TEXT = 4096
 
@@ -48,7 +48,7 @@ def own_call(value: Any) -> dict[str, Any] | None:
     is_call = (
         _is_text(of("op"))
         and _is_text(of("group"))
-        and all(_is_optional_text(of(name)) for name in OWN_TEXTS)
+        and all(_is_optional_text(of(name)) for name in _TEXTS)
         and all(_is_shapes(of(name)) for name in ("shapes", "out_shapes"))
         and (of("peer") is None or is_number(of("peer"), COUNTER_RANKS))
         and is_number(of("number"))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from torchwhere.blackbox.box import Box, Cursor
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, Cursor
 from torchwhere.blackbox.file_format import FLAG_ASYNC, FLAG_UNKNOWN, NO_CALL, NO_STEP, EntryType
 from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
@@ -24,7 +24,6 @@ from torchwhere.core.place import Place
 from torchwhere.flight_recorder.dump import Dump, DumpEntry, Shapes
 from torchwhere.flight_recorder.own_entries import (
     LARGEST,
-    OWN_TEXTS,
     PASSES,
     is_number,
     is_optional_number,
@@ -236,8 +235,7 @@ class _Converter:
         """The signature of a call, as in boxes, and its number in its stream."""
         entry = call[-1]
         if own is not None:
-            names = (*OWN_TEXTS, "shapes", "out_shapes", "bytes", "peer")
-            signature = {name: own[name] for name in names}
+            signature = {name: own[name] for name in SIGNATURE_KEYS}
             return signature, own["number"] if entry.is_p2p else entry.seq
         inner = [part for part in call if not part.is_end_of_batch] or call
         inputs = tuple(shape for part in inner for shape in part.inputs)

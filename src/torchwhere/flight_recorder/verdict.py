@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchwhere.blackbox.groups import Group
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.calls.keys import Group
+from torchwhere.core.progress import Progress
 from torchwhere.diagnose.doctor.examine import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.dump_facts import (
@@ -24,7 +25,6 @@ from torchwhere.diagnose.dump_facts import (
     UnrecordedArguments,
 )
 from torchwhere.flight_recorder.dumps import Dumps, read_dumps
-from torchwhere.flight_recorder.load import Progress
 from torchwhere.render.verdict_text.assemble import verdict_of
 
 _WHY_EMPTY = (

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import SIGNATURE_KEYS, Box, main_cursor
+from torchwhere.blackbox.groups import StreamName, ranks_of, stream_ends
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Event, Kind
@@ -31,27 +32,12 @@ from torchwhere.flight_recorder.schema import RECORDED_DTYPES, RECORDED_OPS
 PREFIX = "torchwhere_rank_"
 VERSION = "2.10"
 _BACKENDS = ("nccl", "gloo", "xccl", "hccl", "rccl")  # those that `torchfrtrace` knows
-_OWN_FIELDS = (
-    "op",
-    "raw_op",
-    "group",
-    "dtype",
-    "shapes",
-    "out_shapes",
-    "bytes",
-    "peer",
-    "reduce_op",
-    "api",
-    "for",
-    "async",
-)
+_OWN_FIELDS = (*SIGNATURE_KEYS, "for", "async")
 _VARYING = ("step", "call", "rank")  # differ from step to step, or are stored elsewhere
 # `torchfrtrace` compares only their first tensor
 _FLATTENED = frozenset({"all_gather", "reduce_scatter", "all_to_all"})
 T = TypeVar("T")
-# group, source and destination; -1 for collectives
-Stream = tuple[str, int, int]
-StreamOfRanks = tuple[Stream, tuple[int, ...]]  # with the members of the group
+StreamOfRanks = tuple[StreamName, tuple[int, ...]]  # with the members of the group
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +98,23 @@ def _common_beginnings(run: BoxRun) -> dict[StreamOfRanks, int]:
     for box in run.boxes.values():
         firsts: dict[StreamOfRanks, int] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
-            key = stream(event, box.rank), _members(box, event)
+            key = _stream(event, box.rank), _members(box, event)
             firsts.setdefault(key, int(event.fields["number"]))
         for key, number in firsts.items():
             latest[key] = max(latest.get(key, 0), number)
     return latest
 
 
-def stream(event: Event, rank: int) -> Stream:
+def _stream(event: Event, rank: int) -> StreamName:
     """The stream in which a collective is numbered."""
     fields = event.fields
-    name, op, peer = str(fields.get("group")), fields.get("op"), fields.get("peer")
-    if op not in ("send", "recv"):
-        return name, -1, -1
-    other = -1 if peer is None else int(peer)
-    return (name, rank, other) if op == "send" else (name, other, rank)
+    peer = -1 if fields.get("peer") is None else int(fields["peer"])
+    ends = stream_ends(str(fields.get("op")), rank=rank, peer=peer)
+    return StreamName(str(fields.get("group")), *ends)
 
 
 def _members(box: Box, event: Event) -> tuple[int, ...]:
-    ranks = box.groups().get(str(event.fields.get("group")), {}).get("ranks")
-    return tuple(ranks) if isinstance(ranks, list) else ()
+    return ranks_of(box.groups().get(str(event.fields.get("group")), {}).get("ranks"))
 
 
 class _Dump:
@@ -145,7 +128,7 @@ class _Dump:
         self._ids: dict[str, int] = {}
         self._shared: dict[str, Any] = {}
         for event in box.events(kinds={Kind.COLLECTIVE.label}):
-            key = stream(event, box.rank)
+            key = _stream(event, box.rank)
             if int(event.fields["number"]) < first[key, _members(box, event)]:
                 self.left_out["that not all ranks of their group still hold"] += 1
                 continue
@@ -173,9 +156,7 @@ class _Dump:
 
     def _own(self) -> dict[str, Any]:
         """The data that only torchwhere reads back: groups, lost records, the rank's place."""
-        cursors = self.box.cursors()
-        main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
-        cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
+        cursor = main_cursor(self.box.cursors())
         groups = [
             {name: group.get(name) for name in ("name", "desc", "ranks", "backend", "mesh_dim")}
             for group in self.box.groups().values()
@@ -188,7 +169,7 @@ class _Dump:
             "place": place,
         }
 
-    def _add(self, event: Event, key: Stream) -> None:
+    def _add(self, event: Event, key: StreamName) -> None:
         fields, (name, source, destination) = event.fields, key
         op = str(fields.get("op"))
         is_p2p = source != destination

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from torchwhere.monitor.single import (
     GRACE_S,
     LINGER_S,
     MOST_LINGER_S,
+    NOUN,
     STATE_FILE,
     Inputs,
     Lifetime,
-    MultiHostRun,
     SingleHost,
 )
 from torchwhere.monitor.transport import FollowerClient, ready_s
@@ -109,9 +110,7 @@ class Follower(SingleHost):
         if not run.missing:
             return Inputs(run)
         problem = "no data from the lead monitor; this verdict uses only the ranks of this host"
-        return Inputs(
-            MultiHostRun(run.folder, run.boxes, run.earlier, list(run.unreadable), (problem,))
-        )
+        return Inputs(replace(run, noun=NOUN, notes=[problem]))
 
     def may_blame(self, culprits: Sequence[int]) -> bool:
         """After this host's ranks have ended, False for ranks of other hosts.

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchwhere.blackbox.run import BoxRun, read_run
-from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
+from torchwhere.blackbox.run import BoxRun, process_of, read_run
+from torchwhere.blackbox.summary import BoxOrSummary, read_progress, started_ns
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.processes.look import is_running, look
@@ -34,7 +34,7 @@ class HostView:
     statuses: dict[int, ProcessStatus] = field(default_factory=dict)
     started_ns: int = field(default_factory=time.time_ns)
     # the last progress of each box, and since when it has not changed
-    _progress: dict[Path, tuple[Progress, float]] = field(default_factory=dict)
+    _progress: dict[Path, tuple[bytes, float]] = field(default_factory=dict)
 
     # -- boxes -------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class HostView:
             (box.meta.get("host"), box.meta.get("pid")) == here for box in run.summaries.values()
         ):
             return True
-        newest = max(int(box.meta.get("started_ns", 0)) for box in run.summaries.values())
+        newest = max(map(started_ns, run.summaries.values()))
         has_waited = time.time_ns() - self.started_ns > _BOX_NS
         return has_waited and self._launcher_runs() and newest > self.started_ns - 6 * _BOX_NS
 
@@ -185,7 +185,7 @@ class HostView:
         for path in paths:
             progress = read_progress(path)
             before = self._progress.get(path)
-            if before is None or progress.counts != before[0].counts:
+            if before is None or progress != before[0]:
                 self._progress[path] = progress, now
             elif now - before[1] > stall_s:
                 is_stalled = True
@@ -197,16 +197,11 @@ class HostView:
 
 def _is_same_attempt(run: BoxRun, other: BoxRun) -> bool:
     """Whether no rank of both runs has another process: there was no restart in between."""
-    common = [
-        (box, other.summaries[rank])
-        for rank, box in run.summaries.items()
-        if rank in other.summaries
-    ]
-    return all(_process(one) == _process(another) for one, another in common)
-
-
-def _process(box: BoxOrSummary) -> tuple[Any, ...]:
-    return *box.run, box.meta.get("host"), box.meta.get("pid")
+    processes, others = (
+        {rank: (box.run, process_of(box)) for rank, box in side.summaries.items()}
+        for side in (run, other)
+    )
+    return all(others.get(rank, process) == process for rank, process in processes.items())
 
 
 def _after(before: ProcessStatus | None, now: ProcessStatus) -> ProcessStatus:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchwhere.blackbox.run import BoxRun
+from torchwhere.blackbox.run import BoxRun, RunSummary
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.monitor.single import Inputs, MultiHostRun, SavedStatuses
+from torchwhere.monitor.single import NOUN, Inputs, SavedStatuses
 from torchwhere.snapshots.encode import CALLS, HostSnapshot
 
 
@@ -45,7 +45,6 @@ class JoinedData:
     def inputs(self, run: BoxRun) -> Inputs:
         self.job_calls.by_rank = dict(sorted(self.job_calls.by_rank.items()))
         boxes = dict(sorted(self.boxes.items()))
-        job = MultiHostRun(
-            run.folder, boxes, run.earlier, list(run.unreadable), tuple(self.missing)
-        )
+        unreadable: list[Any] = list(run.unreadable)
+        job = RunSummary(run.folder, boxes, run.earlier, unreadable, NOUN, self.missing)
         return Inputs(job, self.job_calls, self.saved)

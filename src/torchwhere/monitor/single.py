@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.lazy_boxes import LazyBoxes
@@ -32,17 +32,7 @@ MOST_LINGER_S = 20.0
 SavedStatuses = dict[int, dict[str, Any]]  # process statuses by rank, as a monitor saves them
 
 
-@dataclass(slots=True)
-class MultiHostRun(RunSummary[Any]):
-    """A job on several hosts: boxes of this host, summaries from snapshots of the others."""
-
-    noun: ClassVar[str] = "box or snapshot"
-
-    missing_data: tuple[str, ...] = ()
-
-    def caveats(self) -> list[str]:
-        # Not super(): `slots=True` makes a new class, which the closure of super() does not know.
-        return [*RunSummary.caveats(self), *self.missing_data]
+NOUN = "box or snapshot"  # what a rank of a job on several hosts leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torchwhere.core.units import amount
 from torchwhere.diagnose.comms.expect import Check, Expectation
 from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.comms.snapshot import CommsDifference, SnapshotRow
-from torchwhere.diagnose.comms.tree import Beneficiary, Comms, CommsKey, CommsSum
+from torchwhere.diagnose.comms.tree import Comms, CommsKey, CommsSum
 from torchwhere.render.lines import plain
 
 _MOST_ROWS = 40
@@ -63,9 +63,7 @@ def _comms_row(module: str | None, key: CommsKey, counter: CommsSum) -> list[str
     lines = ", ".join(map(plain, list(counter.lines)[:_MOST_LINES])) + (
         " …" if len(counter.lines) > _MOST_LINES else ""
     )
-    count, op, *rest = _cells(
-        key.op, key.group, key.beneficiary, counter.count, counter.bytes, module
-    )
+    count, op, *rest = _cells(SnapshotRow(module, *key, counter.count, counter.bytes))
     return ["", count, op, _place(module, key.pass_), *rest, f"at {lines}" if lines else ""]
 
 
@@ -75,17 +73,16 @@ def _place(module: str | None, pass_: str) -> str:
     return "outside any module" if pass_ == "outside" else f"{pass_}, outside any module"
 
 
-def _cells(
-    op: str, group: str, beneficiary: Beneficiary, count: int, nbytes: int, module: str | None
-) -> list[str]:
+def _cells(row: SnapshotRow) -> list[str]:
     """The cells that a row of collectives and a row of a snapshot share."""
+    beneficiary = row.beneficiary
     named = params_text(beneficiary) if isinstance(beneficiary, tuple) else shown(beneficiary)
     return [
-        f"{count} x",
-        plain(op),
-        amount(nbytes) if nbytes else "",
-        f"on {plain(group)}",
-        "" if beneficiary in (None, module) else f"for {plain(named)}",
+        f"{row.count} x",
+        plain(row.op),
+        amount(row.bytes) if row.bytes else "",
+        f"on {plain(row.group)}",
+        "" if beneficiary in (None, row.module) else f"for {plain(named)}",
     ]
 
 
@@ -103,15 +100,12 @@ def difference_text(path: object, differences: Sequence[CommsDifference]) -> str
 
 def _difference_lines(difference: CommsDifference) -> Iterator[str]:
     yield f"  {_place(difference.module, difference.pass_)}"
-    rows = [*_signed("-", difference.expected), *_signed("+", difference.found)]
+    rows = [*_signed("-", difference.expected), *_signed("+", difference.actual)]
     yield from (f"  {line}" for line in _aligned(rows))
 
 
 def _signed(sign: str, rows: Iterable[SnapshotRow]) -> list[list[str]]:
-    return [
-        ["", sign, *_cells(row.op, row.group, row.beneficiary, row.count, row.bytes, row.module)]
-        for row in rows
-    ]
+    return [["", sign, *_cells(row)] for row in rows]
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

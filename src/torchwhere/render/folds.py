@@ -45,7 +45,7 @@ class NumberedNames(NamedTuple):
     def spanned(self, steps: Sequence[Sequence[Step]]) -> list[str]:
         """The texts again, with a span for a number that changes: `0-31`, `1,3..31`."""
         first, *rest = self.key.split(_HOLE)
-        spans = [_span(number, each) for number, each in zip(self.numbers, steps, strict=True)]
+        spans = [_span(number, step) for number, step in zip(self.numbers, steps, strict=True)]
         joined = first + "".join(span + part for span, part in zip(spans, rest, strict=True))
         return joined.split(_BETWEEN)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.core.place import ROOT
@@ -17,8 +17,18 @@ from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import amount
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
-from torchwhere.render.layout_remarks import group_text
-from torchwhere.render.lines import Cell, Column, Line, below_twig, plain, table, twig
+from torchwhere.render.fact_text.layout import group_text
+from torchwhere.render.lines import (
+    Cell,
+    Column,
+    Line,
+    as_text,
+    below_twig,
+    fitted,
+    plain,
+    table,
+    twig,
+)
 
 _MOST_COHORTS = 20  # that differ, shown
 _MOST_DIFFERENCES = 3  # of a cohort, shown after the first
@@ -78,7 +88,8 @@ def _below(
 ) -> Iterator[LayoutRow]:
     """The rows below a module: its parameters, and the content of its submodules."""
     for param in node.params:
-        yield _param_row(param, above, times, meshes, node.plan, is_inside)
+        row = _param_row(param, node, times, meshes, is_inside=is_inside)
+        yield replace(row, label=above + row.label)
     for branch in node.children:
         if _has_line(branch):
             row = _row(branch, above, times, meshes, is_inside=is_inside)
@@ -108,8 +119,10 @@ def _joined(row: LayoutRow) -> LayoutRow:
 
 
 def _param_row(
-    param: Param, above: str, times: int, meshes: Sequence[Mesh], plan: str, is_inside: bool
+    param: Param, node: Node, times: int, meshes: Sequence[Mesh], *, is_inside: bool
 ) -> LayoutRow:
+    """The row of a parameter of `node`."""
+    plan = node.plan
     count = f"{times} x " if times > 1 else ""
     parts = [_placed(param, meshes)]
     if param.tied is not None:
@@ -122,7 +135,7 @@ def _param_row(
     if plan:
         parts.append(f"({plan.partition(':')[0]})")
     return LayoutRow(
-        label=above + param.name,
+        label=param.name,
         how=", ".join(filter(None, parts)).replace(", (", " ("),
         shape=count + _shape(param.shape),
         here=count + _shape(param.local_shape) if param.local_shape != param.shape else "",
@@ -230,7 +243,7 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
     `bytes here` counts what this rank holds, `bytes` the whole parameter.
     """
     for text in mesh_texts(layout):
-        yield _fitted([(plain(text), "dim")], width)
+        yield fitted([(plain(text), "dim")], width)
     title = f"rank {layout.rank} of {layout.world_size}"
     columns = [Column(title), *(Column(heading, optional=True) for heading in HEADINGS[:4])]
     columns += [Column(heading, right=True) for heading in HEADINGS[4:]]
@@ -249,7 +262,7 @@ def layout_lines(layout: Layout, *, width: int | None) -> Iterator[Line]:
     yield from itertools.islice(lines, 1)
     for line, (_, asides) in zip(lines, rows, strict=True):
         yield line
-        yield from (_fitted(aside, width) for aside in asides)
+        yield from (fitted(aside, width) for aside in asides)
     for note in layout.notes:
         yield [(plain(note), "yellow")]
 
@@ -268,15 +281,8 @@ def _table_rows(row: LayoutRow, start: Line, guide: str) -> Iterator[tuple[list[
         yield from _table_rows(below, twig(guide, left), below_twig(guide, left))
 
 
-def _fitted(line: Line, width: int | None) -> Line:
-    """Cut the last text of a line at the width."""
-    *before, (text, style) = line
-    room = (width or 1 << 30) - sum(len(part) for part, _ in before)
-    return line if len(text) <= room else [*before, (text[: max(0, room - 1)] + "…", style)]
-
-
 def layout_text(layout: Layout) -> str:
-    return "\n".join("".join(text for text, _ in line) for line in layout_lines(layout, width=None))
+    return as_text(layout_lines(layout, width=None)).rstrip("\n")
 
 
 # -- many ranks ------------------------------------------------------------------------------------
@@ -300,12 +306,7 @@ def layouts_lines(layouts: Layouts, *, width: int | None) -> Iterator[Line]:
     yield from ([("  unusual: ", "yellow"), (plain(text), "")] for text in layouts.remarks)
     for text in layouts.expected:
         yield [("  differs by design: ", "dim"), (plain(text), "dim")]
-    if layouts.changed:
-        ranks = ranks_phrase(layouts.changed)
-        text = f"  the layout of {ranks} changed after the first step; this is the last layout"
-        yield [(text, "yellow")]
-    if layouts.missing:
-        yield [(f"  no layout of {ranks_phrase(layouts.missing)}", "yellow")]
+    yield from ([(f"  {fact}", "yellow")] for fact in layouts.data_facts)
 
 
 def _comparison(count: int, *, is_alike: bool) -> Line:

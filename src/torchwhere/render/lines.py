@@ -70,13 +70,13 @@ def _cut(parts: Line, width: int, *, keep_end: bool = False) -> Line:
     if keep_end:
         text, style = "".join(text for text, _ in parts), parts[-1][1]
         return [("…" + set_cell_size(text[::-1], width - 1)[::-1], style)]
-    kept: Line = []
+    cut_parts: Line = []
     for text, style in parts:
-        room = width - 1 - _width(kept)
+        room = width - 1 - _width(cut_parts)
         if cell_len(text) > room:
-            return [*kept, (set_cell_size(text, room) + "…", style)]
-        kept.append((text, style))
-    return kept
+            return [*cut_parts, (set_cell_size(text, room) + "…", style)]
+        cut_parts.append((text, style))
+    return cut_parts
 
 
 # Headings with widths to shrink to, one after the other until the table fits; 0 leaves one out.

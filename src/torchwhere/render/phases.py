@@ -113,7 +113,7 @@ def _slowest(row: PhaseRow, *, are_equal: bool) -> str:
 
 def _count(times: Iterable[PhaseTimes]) -> str:
     """How many times the phase ran on one rank."""
-    counts = sorted({each.count for each in times})
+    counts = sorted({rank_times.count for rank_times in times})
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
 
 

@@ -4,8 +4,8 @@ Takes any result of the reading side. The text is what the result's own command 
 beside this file make it. Results of the watching side (`backward_graph`, `graphs`, `names`) call
 their views themselves.
 
-`VIEWS` holds one `View` for each type of result. A type without an entry, or without one of the
-three functions, uses that of its base class.
+`VIEWS` holds one `ResultView` for each type of result. A type without an entry, or without one of
+the three functions, uses that of its base class.
 """
 
 from __future__ import annotations
@@ -17,26 +17,24 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun, RunSummary
+from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.events import Event
 from torchwhere.core.model_layout import Layout
 from torchwhere.core.place import Place, shown
 from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.results import Fact
 from torchwhere.core.sanitize import plural
 from torchwhere.core.units import amount, duration
 from torchwhere.diagnose.comms.tree import Comms, CommsNode
 from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
-from torchwhere.diagnose.diff.remarks import DiffRemark
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
-from torchwhere.diagnose.dump_facts import DumpFact
 from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
-from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
-from torchwhere.diagnose.report.facts import ReportFact
-from torchwhere.render import diff_remarks, flight_recorder_text, layout_remarks, report_text
 from torchwhere.render import html as page
 from torchwhere.render.diff import diff_lines
+from torchwhere.render.fact_text import fact_text
 from torchwhere.render.layout import layout_text, layouts_lines
 from torchwhere.render.layout_html import layout_html
 from torchwhere.render.lines import Cell, Column, Line, as_text, plain
@@ -58,7 +56,7 @@ _LONGEST = 300  # characters of one line
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class ResultView:
     """How results of one type are shown. None: as the base class is."""
 
     one_line: Callable[[Any], str] | None = None
@@ -129,9 +127,7 @@ def _box_line(box: Box) -> str:
 
 
 def _box_html(box: Box) -> str:
-    started = box.meta.get("started_ns")
-    started_ns = started if isinstance(started, int) else 0
-    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns)
+    columns, rows = events_table(list(box.events(last=_MOST_SHOWN)), started_ns=started_ns(box))
     title = f"rank {box.rank}: {len(box.records):,} events, {box.path}"
     return page.fragment(
         page.paragraph(title, style="bold"),
@@ -364,29 +360,26 @@ def _short_ranks(ranks: Sequence[int]) -> str:
     return listed if len(listed) < _SHORT else plural(len(ranks), "rank")
 
 
-VIEWS: dict[type, View] = {
-    object: View(object.__repr__, repr, _object_html),
-    Place: View(html=_place_html),
-    Event: View(_event_line, _event_text, _event_html),
-    Box: View(_box_line, html=_box_html),
-    RunSummary: View(_run_line, _run_text),
-    BoxRun: View(html=_run_html),
-    Verdict: View(_verdict_line, verdict_text, _verdict_html),
-    RankReport: View(_rank_report_line, _rank_report_text),
-    Comms: View(_comms_line, _whole_text(comms_lines), _comms_html),
-    CommsNode: View(_comms_node_line),
-    Phases: View(_phases_line, _whole_text(phases_lines), _phases_html),
-    PhaseRow: View(_phase_row_line),
-    Groups: View(_groups_line, _groups_text, _groups_html),
-    Layout: View(text=layout_text, html=layout_html),
-    Layouts: View(_layouts_line, _whole_text(layouts_lines), _layouts_html),
-    LayoutCohort: View(_layout_cohort_line),
-    Diff: View(_diff_line, _whole_text(diff_lines), _diff_html),
-    Comparison: View(_comparison_line),
-    Divergence: View(_divergence_line),
-    Version: View(_version_line),
-    DiffRemark: View(text=diff_remarks.remark_text),
-    LayoutRemark: View(text=layout_remarks.remark_text),
-    ReportFact: View(text=report_text.fact_text),
-    DumpFact: View(text=flight_recorder_text.dump_fact_text),
+VIEWS: dict[type, ResultView] = {
+    object: ResultView(object.__repr__, repr, _object_html),
+    Place: ResultView(html=_place_html),
+    Event: ResultView(_event_line, _event_text, _event_html),
+    Box: ResultView(_box_line, html=_box_html),
+    RunSummary: ResultView(_run_line, _run_text),
+    BoxRun: ResultView(html=_run_html),
+    Verdict: ResultView(_verdict_line, verdict_text, _verdict_html),
+    RankReport: ResultView(_rank_report_line, _rank_report_text),
+    Comms: ResultView(_comms_line, _whole_text(comms_lines), _comms_html),
+    CommsNode: ResultView(_comms_node_line),
+    Phases: ResultView(_phases_line, _whole_text(phases_lines), _phases_html),
+    PhaseRow: ResultView(_phase_row_line),
+    Groups: ResultView(_groups_line, _groups_text, _groups_html),
+    Layout: ResultView(text=layout_text, html=layout_html),
+    Layouts: ResultView(_layouts_line, _whole_text(layouts_lines), _layouts_html),
+    LayoutCohort: ResultView(_layout_cohort_line),
+    Diff: ResultView(_diff_line, _whole_text(diff_lines), _diff_html),
+    Comparison: ResultView(_comparison_line),
+    Divergence: ResultView(_divergence_line),
+    Version: ResultView(_version_line),
+    Fact: ResultView(text=fact_text),
 }

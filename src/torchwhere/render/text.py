@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from torchwhere.core.events import Event
+from torchwhere.core.events import DETAIL_FIELDS, Event
 from torchwhere.core.place import ROOT, Certainty, shown
 from torchwhere.core.rank_text import ranks_text
 from torchwhere.core.sanitize import plural
@@ -24,7 +24,6 @@ _PASS_STYLE = {
     "optimizer": "cyan",
     "outside": "dim",
 }
-_DETAIL_KEYS = ("text", "reason", "phase", "what")
 _CERTAINTY = {Certainty.EXACT: "", Certainty.INFERRED: "~", Certainty.UNKNOWN: "?"}
 _PEER = {"send": "to", "recv": "from"}
 
@@ -91,7 +90,7 @@ def event_text(event: Event) -> str:
     if event.kind == "collective":
         parts = [_collective(fields, place.module)]
     else:
-        parts = [event.kind, _detail(fields)]
+        parts = [event.kind, _detail(event)]
     if place.graph is not None and place.graph not in parts:
         parts.append(f"graph {place.graph}")
     if place.thread not in (None, "MainThread"):
@@ -99,12 +98,15 @@ def event_text(event: Event) -> str:
     return GAP.join(part for part in parts if part)
 
 
-def _detail(fields: dict[str, Any]) -> str:
-    main = next((str(fields[key]) for key in _DETAIL_KEYS if fields.get(key)), "")
-    parts = [main]
+def _detail(event: Event) -> str:
+    fields, parts = event.fields, [event.detail]
     if isinstance(fields.get("duration_ns"), int):
         parts.append(duration(fields["duration_ns"]))
-    listed = (*_DETAIL_KEYS, "type", "duration_ns")  # the text of an exception begins with its type
+    listed = (
+        *DETAIL_FIELDS,
+        "type",
+        "duration_ns",
+    )  # the text of an exception begins with its type
     parts += [
         f"{key}={value}"
         for key, value in fields.items()
@@ -222,12 +224,12 @@ def _entry_row(
     has_own = key.beneficiary is None or key.beneficiary == branch.name
     beneficiary = "" if has_own else plain(_beneficiary(key.beneficiary))
     only = "" if counter.ranks == comms.ranks else f"(rank {ranks_text(counter.ranks)} only)"
-    each = amount(counter.bytes / counter.count) if counter.bytes else ""
+    mean_size = amount(counter.bytes / counter.count) if counter.bytes else ""
     return [
         label,
         f"{round(counter.count / counter.steps, 1):g}",
         f"{round(counter.steps / len(counter.ranks), 1):g}",
-        f"~{each}" if len(counter.sizes) > 1 else each,
+        f"~{mean_size}" if len(counter.sizes) > 1 else mean_size,
         str(counter.count),
         amount(counter.bytes) if counter.bytes else "",
         plain(key.group) if len(comms.groups) > 1 else "",

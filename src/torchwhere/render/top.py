@@ -1,7 +1,7 @@
 """The live screen as lines, for a width and a height; and as plain text, for a file or a pipe.
 
-Takes the state of a run (`diagnose/live`), what the user wants to see of it (`top_view.View`) and
-the doctor's last verdict as JSON. Gives lines of (text, style); `screen.py` paints them.
+Takes the state of a run (`diagnose/live`), what the user wants to see of it (`top_view.TopView`)
+and the doctor's last verdict as JSON. Gives lines of (text, style); `screen.py` paints them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.cells import cell_len
@@ -30,7 +31,7 @@ from torchwhere.render.top_rows import (
     state_text,
     widths,
 )
-from torchwhere.render.top_view import View
+from torchwhere.render.top_view import TopView
 
 Verdict = dict[str, Any]  # as `torchwhere doctor --json` prints it
 
@@ -130,16 +131,96 @@ def remarks(run: RunNow) -> list[str]:
 # -- the screen ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _TopScreen:
+    """The content and the size of the screen."""
+
+    run: RunNow
+    verdict: Verdict | None
+    width: int
+    height: int
+    charset: Charset
+
+    def text(self, text: str) -> str:
+        """A text as wide as the screen."""
+        return self.charset.fit(self.charset.of(text), self.width)
+
+    def head(self, view: TopView) -> list[Line]:
+        run = self.run
+        sentence, style = impression(run)
+        is_roomy = self.height >= _SMALL
+        paused = "PAUSED  " if view.is_paused else ""
+        lines: list[Line] = [
+            [(self._first_line(), "bold")],
+            [(paused, "reverse"), (self.text(sentence), style)],
+        ]
+        if self.verdict is not None and (is_roomy or not run.culprits):
+            lines += self._verdict_lines(self.verdict)
+        elif run.culprits and is_roomy:
+            lines.append([("the doctor is running", "dim")])
+        if is_roomy:
+            lines += [[(self.text(remark), "yellow")] for remark in remarks(run)[:2]]
+        return lines[: max(1, self.height - 3)]
+
+    def _verdict_lines(self, verdict: Verdict) -> list[Line]:
+        sentence = self.charset.of(verdict_sentence(verdict, self.run))
+        wrapped = textwrap.wrap(sentence, max(self.width, 10))
+        if verdict.get("kind") == "healthy":
+            return [[(line, "")] for line in wrapped[:1]]
+        return [[(line, "bold")] for line in wrapped[: 3 if self.height >= 20 else 1]]
+
+    def _first_line(self) -> str:
+        """Folder, number of ranks, step. The end of a long folder name is kept."""
+        run, charset, width = self.run, self.charset, self.width
+        state = title(run) + (f"  {run.unread} boxes to read" if run.unread else "")
+        folder = charset.of(run.folder)
+        if width < 60:
+            return charset.fit(f"{folder.rstrip('/').rpartition('/')[2]} {state}", width)
+        clock = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9))
+        room = max(8, width - len(f"torchwhere top    {state} {clock}"))
+        if cell_len(folder) > room:
+            folder = charset.fit(folder, room, keep_end=True)
+        line = charset.fit(f"torchwhere top  {folder}  {state}", width - len(clock) - 1)
+        return f"{line} {clock}"
+
+    def ranks(self, view: TopView, room: int) -> list[Line]:
+        """The heading, the rows of ranks that fit, and the whole verdict if there is room left."""
+        rows = view.rows(self.run, room)
+        if not rows:
+            words = view.typing if view.typing is not None else view.filter
+            return [[], [(self.text(f"no rank matches {words!r}" if self.run.ranks else ""), "")]]
+        last_step = max((rank.step or 0 for rank in self.run.ranks), default=0)
+        columns = widths(rows, self.width, step=last_step)
+        lines = [
+            row_line(row, columns, self.charset, is_selected=row.id == view.selected)
+            for row in rows[view.top : view.top + room]
+        ]
+        return [heading(columns, self.charset), *lines, *self._whole_verdict(room - len(lines))]
+
+    def _whole_verdict(self, room: int) -> list[Line]:
+        if self.verdict is None or not self.run.culprits or room < 4:
+            return []
+        lines: list[Line] = [[]]
+        for text in str(self.verdict.get("text") or "").splitlines():
+            inset = " " * (len(text) - len(text.lstrip()) + 2)
+            wrapped = textwrap.wrap(
+                self.charset.of(text), max(self.width, 20), subsequent_indent=inset
+            )
+            lines += [[(line, "")] for line in wrapped]
+        return lines
+
+
 def body_height(
     run: RunNow, verdict: Verdict | None, width: int, height: int, charset: Charset
 ) -> int:
     """How many rows fit."""
-    return max(1, height - len(_head(run, verdict, width, height, charset, View())) - 2)
+    head = _TopScreen(run, verdict, width, height, charset).head(TopView())
+    return max(1, height - len(head) - 2)
 
 
 def screen_lines(
     run: RunNow,
-    view: View,
+    view: TopView,
     *,
     verdict: Verdict | None,
     width: int,
@@ -148,16 +229,17 @@ def screen_lines(
     page: Sequence[Line] = (),
 ) -> list[Line]:
     """Exactly `height` lines, none wider than `width`. `page` holds the lines of an opened page."""
-    head = _head(run, verdict, width, height, charset, view)
+    screen = _TopScreen(run, verdict, width, height, charset)
+    head = screen.head(view)
     room = max(1, height - len(head) - 2)
     if view.page == "list":
-        body = _list(run, view, verdict, width, room, charset)
+        body = screen.ranks(view, room)
     else:
         page = _help(charset) if view.page == "help" else page
         view.top = max(0, min(view.top, len(page) - room - 1))
         body = list(page[view.top : view.top + room + 1])
     body += [[] for _ in range(room + 1 - len(body))]
-    foot: Line = [(charset.fit(charset.of(_foot(run, view)), width), "reverse")]
+    foot: Line = [(screen.text(_foot(run, view)), "reverse")]
     lines = [*head, *body[: room + 1], foot]
     if height == 1:
         return lines[:1]
@@ -172,81 +254,7 @@ def fitted_in(line: Line, width: int, charset: Charset) -> Line:
     ]
 
 
-def _head(
-    run: RunNow, verdict: Verdict | None, width: int, height: int, charset: Charset, view: View
-) -> list[Line]:
-    sentence, style = impression(run)
-    is_roomy = height >= _SMALL
-    paused = "PAUSED  " if view.is_paused else ""
-    lines: list[Line] = [
-        [(_first_line(run, width, charset), "bold")],
-        [(paused, "reverse"), (charset.fit(charset.of(sentence), width), style)],
-    ]
-    if verdict is not None and (is_roomy or not run.culprits):
-        lines += _verdict_lines(run, verdict, width, height, charset)
-    elif run.culprits and is_roomy:
-        lines.append([("the doctor is running", "dim")])
-    if is_roomy:
-        for remark in remarks(run)[:2]:
-            lines.append([(charset.fit(charset.of(remark), width), "yellow")])
-    return lines[: max(1, height - 3)]
-
-
-def _verdict_lines(
-    run: RunNow, verdict: Verdict, width: int, height: int, charset: Charset
-) -> list[Line]:
-    wrapped = textwrap.wrap(charset.of(verdict_sentence(verdict, run)), max(width, 10))
-    if verdict.get("kind") == "healthy":
-        return [[(line, "")] for line in wrapped[:1]]
-    return [[(line, "bold")] for line in wrapped[: 3 if height >= 20 else 1]]
-
-
-def _first_line(run: RunNow, width: int, charset: Charset) -> str:
-    """Folder, number of ranks, step. The end of a long folder name is kept."""
-    state = title(run) + (f"  {run.unread} boxes to read" if run.unread else "")
-    folder = charset.of(run.folder)
-    if width < 60:
-        return charset.fit(f"{folder.rstrip('/').rpartition('/')[2]} {state}", width)
-    clock = time.strftime("%H:%M:%S", time.localtime(run.t_ns / 1e9))
-    room = max(8, width - len(f"torchwhere top    {state} {clock}"))
-    if cell_len(folder) > room:
-        folder = charset.fit(folder, room, keep_end=True)
-    return charset.fit(f"torchwhere top  {folder}  {state}", width - len(clock) - 1) + f" {clock}"
-
-
-def _list(
-    run: RunNow, view: View, verdict: Verdict | None, width: int, height: int, charset: Charset
-) -> list[Line]:
-    rows = view.rows(run, height)
-    if not rows:
-        words = view.typing if view.typing is not None else view.filter
-        text = f"no rank matches {words!r}" if run.ranks else ""
-        return [[], [(charset.fit(charset.of(text), width), "")]]
-    shown = rows[view.top : view.top + height]
-    columns = widths(rows, width, step=max((rank.step or 0 for rank in run.ranks), default=0))
-    lines = [row_line(row, columns, charset, is_selected=row.id == view.selected) for row in shown]
-    return [
-        heading(columns, charset),
-        *lines,
-        *_rest(run, verdict, width, height - len(lines), charset),
-    ]
-
-
-def _rest(
-    run: RunNow, verdict: Verdict | None, width: int, room: int, charset: Charset
-) -> list[Line]:
-    """The whole text of a verdict, if there is room below the ranks."""
-    if verdict is None or not run.culprits or room < 4:
-        return []
-    lines: list[Line] = [[]]
-    for text in str(verdict.get("text") or "").splitlines():
-        inset = " " * (len(text) - len(text.lstrip()) + 2)
-        wrapped = textwrap.wrap(charset.of(text), max(width, 20), subsequent_indent=inset)
-        lines += [[(line, "")] for line in wrapped]
-    return lines
-
-
-def _foot(run: RunNow, view: View) -> str:
+def _foot(run: RunNow, view: TopView) -> str:
     if view.typing is not None:
         return f"/{view.typing}_   enter: keep  esc: cancel"
     if view.page != "list":
@@ -279,7 +287,7 @@ def plain_lines(run: RunNow, *, verdict: Verdict | None, width: int | None) -> I
 
 
 def _plain_table(run: RunNow, width: int | None) -> Iterator[Line]:
-    rows = View(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
+    rows = TopView(folds=len(run.ranks) > _MOST_SINGLE).rows(run, len(run.ranks))
     keys = ("rank", "state", "step", "pass", "module", "line", "last", "age", "speed")
     columns = [
         Column("!"),

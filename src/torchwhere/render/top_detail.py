@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.summary import started_ns
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.live.ranks import RankNow
 from torchwhere.render.lines import Line, plain
@@ -89,9 +90,8 @@ def _stack(rank: int, verdict: dict[str, Any] | None) -> Iterator[Line]:
 def _events(box: Box | None, width: int) -> Iterator[Line]:
     if box is not None:
         yield [("last events", "bold")]
-        started = box.meta.get("started_ns")
-        started_ns = started if isinstance(started, int) else 0
-        yield from events_lines(box.events(last=_EVENTS), started_ns=started_ns, width=width)
+        events = box.events(last=_EVENTS)
+        yield from events_lines(events, started_ns=started_ns(box), width=width)
 
 
 def _verdict(verdict: dict[str, Any] | None) -> Iterator[Line]:

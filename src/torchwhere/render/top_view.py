@@ -1,7 +1,7 @@
 """What the live screen shows of a run, and how keys change it: order, filter, selection, pages.
 
-It knows no terminal: `View.rows` gives the rows for a run and a number of lines, `View.press` takes
-the name of a key.
+It knows no terminal: `TopView.rows` gives the rows for a run and a number of lines, `TopView.press`
+takes the name of a key.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def slowness(rank: RankNow) -> tuple[Any, ...]:
 
 
 @dataclass(slots=True)
-class View:
+class TopView:
     """What the user has chosen to see."""
 
     sort: str = "trouble"

@@ -16,10 +16,12 @@ import numpy as np
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
 from torchwhere.core.events import Kind, json_text
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import shown
 from torchwhere.core.version import __version__
 from torchwhere.diagnose.clocks.arrivals import ClockStream
 from torchwhere.diagnose.clocks.call_arrivals import CallArrivals
+from torchwhere.diagnose.comms.outline import params_text
 from torchwhere.diagnose.timeline.load import RunTimelines
 from torchwhere.diagnose.timeline.slices import STEPS, Instant, Mark, Slice, Timeline
 
@@ -81,13 +83,13 @@ class TraceCounts:
         return {name: getattr(self, name) for name in names} | {"ranks": self.ranks}
 
 
-def head(box: Box, survey: RunTimelines) -> str:
+def head(box: Box, run_timelines: RunTimelines) -> str:
     """The start of a file. HTA takes the first `"rank": N` in it, with the space, as the rank."""
     backend = next(
         (str(group["backend"]) for group in box.groups().values() if group.get("backend")), ""
     )
-    begin_ns, clocks = survey.begin_ns, survey.clocks.to_dict()
-    info = {"backend": backend, "rank": box.rank, "world_size": survey.run.world_size}
+    begin_ns, clocks = run_timelines.begin_ns, run_timelines.clocks.to_dict()
+    info = {"backend": backend, "rank": box.rank, "world_size": run_timelines.run.world_size}
     return (
         f'{{"schemaVersion": 1, "distributedInfo": {json.dumps(info)},\n"displayTimeUnit": "ms",'
         f' "baseTimeNanoseconds": {begin_ns}, "otherData":'
@@ -117,13 +119,18 @@ class RankWriter:
         self,
         box: Box,
         timeline: Timeline,
-        survey: RunTimelines,
+        run_timelines: RunTimelines,
         *,
         counts: TraceCounts,
         is_kineto: bool = False,
     ) -> None:
-        self._box, self._timeline, self._survey, self._counts = box, timeline, survey, counts
-        self._begin_ns, self._rank, self._is_kineto = survey.begin_ns, box.rank, is_kineto
+        self._box, self._timeline, self._run_timelines, self._counts = (
+            box,
+            timeline,
+            run_timelines,
+            counts,
+        )
+        self._begin_ns, self._rank, self._is_kineto = run_timelines.begin_ns, box.rank, is_kineto
         self._pid = _process(box) if is_kineto else box.rank
         self._starts: dict[tuple[Any, ...], tuple[str, str]] = {}
         rows = box.records
@@ -265,7 +272,7 @@ class RankWriter:
                 details[key] = fields[key]
         beneficiary = fields.get("for")
         if isinstance(beneficiary, list) and len(beneficiary) > _MOST_LISTED:
-            beneficiary = f"{beneficiary[0]} .. {beneficiary[-1]} ({len(beneficiary)} parameters)"
+            beneficiary = params_text(beneficiary)
         if beneficiary is not None:
             details["for"] = beneficiary
         details["async"] = fields["async"]
@@ -295,21 +302,22 @@ class RankWriter:
 
     def _met(self) -> list[CallArrivals | None]:
         """For each slice, the arrivals at that call among the ranks that are drawn."""
-        slices, survey = self._timeline.slices, self._survey
-        if survey.shown_arrivals is survey.arrivals:
+        slices, run_timelines = self._timeline.slices, self._run_timelines
+        if run_timelines.shown_arrivals is run_timelines.arrivals:
             return [piece.arrivals for piece in slices]
-        found_arrivals: list[CallArrivals | None] = [None] * len(slices)
-        by_stream: dict[ClockStream, list[int]] = {}
-        for index, piece in enumerate(slices):
-            if piece.stream is not None and not piece.marks & Mark.CUT_BEGIN:
-                by_stream.setdefault(piece.stream, []).append(index)
+        drawn_arrivals: list[CallArrivals | None] = [None] * len(slices)
+        by_stream = grouped(
+            (piece.stream, index)
+            for index, piece in enumerate(slices)
+            if piece.stream is not None and not piece.marks & Mark.CUT_BEGIN
+        )
         for stream, indexes in by_stream.items():
             numbers = np.array([self._own[slices[index].at][1] for index in indexes], np.int64)
             for index, arrivals in zip(
-                indexes, survey.shown_arrivals.of(stream, numbers), strict=True
+                indexes, run_timelines.shown_arrivals.of(stream, numbers), strict=True
             ):
-                found_arrivals[index] = arrivals
-        return found_arrivals
+                drawn_arrivals[index] = arrivals
+        return drawn_arrivals
 
     def _arrow(self, piece: Slice, arrivals: CallArrivals) -> str:
         """An arrow from the first arrival over all others to the last; from a send to its recv."""

@@ -20,11 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
 from torchwhere.core.place import Certainty, Place
 from torchwhere.diagnose.calls.encode import CallBatch, GroupCreation, RankSummary, StreamSlice
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, SignatureParser, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, Signature, SignatureParser, StreamKey
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.checked import (
     MAX_NUMBER,

@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
-from torchwhere.diagnose.calls.keys import CallSite, Group
+from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.processes.status import ProcessStatus
 
 VERSION = 2
@@ -57,8 +58,8 @@ class HostSnapshot:
 def recent_calls(boxes: Iterable[Box], *, calls: int = CALLS) -> tuple[CallBatch, bool]:
     """The last `calls` collectives of each box, and whether a box holds more."""
     whole = Encoder().encode(boxes)
-    kept = [_newest(whole, summary, calls) for summary in whole.rank_summaries]
-    return _selected(whole, kept), sum(map(len, kept)) < len(whole.codes)
+    chosen_calls = [_newest(whole, summary, calls) for summary in whole.rank_summaries]
+    return _selected(whole, chosen_calls), sum(map(len, chosen_calls)) < len(whole.codes)
 
 
 def encode_boxes(boxes: Mapping[int, Box], **facts: Any) -> bytes:
@@ -99,21 +100,21 @@ def _newest(whole: CallBatch, summary: RankSummary, calls: int) -> npt.NDArray[n
         return np.empty(0, np.int64)
     records = whole.records[slices[0].at : slices[-1].at + slices[-1].length]
     oldest = int(np.partition(records, -calls)[-calls]) if len(records) > calls else 0
-    kept = []
+    chosen_calls = []
     for part in slices:
         end = part.at + part.length
         newer = int((whole.records[part.at : end] >= oldest).sum())
-        kept.append(np.arange(end - max(newer, min(part.length, _STREAM_CALLS)), end))
-    return np.concatenate(kept)
+        chosen_calls.append(np.arange(end - max(newer, min(part.length, _STREAM_CALLS)), end))
+    return np.concatenate(chosen_calls)
 
 
-def _selected(whole: CallBatch, kept: Sequence[npt.NDArray[np.int64]]) -> CallBatch:
+def _selected(whole: CallBatch, chosen_calls: Sequence[npt.NDArray[np.int64]]) -> CallBatch:
     """A batch of the kept calls, with only the signatures and call sites that they use."""
-    chosen = np.concatenate([np.empty(0, np.int64), *kept])
+    chosen = np.concatenate([np.empty(0, np.int64), *chosen_calls])
     pairs: list[npt.NDArray[Any]] = [np.empty((0, 2), np.int32)]
     codes: list[npt.NDArray[Any]] = [np.empty(0, np.int64)]
     summaries, at, pairs_at = [], 0, 0
-    for summary, own in zip(whole.rank_summaries, kept, strict=True):
+    for summary, own in zip(whole.rank_summaries, chosen_calls, strict=True):
         used, renumbered = np.unique(whole.codes[own], return_inverse=True)
         pairs.append(whole.pairs[summary.pairs_at + used.astype(np.int64)])
         codes.append(renumbered)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary
+from torchwhere.blackbox.summary import BoxSummary, started_ns
 from torchwhere.diagnose.calls.encode import RankSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.processes.status import ProcessStatus
@@ -155,14 +155,9 @@ def _is_better(
 
 def _snapshots(run: RunSummary[Any]) -> list[HostSnapshot]:
     """The snapshots of this run, oldest first: later ones override earlier ones."""
-    started_ns = min(_started_ns(box) for box in run.summaries.values())
-    snapshots = [snapshot for snapshot in _decoded(run.folder) if snapshot.read_ns >= started_ns]
+    first_ns = min(map(started_ns, run.summaries.values()))
+    snapshots = [snapshot for snapshot in _decoded(run.folder) if snapshot.read_ns >= first_ns]
     return sorted(snapshots, key=lambda snapshot: snapshot.read_ns)
-
-
-def _started_ns(box: BoxOrSummary) -> int:
-    started = box.meta.get("started_ns")
-    return started if isinstance(started, int) else 0
 
 
 def _decoded(folder: Path) -> Iterator[HostSnapshot]:

@@ -21,7 +21,7 @@ from torchwhere.render.screen import Screen, has_colour, is_ascii
 from torchwhere.render.top import body_height, screen_lines
 from torchwhere.render.top_detail import detail_lines
 from torchwhere.render.top_rows import Charset
-from torchwhere.render.top_view import View
+from torchwhere.render.top_view import TopView
 from torchwhere.top.background_doctor import BackgroundDoctor
 from torchwhere.top.poller import RunPoller
 
@@ -51,7 +51,7 @@ class TopApp:
         self._screen, self._interval_s = screen, interval_s
         self._poller = RunPoller(folder)
         self._doctor = BackgroundDoctor(folder, stall_s=stall_s)
-        self._view, self._charset = View(), Charset(is_ascii=is_ascii())
+        self._view, self._charset = TopView(), Charset(is_ascii=is_ascii())
         self._run = RunNow(str(folder), time.time_ns())
         self._box: tuple[int, float, Box | None] = (-1, 0.0, None)  # rank, when it was read, box
 

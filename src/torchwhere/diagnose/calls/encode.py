@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.box import Box, main_cursor
+from torchwhere.blackbox.groups import Group, ranks_of
+from torchwhere.blackbox.string_table import json_int
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.ids import LocalIds
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
 from torchwhere.diagnose.calls.order import CallSorter, SortedCalls, narrow
 
 _SAME_MOMENT_NS = 1_000_000
@@ -218,8 +220,7 @@ def _state(box: Box) -> dict[str, Any]:
     """Returns the fields of `RankSummary` that say where a rank is, how it ended, and its speed."""
     kinds = np.bincount(box.records["kind"], minlength=256)
     cursors = box.cursors()
-    main = [cursor for cursor in cursors if cursor.place.thread == "MainThread"]
-    cursor = max(main or cursors, key=lambda cursor: cursor.t_ns, default=None)
+    cursor = main_cursor(cursors)
     moved_ns = max((cursor.t_ns for cursor in cursors), default=0)
     return {
         "end": _last_of(box, Kind.END)[-1] if kinds[Kind.END] else None,
@@ -249,14 +250,11 @@ def _group_creations(box: Box) -> tuple[GroupCreation, ...]:
 
 
 def _group_creation(event: Event, *, is_made: bool) -> GroupCreation:
-    op, number, ranks = (event.fields.get(name) for name in ("op", "number", "ranks"))
-    members = (
-        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else None
-    )
+    ranks = event.fields.get("ranks")
     return GroupCreation(
-        str(op),
-        number if isinstance(number, int) else 0,
-        members,
+        str(event.fields.get("op")),
+        json_int(event.fields, "number"),
+        ranks_of(ranks) if isinstance(ranks, list) else None,
         event.t_ns,
         event.place,
         is_made,

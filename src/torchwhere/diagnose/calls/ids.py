@@ -15,29 +15,26 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.cursor_place import certainty_of
 from torchwhere.blackbox.file_format import (
     FLAG_ASYNC,
-    FLAG_INFERRED,
     FLAG_SHADOW,
-    FLAG_UNKNOWN,
     NO_CALL,
     EntryType,
 )
+from torchwhere.blackbox.groups import Group, group_of
+from torchwhere.blackbox.string_table import json_value
 from torchwhere.core.events import Kind
 from torchwhere.core.interner import Interner
-from torchwhere.core.place import Certainty, Pass
+from torchwhere.core.place import PASS_LABELS
 from torchwhere.diagnose.calls.keys import (
     CallSite,
-    Group,
     Signature,
     SignatureParser,
     StreamKey,
-    group_of,
-    parsed,
 )
 from torchwhere.diagnose.calls.order import RecordClasses
 
-_PASSES = frozenset(map(int, Pass))
 _NAMED = ("module", "line", "graph", "beneficiary", "param")
 # The fields of a record that decide its call site, with what the string table has for them.
 _SITE_FIELDS = ("pass", "flags", "thread", "call", *_NAMED)
@@ -115,7 +112,7 @@ class LocalIds:
         try:
             return self._parsed_groups[text]
         except KeyError:
-            return self._parsed_groups.setdefault(text, group_of(text))
+            return self._parsed_groups.setdefault(text, group_of(json_value(text)))
 
     def _group_id(self, text: str, group: Group) -> int:
         # By text, because a string caches its hash; hashing a group of thousands of ranks is slow.
@@ -199,25 +196,19 @@ class LocalIds:
         if site_id is None:
             site_id = self._call_sites[key] = len(self._call_sites)
             module, line, graph, beneficiary, param = names
-            is_lost = flags & FLAG_UNKNOWN or (entries[0] and module is None)
+            is_lost = bool(entries[0]) and module is None
             site = CallSite(
                 site_id=(module, pass_, line, beneficiary),
                 call=None if module is None or call == NO_CALL else call,
                 graph=graph,
                 thread=box.thread(thread),
-                certainty=_certainty(flags, is_lost=bool(is_lost or pass_ not in _PASSES)),
+                certainty=certainty_of(flags, is_lost=is_lost or pass_ not in PASS_LABELS),
                 param=param,
                 is_async=bool(flags & FLAG_ASYNC),
                 is_shadow=bool(flags & FLAG_SHADOW),
             )
             self._new.call_sites.append(site)
         return site_id
-
-
-def _certainty(flags: int, *, is_lost: bool) -> Certainty:
-    if is_lost:
-        return Certainty.UNKNOWN
-    return Certainty.INFERRED if flags & FLAG_INFERRED else Certainty.EXACT
 
 
 class SharedIds:
@@ -236,7 +227,7 @@ class SharedIds:
     def parsed(self, text: str) -> Any:
         """Parses a JSON text once. Callers must not change the result."""
         if text not in self._parsed:
-            self._parsed[text] = parsed(text)
+            self._parsed[text] = json_value(text)
         return self._parsed[text]
 
 

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.run import RunSummary
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary
 from torchwhere.diagnose.calls.ids import IdMap, NewIds, SharedIds
-from torchwhere.diagnose.calls.keys import CallSite, Group, Signature, StreamKey
+from torchwhere.diagnose.calls.keys import CallSite, Signature, StreamKey
 from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import DecodedBatch, StreamCalls
 from torchwhere.diagnose.calls.windows import CallWindow, call_window
@@ -133,7 +135,7 @@ class JobCalls:
 
         A recv from any source has no known sender.
         """
-        if key.source == key.destination == -1:
+        if not key.is_p2p:
             return self.group(key).ranks
         return tuple(rank for rank in (key.source, key.destination) if rank >= 0)
 
@@ -147,7 +149,7 @@ class JobCalls:
         None if the counts do not decide that, because they do not say which group each belongs to.
         """
         counts = self.unnamed_counts.get(rank)
-        if counts is None or key.source != -1 or key.destination != -1:
+        if counts is None or key.is_p2p:
             return None
         answers = {count > number for count in counts}
         return answers.pop() if len(answers) == 1 else None
@@ -158,10 +160,11 @@ class JobCalls:
         Streams in which all calls are alike are left out. The windows are computed once.
         """
         if self._windows is None:
-            by_stream: dict[StreamKey, list[tuple[int, StreamCalls]]] = {}
-            for rank, rank_calls in self.by_rank.items():
-                for key, calls in rank_calls.calls.items():
-                    by_stream.setdefault(key, []).append((rank, calls))
+            by_stream = grouped(
+                (key, (rank, calls))
+                for rank, rank_calls in self.by_rank.items()
+                for key, calls in rank_calls.calls.items()
+            )
             candidates = [
                 call_window(key, by_stream[key], members=self.members(key))
                 for key in sorted(by_stream)

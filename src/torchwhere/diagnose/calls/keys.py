@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from torchwhere.blackbox.groups import P2P, stream_ends
+from torchwhere.blackbox.string_table import json_value
 from torchwhere.core.place import Pass
 
 # The fields of a collective that must be equal on all ranks, beside its name. Ranks may pass
@@ -30,39 +31,18 @@ _MUST_AGREE = {
 }
 _MUST_AGREE_ELSE = ("dtype", "shapes", "out_shapes", "reduce_op", "peer")
 _BYTES = re.compile(r'"bytes": ?(\d{1,18})[,}]')
-P2P = frozenset({"send", "recv"})
 
 
 class StreamKey(NamedTuple):
-    """Names a stream: calls that share one sequence of numbers.
-
-    A stream holds either the collectives of a group (`source` and `destination` are -1) or the
-    messages from one rank to another.
-    """
+    """Names a stream as `blackbox.groups.StreamName` does, by the id of the group."""
 
     group: int
     source: int = -1
     destination: int = -1
 
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """A process group. It is equal on all its ranks."""
-
-    name: str
-    ranks: tuple[int, ...]
-    desc: str = field(default="", compare=False)
-    backend: str | None = field(default=None, compare=False)
-    mesh_dim: str | None = field(default=None, compare=False)
-
     @property
-    def title(self) -> str:
-        """The name that users know: the mesh dimension, the description, or the name."""
-        if self.mesh_dim:
-            return self.mesh_dim
-        if self.desc in ("default_pg", "") and self.name in ("0", ""):
-            return "default"
-        return self.desc if self.desc not in ("", "undefined") else self.name
+    def is_p2p(self) -> bool:
+        return self.source >= 0 or self.destination >= 0
 
 
 class Signature(NamedTuple):
@@ -93,11 +73,7 @@ class Signature(NamedTuple):
 
     def key(self, rank: int) -> StreamKey:
         """Returns the stream that a rank counts this call in."""
-        if self.op not in P2P:
-            return StreamKey(self.group)
-        if self.op == "send":
-            return StreamKey(self.group, rank, self.peer)
-        return StreamKey(self.group, self.peer, rank)
+        return StreamKey(self.group, *stream_ends(self.op, rank=rank, peer=self.peer))
 
 
 class CallSite(NamedTuple):
@@ -148,24 +124,6 @@ class CallSite(NamedTuple):
         )
 
 
-def group_of(text: str) -> Group | None:
-    """Parses a group entry of the string table; None if it does not describe a group."""
-    value = parsed(text)
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    ranks = value.get("ranks")
-    members = (
-        tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else ()
-    )
-    return Group(
-        value["name"],
-        members,
-        desc=str(value.get("desc") or ""),
-        backend=value.get("backend"),
-        mesh_dim=value.get("mesh_dim"),
-    )
-
-
 class SignatureParser:
     """Parses the collective entries of string tables.
 
@@ -203,7 +161,7 @@ def must_agree(op: str) -> tuple[str, ...]:
 
 
 def _signature(text: str) -> tuple[Signature | None, str]:
-    fields = parsed(text)
+    fields = json_value(text)
     if not isinstance(fields, dict):
         return None, ""
     op, peer = str(fields.get("op")), fields.get("peer")
@@ -211,11 +169,3 @@ def _signature(text: str) -> tuple[Signature | None, str]:
     signature_id = "p2p" if op in P2P else op, json.dumps(agreed, sort_keys=True)
     signature = Signature(text, -1, signature_id, op, peer if isinstance(peer, int) else -1)
     return signature, str(fields.get("group"))
-
-
-def parsed(text: str | None) -> Any:
-    """Parses a JSON text; None if it is not JSON."""
-    try:
-        return json.loads(text or "null")
-    except (ValueError, RecursionError):
-        return None

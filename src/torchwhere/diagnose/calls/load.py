@@ -6,21 +6,19 @@ long as reading a few hundred boxes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.reader import BoxReader
+from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary
-from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.progress import Progress, ProgressCounter
 from torchwhere.core.worker_pool import default_workers, run_jobs
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder
 from torchwhere.diagnose.calls.job_calls import JobCalls
-
-Progress = Callable[[int, int], None]  # boxes read so far, and boxes in all
 
 _FEW = 256  # this process reads so many boxes before a worker has started
 _CHUNK = 64  # boxes that become one batch
@@ -78,26 +76,23 @@ def load_calls_with(
     chunks = [files[start : start + _CHUNK] for start in range(0, len(files), _CHUNK)]
     batches: list[tuple[int, CallBatch]] = []
     extractors: list[E] = []
-    done = 0
-    task = partial(_ChunkReader, make_extractor)
+    progress = ProgressCounter(len(files), on_progress)
+    task = partial(_BoxChunkReader, make_extractor)
     for worker, (batch, extractor) in run_jobs(task, chunks, workers=processes):
         batches.append((worker, batch))
         extractors.append(extractor)
-        done += len(batch.rank_summaries)
-        if on_progress is not None:
-            on_progress(done, len(files))
+        progress.add(len(batch.rank_summaries))
     summaries = [summary.label for _, batch in batches for summary in batch.rank_summaries]
-    chosen, earlier, unreadable = choose(Path(folder), summaries)
-    run = RunSummary(Path(folder), dict(sorted(chosen.items())), earlier, unreadable)
+    run = RunSummary(Path(folder), *choose(Path(folder), summaries))
     job_calls = JobCalls()
-    wanted = {summary.path for summary in chosen.values()}
+    wanted = {summary.path for summary in run.boxes.values()}
     for worker, batch in batches:
         job_calls.add_batch(batch, encoder=worker, wanted=wanted)
     job_calls.by_rank = dict(sorted(job_calls.by_rank.items()))
     return run, job_calls, extractors
 
 
-class _ChunkReader(Generic[E]):
+class _BoxChunkReader(Generic[E]):
     """The task of a worker: reads some boxes and encodes them as one batch."""
 
     def __init__(self, make_extractor: Callable[[], E]) -> None:
@@ -107,11 +102,5 @@ class _ChunkReader(Generic[E]):
 
     def __call__(self, files: Sequence[Path]) -> tuple[CallBatch, E]:
         extractor = self._make_extractor()
-        return self._encoder.encode(map(extractor.take, self._boxes(files))), extractor
-
-    def _boxes(self, files: Sequence[Path]) -> Iterator[Box]:
-        for path in files:
-            try:
-                yield self._reader.read(path)
-            except TorchwhereError as error:  # the file was deleted after the folder was listed
-                yield Box(path=path, problems=[str(error)])
+        boxes = map(partial(read_or_empty, self._reader.read), files)
+        return self._encoder.encode(map(extractor.take, boxes)), extractor

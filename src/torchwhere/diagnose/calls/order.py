@@ -164,9 +164,9 @@ def _without_gaps(
         pieces.append(chosen)
         stretches.append(Stretch(key, int(numbers[chosen[0]]), at, len(chosen)))
         begin, at = end, at + len(chosen)
-    kept = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-    order = by_stream.order[kept]
-    return SortedCalls(order, by_stream.codes[kept], stretches, _last(order, stretches))
+    rows = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+    order = by_stream.order[rows]
+    return SortedCalls(order, by_stream.codes[rows], stretches, _last(order, stretches))
 
 
 def _newest(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.calls import stream_calls
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
@@ -102,9 +103,7 @@ class CallWindow:
 
     def cohorts(self, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
         """Groups ranks by the value of their class, the largest group first."""
-        by_value: dict[int, list[int]] = {}
-        for rank, value in zip(self.ranks, values[self.classes].tolist(), strict=True):
-            by_value.setdefault(value, []).append(rank)
+        by_value = grouped(zip(values[self.classes].tolist(), self.ranks, strict=True))
         largest_first = sorted(by_value.values(), key=lambda cohort: (-len(cohort), cohort[0]))
         return tuple(map(tuple, largest_first))
 

@@ -17,8 +17,9 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import FLAG_ASYNC
+from torchwhere.blackbox.groups import ranks_of, stream_ends
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.calls.keys import P2P
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.line import Times
 
 NEVER = np.iinfo(np.int64).max  # there is no later event
@@ -34,7 +35,7 @@ _PLACE = ("subject", "module", "line", "pass")
 
 
 class ClockStream(NamedTuple):
-    """Names a stream as `calls.keys.StreamKey` does, by the name of the group and its members."""
+    """Names a stream as `blackbox.groups.StreamName` does, by name and members of the group."""
 
     group: str
     members: tuple[int, ...]  # two groups may have the same name
@@ -113,15 +114,14 @@ def times_ns(box: Box) -> Times:
 
 def next_times_ns(box: Box, times: Times) -> Times:
     """Returns when the thread of each record went on: its next record, or its cursor."""
-    next_ns = np.full(len(times), NEVER, np.int64)
     threads = box.records["thread"]
+    follows = _following(threads)
+    next_ns = np.where(follows < 0, NEVER, times[follows]) if len(times) else times
     cursors = {cursor.place.thread: cursor.t_ns for cursor in box.cursors()}
-    for number in np.unique(threads).tolist():
-        at = np.flatnonzero(threads == number)
-        next_ns[at[:-1]] = times[at[1:]]
-        cursor_ns = cursors.get(box.thread(number))
-        if cursor_ns is not None and has_moved(cursor_ns, int(times[at[-1]])):
-            next_ns[at[-1]] = cursor_ns
+    for last in np.flatnonzero(follows < 0).tolist():
+        cursor_ns = cursors.get(box.thread(int(threads[last])))
+        if cursor_ns is not None and has_moved(cursor_ns, int(times[last])):
+            next_ns[last] = cursor_ns
     return np.maximum(next_ns, times)
 
 
@@ -140,12 +140,12 @@ def arrivals(box: Box) -> Arrivals:
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     at = at[records["extra"][at] < np.uint64(_MOST_NS)]
     subjects, sites = records["subject"][at], _sites(box, at)
-    by_stream: dict[ClockStream, list[int]] = {}
     members: dict[str, tuple[int, ...]] = {}
-    for subject in np.unique(subjects).tolist():
-        stream = _stream_of(box, box.value(subject), members)
-        if stream is not None:
-            by_stream.setdefault(stream, []).append(subject)
+    by_stream = grouped(
+        (stream, subject)
+        for subject in np.unique(subjects).tolist()
+        if (stream := _stream_of(box, box.value(subject), members)) is not None
+    )
     streams = {}
     for stream, own_subjects in by_stream.items():
         own = np.flatnonzero(np.isin(subjects, own_subjects))
@@ -217,17 +217,9 @@ def _stream_of(box: Box, signature: Any, members: dict[str, tuple[int, ...]]) ->
         return None
     name, op, peer = signature["group"], str(signature.get("op")), signature.get("peer")
     if name not in members:
-        ranks = box.groups().get(name, {}).get("ranks")
-        members[name] = (
-            tuple(rank for rank in ranks if isinstance(rank, int))
-            if isinstance(ranks, list)
-            else ()
-        )
-    if op not in P2P:
-        return ClockStream(name, members[name])
+        members[name] = ranks_of(box.groups().get(name, {}).get("ranks"))
     other = peer if isinstance(peer, int) else -1
-    source, destination = (box.rank, other) if op == "send" else (other, box.rank)
-    return ClockStream(name, members[name], source, destination)
+    return ClockStream(name, members[name], *stream_ends(op, rank=box.rank, peer=other))
 
 
 def _is_blocking(signature: dict[str, Any]) -> bool:

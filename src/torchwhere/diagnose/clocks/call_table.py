@@ -7,7 +7,6 @@ small.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import NEVER, ClockStream
 from torchwhere.diagnose.clocks.clock_calls import ClockCalls
 from torchwhere.diagnose.clocks.line import Floats, Line
@@ -65,10 +65,9 @@ class Correction:
 
 def call_table(clocks: Mapping[int, ClockCalls], lines: Mapping[int, Line]) -> CallTable:
     """Collects all calls in which at least two of the clocks took part."""
-    clocks_of: defaultdict[ClockStream, list[int]] = defaultdict(list)
-    for index, clock in clocks.items():
-        for stream in clock.streams:
-            clocks_of[stream].append(index)
+    clocks_of = grouped(
+        (stream, index) for index, clock in clocks.items() for stream in clock.streams
+    )
     zero_ns = _zero_ns(clocks, lines)
     parts: list[CallTable] = []
     calls = 0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
+from torchwhere.core.grouping import grouped
+from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes
 
 
 class ClockCalls:
@@ -19,12 +19,12 @@ class ClockCalls:
     """
 
     def __init__(self, sharing: Sequence[Arrivals], *, only: int | None = None) -> None:
-        by_stream: defaultdict[ClockStream, list[CallTimes]] = defaultdict(list)
         zero_ns = sharing[0].offset_ns
-        for arrivals in sharing if only is None else sharing[only : only + 1]:
-            shift_ns = zero_ns - arrivals.offset_ns
-            for stream, calls in arrivals.streams.items():
-                by_stream[stream].append(calls.shifted(shift_ns))
+        by_stream = grouped(
+            (stream, calls.shifted(zero_ns - arrivals.offset_ns))
+            for arrivals in (sharing if only is None else sharing[only : only + 1])
+            for stream, calls in arrivals.streams.items()
+        )
         # A message between two ranks of one host says nothing about its clock.
         self.streams = {
             stream: _merged(calls)

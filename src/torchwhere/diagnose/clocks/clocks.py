@@ -21,16 +21,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.arrivals import Arrivals, CallTimes, ClockStream
 from torchwhere.diagnose.clocks.bounds import uncertainties
 from torchwhere.diagnose.clocks.call_table import call_table
 from torchwhere.diagnose.clocks.clock_calls import ClockCalls
 from torchwhere.diagnose.clocks.joint_fit import fit, streams_that_do_not_wait
-from torchwhere.diagnose.clocks.line import Line, Times
+from torchwhere.diagnose.clocks.line import Line, TimeOrTimes, Times
 from torchwhere.diagnose.clocks.pairwise import Fit, Quality, compare, shares_a_clock
 
 # Wall-clock offsets of one boot of a host, measured at different moments, differ by less than this.
@@ -99,31 +100,23 @@ class Clocks:
     def of(self, rank: int) -> Clock | None:
         return self.clocks[self._by_rank[rank][0]] if rank in self._by_rank else None
 
-    @overload
-    def offset_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def offset_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def offset_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def offset_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Returns how far the wall clock of a rank is ahead of the reference when it shows `t_ns`.
 
         0 for an unknown rank.
         """
         index, shift_ns = self._by_rank.get(rank, (-1, 0))
         if index < 0:
-            return 0 if isinstance(t_ns, int) else np.zeros_like(t_ns)
+            return t_ns * 0
         ahead = np.clip(self.clocks[index].line.at(t_ns + shift_ns), -_FAR_NS, _FAR_NS)
         if isinstance(t_ns, int):
             return int(ahead) - shift_ns
         rounded: Times = np.rint(ahead).astype(np.int64) - shift_ns
         return rounded
 
-    @overload
-    def aligned_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def aligned_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Converts a wall-clock time of a rank to the reference clock."""
-        return t_ns - self.offset_ns(rank, t_ns)  # type: ignore[arg-type, operator, no-any-return]
+        return t_ns - self.offset_ns(rank, t_ns)
 
     def to_dict(self) -> list[dict[str, Any]]:
         return [clock.to_dict() for clock in self.clocks]
@@ -131,10 +124,10 @@ class Clocks:
 
 def aligned(all_arrivals: Iterable[Arrivals]) -> Clocks:
     """Aligns the clocks of a job. It reads the arrivals once and keeps only some calls of each."""
-    kept: list[Arrivals] = []
+    few_calls: list[Arrivals] = []
     for arrivals in all_arrivals:
-        kept.append(thinned(arrivals, ranks=len(kept) + 1))
-    return Aligner(kept).clocks() if kept else Clocks()
+        few_calls.append(thinned(arrivals, ranks=len(few_calls) + 1))
+    return Aligner(few_calls).clocks() if few_calls else Clocks()
 
 
 def thinned(arrivals: Arrivals, *, ranks: int) -> Arrivals:
@@ -163,10 +156,9 @@ class Aligner:
         self._qualities: dict[int, Quality] = {}
         # the first clock of the component: clocks that are connected by calls that wait
         self._component: dict[int, int] = {}
-        self._clocks_of: defaultdict[ClockStream, list[int]] = defaultdict(list)
-        for index, calls in enumerate(self._calls):
-            for stream in calls.streams:
-                self._clocks_of[stream].append(index)
+        self._clocks_of = grouped(
+            (stream, index) for index, calls in enumerate(self._calls) for stream in calls.streams
+        )
 
     def _shared(self, ranks: list[Arrivals]) -> Iterator[list[Arrivals]]:
         """Yields the ranks of each clock, the lowest first."""
@@ -196,9 +188,7 @@ class Aligner:
                 evidence = Evidence.UNMATCHED if self._clocks else Evidence.REFERENCE
                 self._add(index, evidence, Line(), Fit(), component=index)
                 self._reach_from(index)
-        components: defaultdict[int, list[int]] = defaultdict(list)
-        for index, first in self._component.items():
-            components[first].append(index)
+        components = grouped((first, index) for index, first in self._component.items())
         for first, members in components.items():
             if len(members) > 1:
                 self._refine(first, members)

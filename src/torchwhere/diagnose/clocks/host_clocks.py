@@ -6,16 +6,14 @@ used as they are, and `HostClocks.description` says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any
 
-from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.clocks.arrivals import Arrivals, arrivals
+from torchwhere.blackbox.run import RunSummary, read_again
+from torchwhere.diagnose.clocks.arrivals import arrivals
 from torchwhere.diagnose.clocks.clocks import Clock, Clocks, Evidence, aligned
-from torchwhere.diagnose.clocks.line import Times
+from torchwhere.diagnose.clocks.line import TimeOrTimes
 
 MOST_HOSTS = 256
 
@@ -32,11 +30,7 @@ class HostClocks:
         """Returns the clock of a host; None if it was not compared with others."""
         return self.clocks.of(self.probes[host]) if host in self.probes else None
 
-    @overload
-    def aligned_ns(self, rank: int, t_ns: int) -> int: ...
-    @overload
-    def aligned_ns(self, rank: int, t_ns: Times) -> Times: ...
-    def aligned_ns(self, rank: int, t_ns: int | Times) -> int | Times:
+    def aligned_ns(self, rank: int, t_ns: TimeOrTimes) -> TimeOrTimes:
         """Converts a wall-clock time of a rank; unchanged if its host's clock was not compared."""
         probe = self.probes.get(self.hosts.get(rank, ""))
         return t_ns if probe is None else self.clocks.aligned_ns(probe, t_ns)
@@ -66,17 +60,6 @@ def align_hosts(run: RunSummary[Any]) -> HostClocks:
             probes.setdefault(host, rank)
     if not 2 <= len(probes) <= MOST_HOSTS:
         return HostClocks(hosts)
-    clocks = aligned(_arrivals(run, probes.values()))
+    clocks = aligned(map(arrivals, read_again(run, probes.values())))
     compared = {host: rank for host, rank in probes.items() if clocks.of(rank) is not None}
     return HostClocks(hosts, clocks, compared)
-
-
-def _arrivals(run: RunSummary[Any], ranks: Iterable[int]) -> Iterator[Arrivals]:
-    reader = BoxReader()
-    for rank in ranks:
-        try:
-            box = reader.read(run.boxes[rank].path)
-        except TorchwhereError:  # deleted after the folder was listed
-            continue
-        if box.rank == rank:
-            yield arrivals(box)

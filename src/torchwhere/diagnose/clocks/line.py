@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 Times = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+TimeOrTimes = TypeVar("TimeOrTimes", int, Times)  # one time, or an array of them
 
 # Two clocks do not drift apart faster than this, in ns per ns. A larger slope comes from two
 # points that are too close together.

@@ -45,7 +45,6 @@ _NEW_NAMES = {
     "reduce_scatter_single": "reduce_scatter_tensor",
 }
 QUANTITIES = ("bytes", "calls", "others")  # totals; `others`: calls of ops without an expectation
-FILTERS = ("module", "pass_", "group", "for_")
 _OPERATORS: dict[str, tuple[str, Callable[[int, int], bool]]] = {
     "eq": ("==", operator.eq),
     "ne": ("!=", operator.ne),

@@ -41,7 +41,7 @@ class CommsDifference:
     module: str | None
     pass_: str
     expected: tuple[SnapshotRow, ...]
-    found: tuple[SnapshotRow, ...]
+    actual: tuple[SnapshotRow, ...]
 
 
 def rows(comms: Comms) -> list[SnapshotRow]:
@@ -86,10 +86,10 @@ def _row(fields: dict[str, Any]) -> SnapshotRow:
 
 
 def differences(
-    expected: Iterable[SnapshotRow], found: Iterable[SnapshotRow]
+    expected: Iterable[SnapshotRow], actual: Iterable[SnapshotRow]
 ) -> list[CommsDifference]:
     """The rows that only one of the snapshots has, by module and pass in tree order."""
-    old, new = list(expected), list(found)
+    old, new = list(expected), list(actual)
     old_set, new_set = set(old), set(new)
     modules = list(dict.fromkeys(row.module for row in (*new, *old)))
     changed: dict[tuple[str | None, str], tuple[list[SnapshotRow], list[SnapshotRow]]] = {}

@@ -16,12 +16,12 @@ import numpy as np
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import BoxRun
-from torchwhere.core.place import Pass
+from torchwhere.blackbox.string_table import json_int
+from torchwhere.core.place import PASS_LABELS
 from torchwhere.core.results import Shown, Tabular
 from torchwhere.diagnose.comms.sums import Sums, sums
 
 PASSES = ("forward", "recompute", "backward", "optimizer", "outside")  # in the order of a step
-_PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _DEEPEST = 64  # limits recursion: a name with more dots is not split further
 
 GroupKey = TypeVar("GroupKey", bound=str | None)
@@ -276,13 +276,12 @@ def _count(total: Comms, box: Box, ids: tuple[int, ...], count: int) -> CommsSum
     module = box.name(module_id) if module_id else None
     node = total.outside if module is None else descend(total.root, module)
     key = CommsKey(
-        _PASS_LABELS.get(pass_, "outside"),
+        PASS_LABELS.get(pass_, "outside"),
         str(call.get("op") or "?"),
         _group_label(total, box, str(call.get("group"))),
         _beneficiary(box.value(beneficiary_id) if beneficiary_id else None),
     )
-    size = call.get("bytes")
-    size = size if isinstance(size, int) else 0
+    size = json_int(call, "bytes")
     lines = {box.name(line_id) or "?": count} if line_id else {}
     counter = node.own.setdefault(key, CommsSum())
     counter.add(CommsSum(count, count * size, {box.rank}, 0, {size}, lines))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchwhere.core.events import Kind
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.diff.cohorts import Cohorts
 from torchwhere.diagnose.diff.sequences import EventSequence, EventStream, Numbers
 
@@ -197,10 +198,8 @@ def _flows(
 
 def _differing_values(aligned: AlignedEvents, cohorts: Cohorts) -> list[list[int]]:
     for cohort in cohorts.all:
-        versions: dict[int, list[int]] = {}
-        for side in cohort:
-            if side in aligned.of_class:
-                versions.setdefault(aligned.of_class[side].value, []).append(side)
+        sides = (side for side in cohort if side in aligned.of_class)
+        versions = grouped((aligned.of_class[side].value, side) for side in sides)
         if len(versions) > 1:
             return list(versions.values())
     return []

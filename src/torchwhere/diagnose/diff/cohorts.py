@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.core.events import Event
-from torchwhere.core.results import Shown
-from torchwhere.diagnose.diff.remarks import DiffRemark
+from torchwhere.core.grouping import grouped
+from torchwhere.core.results import Fact, Shown
 
 MOST_DIVERGENCES = 20  # listed; a comparison counts the others
 
@@ -61,7 +61,7 @@ class Divergence(Shown):
     step: int | None
     before: tuple[ComparedItem, ...]  # the last equal items
     versions: tuple[Version, ...]  # most ranks first
-    facts: tuple[DiffRemark, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def minority(self) -> Version:
@@ -94,7 +94,7 @@ class Comparison(Shown):
     divergences: tuple[Divergence, ...] = ()
     # of events: the first and the last compared step
     steps: tuple[int, int] | None = None
-    facts: tuple[DiffRemark, ...] = ()
+    facts: tuple[Fact, ...] = ()
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -146,17 +146,15 @@ class Cohorts:
         """
         splits = []
         for cohort in sorted({self._cohort_of[rank] for rank in items}):
-            versions: dict[Hashable, list[int]] = {}
-            for rank in self._ranks[cohort]:
-                if rank in items:
-                    versions.setdefault(items[rank], []).append(rank)
+            ranks = (rank for rank in self._ranks[cohort] if rank in items)
+            versions = grouped((items[rank], rank) for rank in ranks)
             if len(versions) > 1:
                 most, *others = sorted(versions.values(), key=lambda ranks: (-len(ranks), ranks))
                 splits.append([most, *others])
-                leaving = {rank for ranks in others for rank in ranks}
+                leaving = {rank for other in others for rank in other}
                 self._ranks[cohort] = [rank for rank in self._ranks[cohort] if rank not in leaving]
-                for ranks in others:
-                    self._add(ranks)
+                for other in others:
+                    self._add(other)
         return splits
 
 

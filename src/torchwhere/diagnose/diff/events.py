@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from torchwhere.blackbox.box import Box
+from torchwhere.core.grouping import grouped
+from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
 from torchwhere.diagnose.diff.alignment import Finding, Position
@@ -27,9 +29,8 @@ from torchwhere.diagnose.diff.cohorts import (
     Version,
     in_order,
 )
-from torchwhere.diagnose.diff.remarks import (
+from torchwhere.diagnose.diff.facts import (
     DifferingSteps,
-    DiffRemark,
     EventCounts,
     GraphCounts,
     NoCommonStep,
@@ -42,14 +43,12 @@ from torchwhere.diagnose.diff.sequences import (
     EventSequence,
     EventStream,
     Patterns,
-    SharedStream,
     read_sequences,
 )
 from torchwhere.diagnose.diff.stages import stages_of
 
 _CONTEXT = 3  # equal events before a divergence
 _AFTER = 2
-_DETAILS = ("op", "text", "reason", "phase", "what")  # fields of an event, the most telling first
 
 
 def compare_events(
@@ -76,7 +75,7 @@ def compare_events(
     )
 
 
-def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[DiffRemark]]:
+def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[Fact]]:
     """The first step that all ranks recorded completely, and the remark about it."""
     firsts = {
         sequence.rank: sequence.first_step
@@ -92,7 +91,7 @@ def _window(sequences: Sequence[EventSequence]) -> tuple[int, list[DiffRemark]]:
     return first, [NoCommonStep()]
 
 
-def _facts(sequences: Sequence[EventSequence]) -> Iterator[DiffRemark]:
+def _facts(sequences: Sequence[EventSequence]) -> Iterator[Fact]:
     running = tuple(sequence.rank for sequence in sequences if not sequence.has_ended)
     if running:
         yield NotEnded(running)
@@ -113,7 +112,7 @@ class _EventSearch:
         self._sequences = {sequence.rank: sequence for sequence in sequences}
         self._streams = streams
         self._classes = alignment.rank_classes(sequences)
-        self.facts: list[DiffRemark] = []
+        self.facts: list[Fact] = []
         self._by_design: list[Finding] = []  # differences between pipeline stages
         self._findings = self._find(stages_of(sequences))
         self.cohorts = self._cohorts_at(None)
@@ -147,15 +146,13 @@ class _EventSearch:
     def _classes_by_stage(self, stages: Mapping[int, int]) -> list[list[int]]:
         """Indexes of the rank classes of each stage. Ranks of a class have equal messages, so they
         are of one stage."""
-        by_stage: dict[int, list[int]] = {}
-        for side, rank_class in enumerate(self._classes):
-            by_stage.setdefault(stages[rank_class.ranks[0]], []).append(side)
+        by_stage = grouped(
+            (stages[rank_class.ranks[0]], side) for side, rank_class in enumerate(self._classes)
+        )
         return list(by_stage.values())
 
     def _stages_fact(self, stages: Mapping[int, int]) -> PipelineStages:
-        by_stage: dict[int, list[int]] = {}
-        for rank, stage in stages.items():
-            by_stage.setdefault(stage, []).append(rank)
+        by_stage = grouped((stage, rank) for rank, stage in stages.items())
         aligned, versions = self._by_design[0].aligned, self._by_design[0].versions
         side = next(side for sides in versions for side in sides if side in aligned.of_class)
         at = aligned.of_class[side].at
@@ -206,9 +203,7 @@ class _EventSearch:
         entry, *after = _entries(rank_class.sequence, event.at, event.at + 1 + _AFTER)
         return Version(ranks, entry, tuple(after))
 
-    def _going_on(
-        self, versions: Sequence[Sequence[int]], finding: Finding
-    ) -> Iterator[DiffRemark]:
+    def _going_on(self, versions: Sequence[Sequence[int]], finding: Finding) -> Iterator[Fact]:
         """Event counts of the first and the last version in the step, and the steps they differ
         in."""
         aligned = finding.aligned
@@ -241,10 +236,11 @@ class _EventSearch:
     def mismatches(self) -> Iterator[tuple[Position, Divergence]]:
         """The first call of each group or pair of ranks that should agree and does not. Ranks that
         diverged before it are not compared."""
-        by_stream: dict[SharedStream, list[int]] = {}
-        for rank, sequence in self._sequences.items():
-            for stream in sequence.calls:
-                by_stream.setdefault(stream, []).append(rank)
+        by_stream = grouped(
+            (stream, rank)
+            for rank, sequence in self._sequences.items()
+            for stream in sequence.calls
+        )
         cohorts = self.cohorts.all
         for stream, ranks in by_stream.items():
             reported: list[dict[int, ComparedCall]] = []
@@ -284,9 +280,7 @@ class _EventSearch:
         return bool(splits)
 
     def _mismatch(self, calls: Mapping[int, ComparedCall], position: Position) -> Divergence:
-        by_version: dict[int, list[int]] = {}
-        for rank, call in calls.items():
-            by_version.setdefault(call.agreed, []).append(rank)
+        by_version = grouped((call.agreed, rank) for rank, call in calls.items())
         versions = tuple(
             Version(ranks, _entry(self._sequences[ranks[0]], calls[ranks[0]].record))
             for ranks in in_order(map(tuple, by_version.values()))
@@ -307,8 +301,8 @@ def _entry(sequence: EventSequence, record: int) -> ComparedItem:
     event = sequence.event(record)
     if event is None:
         return ComparedItem(record, "overwritten since it was compared")
-    details = [str(event.fields[key]) for key in _DETAILS if event.fields.get(key)]
-    return ComparedItem(event.number, " ".join([str(event.kind), *details[:1]]), event)
+    detail = str(event.fields.get("op") or event.detail)
+    return ComparedItem(event.number, f"{event.kind} {detail}".rstrip(), event)
 
 
 def _of_step(sequence: EventSequence, step: int) -> tuple[bytes, ...]:

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.grouping import grouped
+from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
     Cohorts,
@@ -26,14 +28,13 @@ from torchwhere.diagnose.diff.cohorts import (
     Version,
     in_order,
 )
-from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
-from torchwhere.diagnose.diff.remarks import (
-    DiffRemark,
+from torchwhere.diagnose.diff.facts import (
     LogsCut,
     LogsRejoin,
     LogsStayApart,
     MoreDivergences,
 )
+from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
 _CONTEXT = 3  # equal lines before a divergence
 _AFTER = 2
@@ -89,7 +90,7 @@ def compare_logs(logs: Mapping[int, Log]) -> Comparison:
     hashed, compared, is_cut = _read_all(logs, most)
     search = _LogSearch(hashed, logs)
     search.run()
-    facts: list[DiffRemark] = [LogsCut(most)] if is_cut else []
+    facts: list[Fact] = [LogsCut(most)] if is_cut else []
     if search.not_listed:
         facts.append(MoreDivergences(search.not_listed))
     cohorts = in_order(tuple(sorted(log.ranks)) for log in hashed)
@@ -152,9 +153,7 @@ class _LogSearch:
         if self._values_differ:
             return
         for cohort in self._cohorts.all:
-            by_value: dict[int, list[int]] = {}
-            for member in cohort:
-                by_value.setdefault(value[member], []).append(member)
+            by_value = grouped((value[member], member) for member in cohort)
             if len(by_value) > 1:
                 self._values_differ = True
                 self._add("value", line, list(by_value.values()))
@@ -177,7 +176,7 @@ class _LogSearch:
         entries = self._logs[ranks[0]].entries(line, line + 1 + _AFTER)
         return Version(tuple(ranks), entries[0] if entries else None, tuple(entries[1:]))
 
-    def _going_on(self, line: int, versions: Sequence[Version]) -> tuple[DiffRemark, ...]:
+    def _going_on(self, line: int, versions: Sequence[Version]) -> tuple[Fact, ...]:
         """Whether two logs agree again: one of them may have only an extra line."""
         texts = []
         for version in versions:

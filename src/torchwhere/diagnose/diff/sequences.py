@@ -19,17 +19,17 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_CALL, NO_STEP
+from torchwhere.blackbox.groups import P2P, StreamName, ranks_of, stream_ends, text_of
 from torchwhere.core.events import TEXT_FIELD, Event, Kind
 from torchwhere.core.interner import Interner
-from torchwhere.core.place import Pass
-from torchwhere.core.row_ids import row_ids
-from torchwhere.diagnose.calls.keys import P2P, must_agree
+from torchwhere.core.place import PASS_LABELS
+from torchwhere.core.row_ids import per_distinct, row_ids
+from torchwhere.diagnose.calls.keys import must_agree
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
 
 Numbers = npt.NDArray[np.int64]
 Patterns = tuple[re.Pattern[str], ...]
 
-_PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 _TEXTS = tuple(int(kind) for kind in TEXT_FIELD)
 _COMPILES = (int(Kind.COMPILE_BEGIN), int(Kind.COMPILE_END))  # recompilation depends on the data
 _IDENTITY = ("kind", "pass", "module", "call", "line", "subject", "beneficiary", "param")
@@ -41,19 +41,6 @@ class EventStream(NamedTuple):
     kind: Kind
     group: str = ""
     is_p2p: bool = False
-
-
-class SharedStream(NamedTuple):
-    """Calls that all their ranks number alike: the collectives of a group, or the messages between
-    two ranks."""
-
-    group: str
-    source: int = -1
-    destination: int = -1
-
-    @property
-    def is_p2p(self) -> bool:
-        return self.source >= 0 or self.destination >= 0
 
 
 @dataclass(slots=True)
@@ -81,7 +68,7 @@ class EventSequence:
     first_step: int | None  # the first complete one
     is_cut: bool  # older events were overwritten
     groups: frozenset[str] = frozenset()  # labels of its groups
-    calls: dict[SharedStream, NumberedCalls] = field(default_factory=dict)
+    calls: dict[StreamName, NumberedCalls] = field(default_factory=dict)
     # the first message of each step: step, op, peer
     messages: tuple[tuple[int, str, int], ...] = ()
     left_out: int = 0  # events of other threads
@@ -97,9 +84,9 @@ class EventSequence:
 
     def from_step(self, step: int) -> EventSequence:
         """Drop the events before a step."""
-        kept = self.steps >= step
+        is_later = self.steps >= step
         for name in ("records", "steps", "streams", "flow", "value"):
-            setattr(self, name, getattr(self, name)[kept])
+            setattr(self, name, getattr(self, name)[is_later])
         return self
 
 
@@ -108,7 +95,7 @@ class _CallFacts(NamedTuple):
 
     stream: EventStream
     relative: tuple[Any, ...]  # operation, group and peer as the rank sees them
-    shared: SharedStream
+    shared: StreamName
     agreed: int
     op: str
     peer: int
@@ -125,7 +112,7 @@ class _Reader:
     strip: Stripper
     ignore: Patterns = ()
     labels: dict[str, str] = field(default_factory=dict)  # of groups, by name
-    members: dict[str, list[int]] = field(default_factory=dict)
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     facts: dict[int, _CallFacts] = field(default_factory=dict)  # by subject id
     last_lost_step: int = -1  # the last step with an overwritten text
 
@@ -133,15 +120,15 @@ class _Reader:
         self._name_groups()
         records = self.box.records
         threads = self._threads_in_order(records)
-        kept = np.flatnonzero(
+        at = np.flatnonzero(
             np.isin(records["thread"], threads)
             & ~np.isin(records["kind"], _COMPILES)
             & (records["step"] != NO_STEP)
         )
-        streams, flow, value = self._columns(records[kept])
+        streams, flow, value = self._columns(records[at])
         wanted = streams != 0
-        kept, streams, flow, value = kept[wanted], streams[wanted], flow[wanted], value[wanted]
-        rows = records[kept]
+        at, streams, flow, value = at[wanted], streams[wanted], flow[wanted], value[wanted]
+        rows = records[at]
         collectives = records["kind"] == Kind.COLLECTIVE
         return EventSequence(
             rank=self.box.rank,
@@ -156,7 +143,7 @@ class _Reader:
             is_cut=bool(self.box.counts.overwritten),
             groups=frozenset(self.labels.values()),
             calls=self._calls(np.flatnonzero(collectives)),
-            messages=self._messages(kept[rows["kind"] == Kind.COLLECTIVE]),
+            messages=self._messages(at[rows["kind"] == Kind.COLLECTIVE]),
             left_out=int((~np.isin(records["thread"], threads) & ~collectives).sum()),
             compiled=int((records["kind"] == Kind.COMPILE_BEGIN).sum()),
         )
@@ -166,9 +153,7 @@ class _Reader:
         in the order of their creation on this rank."""
         uses: dict[str, int] = {}
         for name, group in self.box.groups().items():
-            ranks = group.get("ranks")
-            members = [r for r in ranks if isinstance(r, int)] if isinstance(ranks, list) else []
-            self.members[name] = members
+            members = self.members[name] = ranks_of(group.get("ranks"))
             label = str(group.get("mesh_dim") or group.get("desc") or "")
             if not group.get("mesh_dim"):
                 label = f"{len(members)} ranks" if label in ("", "undefined") else self.strip(label)
@@ -242,16 +227,13 @@ class _Reader:
             return 0, 0, 0
         place = (
             kind,
-            _PASS_LABELS.get(pass_),
+            PASS_LABELS.get(pass_),
             name(module),
             None if call == NO_CALL or not module else call,
             self.strip(name(line) or ""),
             name(param),
         )
         return self.streams.id_of(stream), self.ids.id_of((*place, *details)), value
-
-    def _is_ignored(self, text: str) -> bool:
-        return any(pattern.search(text) for pattern in self.ignore)
 
     # -- collectives -------------------------------------------------------------------------------
 
@@ -273,19 +255,15 @@ class _Reader:
         agreed: tuple[Any, ...] = tuple(
             repr(fields.get(key)) for key in must_agree(op) if key != "peer"
         )
-        shared = SharedStream(group)
         if not is_p2p:
             agreed = (*relative, *agreed)
-        elif op == "send":
-            shared = SharedStream(group, self.box.rank, peer_rank)
-        else:
-            shared = SharedStream(group, peer_rank, self.box.rank)
+        shared = StreamName(group, *stream_ends(op, rank=self.box.rank, peer=peer_rank))
         stream = EventStream(Kind.COLLECTIVE, label, is_p2p)
         return _CallFacts(stream, relative, shared, self.ids.id_of(agreed), op, peer_rank)
 
     def _relative_peer(self, peer: Any, group: str, *, is_p2p: bool) -> int | None:
         """The distance of a peer from this rank in the group; for a root, its index in it."""
-        members = self.members.get(group, [])
+        members = self.members.get(group, ())
         if peer not in members:
             return None
         at = members.index(peer)
@@ -293,16 +271,13 @@ class _Reader:
             return (at - members.index(self.box.rank)) % len(members)
         return at
 
-    def _calls(self, at: Numbers) -> dict[SharedStream, NumberedCalls]:
+    def _calls(self, at: Numbers) -> dict[StreamName, NumberedCalls]:
         """All collectives of all threads, by shared stream."""
         rows = self.box.records[at]
-        subjects, subject_of = np.unique(rows["subject"], return_inverse=True)
-        facts = [self._facts(int(subject)) for subject in subjects]
-        streams = list(dict.fromkeys(of_subject.shared for of_subject in facts))
-        index = {stream: number for number, stream in enumerate(streams)}
-        stream_of = np.array([index[of_subject.shared] for of_subject in facts], np.int64)
-        stream_of = stream_of[subject_of]
-        agreed = np.array([of_subject.agreed for of_subject in facts], np.int64)[subject_of]
+        streams = Interner[StreamName]()
+        subjects = rows["subject"]
+        stream_of = per_distinct(subjects, lambda entry: streams.id_of(self._facts(entry).shared))
+        agreed = per_distinct(subjects, lambda entry: self._facts(entry).agreed)
         numbers, records, steps = (
             rows[name].astype(np.int64) for name in ("extra", "number", "step")
         )
@@ -315,9 +290,8 @@ class _Reader:
     def _messages(self, at: Numbers) -> tuple[tuple[int, str, int], ...]:
         """The first message of each step: a pipeline stage first waits for the stage before it."""
         rows = self.box.records[at]
-        subjects, subject_of = np.unique(rows["subject"], return_inverse=True)
-        is_p2p = np.array([self._facts(int(s)).stream.is_p2p for s in subjects], bool)
-        rows = rows[is_p2p[subject_of]]
+        is_p2p = per_distinct(rows["subject"], lambda entry: self._facts(entry).stream.is_p2p, bool)
+        rows = rows[is_p2p]
         steps, first = np.unique(rows["step"], return_index=True)
         facts = [self._facts(int(subject)) for subject in rows["subject"][first]]
         return tuple(
@@ -338,7 +312,6 @@ def read_sequences(
     sequences = []
     for rank in ranks:
         box = boxes[rank]
-        host = box.meta.get("host")
-        stripper = Stripper(rank, host if isinstance(host, str) else None, strip)
+        stripper = Stripper(rank, text_of(box.meta, "host"), strip)
         sequences.append(_Reader(box, boxes, ids, streams, stripper, ignore).read())
     return sequences, {at: stream for at, stream in enumerate(streams) if stream is not None}

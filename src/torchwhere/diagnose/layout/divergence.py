@@ -14,7 +14,7 @@ from typing import Any
 
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit, is_number
 from torchwhere.core.place import ROOT
-from torchwhere.diagnose.layout.remarks import LayoutDifference
+from torchwhere.diagnose.layout.facts import LayoutDifference
 
 Branches = tuple[Branch, ...]
 

@@ -15,10 +15,16 @@ from typing import Any
 
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.core.grouping import grouped
 from torchwhere.core.model_layout import Layout
-from torchwhere.core.results import Shown, Tabular
+from torchwhere.core.results import Fact, Shown, Tabular
 from torchwhere.diagnose.layout.divergence import CanonicalKey, differences
-from torchwhere.diagnose.layout.remarks import LayoutDifference, LayoutRemark, StageModules
+from torchwhere.diagnose.layout.facts import (
+    LayoutDifference,
+    LayoutsChanged,
+    NoLayouts,
+    StageModules,
+)
 from torchwhere.diagnose.layout.shard_check import GroupMembership, ShardCheck
 
 _MOST_DIFFERENCES = 20  # of a cohort; most differences follow from the first
@@ -50,9 +56,9 @@ class Layouts(Shown, Tabular):
     """The layouts of the ranks of a run."""
 
     cohorts: list[LayoutCohort]  # by pipeline stage, the largest first
-    by_design: list[LayoutRemark]  # differences that the parallelism implies
-    group_facts: list[LayoutRemark]  # ranks that disagree about the members of a group
-    shard_facts: list[LayoutRemark]  # shards that differ from their placements
+    by_design: list[Fact]  # differences that the parallelism implies
+    group_facts: list[Fact]  # ranks that disagree about the members of a group
+    shard_facts: list[Fact]  # shards that differ from their placements
     missing: list[int] = field(default_factory=list)  # ranks without a layout
     # ranks whose layout changed after the first step; the last layout counts
     changed: list[int] = field(default_factory=list)
@@ -71,6 +77,12 @@ class Layouts(Shown, Tabular):
     def remarks(self) -> list[str]:
         """Shards that differ from their placements, as sentences."""
         return list(map(str, self.shard_facts))
+
+    @property
+    def data_facts(self) -> list[Fact]:
+        """Facts about the compared data: ranks whose layout changed, and ranks without one."""
+        changed = [LayoutsChanged(tuple(self.changed))] if self.changed else []
+        return [*changed, *([NoLayouts(tuple(self.missing))] if self.missing else [])]
 
     @property
     def is_alike(self) -> bool:
@@ -163,10 +175,8 @@ def _stages(layout: Layout) -> tuple[int, ...]:
     return tuple(number for number in numbers if isinstance(number, int))
 
 
-def _pipeline(cohorts: list[LayoutCohort]) -> list[LayoutRemark]:
-    by_stage: dict[tuple[int, ...], list[int]] = {}
-    for cohort in cohorts:
-        by_stage.setdefault(cohort.stages, []).extend(cohort.ranks)
+def _pipeline(cohorts: list[LayoutCohort]) -> list[Fact]:
+    by_stage = grouped((cohort.stages, rank) for cohort in cohorts for rank in cohort.ranks)
     if len(by_stage) < 2:
         return []
     return [StageModules(tuple((s, tuple(ranks)) for s, ranks in sorted(by_stage.items())))]

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from torchwhere.core.model_layout import FLAT, Layout, Mesh, Node, Param
 from torchwhere.core.rank_text import ranks_from_text
-from torchwhere.diagnose.layout.remarks import (
+from torchwhere.core.results import Fact
+from torchwhere.diagnose.layout.facts import (
     GroupDisagreement,
-    LayoutRemark,
     MoreWrongShards,
     NotAMember,
     SiblingGroups,
@@ -40,7 +40,7 @@ class ShardCheck:
         self._ranks: dict[int, list[int]] = {}
         self._layouts: dict[int, Layout] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._wrong: list[LayoutRemark] = []
+        self._wrong: list[Fact] = []
 
     def add(self, layout: Layout) -> None:
         shapes = tuple(shape for root in layout.roots for shape in _local_shapes(root.node))
@@ -50,7 +50,7 @@ class ShardCheck:
             self._layouts.setdefault(number, layout)
         self._wrong += itertools.islice(_wrong_shards(layout), 2)
 
-    def expected(self) -> Iterator[LayoutRemark]:
+    def expected(self) -> Iterator[Fact]:
         """Parameters of which ranks hold different amounts."""
         first, *others = self._layouts.values()
         uneven: dict[str, Param] = {}
@@ -75,7 +75,7 @@ class ShardCheck:
             by_shape.setdefault(tuple(shape), []).extend(self._ranks[number])
         return tuple((shape, tuple(ranks)) for shape, ranks in by_shape.items())
 
-    def wrong(self) -> Iterator[LayoutRemark]:
+    def wrong(self) -> Iterator[Fact]:
         """Shards that differ from their placements."""
         yield from self._wrong[:_MOST_LISTED]
         if len(self._wrong) > _MOST_LISTED:
@@ -90,7 +90,7 @@ def _local_shapes(node: Node) -> Iterator[object]:
         yield from _local_shapes(branch.node)
 
 
-def _wrong_shards(layout: Layout) -> Iterator[LayoutRemark]:
+def _wrong_shards(layout: Layout) -> Iterator[Fact]:
     """Shards that differ from their placements. Checks only the first of folded layers."""
     pending = [(root.name, root.node) for root in layout.roots]
     while pending:
@@ -173,7 +173,7 @@ class GroupMembership:
                     groups = self._groups.setdefault((mesh.label, dim, nth), {})
                     groups.setdefault(group, []).append(layout.rank)
 
-    def expected(self) -> list[LayoutRemark]:
+    def expected(self) -> list[Fact]:
         """Sibling groups, each set once."""
         facts = [
             SiblingGroups("" if dim else label, dim, tuple(groups))
@@ -182,12 +182,12 @@ class GroupMembership:
         ]
         return list(dict.fromkeys(facts))
 
-    def disagreements(self) -> Iterator[LayoutRemark]:
+    def disagreements(self) -> Iterator[Fact]:
         for (label, dim, _), groups in self._groups.items():
             yield from itertools.islice(_disagreements(dim or label, groups), _MOST_LISTED)
 
 
-def _disagreements(along: str, groups: dict[str, list[int]]) -> Iterator[LayoutRemark]:
+def _disagreements(along: str, groups: dict[str, list[int]]) -> Iterator[Fact]:
     group_of = {rank: group for group, ranks in groups.items() for rank in ranks}
     for group, ranks in groups.items():
         try:

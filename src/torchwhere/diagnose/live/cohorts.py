@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.live.ranks import RankNow
 
 Key = tuple[object, ...]
@@ -33,9 +34,7 @@ class LiveCohort:
 
 def cohorts(ranks: Iterable[RankNow]) -> list[LiveCohort]:
     """The cohorts in the order of their first ranks."""
-    by_key: dict[Key, list[RankNow]] = {}
-    for rank in ranks:
-        by_key.setdefault(_key(rank), []).append(rank)
+    by_key = grouped((_key(rank), rank) for rank in ranks)
     return [LiveCohort(key, tuple(members)) for key, members in by_key.items()]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 from torchwhere.blackbox.live_box import Issued, LiveBox
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
-from torchwhere.diagnose.calls.keys import Group
 from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.waiting import waiting_ranks
@@ -63,7 +62,7 @@ class RankNow:
     @property
     def group(self) -> str | None:
         """The displayed name of the group of its last collective."""
-        return _title(self.issued.group) if self.issued is not None else None
+        return self.issued.group.title if self.issued is not None else None
 
     @property
     def is_trouble(self) -> bool:
@@ -90,11 +89,6 @@ class RankNow:
             "host": self.host,
             "detail": self.detail,
         }
-
-
-def _title(entry: tuple[str, str, str | None, tuple[int, ...]]) -> str:
-    name, desc, mesh_dim, _ = entry
-    return Group(name, (), desc, None, mesh_dim).title
 
 
 @dataclass(slots=True)

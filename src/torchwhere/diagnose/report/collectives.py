@@ -23,7 +23,7 @@ from torchwhere.diagnose.calls.stream_calls import StreamCalls, signature_ids
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
 from torchwhere.diagnose.doctor.verdict import Verdict
-from torchwhere.diagnose.report.facts import CallWindow, IssuedCall
+from torchwhere.diagnose.report.facts import DifferingCall, ShownCalls
 from torchwhere.diagnose.report.texts import cut, milliseconds
 
 MOST_GROUPS = 24
@@ -67,7 +67,7 @@ class StreamRows:
     group: str
     desc: str
     members: tuple[int, ...]
-    window: CallWindow
+    window: ShownCalls
     rows: tuple[CallRow, ...]
     ranks: tuple[int, ...]  # the rows of `late_ms`
     # for each rank and number: the time after the first arrival
@@ -140,7 +140,7 @@ def _by_importance(
         for key in by_stream
     }
     for key in sorted(by_stream, key=lambda key: (-weights[key], identity[key])):
-        kind = job_calls.group(key).title, _is_p2p(key)
+        kind = job_calls.group(key).title, key.is_p2p
         turns[kind] = turns.get(kind, -1) + 1
         is_alone = len(by_stream[key]) < 2  # nothing to compare
         has_culprit = not culprits.isdisjoint(by_stream[key]) and not is_alone
@@ -166,7 +166,7 @@ def _of_verdict(
     is_p2p = call.get("op") in ("send", "recv")
     for key, calls in by_stream.items():
         group = job_calls.group(key)
-        if group.title != call.get("group") or is_p2p != _is_p2p(key):
+        if group.title != call.get("group") or is_p2p != key.is_p2p:
             continue
         if call.get("group_ranks") not in (list(group.ranks), len(group.ranks)):
             continue
@@ -179,15 +179,11 @@ def _of_verdict(
     return None
 
 
-def _is_p2p(key: StreamKey) -> bool:
-    return key.source >= 0 or key.destination >= 0
-
-
 def _title(job_calls: JobCalls, key: StreamKey) -> str:
     """The displayed name: `tp`, `pp 3 to 11`."""
     title = job_calls.group(key).title
     ends = [str(rank) if rank >= 0 else "any" for rank in (key.source, key.destination)]
-    return f"{title} {' to '.join(ends)}" if _is_p2p(key) else title
+    return f"{title} {' to '.join(ends)}" if key.is_p2p else title
 
 
 def _has_last(calls: Mapping[int, StreamCalls], number: object) -> bool:
@@ -253,9 +249,9 @@ class _StreamReader:
             first_difference=None if mismatch is None else self._difference(mismatch),
         )
 
-    def _window(self) -> CallWindow:
+    def _window(self) -> ShownCalls:
         issued = max(self._job_calls.by_rank[rank].counts.get(self._key, 0) for rank in self._ranks)
-        return CallWindow(self._first, self._end - 1, issued, self._when.description(self._ranks))
+        return ShownCalls(self._first, self._end - 1, issued, self._when.description(self._ranks))
 
     def _rows(self, mismatch: Mismatch | None) -> tuple[CallRow, ...]:
         is_known = self._times != _NEVER
@@ -379,6 +375,6 @@ class _StreamReader:
         for cohort in mismatch.cohorts[:_MOST_COHORTS]:
             call = self._job_calls.by_rank[cohort[0]].issued(mismatch.key, mismatch.number)
             shown_ranks = list(cohort[:MOST_RANKS])
-            what = cut(IssuedCall(call))
+            what = cut(DifferingCall(call))
             cohorts.append({"ranks": shown_ranks, "count": len(cohort), "what": what})
         return {"number": mismatch.number, "in": mismatch.aspect, "cohorts": cohorts}

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.reader import BoxReader
-from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.errors import TorchwhereError
+from torchwhere.blackbox.run import RunSummary, read_again
+from torchwhere.core.grouping import grouped
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
 from torchwhere.diagnose.report.texts import cut, event_text, milliseconds, place_text
@@ -54,10 +53,10 @@ def _cut_all(value: Any) -> Any:
 def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
     """The ranks to show: culprits, one rank of each state and place (the most common first),
     members of the verdict's group, and others up to the limit."""
-    kinds: dict[tuple[Any, ...], list[int]] = {}
-    for rank, report in verdict.ranks.items():
-        place = report.place
-        kinds.setdefault((report.state, place.pass_, place.module, place.line), []).append(rank)
+    places = [(rank, report.state, report.place) for rank, report in verdict.ranks.items()]
+    kinds = grouped(
+        ((state, place.pass_, place.module, place.line), rank) for rank, state, place in places
+    )
     by_size = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks[0]))
     heads = [ranks[0] for ranks in by_size]
     members = (verdict.collective or {}).get("group_ranks")
@@ -75,15 +74,7 @@ def chosen_ranks(run: RunSummary[Any], verdict: Verdict) -> list[int]:
 
 def read_boxes(run: RunSummary[Any], ranks: Iterable[int]) -> dict[int, Box]:
     """Read the boxes of some ranks again; one that was deleted is left out."""
-    reader, boxes = BoxReader(), {}
-    for rank in ranks:
-        try:
-            box = reader.read(run.boxes[rank].path)
-        except TorchwhereError:
-            continue
-        if box.rank == rank:
-            boxes[rank] = box
-    return boxes
+    return {box.rank: box for box in read_again(run, ranks)}
 
 
 def details(

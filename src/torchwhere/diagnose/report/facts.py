@@ -1,33 +1,24 @@
-"""Facts of a report that the page shows as sentences.
-
-Each fact is a dataclass; `str()` gives its sentence, which `render/report_text.py` writes.
-"""
+"""Facts of a report that the page shows as sentences."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torchwhere.core.events import Event
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Fact
 
 Ranks = tuple[int, ...]
 
 
-class ReportFact(Shown):
-    """A fact of one section."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
-class EarlierBoxes(ReportFact):
+class EarlierBoxes(Fact):
     """The folder has boxes of earlier runs or restarts, which the report leaves out."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class ModulesNote(ReportFact):
+class ModulesNote(Fact):
     """Whether module times were recorded, and the number of rows that the tree leaves out."""
 
     has_time: bool
@@ -35,7 +26,7 @@ class ModulesNote(ReportFact):
 
 
 @dataclass(frozen=True, slots=True)
-class CallWindow(ReportFact):
+class ShownCalls(Fact):
     """The numbers of the shown calls of a group, and the clocks that compare their arrivals."""
 
     first: int
@@ -45,14 +36,14 @@ class CallWindow(ReportFact):
 
 
 @dataclass(frozen=True, slots=True)
-class IssuedCall(ReportFact):
+class DifferingCall(Fact):
     """The call that ranks issued; None if their rings have overwritten it."""
 
     call: Event | None
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedLayouts(ReportFact):
+class ComparedLayouts(Fact):
     """The layouts of only some ranks were compared."""
 
     compared: int
@@ -60,48 +51,34 @@ class ComparedLayouts(ReportFact):
 
 
 @dataclass(frozen=True, slots=True)
-class MoreLayouts(ReportFact):
+class MoreLayouts(Fact):
     """Further cohorts have other layouts and are not shown."""
 
     cohorts: int
 
 
 @dataclass(frozen=True, slots=True)
-class CohortDiffers(ReportFact):
+class CohortDiffers(Fact):
     """A difference of some ranks to the largest cohort."""
 
     ranks: Ranks
-    difference: Shown
+    difference: Fact
 
 
 @dataclass(frozen=True, slots=True)
-class UnusualShard(ReportFact):
+class UnusualShard(Fact):
     """A shard that differs from its placements."""
 
-    fact: Shown
+    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)
-class DiffersByDesign(ReportFact):
+class DiffersByDesign(Fact):
     """A difference that the parallelism implies."""
 
-    fact: Shown
+    fact: Fact
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutsEqual(ReportFact):
+class LayoutsEqual(Fact):
     """All ranks have equal layouts."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutsChanged(ReportFact):
-    """The layouts of these ranks changed after the first step."""
-
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
-class NoLayouts(ReportFact):
-    """These ranks recorded no layout."""
-
-    ranks: Ranks

@@ -20,10 +20,8 @@ from torchwhere.diagnose.report.facts import (
     CohortDiffers,
     ComparedLayouts,
     DiffersByDesign,
-    LayoutsChanged,
     LayoutsEqual,
     MoreLayouts,
-    NoLayouts,
     UnusualShard,
 )
 from torchwhere.diagnose.report.texts import cut
@@ -86,7 +84,4 @@ def _facts(compared: Layouts) -> Iterator[Shown]:
     yield from compared.group_facts
     yield from map(UnusualShard, compared.shard_facts)
     yield from map(DiffersByDesign, compared.by_design)
-    if compared.changed:
-        yield LayoutsChanged(tuple(compared.changed))
-    if compared.missing:
-        yield NoLayouts(tuple(compared.missing))
+    yield from compared.data_facts

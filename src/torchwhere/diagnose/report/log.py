@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
+from torchwhere.blackbox.groups import text_of
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.diff import logs
 from torchwhere.diagnose.diff.log_lines import Stripper, skeleton
@@ -88,8 +89,7 @@ def log(boxes: Mapping[int, Box], files: Mapping[int, Path]) -> LogDigest:
 
 
 def _stripper(box: Box) -> Stripper:
-    host = box.meta.get("host")
-    return Stripper(box.rank, host if isinstance(host, str) else None)
+    return Stripper(box.rank, text_of(box.meta, "host"))
 
 
 def _first_complete_step(box: Box) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.grouping import grouped
 from torchwhere.core.place import PASS_LABELS, shown
 from torchwhere.diagnose.calls.job_calls import CallCounts, JobCalls
 from torchwhere.diagnose.comms.outline import OutlineLine, outline
@@ -125,10 +126,7 @@ class _ModuleSums:
 
     def add_times(self, boxes: Mapping[int, DigestedBox]) -> None:
         """Add the times of modules. Ranks with the same modules are summed as arrays."""
-        same_modules: dict[tuple[Any, ...], list[int]] = {}
-        for rank, box in boxes.items():
-            if box.modules:
-                same_modules.setdefault(box.modules, []).append(rank)
+        same_modules = grouped((box.modules, rank) for rank, box in boxes.items() if box.modules)
         for keys, ranks in same_modules.items():
             numbers = np.sum([boxes[rank].module_numbers for rank in ranks], axis=0)
             per_step = [boxes[r].module_numbers[3] / max(1, len(boxes[r].steps)) for r in ranks]
@@ -244,11 +242,11 @@ def _fitting(rows: list[ModuleRow]) -> tuple[list[ModuleRow], int]:
     while deepest and sum(row.depth <= deepest for row in rows) > _MOST_ROWS:
         deepest -= 1
     numbers: dict[int, int] = {-1: -1}
-    kept: list[ModuleRow] = []
+    shown_rows: list[ModuleRow] = []
     for number, row in enumerate(rows):
-        if row.depth <= deepest and len(kept) < _MOST_ROWS:
-            numbers[number] = len(kept)
-            kept.append(
+        if row.depth <= deepest and len(shown_rows) < _MOST_ROWS:
+            numbers[number] = len(shown_rows)
+            shown_rows.append(
                 ModuleRow(row.name, row.depth, numbers[row.parent], row.times, row.ranks, row.cells)
             )
-    return kept, len(rows) - len(kept)
+    return shown_rows, len(rows) - len(shown_rows)

@@ -10,9 +10,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.run import RunSummary
+from torchwhere.core.interner import Interner
 from torchwhere.diagnose.calls.job_calls import JobCalls
-from torchwhere.diagnose.calls.keys import Group, StreamKey
+from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.clocks.host_clocks import HostClocks
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.texts import call_text, cut, milliseconds, place_text
@@ -25,19 +27,15 @@ _MOST_MESHES = 8
 class TextTable:
     """A column of texts: the distinct texts, and for each rank the index of its text."""
 
-    texts: list[str] = field(default_factory=list)
     of: list[int | None] = field(default_factory=list)
-    _numbers: dict[str, int] = field(default_factory=dict)
+    _distinct: Interner[str] = field(default_factory=Interner)
 
     def add(self, text: str) -> None:
-        self.of.append(self.number(text))
+        self.of.append(self._distinct.id_of(text))
 
-    def number(self, text: str) -> int:
-        number = self._numbers.get(text)
-        if number is None:
-            number = self._numbers[text] = len(self.texts)
-            self.texts.append(cut(text))
-        return number
+    @property
+    def texts(self) -> list[str]:
+        return list(map(cut, self._distinct))
 
 
 @dataclass(slots=True)
@@ -140,7 +138,7 @@ def _behind_calls(numbers: list[int], job_calls: JobCalls) -> list[int]:
     most: dict[StreamKey, int] = {}
     for rank_calls in job_calls.by_rank.values():
         for key, count in rank_calls.counts.items():
-            if key.source == key.destination == -1 and count > most.get(key, 0):
+            if not key.is_p2p and count > most.get(key, 0):
                 most[key] = count
     behind = []
     for rank in numbers:

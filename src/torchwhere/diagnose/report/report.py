@@ -16,7 +16,7 @@ from typing import Any
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.run import RunSummary
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Fact, Shown
 from torchwhere.core.sanitize import plural, printable
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.clocks.host_clocks import align_hosts
@@ -25,7 +25,7 @@ from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.diagnose.report.collectives import Streams, streams
 from torchwhere.diagnose.report.details import Detail, chosen_ranks, details, read_boxes
 from torchwhere.diagnose.report.digest import Digest, DigestedBox
-from torchwhere.diagnose.report.facts import EarlierBoxes, ReportFact
+from torchwhere.diagnose.report.facts import EarlierBoxes
 from torchwhere.diagnose.report.graph_rows import GraphRow, graphs
 from torchwhere.diagnose.report.layouts import LayoutTexts, layout_texts
 from torchwhere.diagnose.report.log import MOST_RANKS, LogDigest, log, log_files
@@ -55,7 +55,7 @@ class Report(Shown):
     layout: LayoutTexts
     graphs: tuple[GraphRow, ...]
     log: LogDigest
-    missing: tuple[str | ReportFact, ...]  # data that is missing or left out
+    missing: tuple[str | Fact, ...]  # data that is missing or left out
     settings: dict[str, str | int]
 
     @property

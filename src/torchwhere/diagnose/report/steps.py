@@ -82,8 +82,8 @@ def steps(
     took = np.full((len(ranks), len(numbers)), np.nan)
     for row, rank in zip(took, ranks, strict=True):
         box = boxes[rank]
-        kept = box.steps >= numbers[0]
-        row[np.searchsorted(numbers, box.steps[kept])] = box.took_ns[kept]
+        is_shown = box.steps >= numbers[0]
+        row[np.searchsorted(numbers, box.steps[is_shown])] = box.took_ns[is_shown]
     at = {rank: row for row, rank in enumerate(ranks)}
     return Steps(
         steps=tuple(numbers.tolist()),

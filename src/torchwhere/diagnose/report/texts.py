@@ -13,7 +13,6 @@ from torchwhere.core.place import Place, shown
 from torchwhere.core.units import amount
 
 MOST_CHARACTERS = 300
-_DETAILS = ("text", "reason", "phase", "what")
 
 
 def cut(value: object) -> str:
@@ -49,5 +48,4 @@ def event_text(event: Event) -> str:
         return call_text(
             f"{fields.get('op')} #{fields.get('number')}", str(title), fields.get("bytes")
         )
-    details = (fields[name] for name in _DETAILS if fields.get(name) is not None)
-    return cut(next(details, ""))
+    return cut(event.detail)

@@ -7,22 +7,21 @@ arrivals at calls, and to be drawn. Little is kept in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import NO_STEP
-from torchwhere.blackbox.reader import BoxReader
+from torchwhere.blackbox.reader import BoxReader, read_or_empty
 from torchwhere.blackbox.run import RunSummary, box_files, choose
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.core.progress import Progress, ProgressCounter
 from torchwhere.diagnose.clocks.arrivals import NEVER, Arrivals, arrivals
 from torchwhere.diagnose.clocks.call_arrivals import JobArrivals
 from torchwhere.diagnose.clocks.clocks import Aligner, Clocks, thinned
 from torchwhere.diagnose.timeline.slices import Timeline, TimeWindow, timeline, window
-
-Progress = Callable[[int, int], None]
 
 _PASSES = 3
 # The trace ends this much later if something is unfinished, so that it can be seen. No record says
@@ -39,12 +38,12 @@ class RunTimelines:
     clocks: Clocks
     arrivals: JobArrivals  # of all ranks
     shown_arrivals: JobArrivals  # of the ranks that are drawn, within their windows; for arrows
+    _reader: BoxReader
+    _progress: ProgressCounter
     windows: dict[int, TimeWindow] = field(default_factory=dict)
     lacking: list[int] = field(default_factory=list)  # ranks that have none of the wanted steps
     begin_ns: int = 0
     end_ns: int = 0
-    _reader: BoxReader = field(default_factory=BoxReader)
-    _count_box: Callable[[], None] = lambda: None
 
     def timelines(self) -> Iterator[tuple[Box, Timeline]]:
         """Yields the box and the timeline of each rank."""
@@ -58,7 +57,7 @@ class RunTimelines:
                 end_ns=self.end_ns,
             )
             yield box, drawn
-            self._count_box()
+            self._progress.add()
 
     def _add(self, box: Box, own_arrivals: Arrivals, steps: range | None) -> None:
         """Adds a rank that is drawn."""
@@ -100,14 +99,14 @@ def load_timelines(
         TorchwhereError: There is nothing to draw, or a rank does not exist.
     """
     files = box_files(folder)
-    reader, count_box = BoxReader(), _Counter(len(files), on_progress)
-    run, all_arrivals = _read_arrivals(Path(folder), files, reader, count_box)
+    reader, progress = BoxReader(), ProgressCounter(_PASSES * len(files), on_progress)
+    run, all_arrivals = _read_arrivals(Path(folder), files, reader, progress)
     run.checked_ranks(ranks)
     clocks = Aligner(all_arrivals).clocks()
     job_arrivals = JobArrivals(clocks)
     is_whole = ranks is None and steps is None
     shown = job_arrivals if is_whole else JobArrivals(clocks)
-    loaded = RunTimelines(run, clocks, job_arrivals, shown, _reader=reader, _count_box=count_box)
+    loaded = RunTimelines(run, clocks, job_arrivals, shown, reader, progress)
     recorded: set[int] = set()
     for rank, summary in run.boxes.items():
         box = reader.read(summary.path)
@@ -116,7 +115,7 @@ def load_timelines(
         if ranks is None or rank in ranks:
             recorded |= _first_and_last_step(box)
             loaded._add(box, own_arrivals, steps)
-        count_box()
+        progress.add()
     if not loaded.windows:
         raise TorchwhereError(_nothing_to_draw(folder, steps, recorded))
     loaded._set_span()
@@ -124,20 +123,16 @@ def load_timelines(
 
 
 def _read_arrivals(
-    folder: Path, files: list[Path], reader: BoxReader, count_box: Callable[[], None]
+    folder: Path, files: list[Path], reader: BoxReader, progress: ProgressCounter
 ) -> tuple[RunSummary[BoxSummary], list[Arrivals]]:
     """Reads all boxes for the clocks."""
     summaries, by_path = [], {}
     for path in files:
-        try:
-            box = reader.read(path)
-        except TorchwhereError as error:  # deleted after the folder was listed
-            box = Box(path=path, problems=[str(error)])
+        box = read_or_empty(reader.read, path)
         summaries.append(summarize(box))
         by_path[path] = thinned(arrivals(box), ranks=len(files))
-        count_box()
-    chosen, earlier, unreadable = choose(folder, summaries)
-    run = RunSummary(folder, dict(sorted(chosen.items())), earlier, unreadable)
+        progress.add()
+    run = RunSummary(folder, *choose(folder, summaries))
     return run, [by_path[summary.path] for summary in run.boxes.values()]
 
 
@@ -159,15 +154,3 @@ def _nothing_to_draw(folder: str | Path, steps: range | None, recorded: set[int]
         f"{wanted} not recorded, or overwritten since; {folder} has steps {min(recorded)} to"
         f" {max(recorded)}"
     )
-
-
-class _Counter:
-    """Counts the boxes read, and reports that."""
-
-    def __init__(self, boxes: int, on_progress: Progress | None) -> None:
-        self._done, self._total, self._on_progress = 0, boxes * _PASSES, on_progress
-
-    def __call__(self) -> None:
-        self._done += 1
-        if self._on_progress is not None:
-            self._on_progress(min(self._done, self._total), self._total)

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
 from torchwhere.core.events import Kind
+from torchwhere.core.row_ids import per_distinct
 from torchwhere.diagnose.clocks.arrivals import (
     NEVER,
     ClockStream,
@@ -164,11 +165,11 @@ def timeline(
     stop_ns = min(within.end_ns, end_ns)
     near = (times.ns < stop_ns) & (times.next_ns >= within.begin_ns)
     slices = [*_spans(box, times.ns, end_ns), *_collectives(box, job_arrivals, times, near)]
-    cut = (_cut(each, within.begin_ns, stop_ns) for each in slices)
+    cut = (_cut(piece, within.begin_ns, stop_ns) for piece in slices)
     kinds = box.records["kind"]
     return Timeline(
         box.rank,
-        slices=list(_in_lanes([each for each in cut if each is not None])),
+        slices=list(_in_lanes([piece for piece in cut if piece is not None])),
         instants=_instants(box, times.ns, within.begin_ns, stop_ns),
         step_bytes=[
             (begin_ns, size)
@@ -281,12 +282,11 @@ def _step_bytes(box: Box, times: Times) -> list[tuple[int, int]]:
     records = box.records
     at = np.flatnonzero(records["kind"] == Kind.COLLECTIVE)
     begins = np.flatnonzero(records["kind"] == Kind.STEP_BEGIN)
-    subjects, which = np.unique(records["subject"][at], return_inverse=True)
-    sizes = np.array([_bytes(box.value(subject)) for subject in subjects.tolist()], np.float64)
-    steps, of_step = np.unique(records["step"][at], return_inverse=True)
-    totals = (
-        np.bincount(of_step, weights=sizes[which], minlength=len(steps)) if len(at) else np.zeros(0)
+    sizes = per_distinct(
+        records["subject"][at], lambda subject: _bytes(box.value(subject)), np.float64
     )
+    steps, of_step = np.unique(records["step"][at], return_inverse=True)
+    totals = np.bincount(of_step, weights=sizes, minlength=len(steps)) if len(at) else np.zeros(0)
     by_step = dict(zip(steps.tolist(), totals.tolist(), strict=True))
     return [
         (int(times[begin]), int(by_step.get(int(records["step"][begin]), 0)))
@@ -307,11 +307,13 @@ def _in_lanes(slices: list[Slice]) -> Iterator[Slice]:
     lanes: dict[int, list[list[int]]] = {}
     slices.sort(key=itemgetter(1), reverse=True)  # the longest first, if several begin at once
     slices.sort(key=itemgetter(0))
-    for each in slices:
-        thread = STEPS if each.kind == "step" else each.thread
-        lane = _free_lane(lanes.setdefault(thread, []), each.begin_ns, each.end_ns)
+    for piece in slices:
+        thread = STEPS if piece.kind == "step" else piece.thread
+        lane = _free_lane(lanes.setdefault(thread, []), piece.begin_ns, piece.end_ns)
         yield (
-            each if (lane, thread) == (0, each.thread) else each._replace(lane=lane, thread=thread)
+            piece
+            if (lane, thread) == (0, piece.thread)
+            else piece._replace(lane=lane, thread=thread)
         )
 
 

@@ -1,39 +1,30 @@
-"""Facts about a comparison that a person should know: what it left out, and how ranks go on.
-
-Each fact is a dataclass; `str()` gives its sentence, which `render/diff_remarks.py` writes.
-"""
+"""Facts about a comparison that a person should know: what it left out, and how ranks go on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Fact
 
 Ranks = tuple[int, ...]
 
 
-class DiffRemark(Shown):
-    """A fact about a comparison, or about one divergence."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
-class LogsCut(DiffRemark):
+class LogsCut(Fact):
     """A log is longer than `lines`: the rest was not compared."""
 
     lines: int
 
 
 @dataclass(frozen=True, slots=True)
-class MoreDivergences(DiffRemark):
+class MoreDivergences(Fact):
     """`count` divergences are not listed."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class WindowStarts(DiffRemark):
+class WindowStarts(Fact):
     """The comparison starts at `step`: the rings of `ranks` hold no earlier step completely."""
 
     step: int
@@ -41,26 +32,26 @@ class WindowStarts(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class NoCommonStep(DiffRemark):
+class NoCommonStep(Fact):
     """No step is complete in all rings."""
 
 
 @dataclass(frozen=True, slots=True)
-class NotEnded(DiffRemark):
+class NotEnded(Fact):
     """These ranks wrote no end record: they still run or were killed."""
 
     ranks: Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class OtherThreads(DiffRemark):
+class OtherThreads(Fact):
     """Events of threads without a fixed order were left out."""
 
     events: int
 
 
 @dataclass(frozen=True, slots=True)
-class GraphCounts(DiffRemark):
+class GraphCounts(Fact):
     """Most ranks compiled `usual` graphs, these ranks another number."""
 
     usual: int
@@ -68,7 +59,7 @@ class GraphCounts(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineStages(DiffRemark):
+class PipelineStages(Fact):
     """Whole pipeline stages differ, as they should; `first_event` is the first such event."""
 
     stages: tuple[Ranks, ...]
@@ -78,7 +69,7 @@ class PipelineStages(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class EventCounts(DiffRemark):
+class EventCounts(Fact):
     """The minority and the majority have different numbers of such events in a step."""
 
     step: int
@@ -91,7 +82,7 @@ class EventCounts(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class DifferingSteps(DiffRemark):
+class DifferingSteps(Fact):
     """The number of steps in which two cohorts differ, of all their common steps."""
 
     differing: int
@@ -101,14 +92,14 @@ class DifferingSteps(DiffRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class LogsRejoin(DiffRemark):
+class LogsRejoin(Fact):
     """The logs agree again after these cohorts' extra lines: (number of lines, ranks)."""
 
     extra_lines: tuple[tuple[int, Ranks], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LogsStayApart(DiffRemark):
+class LogsStayApart(Fact):
     """The logs do not agree again within the next `lines` lines."""
 
     lines: int

@@ -1,26 +1,17 @@
-"""Facts about the layouts of many ranks: differences by design, disagreements, unusual shards.
-
-Each fact is a dataclass; `str()` gives its sentence, which `render/layout_remarks.py` writes.
-"""
+"""Facts about the layouts of many ranks: differences by design, disagreements, unusual shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchwhere.core.results import Shown
+from torchwhere.core.results import Fact
 
 Ranks = tuple[int, ...]
 Shape = tuple[int, ...]
 
 
-class LayoutRemark(Shown):
-    """A fact about the layouts of many ranks."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
-class LayoutDifference(LayoutRemark):
+class LayoutDifference(Fact):
     """A module, unit or parameter that differs: its name, the property, and its values here and on
     the compared ranks."""
 
@@ -34,14 +25,14 @@ class LayoutDifference(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class StageModules(LayoutRemark):
+class StageModules(Fact):
     """The ranks of each pipeline stage, or set of stages: their modules differ by design."""
 
     ranks: tuple[tuple[tuple[int, ...], Ranks], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SiblingGroups(LayoutRemark):
+class SiblingGroups(Fact):
     """Ranks are in different groups along a mesh dimension, by design."""
 
     label: str  # of the mesh
@@ -50,7 +41,7 @@ class SiblingGroups(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class UnevenShards(LayoutRemark):
+class UnevenShards(Fact):
     """Ranks hold different amounts of `count` parameters; `example` is the first one."""
 
     count: int
@@ -60,7 +51,7 @@ class UnevenShards(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class NotAMember(LayoutRemark):
+class NotAMember(Fact):
     """A rank records a group that it is not in."""
 
     rank: int
@@ -69,7 +60,7 @@ class NotAMember(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupDisagreement(LayoutRemark):
+class GroupDisagreement(Fact):
     """Ranks record a group with a member that records another group."""
 
     along: str
@@ -80,7 +71,21 @@ class GroupDisagreement(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class WrongShard(LayoutRemark):
+class LayoutsChanged(Fact):
+    """The layouts of these ranks changed after the first step."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class NoLayouts(Fact):
+    """These ranks recorded no layout."""
+
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class WrongShard(Fact):
     """A rank holds another shard of a parameter than its placements give."""
 
     rank: int
@@ -92,5 +97,5 @@ class WrongShard(LayoutRemark):
 
 
 @dataclass(frozen=True, slots=True)
-class MoreWrongShards(LayoutRemark):
+class MoreWrongShards(Fact):
     """There are more wrong shards than listed."""

@@ -1,26 +1,22 @@
-"""The sentences of a report. Takes a `ReportFact`, gives its text."""
+"""The sentences of a report."""
 
 from __future__ import annotations
-
-from functools import singledispatch
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
 from torchwhere.diagnose.report.facts import (
-    CallWindow,
     CohortDiffers,
     ComparedLayouts,
+    DifferingCall,
     DiffersByDesign,
     EarlierBoxes,
-    IssuedCall,
-    LayoutsChanged,
     LayoutsEqual,
     ModulesNote,
     MoreLayouts,
-    NoLayouts,
-    ReportFact,
+    ShownCalls,
     UnusualShard,
 )
+from torchwhere.render.fact_text.dispatch import fact_text
 from torchwhere.render.verdict_text.phrases import call_text
 
 NO_TIMES = "No times of modules were recorded. To record them: torchwhere run --module-events"
@@ -28,12 +24,6 @@ ONLY_FORWARD = (
     "Times are those of forward and recompute calls, on the clock of the CPU: a backward has no"
     " module calls to time."
 )
-
-
-@singledispatch
-def fact_text(fact: ReportFact) -> str:
-    """The sentence of one fact."""
-    raise TypeError(f"no sentence for {type(fact).__name__}")
 
 
 @fact_text.register
@@ -51,14 +41,14 @@ def _(fact: ModulesNote) -> str:
 
 
 @fact_text.register
-def _(fact: CallWindow) -> str:
+def _(fact: ShownCalls) -> str:
     numbers = f"numbers {fact.first} to {fact.last}"
     of_all = f", the last of {fact.issued}" if fact.first else ""
     return f"{numbers}{of_all}; arrival by {fact.clocks}"
 
 
 @fact_text.register
-def _(fact: IssuedCall) -> str:
+def _(fact: DifferingCall) -> str:
     return "unknown: overwritten in its ring" if fact.call is None else call_text(fact.call)
 
 
@@ -90,16 +80,3 @@ def _(fact: DiffersByDesign) -> str:
 @fact_text.register
 def _(fact: LayoutsEqual) -> str:
     return "all ranks are laid out alike"
-
-
-@fact_text.register
-def _(fact: LayoutsChanged) -> str:
-    return (
-        f"the layout of {ranks_phrase(fact.ranks)} changed after the first step; this is the last"
-        " layout"
-    )
-
-
-@fact_text.register
-def _(fact: NoLayouts) -> str:
-    return f"no layout of {ranks_phrase(fact.ranks)}"
