@@ -31,7 +31,8 @@ from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
-from torchwhere.hooks.threads import BACKWARD_WORD, Track
+from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.hooks.threads import BACKWARD_PLACE, Track
 from torchwhere.model.graph_walk import roots_of, walk
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
@@ -109,6 +110,7 @@ class BackwardHook:
         begin, end, on_end = self._passes.begin_backward, self._passes.end_backward, self._on_end
 
         @_torch.stepped_over
+        @shown_as(original, calling="run_backward")
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._is_on:
                 return original(t_outputs, *args, **kwargs)
@@ -148,11 +150,11 @@ class BackwardHook:
         frame = python_stack.caller(1)
         looked = python_stack.read(frame)
         line = self._locator.line_id(looked.file, looked.line)
-        if below != BACKWARD_WORD:
+        if below != BACKWARD_PLACE:
             # before: another thread may meet something new meanwhile
             self._passes.is_paused = False
             self._passes.is_paused = not self._on_begin() or self._passes.is_paused
-        self._move(track, BACKWARD_WORD, line=line)
+        self._move(track, BACKWARD_PLACE, line=line)
         if self._box.native is not None:
             self._passes.learn_line(frame, line)
         return _Begun(
@@ -164,16 +166,16 @@ class BackwardHook:
         for handle in begun.handles:
             handle.remove()
         self._move(begun.track, begun.below, line=0)
-        if begun.below != BACKWARD_WORD:
+        if begun.below != BACKWARD_PLACE:
             self._on_end()
 
-    def _move(self, track: Track, word: int, *, line: int) -> None:
-        if self._box.native_box is not None and track.move(self._box.native_box, word, line):
+    def _move(self, track: Track, packed: int, *, line: int) -> None:
+        if self._box.native_box is not None and track.move(self._box.native_box, packed, line):
             return
-        track.top = word
-        track.log(self._sequence_nr(), word)
+        track.top = packed
+        track.log(self._sequence_nr(), packed)
         words, cursor = self._box.words, track.cursor
-        words[cursor] = word
+        words[cursor] = packed
         words[cursor + CURSOR_LINE] = line
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
 
@@ -185,19 +187,19 @@ class BackwardHook:
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
                 spot = self._locator.spot_of_node(node, track)
                 call = spot.call if spot.call != NO_CALL else 0
-                # Not a forward's word: nothing was called here, and the log must not look as if.
-                word = (
-                    spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK
+                # Not a forward's packed: nothing was called here, and the log must not look as if.
+                packed = (
+                    spot.module << MODULE_SHIFT | BACKWARD_PLACE | call & CALL_MASK
                     if spot.module
-                    else BACKWARD_WORD
+                    else BACKWARD_PLACE
                 )
-                handles.append(node.register_prehook(partial(self._announced, word)))
+                handles.append(node.register_prehook(partial(self._announced, packed)))
         return handles
 
     @_torch.unseen
-    def _announced(self, word: int, _gradients: Any) -> None:
+    def _announced(self, packed: int, _gradients: Any) -> None:
         try:
-            self._locator.threads.here().log(self._sequence_nr(), word)
+            self._locator.threads.here().log(self._sequence_nr(), packed)
         except Exception as error:
             self.errors(error)
 

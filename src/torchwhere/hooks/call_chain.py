@@ -22,8 +22,8 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import (
-    BACKWARD_WORD,
-    FIRST_MODULE_WORD,
+    BACKWARD_PLACE,
+    FIRST_MODULE_PLACE,
     LOG_LENGTH,
     LOG_MASK,
     RECOMPUTE_BIT,
@@ -45,7 +45,7 @@ class Made(NamedTuple):
     begin: int
 
     @property
-    def word(self) -> int:
+    def packed(self) -> int:
         return self.track.marks[self.begin & LOG_MASK]
 
 
@@ -60,9 +60,9 @@ class CallChain:
         # of each beginning: that of the call around it
         self._above = array("q", [_NONE]) * LOG_LENGTH
         self._read = 0  # transitions understood so far
-        # the calls that run after them, outermost first: beginning and word
+        # the calls that run after them, outermost first: beginning and packed
         self._open: list[tuple[int, int]] = []
-        # a call's word, and a module's without its call, to where it began last
+        # a call's packed, and a module's without its call, to where it began last
         self._latest: dict[int, int] = {}
         # nothing is known of the calls around until the log is back outside all modules
         self._is_lost = False
@@ -81,34 +81,34 @@ class CallChain:
             self._read = end
             if len(self._latest) > 2 * LOG_LENGTH:
                 self._latest = {
-                    word: begin for word, begin in self._latest.items() if begin >= oldest
+                    packed: begin for packed, begin in self._latest.items() if begin >= oldest
                 }
 
-    def _call_after(self, at: int, word: int) -> int:
+    def _call_after(self, at: int, packed: int) -> int:
         """Where the call began that runs after transition `at`. A transition begins a call, or ends
         one."""
         stack = self._open
         if self._is_lost:
             stack.clear()
-            self._is_lost = word >= FIRST_MODULE_WORD or word == BACKWARD_WORD
-            return self._begin(at, word) if self._is_lost else _NONE
+            self._is_lost = packed >= FIRST_MODULE_PLACE or packed == BACKWARD_PLACE
+            return self._begin(at, packed) if self._is_lost else _NONE
         # made by a backward: as in the call it differentiates
-        if pass_of(word) == Pass.BACKWARD and word != BACKWARD_WORD:
-            return self._latest.get(word ^ _TO_FORWARD, _NONE)
-        if stack and word == stack[-1][1]:  # a wrapper and what it wraps are one call
+        if pass_of(packed) == Pass.BACKWARD and packed != BACKWARD_PLACE:
+            return self._latest.get(packed ^ _TO_FORWARD, _NONE)
+        if stack and packed == stack[-1][1]:  # a wrapper and what it wraps are one call
             return stack[-1][0]
-        if len(stack) > 1 and word == stack[-2][1]:
+        if len(stack) > 1 and packed == stack[-2][1]:
             stack.pop()
             return stack[-1][0]
-        if word < FIRST_MODULE_WORD and word != BACKWARD_WORD:
+        if packed < FIRST_MODULE_PLACE and packed != BACKWARD_PLACE:
             stack.clear()
             return _NONE
-        return self._begin(at, word)
+        return self._begin(at, packed)
 
-    def _begin(self, at: int, word: int) -> int:
+    def _begin(self, at: int, packed: int) -> int:
         self._above[at & LOG_MASK] = self._open[-1][0] if self._open else _NONE
-        self._open.append((at, word))
-        self._latest[word] = self._latest[word >> PASS_SHIFT] = at
+        self._open.append((at, packed))
+        self._latest[packed] = self._latest[packed >> PASS_SHIFT] = at
         return at
 
     def call_at(self, position: int) -> int:
@@ -123,13 +123,13 @@ class CallChain:
         above = self._above[begin & LOG_MASK]
         return (
             above
-            if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_WORD
+            if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_PLACE
             else _NONE
         )
 
     def last_before(self, position: int, module: int) -> int:
-        """Where the latest call of a module began, at or before a transition. `module` is its word
-        without the call."""
+        """Where the latest call of a module began, at or before a transition. `module` is a packed
+        place without the call."""
         marks = self._track.marks
         for at in range(position, self._oldest() - 1, -1):
             if marks[at & LOG_MASK] >> PASS_SHIFT == module:
@@ -163,7 +163,7 @@ class CallChains:
         """The innermost call that ran after transition `position` of a track."""
         begin = self.of(track).call_at(position)
         made = Made(track, begin) if begin != _NONE else None
-        return made if made is not None and made.word >= FIRST_MODULE_WORD else None
+        return made if made is not None and made.packed >= FIRST_MODULE_PLACE else None
 
     def made_by(self, seq: int, own: Track) -> Made | None:
         """The innermost call that made the autograd node with this number; `own` is the track that
@@ -183,13 +183,13 @@ class CallChains:
         found = self.around(made)
         return (
             self._above_recomputed(made)
-            if found is None and pass_of(made.word) == Pass.RECOMPUTE
+            if found is None and pass_of(made.packed) == Pass.RECOMPUTE
             else found
         )
 
     def _above_recomputed(self, made: Made) -> Made | None:
-        track, word = made.track, made.word
-        number = word & CALL_MASK & (REGIONS - 1)
+        track, packed = made.track, made.packed
+        number = packed & CALL_MASK & (REGIONS - 1)
         seq, is_reentrant, maker = (
             track.regions[number] >> 1,
             track.regions[number] & 1,
@@ -200,7 +200,7 @@ class CallChains:
             return None
         if is_reentrant:  # asked for by a node that was made just outside the call
             return self.made_at(maker, position)
-        begin = self.of(maker).last_before(position, (word & ~RECOMPUTE_BIT) >> PASS_SHIFT)
+        begin = self.of(maker).last_before(position, (packed & ~RECOMPUTE_BIT) >> PASS_SHIFT)
         return self.above(Made(maker, begin)) if begin != _NONE else None
 
     def names_here(self) -> frozenset[str]:
@@ -213,7 +213,7 @@ class CallChains:
         each operation."""
         names = self._names.get(made)
         if names is None:
-            above, name = self.above(made), self._locator.text_of(made.word >> MODULE_SHIFT)
+            above, name = self.above(made), self._locator.text_of(made.packed >> MODULE_SHIFT)
             names = self._names_of(above) if above is not None else _NO_NAMES
             names = names if name is None else names | {name}
             if len(self._names) >= _MOST_NAMES:
@@ -223,7 +223,7 @@ class CallChains:
 
     def here(self, track: Track) -> Made | None:
         """The innermost call that the calling thread is in, in forward or in backward."""
-        if track.top >= FIRST_MODULE_WORD:
+        if track.top >= FIRST_MODULE_PLACE:
             return self.made_at(track, track.count - 1)
         node = self._node() if self._task_id() != -1 else None
         if node is None:
@@ -240,9 +240,9 @@ class CallChains:
         parameter."""
         spot = self._locator.spot_of_param(param)
         if spot.module:
-            word = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
+            packed = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
             for maker in (track, self._locator.threads.main):
-                begin = self.of(maker).last(word) if maker is not None and maker.count else _NONE
+                begin = self.of(maker).last(packed) if maker is not None and maker.count else _NONE
                 if maker is not None and begin != _NONE:
                     return Made(maker, begin)
         return None

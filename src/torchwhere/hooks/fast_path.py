@@ -15,7 +15,7 @@ from typing import Any
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import python_stack
-from torchwhere.hooks.threads import BACKWARD_WORD, OPTIMIZER_WORD
+from torchwhere.hooks.threads import BACKWARD_PLACE, OPTIMIZER_PLACE
 
 _MOST_CODES = 1 << 12  # on the ways that are learned; whatever comes then is left to Python
 _NONE: tuple[str, ...] = ()
@@ -117,8 +117,8 @@ def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]
             steps,
             steps.ended,
             steps.under_way,
-            BACKWARD_WORD,
-            OPTIMIZER_WORD,
+            BACKWARD_PLACE,
+            OPTIMIZER_PLACE,
         ),
         *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
     )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.shown_frames import shown_as
 
 _MOST_RANKS = 64  # of a group, that are written down
 
@@ -73,6 +74,7 @@ class GroupCreationHook:
 
     def _wrapped(self, op: str, original: Any) -> Any:
         @wraps(original)
+        @shown_as(original, calling="func")
         def group_creation(*args: Any, **kwargs: Any) -> Any:
             begun = self._begin(op, args, kwargs)
             try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.shown_frames import shown_as
 
 
 class LateImports:
@@ -50,6 +51,7 @@ class LateImports:
         original = loader.exec_module
 
         @_torch.stepped_over
+        @shown_as(original, calling="_call_with_frames_removed")
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             original(module)

@@ -21,7 +21,8 @@ from torchwhere.hooks.call_chain import CallChains, Made
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.modules import ModuleHook
-from torchwhere.hooks.threads import FIRST_MODULE_WORD, LOG_LENGTH, LOG_MASK, Track, pass_of
+from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.hooks.threads import FIRST_MODULE_PLACE, LOG_LENGTH, LOG_MASK, Track, pass_of
 from torchwhere.model.module_names import innermost
 
 Owner = weakref.ref[nn.Module]
@@ -129,6 +130,7 @@ class Listeners:
         tell_entered, tell_left = self._tell_entered, self._tell_left
 
         @_torch.stepped_over
+        @shown_as(_torch.private("wrapped_call"), calling="_call_impl")
         def tell(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             told: list[tuple[Listener, ModuleEntry]] = []
             output = None
@@ -180,26 +182,30 @@ class Listeners:
         """The call that began just now; None for a graph of a compiler's, which is nobody's
         module."""
         track = self._locator.threads.here()
-        word = track.top
-        if word < FIRST_MODULE_WORD or self._modules.is_transparent(module):
+        packed = track.top
+        if packed < FIRST_MODULE_PLACE or self._modules.is_transparent(module):
             return None
         own = innermost(module) if self._modules.is_wrapper(module) else module
         begin = track.count - 1
         if self.of_backward:
             self._remember(own, track, begin)
-        is_one_call = track.marks[(begin - 1) & LOG_MASK] == word
+        is_one_call = track.marks[(begin - 1) & LOG_MASK] == packed
         return ModuleEntry(
             module,
             own,
-            None if is_one_call else self._call(word, track, pass_of(word)),
+            None if is_one_call else self._call(packed, track, pass_of(packed)),
             args,
             kwargs,
             track,
         )
 
-    def _call(self, word: int, track: Track, pass_: int) -> ModuleCall:
-        call = track.recomputed_call(word) if pass_of(word) == Pass.RECOMPUTE else word & CALL_MASK
-        name = self._locator.text_of(word >> MODULE_SHIFT) or ""
+    def _call(self, packed: int, track: Track, pass_: int) -> ModuleCall:
+        call = (
+            track.recomputed_call(packed)
+            if pass_of(packed) == Pass.RECOMPUTE
+            else packed & CALL_MASK
+        )
+        name = self._locator.text_of(packed >> MODULE_SHIFT) or ""
         return ModuleCall(
             name, None if call == NO_CALL else call, Pass(pass_).label, self._current_step()
         )
@@ -221,4 +227,4 @@ class Listeners:
         found = owners[made.begin & LOG_MASK] if owners is not None else None
         if found is None or found[0] != made.begin:
             return None
-        return found[1], self._call(made.word, made.track, Pass.BACKWARD)
+        return found[1], self._call(made.packed, made.track, Pass.BACKWARD)

@@ -23,7 +23,7 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.threads import FIRST_MODULE_WORD, OPTIMIZER_WORD, Threads, Track, pass_of
+from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
 from torchwhere.model.module_names import NameTable, owner
 
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
@@ -64,8 +64,8 @@ class Locator:
 
     def spot(self, track: Track) -> PlaceIds:
         top = track.top
-        if top >= FIRST_MODULE_WORD:
-            return self.spot_of_word(top, track, pass_of(top))
+        if top >= FIRST_MODULE_PLACE:
+            return self.spot_of_packed(top, track, pass_of(top))
         running = self._task_id() != -1
         pass_ = pass_of(top)
         if pass_ == Pass.OPTIMIZER and not _in_optimizer():
@@ -83,21 +83,21 @@ class Locator:
         """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
         return (
             self.spot(track)
-            if track.top != OPTIMIZER_WORD or self._task_id() != -1
+            if track.top != OPTIMIZER_PLACE or self._task_id() != -1
             else _PLAIN[Pass.OPTIMIZER]
         )
 
-    def spot_of_word(self, word: int, track: Track, pass_: int) -> PlaceIds:
-        """What a word of a track's log says."""
-        if word < FIRST_MODULE_WORD:
+    def spot_of_packed(self, packed: int, track: Track, pass_: int) -> PlaceIds:
+        """What a packed of a track's log says."""
+        if packed < FIRST_MODULE_PLACE:
             return PlaceIds(pass_)
-        call, flags = word & CALL_MASK, 0
-        if pass_of(word) == Pass.RECOMPUTE:
-            call = track.recomputed_call(word)
+        call, flags = packed & CALL_MASK, 0
+        if pass_of(packed) == Pass.RECOMPUTE:
+            call = track.recomputed_call(packed)
             flags = FLAG_INFERRED if call == NO_CALL else 0
         elif pass_ == Pass.SHAPE_INFERENCE:
             pass_ = int(Pass.FORWARD)
-        return PlaceIds(pass_, word >> MODULE_SHIFT, call, 0, flags)
+        return PlaceIds(pass_, packed >> MODULE_SHIFT, call, 0, flags)
 
     def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
         """The place an autograd node belongs to: the call it was made in, or the parameter it
@@ -106,10 +106,10 @@ class Locator:
         if seq == ACCUMULATE_GRAD_SEQ:
             return self.spot_of_param(node.variable, pass_)
         maker, certain = self.threads.maker(seq, track)
-        word = maker.word_at(seq) if maker is not None else None
-        if maker is None or word is None:
+        packed = maker.packed_at(seq) if maker is not None else None
+        if maker is None or packed is None:
             return PlaceIds(pass_, flags=FLAG_UNKNOWN)
-        spot = self.spot_of_word(word, maker, pass_)
+        spot = self.spot_of_packed(packed, maker, pass_)
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
     def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:

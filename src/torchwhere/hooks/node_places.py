@@ -47,7 +47,7 @@ def places(locator: Locator, sequence: NDArray[np.uint64]) -> Places:
 def _claim(
     track: Track, sequence: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """For each number the word of the call that was running on a thread when it got to it, and
+    """For each number the packed of the call that was running on a thread when it got to it, and
     whether its log knows."""
     count = min(track.count, LOG_LENGTH)
     order = np.arange(track.count - count, track.count) & LOG_MASK
@@ -69,8 +69,8 @@ def _name(
 ) -> None:
     distinct, at = np.unique(words, return_inverse=True)
     rows = []
-    for word in distinct.tolist():
-        spot = locator.spot_of_word(word, track, Pass.BACKWARD)
+    for packed in distinct.tolist():
+        spot = locator.spot_of_packed(packed, track, Pass.BACKWARD)
         module = locator.text_of(spot.module) if spot.module else None
         call = -1 if module is None or spot.call == NO_CALL else spot.call
         rows.append(

@@ -19,7 +19,8 @@ from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.locate import Locator
-from torchwhere.hooks.threads import OPTIMIZER_WORD, Track, pass_of
+from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.hooks.threads import OPTIMIZER_PLACE, Track, pass_of
 
 
 class OptimizerHook:
@@ -93,7 +94,7 @@ class OptimizerHook:
     def _begin(self) -> None:
         track = self._locator.threads.here()
         track.below_optimizer.append(track.top)
-        self._on_move(track, OPTIMIZER_WORD)
+        self._on_move(track, OPTIMIZER_PLACE)
 
     def _end(self, optimizer: Any) -> None:
         track = self._locator.threads.here()
@@ -114,6 +115,7 @@ class OptimizerHook:
         begin, end = self._engine_begins, self._engine_ends
 
         @_torch.stepped_over
+        @shown_as(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             begun = begin(self)
             try:

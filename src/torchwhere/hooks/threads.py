@@ -1,11 +1,11 @@
-"""Where each thread is: its stack of module calls, and which autograd nodes were made in which of
-them.
+"""Tells which module call each thread runs, and in which call each autograd node was made.
 
-A *word* says module, pass and call in one integer (`blackbox/file_format.py`). A thread's track
-holds the word of what runs now (`top`), those below it (`stack`), and a log of transitions: at this
-autograd sequence number, this word began. A node made in forward carries its number into backward;
-the last transition at or before that number is the innermost call it was made in. Fixed arrays, no
-tuples: a list of tuples woke the cycle collector and made a GPT-2 step 21 to 27 % slower.
+A *packed place* says module, pass and call in one integer (`blackbox/file_format.py`). The track of
+a thread holds the packed place of what runs now (`top`), and a log of transitions: at this autograd
+sequence number, this packed place began. A node made in forward carries its number into backward;
+the last transition at or before that number is the innermost call that made it. The log uses fixed
+arrays, not tuples: a list of tuples woke the cycle collector and made a GPT-2 step 21 to 27 %
+slower.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ NATIVE = "native-"
 REGIONS = 1 << 12  # recomputed regions remembered, a power of two
 _NOTHING = array("Q")
 _NONE: tuple[str, ...] = ()
-FIRST_MODULE_WORD = 1 << MODULE_SHIFT  # every word below names no module
+FIRST_MODULE_PLACE = 1 << MODULE_SHIFT  # every packed below names no module
 
-BACKWARD_WORD = Pass.BACKWARD << PASS_SHIFT
-OPTIMIZER_WORD = Pass.OPTIMIZER << PASS_SHIFT
+BACKWARD_PLACE = Pass.BACKWARD << PASS_SHIFT
+OPTIMIZER_PLACE = Pass.OPTIMIZER << PASS_SHIFT
 RECOMPUTE_BIT = (Pass.RECOMPUTE ^ Pass.FORWARD) << PASS_SHIFT  # set in a rehearsal too
 SHAPE_INFERENCE_BITS = (Pass.SHAPE_INFERENCE ^ Pass.FORWARD) << PASS_SHIFT
 # what a module called inside a recomputation or rehearsal has from its caller
 INHERITED = SHAPE_INFERENCE_BITS | CALL_MASK
 
 
-def pass_of(word: int) -> int:
-    return word >> PASS_SHIFT & PASS_MASK
+def pass_of(packed: int) -> int:
+    return packed >> PASS_SHIFT & PASS_MASK
 
 
 class Track:
@@ -70,7 +70,7 @@ class Track:
         self.number = number
         self.name = name
         self.slot = 0  # which cursor slot is this thread's
-        self.cursor = 0  # index of that slot's first word
+        self.cursor = 0  # index of that slot's first packed
         self.top = 0
         # whether it has issued a collective, or run a backward, in which one may be issued
         self.may_issue = False
@@ -103,18 +103,18 @@ class Track:
         """Told of the arrays of the log: the native part writes to them, too."""
 
     def move(self, _pen: Any, _word: int, _line: int = 0) -> bool:
-        """Go to a word outside any module; given a line, by way of the log. Whether it was done:
+        """Go to a packed outside any module; given a line, by way of the log. Whether it was done:
         only the native part can."""
         return False
 
     def is_here(self, native_box: Any) -> None:
         """Told that this is the calling thread's track, while the box of that pen is written."""
 
-    def log(self, seq: int, word: int) -> None:
+    def log(self, seq: int, packed: int) -> None:
         self.ready()
         at = self.count & LOG_MASK
         self.seqs[at] = seq
-        self.marks[at] = word
+        self.marks[at] = packed
         self.count += 1
 
     def position(self, seq: int) -> int | None:
@@ -133,7 +133,7 @@ class Track:
         """A number above every node this thread is known to have made."""
         return self.seqs[(self.count - 1) & LOG_MASK] if self.count else 0
 
-    def word_at(self, seq: int) -> int | None:
+    def packed_at(self, seq: int) -> int | None:
         position = self.position(seq)
         return None if position is None else self.marks[position & LOG_MASK]
 
@@ -142,19 +142,19 @@ class Track:
         self.regions[number & (REGIONS - 1)] = (seq << 1 | reentrant) & 0xFFFFFFFFFFFFFFFF
         self.makers[number & (REGIONS - 1)] = maker
 
-    def is_reentrant(self, word: int) -> bool:
+    def is_reentrant(self, packed: int) -> bool:
         """Whether a recomputed call makes nodes that backward runs: reentrant checkpointing; the
         other kind runs the old."""
-        return pass_of(word) == Pass.RECOMPUTE and bool(
-            self.regions[word & CALL_MASK & (REGIONS - 1)] & 1
+        return pass_of(packed) == Pass.RECOMPUTE and bool(
+            self.regions[packed & CALL_MASK & (REGIONS - 1)] & 1
         )
 
-    def call_of(self, word: int) -> int:
+    def call_of(self, packed: int) -> int:
         """The number of a call: of a recomputed one, what it was in the forward."""
-        call = word & CALL_MASK
-        return self.recomputed_call(word) if word & RECOMPUTE_BIT and call != NO_CALL else call
+        call = packed & CALL_MASK
+        return self.recomputed_call(packed) if packed & RECOMPUTE_BIT and call != NO_CALL else call
 
-    def recomputed_call(self, word: int) -> int:
+    def recomputed_call(self, packed: int) -> int:
         """The call number that a recomputed module had in its forward, NO_CALL where that is no
         longer known.
 
@@ -163,13 +163,13 @@ class Track:
         reentrant kind asks from its own node, made just before the original call: the next call of
         the module after it.
         """
-        number = word & CALL_MASK & (REGIONS - 1)
+        number = packed & CALL_MASK & (REGIONS - 1)
         seq, reentrant = self.regions[number] >> 1, self.regions[number] & 1
         forward = self.makers[number]
         start = forward.position(seq) if forward is not None else None
         if forward is None or start is None:
             return NO_CALL
-        oldest, base = max(0, forward.count - LOG_LENGTH), (word & ~RECOMPUTE_BIT) >> PASS_SHIFT
+        oldest, base = max(0, forward.count - LOG_LENGTH), (packed & ~RECOMPUTE_BIT) >> PASS_SHIFT
         path = range(start + 1, forward.count) if reentrant else range(start, oldest - 1, -1)
         for index in path:
             mark = forward.marks[index & LOG_MASK]
@@ -177,7 +177,7 @@ class Track:
                 if not mark & RECOMPUTE_BIT:
                     return mark & CALL_MASK
                 # a checkpoint inside a checkpoint: what that one repeats
-                if (mark ^ word) & CALL_MASK & (REGIONS - 1):
+                if (mark ^ packed) & CALL_MASK & (REGIONS - 1):
                     return forward.recomputed_call(mark)
         return NO_CALL
 
