@@ -457,8 +457,8 @@ def test_an_error_of_ours_goes_nowhere(
     (said,) = [record.getMessage() for record in caplog.records]
     assert (
         said
-        == "torchwhere: the sense for module callbacks failed (AttributeError: a bug). The training"
-        " is not affected; after 3 failures this sense switches itself off."
+        == "torchwhere: the hook for module callbacks failed (AttributeError: a bug). The training"
+        " is not affected; after 3 failures torchwhere removes this hook."
     )
 
 

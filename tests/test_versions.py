@@ -1,4 +1,4 @@
-"""Private names of torch: each is checked at the start; without one, its sense says what it cannot
+"""Private names of torch: each is checked at the start; without one, its hook says what it cannot
 do and the rest works."""
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_without_a_name_the_rest_works(
     expected = train()
     without(key)
     name = _torch.NAMES[key]
-    listing = CommDebugMode() if name.sense == "ops" else nullcontext()  # only there do ops count
+    listing = CommDebugMode() if name.hook == "ops" else nullcontext()  # only there do ops count
     with caplog.at_level(logging.WARNING), torchwhere.watch(out=tmp_path), listing:
         assert train() == expected
         place = torchwhere.where()

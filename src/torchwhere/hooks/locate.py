@@ -1,8 +1,8 @@
-"""Puts a place together: what this thread's track says, what the autograd engine is running, and
-the line.
+"""Finds the current place: from the track of this thread, the node that the autograd engine runs,
+and the user's line.
 
-`spot()` gives the numbers a record holds (about 1 us in forward, 3 us in backward); `place()` the
-same as a `Place`.
+`spot()` returns the ids that a record holds (about 1 us in forward, 3 us in backward); `place()`
+returns the same as a `Place`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torchwhere.model.module_names import NameTable, owner
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
     "Optimizer.profile_hook_step.<locals>.wrapper",
-    "OptimizerHook.watch_deepspeed.<locals>.step",
+    "DeepSpeedEngine.step",  # the original, or our wrapper of it
 )
 
 
 class PlaceIds(NamedTuple):
-    """A place in numbers: table ids, with the flags of its certainty."""
+    """A place as table ids, with the flags of its certainty."""
 
     pass_: int
     module: int = 0
@@ -69,7 +69,7 @@ class Locator:
         running = self._task_id() != -1
         pass_ = pass_of(top)
         if pass_ == Pass.OPTIMIZER and not _in_optimizer():
-            # A step that raised never reached its post hook.
+            # A step that raised did not run its post hook.
             track.top = track.below_optimizer[0] if track.below_optimizer else 0
             track.below_optimizer.clear()
             return self.spot(track)
@@ -80,7 +80,7 @@ class Locator:
         return PlaceIds(pass_) if node is None else self.spot_of_node(node, track, pass_)
 
     def spot_in_optimizer(self, track: Track) -> PlaceIds:
-        """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
+        """`spot` for a hook of an optimizer step, which need not look for the step on the stack."""
         return (
             self.spot(track)
             if track.top != OPTIMIZER_PLACE or self._task_id() != -1
@@ -88,7 +88,7 @@ class Locator:
         )
 
     def spot_of_packed(self, packed: int, track: Track, pass_: int) -> PlaceIds:
-        """What a packed of a track's log says."""
+        """The place of a packed place in the log of a track."""
         if packed < FIRST_MODULE_PLACE:
             return PlaceIds(pass_)
         call, flags = packed & CALL_MASK, 0
@@ -100,7 +100,7 @@ class Locator:
         return PlaceIds(pass_, packed >> MODULE_SHIFT, call, 0, flags)
 
     def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
-        """The place an autograd node belongs to: the call it was made in, or the parameter it
+        """The place of an autograd node: the call that made it, or the parameter that it
         accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
@@ -113,7 +113,7 @@ class Locator:
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
     def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
-        """Where a gradient is accumulated: the parameter, in the module that holds it."""
+        """The place of a gradient accumulation: the parameter, in the module that has it."""
         names = self.names.param_names(param)
         return (
             self.spot_of_param_name(names[0], pass_)
@@ -122,12 +122,12 @@ class Locator:
         )
 
     def spot_of_param_name(self, name: str, pass_: int) -> PlaceIds:
-        known = self._params.get((name, pass_))
-        if known is None:
-            known = self._params[name, pass_] = PlaceIds(
+        spot = self._params.get((name, pass_))
+        if spot is None:
+            spot = self._params[name, pass_] = PlaceIds(
                 pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name)
             )
-        return known
+        return spot
 
     # -- names and lines ---------------------------------------------------------------------------
 
@@ -147,13 +147,13 @@ class Locator:
     def line_id(self, file: str | None, line: int) -> int:
         if file is None:
             return 0
-        known = self._lines.get((file, line))
-        if known is None:
+        entry_id = self._lines.get((file, line))
+        if entry_id is None:
             text = python_stack.shortened(file, line, folder=self.folder)
-            known = self._lines[file, line] = self._keep(
+            entry_id = self._lines[file, line] = self._keep(
                 self._box.intern(EntryType.LINE, text), text
             )
-        return known
+        return entry_id
 
     # -- a whole place -----------------------------------------------------------------------------
 
