@@ -1,4 +1,4 @@
-"""Limits the errors of torchwhere itself: logs the first error of a hook, and removes the hook after
+"""Limits the errors of torchwhere itself: logs the first error of a hook, removes the hook after
 the third.
 
 Hooks catch only `Exception`: a KeyboardInterrupt belongs to the user. Errors go to `logging`, never
