@@ -455,7 +455,7 @@ def test_our_errors_stay_ours(
     with torchwhere.watch():
         session = current()
         assert session is not None
-        monkeypatch.setattr(phase_hook.PhaseRecorder, "_meet", lambda *_args, **_options: 1 / 0)
+        monkeypatch.setattr(phase_hook.PhaseRecorder, "_add_node", lambda *_args, **_options: 1 / 0)
         for _ in range(5):
             with torchwhere.phase("data"):
                 pass

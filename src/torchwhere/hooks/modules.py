@@ -213,7 +213,7 @@ class ModuleHook:
 
         return module_calls.make_native_wrapper(calls, rare._replace(enter=enter_slowly))
 
-    # -- the first time, and the outermost call ----------------------------------------------------
+    # -- the first call of a module, and calls from outside all modules ----------------------------
 
     @_torch.unseen
     def _enter_slowly(self, module: nn.Module, track: Track, below: int) -> int:
@@ -235,7 +235,7 @@ class ModuleHook:
         elif infers_shapes():
             return base | SHAPE_INFERENCE_BITS | NO_CALL
         call = self.calls.get(base, 0)
-        if not is_wrapper:  # a wrapper's call is that of the module inside it
+        if not is_wrapper:  # a wrapper and the module inside it are one call
             self.calls[base] = call + 1
         return base | call
 
@@ -275,10 +275,10 @@ class ModuleHook:
         return -packed if wrapped(module) is not None else packed
 
     def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
-        """The name of a module of a known model, or of what it wraps.
+        """The name of a module of a known model, or of the module inside it.
 
-        With `looks_again`, also of one that came to a known model since: that takes a walk over all
-        known models.
+        With `looks_again`, also of a module that was added to a known model later: that takes a
+        walk over all known models.
         """
         inner: nn.Module | None = module
         while inner is not None:
@@ -293,28 +293,27 @@ class ModuleHook:
         return None
 
     def _may_be_root(self, root: nn.Module) -> bool:
-        """Whether a model that was found takes the names without a prefix.
+        """Whether a new model gets the names without a prefix.
 
-        The first one does; one that comes when the first is gone; and in the first step one that
-        contains it, as a part may be tried before the model is put together. Later that is a
-        wrapper for evaluation, say, maybe on one rank alone.
+        The first model does, and the next one after the first is freed. In the first step a model
+        that contains the first one does too: a script may call a part before it builds the model.
+        In a later step that is, for example, a wrapper for evaluation, perhaps on one rank only.
         """
         if self._root is None or self._root_is_given:
             return self._root is None
-        found = self._root()
-        if found is None:
+        current = self._root()
+        if current is None:
             return True
-        if self._current_step() or all(part is not found for part in root.modules()):
+        if self._current_step() or all(part is not current for part in root.modules()):
             return False
-        for part in found.modules():
+        for part in current.modules():
             self._forget(id(part))
-        self._locator.names.drop_root(found)
+        self._locator.names.drop_root(current)
         return True
 
     def _take_in_parts(self, root: nn.Module) -> None:
-        """In the first step: a part that was called before its model was seen is named after that
-        model from now on."""
-        parts = {id(known): known for prefix, known in self._locator.names.roots() if prefix}
+        """In the first step, rename the parts of a new model that were called before the model."""
+        parts = {id(part) for prefix, part in self._locator.names.roots() if prefix}
         if not parts or self._current_step():
             return
         for module in list(root.modules()):
@@ -327,9 +326,9 @@ class ModuleHook:
         """A name for a module that belongs to no model known so far."""
         if within != OUTSIDE:
             return self._strangers.inside(module, within, self._locator.text_of(within))
-        with self._naming:  # of two models that two threads call first, one is the root
+        with self._naming:  # two threads may call two models at the same time: one is the root
             root = self._strangers.root_of(module, python_stack.caller(3))
-            # the module came to a known model since that was looked at
+            # the module was added to a known model after the last walk
             if id(root) in self._locator.names.modules:
                 self._locator.names.refresh()
             name = self._known_name(module)
@@ -347,6 +346,6 @@ class ModuleHook:
 
 
 def _is_graph(module: nn.Module) -> bool:
-    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model
-    that was traced."""
+    """Whether a module is the graph of a compiler, whose parameters are inputs. A traced model has
+    parameters of its own."""
     return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None
