@@ -30,7 +30,7 @@ from torchwhere.model.graph_walk import walk
 class Span:
     """One call in one backward."""
 
-    __slots__ = ("above", "call", "is_open", "left", "owner", "told")
+    __slots__ = ("above", "call", "is_open", "left", "listeners", "owner")
 
     def __init__(self, owner: Owner, call: ModuleCall, above: Span | None) -> None:
         self.owner = owner
@@ -39,7 +39,7 @@ class Span:
         # its nodes that have not begun, and the spans directly inside it that have not ended
         self.left = 0
         self.is_open = False
-        self.told: list[Listener] = []  # of its begin, not yet of its end
+        self.listeners: list[Listener] = []  # called at its begin, not yet at its end
         if above is not None:
             above.left += 1
 
@@ -183,15 +183,15 @@ class BackwardSpans:
         module = span.owner()
         for listener in self._listeners.of_backward:
             if listener.is_active:
-                span.told.append(listener)
+                span.listeners.append(listener)
                 listener.backward_entered(module, span.call)
 
     def _tell_left(self, span: Span) -> None:
-        """Call all listeners that were told of the begin of a span, also if one of them raises."""
+        """Call all listeners of a span at its end, also if one of them raises."""
         if span in self._open:
             self._open.remove(span)
-        while span.told:
-            listener = span.told.pop()
+        while span.listeners:
+            listener = span.listeners.pop()
             try:
                 if listener.is_active:
                     listener.backward_left(span.owner(), span.call)

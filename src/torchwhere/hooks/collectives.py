@@ -193,20 +193,7 @@ class CollectiveHook:
         key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits)
         signature = group.signatures.get(key)
         if signature is None:
-            fields: dict[str, Any] = {
-                "op": op.name,
-                "raw_op": f"c10d::{op.raw}",
-                "group": group.name,
-                "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-                "shapes": [list(map(int, shape)) for shape in shapes or out_shapes],
-                "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
-                "bytes": max(_bytes(inputs), _bytes(outputs)),
-                "peer": peer,
-                "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
-                "api": api,
-            }
-            if splits is not None:
-                fields |= {"splits": splits[0], "out_splits": splits[1]}
+            fields = _fields(op, group, key, size=max(_bytes(inputs), _bytes(outputs)))
             signature = self._box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             if len(group.signatures) < _MOST_SIGNATURES:
                 group.signatures[key] = signature
@@ -274,6 +261,24 @@ def _pair(op: Op, peer: int | None) -> tuple[int, int]:
     me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     other = -1 if peer is None else peer
     return (me, other) if op.name == "send" else (other, me)
+
+
+def _fields(op: Op, group: WatchedGroup, key: tuple[Any, ...], *, size: int) -> dict[str, Any]:
+    """The facts of a signature, as the box has them."""
+    raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits = key
+    fields = {
+        "op": op.name,
+        "raw_op": f"c10d::{raw}",
+        "group": group.name,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "shapes": [list(map(int, shape)) for shape in shapes or out_shapes],
+        "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
+        "bytes": size,
+        "peer": peer,
+        "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
+        "api": api,
+    }
+    return fields if splits is None else fields | {"splits": splits[0], "out_splits": splits[1]}
 
 
 def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Tensor]:
