@@ -164,7 +164,7 @@ def test_other_threads_are_left_alone() -> None:
 
 def test_many_lines_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long recording forgets its oldest lines, and still gives none that is wrong."""
-    monkeypatch.setattr(line_log, "_MOST", 100)
+    monkeypatch.setattr(line_log, "_MOST_SPANS", 100)
     x = torch.ones(2, requires_grad=True)
     made = []
     with torchwhere.forward_lines():

@@ -460,7 +460,7 @@ def test_our_errors_stay_ours(
             with torchwhere.phase("data"):
                 pass
     assert [record.getMessage()[:46] for record in caplog.records] == [
-        "torchwhere: the hook for phases failed (ZeroD"
+        "torchwhere: the hook for phases failed (ZeroDi"
     ]
     assert len(torchwhere.phases()) == 0
 
