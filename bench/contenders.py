@@ -49,7 +49,7 @@ class Contender:
 
 
 class _Complaints(logging.Handler):
-    """What torchwhere says went wrong while it watched: a sense that switched itself off would look
+    """What torchwhere says went wrong while it watched: a hook that was removed would look
     cheap."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Which line of the forward made a tensor or a node: recorded, from anomaly mode, of a compiled
+"""The line of the forward that made a tensor or a node: recorded, from anomaly mode, of a compiled
 function, of a module."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchwhere.model.graph_walk import nodes_of
 
 @pytest.fixture(autouse=True)
 def nothing_is_remembered() -> Iterator[None]:
-    """Lines that one test recorded are not there for the next."""
+    """Lines that one test recorded do not exist in the next."""
     line_log.forget()
     yield
     line_log.forget()
@@ -34,7 +34,7 @@ def line_of(function: Any, offset: int) -> str:
 
 
 def whole(line: str | None) -> str | None:
-    """As it is, whatever folder the tests are run from."""
+    """The line with its full path, whatever the current folder."""
     return None if line is None else os.path.abspath(line)
 
 
@@ -65,8 +65,8 @@ def ops_and_lines(tensor: torch.Tensor) -> dict[str, str | None]:
 
 
 def test_recorded_lines_are_exact() -> None:
-    """Each node has the line of the user's code that made it, inside modules too; a call over
-    several lines has its own."""
+    """Each node has the line of the user's code that made it, also inside modules; a call over
+    several lines has its own line."""
     model = Block()
     with torchwhere.forward_lines():
         z = model(torch.ones(1, 4)) * 2
@@ -84,8 +84,8 @@ def test_recorded_lines_are_exact() -> None:
 
 
 def test_before_and_after_nothing_is_recorded() -> None:
-    """Nodes made before, after and between have no line; those of an earlier recording keep
-    theirs."""
+    """Nodes made before, after and between recordings have no line; nodes of an earlier recording
+    keep theirs."""
     x = torch.ones(2, requires_grad=True)
     before = x.sin()
     with torchwhere.forward_lines():
@@ -100,8 +100,8 @@ def test_before_and_after_nothing_is_recorded() -> None:
 
 
 def test_a_decorator_nested_and_an_exception() -> None:
-    """As a decorator, nested, and left by an exception it records what ran inside, and nothing
-    stays behind."""
+    """As a decorator, nested, and left by an exception it records the code inside, and leaves
+    nothing behind."""
 
     @torchwhere.forward_lines()
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_a_decorator_nested_and_an_exception() -> None:
 
 
 def test_loops_generators_and_comprehensions() -> None:
-    """Nodes made in a generator, a comprehension and a loop have the line where they were made."""
+    """Nodes made in a generator, a comprehension or a loop have the line that made them."""
     x = torch.ones(2, requires_grad=True)
 
     def powers() -> Iterator[torch.Tensor]:
@@ -145,7 +145,7 @@ def test_loops_generators_and_comprehensions() -> None:
 
 
 def test_other_threads_are_left_alone() -> None:
-    """Only the thread that asked is recorded; another may record for itself."""
+    """Only the calling thread is recorded; another thread can record for itself."""
     x = torch.ones(2, requires_grad=True)
     found: list[Any] = []
 
@@ -163,8 +163,8 @@ def test_other_threads_are_left_alone() -> None:
 
 
 def test_many_lines_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long recording forgets its oldest lines, and still gives none that is wrong."""
-    monkeypatch.setattr(line_log, "_MOST", 100)
+    """A long recording drops its oldest lines, and never returns a wrong one."""
+    monkeypatch.setattr(line_log, "_MOST_SPANS", 100)
     x = torch.ones(2, requires_grad=True)
     made = []
     with torchwhere.forward_lines():
@@ -179,7 +179,7 @@ def test_many_lines_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_debugger_is_not_pushed_aside() -> None:
-    """Where something else traces the thread, that is an error, and the other stays."""
+    """If another tool traces the thread, recording is an error, and the other tool stays."""
 
     def debugger(frame: Any, event: str, arg: Any) -> None:
         return None
@@ -200,7 +200,7 @@ def test_a_debugger_is_not_pushed_aside() -> None:
 
 
 def test_graphs_have_lines() -> None:
-    """A backward graph made of recorded nodes has their lines, in its text too."""
+    """A backward graph of recorded nodes has their lines, also in its text."""
     with torchwhere.forward_lines():
         y = torch.ones(2, requires_grad=True).exp()
     graph = torchwhere.backward_graph(y.sin())
@@ -212,7 +212,7 @@ def test_graphs_have_lines() -> None:
 
 
 def test_anomaly_mode_is_read() -> None:
-    """What anomaly mode noted is used: exact lines, also in a backward graph."""
+    """Lines recorded by anomaly mode are used: exact, also in a backward graph."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.detect_anomaly():
@@ -231,8 +231,8 @@ def test_anomaly_mode_is_read() -> None:
 
 
 def test_a_watch_knows_the_module() -> None:
-    """Under a watch alone, the line is where the forward of the innermost module of the user's
-    begins, as inferred."""
+    """With only a watch, the line is the begin of the forward of the user's innermost module, as
+    inferred."""
     model = nn.Sequential(Block(), nn.Linear(4, 4))
     with torchwhere.watch(model):
         y = model[0](torch.ones(1, 4))
@@ -253,8 +253,8 @@ def test_a_watch_knows_the_module() -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_graphs(backend: str) -> None:
-    """A node of a compiled graph has the line where the compiled function begins; recording
-    recompiles nothing."""
+    """A node of a compiled graph has the first line of the compiled function; recording recompiles
+    nothing."""
     import torch._dynamo as dynamo
     from torch._dynamo.utils import counters
 
@@ -297,8 +297,8 @@ def test_compiling_while_recording() -> None:
 
 
 def test_an_error_of_a_custom_backward() -> None:
-    """For an exception that a custom function raised in backward: the line of the forward that
-    called it."""
+    """For an exception that a custom function raised in backward, the line is the one of the
+    forward that called it."""
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -324,7 +324,8 @@ def test_an_error_of_a_custom_backward() -> None:
 
 
 def test_an_error_of_torch_in_backward() -> None:
-    """For an exception of torch's own in backward: the node the engine had got to, as inferred."""
+    """For an exception of torch in backward, the line is the one of the node that the engine had
+    reached, as inferred."""
     with torchwhere.forward_lines():
         x = torch.ones(2, requires_grad=True)
         y = x.sin()
@@ -342,7 +343,7 @@ def test_an_error_of_torch_in_backward() -> None:
 
 
 def test_an_error_of_a_forward() -> None:
-    """For any other exception: the innermost line of the user's that it went through."""
+    """For any other exception, the line is the innermost line of the user that it passed."""
     with pytest.raises(RuntimeError) as raised:
         Block()(torch.ones(1, 5))
     line = torchwhere.forward_line(raised.value)
@@ -355,7 +356,8 @@ def test_an_error_of_a_forward() -> None:
 
 
 def test_a_leaf_has_no_line() -> None:
-    """The node of a leaf was made by no forward; nobody knows about a node that nobody watched."""
+    """The node of a leaf has no line: no forward made it. A node that was not recorded has none
+    either."""
     x = torch.ones(2, requires_grad=True)
     y = x * 2
     assert y.grad_fn is not None

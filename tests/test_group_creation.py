@@ -1,4 +1,4 @@
-"""Process groups in the making: what is recorded of it, and what the doctor says of ranks that wait
+"""Creation of process groups: what is recorded, and what the doctor says about ranks that wait
 there."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def write(
     waits: bool,
     calls: int = 0,
 ) -> None:
-    """A box: groups made one after another, the last one perhaps not yet; then all_reduces, in the
-    last of which it is."""
+    """Write a box: groups created one after another, the last one perhaps unfinished; then
+    all_reduces, the last one unfinished."""
     meta = {
         "rank": rank,
         "world_size": world,
@@ -89,8 +89,8 @@ def verdict_on(folder: Path, *, now_s: float = NOW_S) -> Verdict:
 
 
 def test_one_never_comes(tmp_path: Path) -> None:
-    """Who has not begun to make the group in which the others wait is missing; after the job was
-    killed it is inferred."""
+    """A rank that has not begun to create the group in which the others wait is missing; after the
+    job was killed that is inferred."""
     for rank in range(4):
         write(tmp_path, rank, 4, [] if rank == 2 else [INIT], waits=True)
     verdict = verdict_on(tmp_path)
@@ -106,14 +106,14 @@ def test_one_never_comes(tmp_path: Path) -> None:
 
 
 def test_it_may_take_a_while(tmp_path: Path) -> None:
-    """Ranks that have not waited for as long as a stall are left alone."""
+    """Ranks that have waited for less than a stall are not reported."""
     for rank in range(2):
         write(tmp_path, rank, 2, [INIT] if rank else [], waits=True)
     assert verdict_on(tmp_path, now_s=8).kind == "healthy"
 
 
 def test_all_are_there(tmp_path: Path) -> None:
-    """Where all ranks wait for each other nobody is to blame: it is the network."""
+    """If all ranks wait for each other, no rank is to blame: it is the network."""
     for rank in range(4):
         write(tmp_path, rank, 4, [INIT, new(0, 1)], waits=True)
     verdict = verdict_on(tmp_path)
@@ -125,8 +125,8 @@ def test_all_are_there(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_a_box(tmp_path: Path) -> None:
-    """A rank that was never started leaves no box: it is said that nothing is known of it, and it
-    is not blamed."""
+    """A rank that was never started leaves no box: the verdict says that there is no data for it,
+    and does not blame it."""
     for rank in (0, 1, 3):
         write(tmp_path, rank, 4, [INIT], waits=True)
     verdict = verdict_on(tmp_path)
@@ -138,7 +138,7 @@ def test_a_rank_without_a_box(tmp_path: Path) -> None:
 
 
 def test_groups_in_another_order(tmp_path: Path) -> None:
-    """One rank makes the same groups in another order."""
+    """A rank that creates the same groups in another order is named."""
     for rank in range(4):
         pairs = [new(2, 3), new(0, 1)] if rank == 3 else [new(0, 1), new(2, 3)]
         write(tmp_path, rank, 4, [INIT, *pairs[: 1 if rank in (0, 3) else 2]], waits=True)
@@ -151,8 +151,8 @@ def test_groups_in_another_order(tmp_path: Path) -> None:
 
 
 def test_made_by_its_members_alone(tmp_path: Path) -> None:
-    """Half of the ranks left out a group that they are not in: what they make is what the others
-    make later."""
+    """Half of the ranks skipped a group that they are not in: they create the groups that the
+    others create later."""
     for rank in range(4):
         group_creations = [INIT, new(0, 1), new(0, 3)] if rank < 2 else [INIT, new(0, 3)]
         write(
@@ -169,8 +169,8 @@ def test_made_by_its_members_alone(tmp_path: Path) -> None:
 
 
 def test_others_went_on(tmp_path: Path) -> None:
-    """Some make a group, others went on to a collective with them: both wait, and the smaller side
-    is named."""
+    """If some ranks create a group and others went on to a collective with them, both wait, and the
+    smaller side is named."""
     for rank in range(4):
         write(
             tmp_path,
@@ -185,8 +185,8 @@ def test_others_went_on(tmp_path: Path) -> None:
 
 
 def test_groups_that_were_made(tmp_path: Path) -> None:
-    """A job that is past its start is not held up by it, also where some ranks were watched only
-    later."""
+    """A job that has created its groups is not reported as waiting for them, also if some ranks
+    were watched later."""
     for rank in range(4):
         write(tmp_path, rank, 4, [INIT, new(0, 1)] if rank else [], waits=False, calls=3)
     verdict = verdict_on(tmp_path)
@@ -216,8 +216,8 @@ def _make_groups(folder: str) -> tuple[list[dict[str, object]], bool]:
 
 
 def test_what_is_recorded(two_ranks: Pool, tmp_path: Path) -> None:
-    """Each group that all ranks make is recorded on all of them, with its members and its line; a
-    group of its members not."""
+    """Each group that all ranks create is recorded on all of them, with its ranks and its line; a
+    group that only its members create is not."""
     for events, is_restored in two_ranks.run(_make_groups, str(tmp_path)):
         assert is_restored
         assert [event["kind"] for event in events] == ["group_begin", "group_end"] * 2
@@ -231,8 +231,7 @@ def test_what_is_recorded(two_ranks: Pool, tmp_path: Path) -> None:
 
 
 def test_a_name_that_somebody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that was imported by name while we watched works as ever when the watch is
-    over."""
+    """A function that was imported by name during a watch works as usual after the watch."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch leaves one of its own
     with torchwhere.watch():
         from torch.distributed import init_process_group
@@ -252,8 +251,8 @@ with torchwhere.watch(out=f"{folder}/run"):
 
 
 def test_real_start(tmp_path: Path) -> None:
-    """Two processes, one of which never comes to the start: it is told while they wait, and where
-    it is instead."""
+    """Of two processes one never creates the group: the verdict says so while the other waits, and
+    where that rank is."""
     script = tmp_path / "half.py"
     script.write_text(_HALF_A_JOB)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path)] for rank in range(2)]
@@ -288,8 +287,8 @@ def test_real_start(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception that ends a thread of the user's is an event, and goes to whoever is told of
-    such exceptions as ever."""
+    """An exception that ends a thread of the user is an event, and still reaches the
+    `threading.excepthook` of the job."""
     told: list[str] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(str(args.exc_value)))
 

@@ -147,7 +147,7 @@ def test_a_failing_heart_stops(
     heartbeat.stop()
     box.close()
     assert [record.message.partition(" failed")[0] for record in caplog.records] == [
-        "torchwhere: the sense for the heartbeat"
+        "torchwhere: the hook for the heartbeat"
     ]
 
 

@@ -33,7 +33,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.cli import main
 from torchwhere.core.model_layout import Branch, Layout, Mesh, Node, Param, Unit
 from torchwhere.diagnose.layout.layouts import Layouts, compare, layouts
-from torchwhere.hooks import layouts as sense
+from torchwhere.hooks import layouts as layout_hook
 from torchwhere.render.layout import layouts_lines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -286,7 +286,7 @@ def test_an_error_never_reaches_the_job(
         tries.append(models)
         raise RuntimeError("no such attribute in this torch")
 
-    monkeypatch.setattr(sense, "layout_of", fails)
+    monkeypatch.setattr(layout_hook, "layout_of", fails)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, logger="torchwhere"), torchwhere.watch(out=tmp_path):
@@ -297,14 +297,14 @@ def test_an_error_never_reaches_the_job(
     (record,) = caplog.records
     assert (
         record.getMessage()
-        == "torchwhere: the sense for layouts failed (RuntimeError: no such attribute in this"
-        " torch). The training is not affected; after 3 failures this sense switches itself off."
+        == "torchwhere: the hook for layouts failed (RuntimeError: no such attribute in this"
+        " torch). The training is not affected; after 3 failures torchwhere removes this hook."
     )
 
 
 def test_nothing_is_taken_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """A watch in memory stores no layout: no reader could get it."""
-    monkeypatch.setattr(sense, "layout_of", lambda models: pytest.fail("taken"))
+    monkeypatch.setattr(layout_hook, "layout_of", lambda models: pytest.fail("taken"))
     with torchwhere.watch():
         Model()(batch())
         torchwhere.step(1)

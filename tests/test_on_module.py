@@ -1,5 +1,5 @@
-"""Callbacks when modules are entered and left: which, in which order, how often, and that they
-disturb nothing."""
+"""Callbacks when modules are entered and left: which modules, in which order, how often, and that
+they change nothing else."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SIGNS = dict(zip(KEYS, "><{}", strict=True))
 
 
 class Told:
-    """What callbacks were told: `>name` and `<name` in forward, `{name` and `}name` in backward,
-    `*` where recomputed."""
+    """Records the calls of callbacks: `>name` and `<name` in forward, `{name` and `}name` in
+    backward, `*` if recomputed."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, nn.Module | None, ModuleCall]] = []
@@ -55,7 +55,7 @@ class Told:
         return " ".join(part for part in str(self).split() if part[0] in "{}")
 
     def check(self) -> None:
-        """Everything entered is left, in the right order, on this thread."""
+        """Assert that every module that was entered is left, in the right order, on this thread."""
         for opening, closing in (("enter", "exit"), ("backward_enter", "backward_exit")):
             stack: list[Any] = []
             for key, module, call in self.calls:
@@ -96,7 +96,8 @@ def test_one_step() -> None:
 
 
 def test_what_a_call_says() -> None:
-    """Name, call within the step, pass and step; equal at enter and exit; readable."""
+    """A call has the name, the number within the step, the pass and the step; it is equal at enter
+    and exit, and readable."""
     model = nn.Sequential(nn.Linear(8, 8))
     model.append(model[0])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -126,7 +127,7 @@ def test_what_a_call_says() -> None:
 
 
 def test_where_inside_a_callback() -> None:
-    """Inside a callback `where()` is in the module that is told of."""
+    """Inside a callback `where()` is in the module of the callback."""
     places: list[tuple[str, str | None, int | None]] = []
 
     def note(_module: Any, _call: ModuleCall) -> None:
@@ -141,7 +142,7 @@ def test_where_inside_a_callback() -> None:
 
 
 def test_wrappers_are_told_of_once() -> None:
-    """A wrapper and what it wraps are one call, told with the user's own module."""
+    """A wrapper and the module inside it are one call, reported with the user's own module."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = nn.Linear(8, 8)
@@ -165,8 +166,8 @@ class Checkpointed(nn.Module):
 
 
 def test_recomputation_is_told_as_such() -> None:
-    """A repeated forward has the pass `recompute` and the call it repeats; its backward is told
-    once."""
+    """A repeated forward has the pass `recompute` and the number of the original call; its backward
+    is reported once."""
     for reentrant in (False, True):
         model = Checkpointed(reentrant=reentrant)
         found = told(functools.partial(train, model))
@@ -189,8 +190,8 @@ def test_recomputation_is_told_as_such() -> None:
     reason="needs a CUDA device: backward runs on device threads there",
 )
 def test_device_threads() -> None:
-    """On CUDA, where backward and recomputation run on the engine's own threads, all is told as on
-    the CPU."""
+    """On CUDA, backward and recomputation run on threads of the engine, and the callbacks are the
+    same as on the CPU."""
     for make in (
         Model,
         lambda: Checkpointed(reentrant=False),
@@ -208,8 +209,8 @@ def test_device_threads() -> None:
 
 
 def test_a_shared_module_has_a_backward_for_each_call() -> None:
-    """Called twice before one backward: call 1, then call 0; its gradient is whole at the end of
-    the last one."""
+    """A module called twice before one backward: call 1 comes first, then call 0; its gradient is
+    complete at the end of the last one."""
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"shared": shared})
     shapes: list[Any] = []
@@ -226,7 +227,7 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
 
 
 def test_a_graph_of_any_depth() -> None:
-    """A chain of 200,000 nodes is told as any other, and freed without overflowing the stack, in a
+    """A chain of 200,000 nodes is reported like any other, and freed without a stack overflow, in a
     process of its own."""
     code = """
 import torch, torchwhere
@@ -249,7 +250,7 @@ print(*told)
 
 
 def test_a_parameter_that_is_used_outside_its_module_too() -> None:
-    """A gradient that is completed outside any module does not hold up the end of a module."""
+    """A gradient that is completed outside all modules does not delay the end of a module."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     found = Told()
     with on_module(**found.callbacks("backward_enter", "backward_exit")):
@@ -259,8 +260,8 @@ def test_a_parameter_that_is_used_outside_its_module_too() -> None:
 
 
 def test_gradients_are_there_when_a_module_is_left() -> None:
-    """At `backward_exit` the parameters of the module have their gradients, those of earlier ones
-    have not."""
+    """At `backward_exit` the parameters of the module have their gradients; those of earlier
+    modules do not."""
     model = Model()
     seen = []
 
@@ -287,7 +288,7 @@ class Output:
 
 
 class Odd(nn.Module):
-    """Takes and gives what hooks on tensors lose."""
+    """Has inputs and outputs that hooks on tensors miss."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -311,8 +312,8 @@ class Odd(nn.Module):
 
 
 def test_whatever_a_module_takes_and_gives() -> None:
-    """Keyword-only tensors that need no gradient; dicts, dataclasses, None, views, operations in
-    place as output."""
+    """Keyword-only tensors without a gradient work, and dicts, dataclasses, None, views and in-
+    place operations as output."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad", "input"):
         model = nn.ModuleDict({"odd": Odd(kind)})
 
@@ -332,8 +333,8 @@ def test_whatever_a_module_takes_and_gives() -> None:
 
 
 def test_each_backward_is_told() -> None:
-    """`autograd.grad`, a retained graph, one backward of a part, one for some inputs: each tells
-    what it goes through."""
+    """`autograd.grad`, a retained graph, a backward of a part and one for some inputs each report
+    the modules that they go through."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = batch().requires_grad_()
     found = Told()
@@ -361,7 +362,7 @@ def test_each_backward_is_told() -> None:
 
 
 def test_double_backward() -> None:
-    """The backward of a backward is told with the modules whose nodes it differentiates."""
+    """The backward of a backward reports the modules whose nodes it differentiates."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = batch().requires_grad_()
     found = Told()
@@ -394,7 +395,8 @@ class BreaksInBackward(nn.Module):
 
 
 def test_exceptions_of_the_job() -> None:
-    """A forward or backward that raises leaves what it entered; the next step is told as ever."""
+    """A forward or backward that raises leaves all modules that it entered; the next step is
+    reported as usual."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
     def run() -> None:
@@ -415,8 +417,8 @@ def test_exceptions_of_the_job() -> None:
 
 
 def test_exceptions_of_a_callback() -> None:
-    """What a callback raises propagates into the job, as a hook's does; others hear the ends; the
-    next step is clean."""
+    """An exception of a callback propagates into the job, like one of a module hook; other
+    callbacks still get the exits; the next step is clean."""
     for key in KEYS:
         model = nn.Sequential(nn.Linear(8, 8))
         found, errors = Told(), [KeyError("mine")]
@@ -438,8 +440,8 @@ def test_exceptions_of_a_callback() -> None:
 def test_an_error_of_ours_goes_nowhere(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once; the training is not affected; after a few the callbacks are no longer
-    called."""
+    """An error of torchwhere is logged once and does not affect the training; after a few errors
+    the callbacks are not called any more."""
     from torchwhere.hooks.listeners import Listeners
 
     def broken(*_args: Any) -> None:
@@ -457,13 +459,13 @@ def test_an_error_of_ours_goes_nowhere(
     (said,) = [record.getMessage() for record in caplog.records]
     assert (
         said
-        == "torchwhere: the sense for module callbacks failed (AttributeError: a bug). The training"
-        " is not affected; after 3 failures this sense switches itself off."
+        == "torchwhere: the hook for module callbacks failed (AttributeError: a bug). The training"
+        " is not affected; after 3 failures torchwhere removes this hook."
     )
 
 
 def test_bad_input() -> None:
-    """Nothing to call, or something that cannot be called."""
+    """A missing callback, or one that is not callable, is an error."""
     with pytest.raises(
         ValueError,
         match=r"^on_module\(\): nothing to call; give one or more of enter, exit, backward_enter, ",
@@ -482,8 +484,8 @@ def test_bad_input() -> None:
 
 
 def test_handle_block_and_decorator() -> None:
-    """A handle until it is removed, a block until its end, a decorator while its function runs,
-    also inside itself."""
+    """Callbacks work as a handle until it is removed, as a block until its end, and as a decorator
+    while its function runs, also recursively."""
     model = nn.Linear(8, 8)
     found = Told()
     callbacks = found.callbacks("enter")
@@ -516,7 +518,8 @@ def test_handle_block_and_decorator() -> None:
 
 
 def test_any_number_nested_in_order() -> None:
-    """Enter in the order of registration, exit in the reverse: whoever came last is innermost."""
+    """Callbacks enter in the order of registration and exit in the reverse order: the last one is
+    innermost."""
     order: list[str] = []
     handles = [
         on_module(
@@ -534,8 +537,8 @@ def test_any_number_nested_in_order() -> None:
 
 
 def test_removed_and_added_inside_a_callback() -> None:
-    """One that removes itself hears nothing more; one that is added hears only what is entered from
-    then on."""
+    """A callback that removes itself is not called again; a callback that is added is called only
+    for later modules."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     found, late = Told(), Told()
     handles: list[on_module] = []
@@ -564,8 +567,8 @@ def test_removed_and_added_inside_a_callback() -> None:
 
 
 def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Registered before, inside or between watches: called all the time, and each watch records
-    into its own folder."""
+    """Callbacks registered before, inside or between watches are always called, and each watch
+    records into its own folder."""
     model = nn.Linear(8, 8)
     found = Told()
     with caplog.at_level(logging.WARNING):
@@ -588,8 +591,7 @@ def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_hundred_rounds_leave_nothing() -> None:
-    """Registered and removed again and again: the module, the callback and the graph are free
-    afterwards."""
+    """After many registrations and removals, the module, the callback and the graph are free."""
     model = nn.Linear(8, 8)
     heard: list[int] = []
     with torchwhere.watch(model):
@@ -615,7 +617,7 @@ def test_a_hundred_rounds_leave_nothing() -> None:
 
 
 def test_a_module_that_is_gone() -> None:
-    """If only the graph of a module is left, its backward is told with None."""
+    """If only the graph of a freed module is left, its backward is reported with None."""
     model = nn.Sequential(nn.Linear(8, 8))
     found = Told()
     with on_module(**found.callbacks("backward_enter")):
@@ -627,7 +629,7 @@ def test_a_module_that_is_gone() -> None:
 
 
 def test_threads() -> None:
-    """Callbacks are called on the thread that runs the module; each thread's calls are nested in
+    """Callbacks run on the thread that runs the module; the calls of each thread are nested by
     themselves."""
     heard: dict[str, Told] = {name: Told() for name in ("a", "b")}
     meet = threading.Barrier(2, timeout=20)
@@ -658,8 +660,8 @@ def test_threads() -> None:
 
 
 def test_a_backward_on_another_thread() -> None:
-    """Called on another thread than the forward, a backward goes through the modules of the
-    forward, told on its thread."""
+    """A backward on another thread than the forward goes through the modules of the forward,
+    reported on its own thread."""
     model, found, threads = nn.Sequential(nn.Linear(8, 8)), Told(), set()
 
     def backward() -> None:
@@ -678,7 +680,7 @@ def test_a_backward_on_another_thread() -> None:
 
 
 def test_a_process_that_forks_is_not_called() -> None:
-    """The child of a fork calls nothing, and can register its own."""
+    """A forked child calls no callbacks of its parent, and can register its own."""
     import os
 
     found = Told()
@@ -707,7 +709,7 @@ def test_a_process_that_forks_is_not_called() -> None:
 
 
 def test_hooks_are_there_for_one_backward() -> None:
-    """Nothing stays on a graph that is kept, or on a parameter, when the callbacks are gone or the
+    """No hook stays on a retained graph or a parameter after the callbacks are removed or the
     backward is over."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     found = Told()
@@ -723,8 +725,8 @@ def test_hooks_are_there_for_one_backward() -> None:
 
 
 def test_compiled_as_ever() -> None:
-    """Callbacks add no frame, break or recompile; the compiled model is told of, with its backward,
-    and nothing inside."""
+    """Callbacks add no frame, graph break or recompile; the compiled model is reported, with its
+    backward, and nothing inside it."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -789,7 +791,7 @@ def _identical(kind: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "checkpoint"])
 def test_training_is_bit_identical(two_ranks: Pool, kind: str) -> None:
-    """With all callbacks the bits are the same on every rank, and every module call was told, in
+    """With all callbacks the bits are the same on every rank, and every module call is reported, in
     forward and backward."""
     # two layers of three modules are entered and left once more
     recomputed = 2 * 2 * 3 if kind == "checkpoint" else 0

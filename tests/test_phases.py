@@ -27,7 +27,7 @@ from torchwhere.api.phases import Phases as Table
 from torchwhere.api.watch import current
 from torchwhere.blackbox.phase_sums import MOST_PATHS, OTHERS, PhaseKey, PhaseSum
 from torchwhere.diagnose.phases import Phases, table
-from torchwhere.hooks import phases as sense
+from torchwhere.hooks import phases as phase_hook
 from torchwhere.render.phases import phases_lines
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -51,7 +51,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(sense, "monotonic_ns", clock)
+    monkeypatch.setattr(phase_hook, "monotonic_ns", clock)
     return clock
 
 
@@ -441,7 +441,7 @@ def test_phases_without_a_watch() -> None:
 
     def look() -> None:
         with torchwhere.phase("nobody"):
-            assert sense._innermost.get() is None
+            assert phase_hook._innermost.get() is None
 
     contextvars.Context().run(look)
     assert "nobody" not in brief(torchwhere.phases())
@@ -455,12 +455,12 @@ def test_our_errors_stay_ours(
     with torchwhere.watch():
         session = current()
         assert session is not None
-        monkeypatch.setattr(sense.PhaseRecorder, "_meet", lambda *_args, **_options: 1 / 0)
+        monkeypatch.setattr(phase_hook.PhaseRecorder, "_add_node", lambda *_args, **_options: 1 / 0)
         for _ in range(5):
             with torchwhere.phase("data"):
                 pass
     assert [record.getMessage()[:46] for record in caplog.records] == [
-        "torchwhere: the sense for phases failed (ZeroD"
+        "torchwhere: the hook for phases failed (ZeroDi"
     ]
     assert len(torchwhere.phases()) == 0
 
@@ -482,7 +482,7 @@ def _phases_of_a_rank(folder: Path) -> dict[str, Any]:
 
     rank, clock = dist.get_rank(), Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sense, "monotonic_ns", clock)
+        patch.setattr(phase_hook, "monotonic_ns", clock)
         patch.setattr(time, "monotonic_ns", clock)
         with torchwhere.watch(out=folder, records=64):
             for step in range(50):

@@ -91,7 +91,7 @@ def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
 
 
 def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
-    """Only `Exception` is ever caught: an interrupt inside a sense belongs to the user."""
+    """Only `Exception` is ever caught: an interrupt inside a hook belongs to the user."""
 
     class Interrupts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -295,7 +295,7 @@ def _plant(
     return count
 
 
-SENSES = {
+HOOKS = {
     "modules": ("torchwhere.hooks.modules.ModuleHook", "_enter_slowly"),
     "backward": ("torchwhere.hooks.backward.BackwardHook", "_move"),
     "optimizers": ("torchwhere.recorder.recorder.Recorder", "optimizer_stepped"),
@@ -307,7 +307,7 @@ SENSES = {
 
 
 def _busy(model: nn.Module) -> list[float]:
-    """Training that uses every sense."""
+    """Training that uses every hook."""
     import torch.distributed as dist
 
     losses = []
@@ -321,17 +321,17 @@ def _busy(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("sense", SENSES)
+@pytest.mark.parametrize("hook", HOOKS)
 def test_our_own_errors_never_reach_the_job(
-    sense: str,
+    hook: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     one_rank: None,
 ) -> None:
-    """A sense that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once
+    """A hook that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once
     and switches itself off."""
-    path, name = SENSES[sense]
+    path, name = HOOKS[hook]
     module, _, class_name = path.rpartition(".")
     torch.manual_seed(0)
     expected = _busy(Model())
@@ -346,9 +346,9 @@ def test_our_own_errors_never_reach_the_job(
         said = [
             record
             for record in caplog.records
-            if f"the sense for {sense} failed" in record.getMessage()
+            if f"the hook for {hook} failed" in record.getMessage()
         ]
-        assert len(said) <= 1 if sense == "notes and phases" else len(said) == 1
+        assert len(said) <= 1 if hook == "notes and phases" else len(said) == 1
 
 
 # -- processes and threads -------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Private names of torch: each is checked at the start; without one, its sense says what it cannot
-do and the rest works."""
+"""Private names of torch: each is checked at the start; without one, its hook says what does not
+work, and the rest works."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchwhere.hooks import _torch
 
 
 def _import_lazy() -> None:
-    """What the job may load by itself: names of it resolve only then."""
+    """Import the modules that a job may import: lazy names resolve only then."""
     for module in {name.comes_with for name in _torch.NAMES.values()}:
         importlib.import_module(module)
 
@@ -54,7 +54,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_a_name_the_rest_works(
     key: str, without: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, one_rank: None
 ) -> None:
-    """Training goes on bit by bit the same; what is lost is said once, in words; nothing else
+    """Without a name the training is bit-identical; what does not work is logged once; nothing else
     fails."""
 
     def train() -> list[float]:
@@ -74,7 +74,7 @@ def test_without_a_name_the_rest_works(
     expected = train()
     without(key)
     name = _torch.NAMES[key]
-    listing = CommDebugMode() if name.sense == "ops" else nullcontext()  # only there do ops count
+    listing = CommDebugMode() if name.hook == "ops" else nullcontext()  # only there do ops count
     with caplog.at_level(logging.WARNING), torchwhere.watch(out=tmp_path), listing:
         assert train() == expected
         place = torchwhere.where()

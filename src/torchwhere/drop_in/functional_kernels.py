@@ -101,7 +101,7 @@ def remove_unused() -> None:
 class FunctionalKernels(Kernels):
     """A Python kernel on every functional collective that this torch has."""
 
-    told: OnFunctional | None
+    receiver: OnFunctional | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,15 +117,15 @@ class FunctionalKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            told = self.told
+            receiver = self.receiver
             self.callers.add(get_ident())
-            if told is None:
-                self._untold += 1
+            if receiver is None:
+                self._unreported += 1
                 return redispatch(keyset & below, *args, **kwargs)
             _inside.depth += 1
             try:
                 if _inside.depth == 1:
-                    told(name)
+                    receiver(name)
                 return redispatch(keyset & below, *args, **kwargs)
             finally:
                 _inside.depth -= 1

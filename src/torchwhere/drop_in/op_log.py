@@ -21,7 +21,7 @@ from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, PASS_SHIFT
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
-from torchwhere.hooks.threads import BACKWARD_WORD, FIRST_MODULE_WORD, Track
+from torchwhere.hooks.threads import BACKWARD_PLACE, FIRST_MODULE_PLACE, Track
 
 _OP = type(torch.ops.aten.add.Tensor)  # ops that take a process group have a class below it
 # namespaces of ops
@@ -155,11 +155,11 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except AttributeError:
             track = self._here()
         top = track.top
-        if top >= FIRST_MODULE_WORD or self._task_id() == -1:
+        if top >= FIRST_MODULE_PLACE or self._task_id() == -1:
             return top
         node = self._node()
         if node is None:
-            return BACKWARD_WORD
+            return BACKWARD_PLACE
         seq = node._sequence_nr()
         of_track, known_seq, word = self._last_node
         if seq != known_seq or track is not of_track or seq == ACCUMULATE_GRAD_SEQ:

@@ -1,9 +1,10 @@
-"""Every private or version-bound torch name that torchwhere touches, each with its reason. Nowhere
-else.
+"""Lists every private or version-bound name of torch that torchwhere uses, with the reason.
 
-`private(key)` gives the object, or None on a torch that lacks it; `missing(sense)` says what that
-costs. Names of modules that are expensive to import (dynamo) are only resolved when the job itself
-has imported them.
+No other file uses such names.
+
+`private(key)` returns the object, or None if this torch lacks it. `missing(hook)` says what does
+not work without it. Names of modules that are slow to import (dynamo) are resolved only once the
+job itself has imported them.
 """
 
 from __future__ import annotations
@@ -18,51 +19,51 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True, slots=True)
 class Private:
-    """One name: where it is, which sense needs it, why, and what is lost without it."""
+    """One name: its path, the hook that needs it, why, and what does not work without it."""
 
     path: str
-    sense: str
+    hook: str
     why: str
     without: str
-    lazy: bool = False  # never import its module for this; use it if the job has
-    # lazy: it should be there once the job has imported this
+    lazy: bool = False  # do not import its module; use it if the job has imported it
+    # lazy names: the name must exist once the job has imported this module
     comes_with: str = "torch._dynamo.callback"
 
 
-# Versions: all of these were found in torch 2.11, 2.13 (checked by the suite), unless a line says
+# torch 2.11 and 2.13 have all of these names (the test suite checks it), unless a line says
 # otherwise.
 NAMES = {
     "sequence_nr": Private(
         "torch._C._autograd._get_sequence_nr",
         "modules",
-        "the number the next autograd node of this thread will get: brackets the nodes a module"
-        " call makes",
+        "the number that the next autograd node of this thread gets: the nodes of a module call"
+        " are between two such numbers",
         "places in backward have no module",
     ),
     "wrapped_call": Private(
         "torch.nn.Module._wrapped_call_impl",
         "modules",
-        "what `nn.Module.__call__` is unless somebody else has wrapped it: then we do its work in"
-        " our own frame",
-        "each module call costs one frame more",
+        "the original of `nn.Module.__call__`: if no other library has wrapped it, our wrapper does"
+        " its work, and its frame looks like one of this function",
+        "each module call costs one frame more, and stacks show a frame of torchwhere",
     ),
     "call": Private(
         "torch.nn.Module._call_impl",
         "modules",
-        "what it calls for a module that was not compiled in place",
+        "the function that it calls for a module that was not compiled in place",
         "each module call costs one frame more",
     ),
     "node_sequence_nr": Private(
         "torch.autograd.graph.Node._sequence_nr",
         "modules",
-        "the number of a node: which module call made it",
+        "the number of a node: it tells which module call made the node",
         "places in backward have no module",
     ),
     "group_sequence_nr": Private(
         "torch.distributed.ProcessGroup._get_sequence_number_for_group",
         "collectives",
-        "how many collectives a group has done: where our own count begins, so that late watchers"
-        " agree",
+        "how many collectives a group has done: our own count begins there, so that ranks that"
+        " start to watch at different times agree",
         "collectives are counted from the start of the watch",
     ),
     "unbox_group": Private(
@@ -74,58 +75,56 @@ NAMES = {
     "current_node": Private(
         "torch._C._current_autograd_node",
         "modules",
-        "the node the engine is running on this thread",
+        "the node that the engine runs on this thread",
         "places in backward have no module",
     ),
     "graph_task_id": Private(
         "torch._C._current_graph_task_id",
         "modules",
-        "not -1 while the engine runs on this thread, also in its final callbacks, where there is"
-        " no node",
-        "backward on device threads looks like `outside`",
+        "not -1 while the engine runs on this thread, also in its final callbacks, which have no"
+        " node",
+        "backward on device threads is recorded as `outside`",
     ),
     "run_backward": Private(
         "torch.autograd.graph._engine_run_backward",
         "backward",
-        "every backward() and grad() goes through it: the one place to see a backward begin"
-        " and end",
-        "the cursor does not show backward, exceptions in backward carry no note",
+        "every backward() and grad() calls it: the one place where a backward begins and ends",
+        "the cursor does not show backward, exceptions in backward get no note",
     ),
     "dispatch_key": Private(
         "torch._C.DispatchKey",
         "collectives",
-        "BackendSelect: the first key every c10d op passes that nobody else uses",
+        "BackendSelect: the first key that every c10d op passes and that no other library uses",
         "collectives are not recorded",
     ),
     "keyset_after": Private(
         "torch._C._dispatch_keyset_full_after",
         "collectives",
-        "to send a c10d op on its way below our kernel",
+        "redispatches a c10d op below our kernel",
         "collectives are not recorded",
     ),
     "all_schemas": Private(
         "torch._C._jit_get_all_schemas",
         "collectives",
-        "lists the ops of the c10d namespace, so that a new one is recorded too",
+        "lists the ops of the c10d namespace, so that new ops are recorded too",
         "collectives are not recorded",
     ),
     "process_groups": Private(
         "torch.distributed.distributed_c10d._world",
         "collectives",
         "the table of all process groups, used or not",
-        "groups are known by name only",
+        "only the names of groups are recorded",
     ),
     "new_group": Private(
         "torch.distributed.distributed_c10d._new_group_with_tag",
-        "gathering",
-        "what every new_group, also of a device mesh, comes down to: all ranks wait for each other"
-        " in it",
-        "a job that hangs while it makes a process group is not told from one that computes",
+        "process groups",
+        "every new_group, also of a device mesh, calls it: all ranks wait for each other in it",
+        "a job that hangs while it creates a process group looks like a job that computes",
     ),
     "replicated": Private(
         "torch.distributed._composable.replicate.DDP",
         "collectives",
-        "the class of modules that `replicate()` was applied to",
+        "the class of the modules that `replicate()` returns",
         "DDP all-reduces of `replicate()` do not name their parameters",
         lazy=True,
         comes_with="torch.distributed._composable.replicate",
@@ -133,7 +132,7 @@ NAMES = {
     "replicate": Private(
         "torch.distributed._composable.replicate.replicate",
         "collectives",
-        "knows the DDP instance behind such a module",
+        "has the DDP instance of such a module",
         "DDP all-reduces of `replicate()` do not name their parameters",
         lazy=True,
         comes_with="torch.distributed._composable.replicate",
@@ -141,7 +140,7 @@ NAMES = {
     "bucket_assignment": Private(
         "torch.distributed._compute_bucket_assignment_by_size",
         "collectives",
-        "DDP's own bucketing, to name the parameters in a bucket before its logger knows them",
+        "DDP's own bucketing: names the parameters of a bucket before the logger of DDP has them",
         "DDP all-reduces before the third step do not name their parameters",
     ),
     "step_pre_hook": Private(
@@ -159,52 +158,51 @@ NAMES = {
     "eval_frame": Private(
         "torch._C._dynamo.eval_frame",
         "modules",
-        "to tell dynamo to step over our wrapper's frame instead of trying to compile it, a counted"
-        " graph break",
+        "makes dynamo skip the frames of our wrappers: an attempt to compile them counts as a graph"
+        " break",
         "dynamo may count graph breaks at module calls",
     ),
     "fake_mode": Private(
         "torch._guards.active_fake_mode",
         "modules",
-        "tells a forward that only finds out shapes from a real one: its calls do not count",
-        "call numbers count forwards under fake tensors too",
+        "tells a forward that only infers shapes from a real one: its calls do not count",
+        "call numbers also count forwards under fake tensors",
     ),
     "fake_tensor": Private(
         "torch._subclasses.fake_tensor.FakeTensor",
         "ops",
-        "an op on tensors without data is a rehearsal, and not listed",
+        "an op on tensors without data only infers shapes, and is not listed",
         "ops on fake tensors are listed too",
     ),
     "dispatch_modes": Private(
         "torch._C._len_torch_dispatch_stack",
         "ops",
-        "whether another dispatch mode is on: only then can there be one for fake tensors",
+        "whether a dispatch mode is active: without one there is no mode for fake tensors either",
         "ops on fake tensors are listed too",
     ),
     "queue_callback": Private(
         "torch.autograd.Variable._execution_engine.queue_callback",
         "backward",
-        "has something called at the end of the backward that is running",
-        "ModTracker's post_bw_hook is not called for a module none of whose inputs needs a"
-        " gradient",
+        "registers a callback for the end of the running backward",
+        "ModTracker does not call post_bw_hook for a module if none of its inputs needs a gradient",
     ),
     "will_run": Private(
         "torch._C._will_engine_execute_node",
         "backward",
-        "whether the backward that is running runs a node: how many gradients to wait for",
-        "ModTracker's post_bw_hook may come at the end of the backward",
+        "whether the running backward executes a node: how many gradients to wait for",
+        "ModTracker may call post_bw_hook only at the end of the backward",
     ),
     "leaf_function": Private(
         "torch._dynamo.decorators.leaf_function",
         "backward",
-        "a function that a compiled graph calls as it is",
+        "marks a function that a compiled graph calls without tracing it",
         "ModTracker.compile_safe_hooks breaks graphs",
         lazy=True,
     ),
     "in_compiled_module": Private(
         "torch._dynamo.eval_frame._is_in_optimized_module",
         "backward",
-        "true inside a module that torch.compile(module) returned: ModTracker calls no user hook"
+        "true inside a module that torch.compile(module) returned: ModTracker calls no user hooks"
         " there",
         "ModTracker calls the user's hooks for compiled modules too",
         lazy=True,
@@ -212,54 +210,54 @@ NAMES = {
     "compiled_autograd": Private(
         "torch._dynamo.compiled_autograd.compiled_autograd_enabled",
         "backward",
-        "true while backwards are compiled: a hook on a node would become part of the graph",
+        "true while torch compiles backwards: a hook on a node would become part of the graph",
         "backward callbacks may cause recompilations under compiled autograd",
         lazy=True,
     ),
     "compile_callbacks": Private(
         "torch._dynamo.callback.callback_handler",
         "compilation",
-        "told when a compilation begins and ends",
+        "calls back when a compilation begins and ends",
         "compilations are not recorded",
         lazy=True,
     ),
     "compile_metrics": Private(
         "torch._dynamo.utils.get_compilation_metrics",
         "compilation",
-        "what dynamo notes about its last 64 compilations: how many ops, how long, why again",
+        "dynamo's metrics of its last 64 compilations: number of ops, time, reason of a recompile",
         "graphs() does not know sizes, times and reasons of compilations",
         lazy=True,
     ),
     "metrics_context": Private(
         "torch._dynamo.utils.get_metrics_context",
         "compilation",
-        "what dynamo notes about the compilation that is under way: why it compiles again",
+        "dynamo's metrics of the running compilation: the reason of a recompile",
         "compile_begin events do not say why a function is compiled again",
         lazy=True,
     ),
     "aot_naming": Private(
         "torch._functorch._aot_autograd.logging_utils",
         "compilation",
-        "the module where AOTAutograd keeps the names of the model and of the graph it compiles",
+        "the module where AOTAutograd has the names of the model and of the graph it compiles",
         "the graph that AOTAutograd compiles has no name",
         lazy=True,
     ),
     "tracing_context": Private(
         "torch._guards.TracingContext",
         "compilation",
-        "where dynamo and AOTAutograd hand each other the name of the graph that is being compiled",
-        "drop_in.aot_logging does not tell dynamo the name of the graph",
+        "dynamo and AOTAutograd pass each other the name of the graph in it",
+        "drop_in.aot_logging does not pass the name of the graph to dynamo",
     ),
     "compile_context": Private(
         "torch._guards.CompileContext",
         "compilation",
-        "the id (0/0) of what is being compiled",
+        "the id (0/0) of the running compilation",
         "a place inside a compilation does not name the graph",
     ),
     "original_code": Private(
         "torch._dynamo.utils.orig_code_map",
         "compilation",
-        "from the code dynamo made to the code it was made from: tells compiled frames from others",
+        "maps compiled code to the original code: tells compiled frames from others",
         "places inside compiled graphs do not name them",
         lazy=True,
     ),
@@ -272,7 +270,7 @@ NAMES = {
 }
 
 
-# only compared: the module of what runs AOTAutograd's graphs
+# Only compared: the module that runs the graphs of AOTAutograd.
 AOT_RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
 
 # Only compared: a thread with a frame of one of these modules on its stack may be about to call a
@@ -282,19 +280,19 @@ COLLECTIVE_CALLERS = ("torch.distributed.", "torch._ops", "torch.autograd.graph"
 
 def resolve(path: str, *, lazy: bool = False) -> Any:
     """The object at a dotted path, or None. Lazy: only from the module before the last dot, and
-    only if it is loaded.
+    only if that is imported.
 
-    `getattr(torch, "_dynamo")` would import it: torch's own `__getattr__` does that.
+    `getattr(torch, "_dynamo")` would import dynamo: `__getattr__` of torch does that.
     """
     parts = path.split(".")
     for cut in range(len(parts) - 1, len(parts) - 2 if lazy else 0, -1):
         module = _module(".".join(parts[:cut]), lazy=lazy)
         if module is None:
             continue
-        found: Any = module
+        value: Any = module
         for attribute in parts[cut:]:
-            found = getattr(found, attribute, None)
-        return found
+            value = getattr(value, attribute, None)
+        return value
     return None
 
 
@@ -313,23 +311,22 @@ def _eager(key: str) -> Any:
 
 
 def private(key: str) -> Any:
-    """The private name behind `key`, or None where this torch does not have it (or, if lazy, not
-    yet)."""
+    """The object for `key`; None if this torch does not have it, or if it is lazy and not
+    imported."""
     return resolve(NAMES[key].path, lazy=True) if NAMES[key].lazy else _eager(key)
 
 
 def imported(key: str) -> Any:
-    """The module behind `key`, imported for somebody who asked for it by name; None where this
-    torch does not have it."""
+    """The module for `key`, imported now; None if this torch does not have it."""
     return _module(NAMES[key].path, lazy=False)
 
 
-def missing(sense: str) -> list[str]:
-    """What this torch lacks for one sense, as sentences to say once."""
+def missing(hook: str) -> list[str]:
+    """The names that this torch lacks for one hook, as sentences for the log."""
     return [
         f"this torch has no {name.path}: {name.without}"
         for key, name in NAMES.items()
-        if name.sense == sense
+        if name.hook == hook
         and (not name.lazy or name.comes_with in sys.modules)
         and private(key) is None
     ]
@@ -339,26 +336,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def stepped_over(function: Function) -> Function:
-    """Have dynamo step over frames of a wrapper of ours, while what it calls is compiled as
-    ever."""
-    return _tell_dynamo(function, what_it_calls="DEFAULT")
+    """Make dynamo skip the frames of one of our wrappers, and compile the functions that it calls
+    as usual."""
+    return _set_strategy(function, callees="DEFAULT")
 
 
 def unseen(function: Function) -> Function:
-    """Have dynamo leave a function of ours alone, and everything it calls.
+    """Make dynamo skip one of our functions, and everything that it calls.
 
-    Where a graph breaks, dynamo tries to compile every Python frame that runs next: without this,
-    our own.
+    After a graph break dynamo tries to compile every Python frame that runs next, also ours.
     """
-    return _tell_dynamo(function, what_it_calls="SKIP")
+    return _set_strategy(function, callees="SKIP")
 
 
-def _tell_dynamo(function: Function, *, what_it_calls: str) -> Function:
+def _set_strategy(function: Function, *, callees: str) -> Function:
     eval_frame = private("eval_frame")
     action = getattr(eval_frame, "_FrameAction", None)
-    code = getattr(function, "__code__", None)  # one written in C has none, and no frame either
+    code = getattr(function, "__code__", None)  # a function written in C has no code and no frame
     if code is not None and action is not None and hasattr(eval_frame, "set_code_exec_strategy"):
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, what_it_calls))
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, getattr(action, callees))
         eval_frame.set_code_exec_strategy(code, strategy)
     return function
 

@@ -1,10 +1,10 @@
-"""When a backward begins and ends: wraps the one function through which every backward() and grad()
-calls the engine.
+"""Tells when a backward begins and ends: wraps the one function through which every backward() and
+grad() calls the engine.
 
-Nothing is registered on tensors or nodes, with two exceptions: a backward that itself builds a
-graph (`create_graph=True`) makes nodes whose numbers say nothing about modules, so for its duration
-each node of the graph it runs announces itself with a hook; and so does each node while somebody
-wants to be told of modules in backward (`spans.py`). They are removed when the backward returns.
+No hook is on a tensor or a node, with two exceptions. A backward that builds a graph itself
+(`create_graph=True`) makes nodes whose numbers say nothing about modules: while it runs, each node
+of its graph has a hook that logs its module. And while a listener follows modules in backward, each
+node has a hook (`backward_spans.py`). These hooks are removed when the backward returns.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.listeners import Listeners
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
-from torchwhere.hooks.threads import BACKWARD_WORD, Track
+from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.hooks.threads import BACKWARD_PLACE, Track
 from torchwhere.model.graph_walk import roots_of, walk
 
 OnBackwardError = Callable[[BaseException, Track, Any], None]
 
 
-class _Begun(NamedTuple):
-    """A backward under way: on which track, where that was before, what is to be removed and to be
-    closed in the end."""
+class _RunningBackward(NamedTuple):
+    """A backward that runs, and what to remove and close at its end."""
 
     track: Track
-    below: int
+    below: int  # the packed place of the track before it
     handles: list[Any]
     spans: BackwardSpans | None
 
@@ -66,32 +66,31 @@ class BackwardHook:
         self._listeners = listeners
         self._passes = fast_path
         self._on_error = on_error
-        # says whether it knows all there is to know, and need not be asked before the next
+        # returns whether it knows everything, and need not be called again before something is new
         self._on_begin = on_begin
         self._on_end = on_end
         self.errors = ErrorLimiter("backward", self.remove)
         self._sequence_nr: Callable[[], int] = _torch.private("sequence_nr") or (lambda: 0)
-        # the module, what it had, and what it has instead
-        self._wrapped: list[tuple[Any, Any, Any]] = []
-        self._is_on = False
+        self._wrapped: list[tuple[Any, Any, Any]] = []  # module, original, wrapper
+        self._is_installed = False
 
     def install(self) -> list[str]:
-        """In both modules that have it; another library may have wrapped it in one of them, or in
-        both."""
+        """Wrap the function in both modules that have it. Another library may have wrapped it in
+        one of them, or in both."""
         if _torch.private("run_backward") is not None:
-            self._is_on = True
+            self._is_installed = True
             for module in (torch.autograd, torch.autograd.graph):
                 original = unwrap(module._engine_run_backward)  # type: ignore[attr-defined]
-                made = next((wrapper for _, had, wrapper in self._wrapped if had is original), None)
-                wrapper = made or self._make_wrapper(original)
+                same = [wrapper for _, other, wrapper in self._wrapped if other is original]
+                wrapper = same[0] if same else self._make_wrapper(original)
                 self._wrapped.append((module, original, wrapper))
                 module._engine_run_backward = wrapper  # type: ignore[attr-defined]
         return _torch.missing("backward")
 
     def remove(self) -> None:
-        """A wrapper that somebody else has wrapped stays where it is and does nothing; the next
-        watch takes it off."""
-        self._is_on = False
+        """Restore the originals. A wrapper that another library has wrapped stays and does nothing;
+        the next watch removes it."""
+        self._is_installed = False
         for module, original, wrapper in self._wrapped:
             if module._engine_run_backward is wrapper:
                 module._engine_run_backward = original
@@ -99,22 +98,18 @@ class BackwardHook:
                 retire(wrapper, original)
 
     def _make_wrapper(self, original: Any) -> Any:
-        enter, leave, errors, listeners, here = (
-            self._enter,
-            self._leave,
-            self.errors,
-            self._listeners,
-            self._locator.threads.here,
-        )
+        enter, leave, errors = self._enter, self._leave, self.errors
+        listeners, here = self._listeners, self._locator.threads.here
         begin, end, on_end = self._passes.begin_backward, self._passes.end_backward, self._on_end
 
         @_torch.stepped_over
+        @shown_as(original, calling="run_backward")
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._is_on:
+            if not self._is_installed:
                 return original(t_outputs, *args, **kwargs)
             try:
                 below = None if listeners.of_backward else begin(args)
-                begun = enter(t_outputs, args, kwargs) if below is None else None
+                running = enter(t_outputs, args, kwargs) if below is None else None
             except Exception as error:
                 errors(error)
                 return original(t_outputs, *args, **kwargs)
@@ -122,15 +117,15 @@ class BackwardHook:
                 try:
                     return original(t_outputs, *args, **kwargs)
                 finally:
-                    if begun is not None and begun.spans is not None:
-                        begun.spans.close()
+                    if running is not None and running.spans is not None:
+                        running.spans.close()
             except BaseException as error:
                 self._on_error(error, here(), t_outputs)
                 raise
             finally:
                 try:
-                    if begun is not None:
-                        leave(begun)
+                    if running is not None:
+                        leave(running)
                     elif below is not None and end(below):
                         on_end()
                 except Exception as error:
@@ -139,7 +134,9 @@ class BackwardHook:
         return _engine_run_backward
 
     @_torch.unseen
-    def _enter(self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
+    def _enter(
+        self, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _RunningBackward:
         track = self._locator.threads.here()
         track.may_issue = True
         below = track.top
@@ -148,56 +145,55 @@ class BackwardHook:
         frame = python_stack.caller(1)
         looked = python_stack.read(frame)
         line = self._locator.line_id(looked.file, looked.line)
-        if below != BACKWARD_WORD:
-            # before: another thread may meet something new meanwhile
+        if below != BACKWARD_PLACE:
+            # cleared first: another thread may find something new meanwhile
             self._passes.is_paused = False
             self._passes.is_paused = not self._on_begin() or self._passes.is_paused
-        self._move(track, BACKWARD_WORD, line=line)
+        self._move(track, BACKWARD_PLACE, line=line)
         if self._box.native is not None:
             self._passes.learn_line(frame, line)
-        return _Begun(
-            track, below, handles, spans_of(self._listeners, track, outputs, args, kwargs)
-        )
+        spans = spans_of(self._listeners, track, outputs, args, kwargs)
+        return _RunningBackward(track, below, handles, spans)
 
     @_torch.unseen
-    def _leave(self, begun: _Begun) -> None:
-        for handle in begun.handles:
+    def _leave(self, running: _RunningBackward) -> None:
+        for handle in running.handles:
             handle.remove()
-        self._move(begun.track, begun.below, line=0)
-        if begun.below != BACKWARD_WORD:
+        self._move(running.track, running.below, line=0)
+        if running.below != BACKWARD_PLACE:
             self._on_end()
 
-    def _move(self, track: Track, word: int, *, line: int) -> None:
-        if self._box.native_box is not None and track.move(self._box.native_box, word, line):
+    def _move(self, track: Track, packed: int, *, line: int) -> None:
+        if self._box.native_box is not None and track.move(self._box.native_box, packed, line):
             return
-        track.top = word
-        track.log(self._sequence_nr(), word)
+        track.top = packed
+        track.log(self._sequence_nr(), packed)
         words, cursor = self._box.words, track.cursor
-        words[cursor] = word
+        words[cursor] = packed
         words[cursor + CURSOR_LINE] = line
         words[cursor + CURSOR_TIME] = time.monotonic_ns()
 
     def _announce(self, outputs: Any, track: Track) -> list[Any]:
-        """Have every node of this graph log its module when it runs, for the nodes that it
+        """Make every node of this graph log its module when it runs, for the nodes that it
         makes."""
         handles = []
         for node in graph_of(outputs):
             if node._sequence_nr() != ACCUMULATE_GRAD_SEQ:
                 spot = self._locator.spot_of_node(node, track)
                 call = spot.call if spot.call != NO_CALL else 0
-                # Not a forward's word: nothing was called here, and the log must not look as if.
-                word = (
-                    spot.module << MODULE_SHIFT | BACKWARD_WORD | call & CALL_MASK
+                # Not the packed place of a forward: no module is called here.
+                packed = (
+                    spot.module << MODULE_SHIFT | BACKWARD_PLACE | call & CALL_MASK
                     if spot.module
-                    else BACKWARD_WORD
+                    else BACKWARD_PLACE
                 )
-                handles.append(node.register_prehook(partial(self._announced, word)))
+                handles.append(node.register_prehook(partial(self._announced, packed)))
         return handles
 
     @_torch.unseen
-    def _announced(self, word: int, _gradients: Any) -> None:
+    def _announced(self, packed: int, _gradients: Any) -> None:
         try:
-            self._locator.threads.here().log(self._sequence_nr(), word)
+            self._locator.threads.here().log(self._sequence_nr(), packed)
         except Exception as error:
             self.errors(error)
 

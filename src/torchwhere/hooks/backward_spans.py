@@ -1,13 +1,13 @@
-"""Where a backward goes through a module: the span from the first to the last autograd node that a
-call of it made.
+"""Finds the span of a module call in a backward: from the first to the last autograd node that the
+call made.
 
-Before the engine starts, every node that it is going to run is counted for the call that made it
-and for all calls around that one. A hook on each node then knows the first node of a call, and the
-last. So nothing depends on what a module takes or gives, on which thread a node runs, or in which
-order. A gradient is accumulated inside the call that used the parameter.
+Before the engine starts, this counts every node that it will run, for the call that made the node
+and for all calls around it. A hook on each node then knows the first node of a call, and the last.
+So nothing depends on the inputs and outputs of a module, on the thread of a node, or on the order.
+A gradient is accumulated inside the call that used the parameter.
 
-The hooks are there for one backward, and only while somebody listens. They are given gradients,
-look at none and change none.
+The hooks exist during one backward, and only while there are listeners. They get gradients, and
+neither read nor change them.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torchwhere.model.graph_walk import walk
 class Span:
     """One call in one backward."""
 
-    __slots__ = ("above", "call", "is_open", "left", "owner", "told")
+    __slots__ = ("above", "call", "is_open", "left", "listeners", "owner")
 
     def __init__(self, owner: Owner, call: ModuleCall, above: Span | None) -> None:
         self.owner = owner
         self.call = call
         self.above = above
-        # of its nodes, and of the spans right inside it: those that have not begun, or ended
+        # its nodes that have not begun, and the spans directly inside it that have not ended
         self.left = 0
         self.is_open = False
-        self.told: list[Listener] = []
+        self.listeners: list[Listener] = []  # called at its begin, not yet at its end
         if above is not None:
             above.left += 1
 
@@ -47,22 +47,19 @@ class Span:
 def spans_of(
     listeners: Listeners, track: Track, outputs: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BackwardSpans | None:
-    """What listeners are to be told of a backward, from the arguments of the engine; None if that
-    is nothing.
+    """The spans of a backward for the listeners, from the arguments of the engine; None if there
+    are none.
 
-    A backward that is compiled (compiled autograd) would take hooks of its nodes into its graph,
-    and one that a compiler runs on fake tensors is not the job's: both are left alone.
+    Compiled autograd would take hooks on nodes into its graph, and a backward on fake tensors
+    belongs to a compiler: both have no spans.
     """
     if not listeners.of_backward or _torch.private("compiled_autograd") or _is_fake():
         return None
     spans = BackwardSpans(listeners, track)
     inputs = tuple(args[3]) if len(args) > 3 and args[3] is not None else ()
     try:
-        return (
-            spans
-            if spans.prepare(outputs, inputs, accumulates=bool(kwargs.get("accumulate_grad")))
-            else None
-        )
+        has_calls = spans.prepare(outputs, inputs, accumulates=bool(kwargs.get("accumulate_grad")))
+        return spans if has_calls else None
     except Exception as error:
         spans.close()
         listeners.errors(error)
@@ -87,10 +84,10 @@ class BackwardSpans:
     # -- before ------------------------------------------------------------------------------------
 
     def prepare(self, outputs: Iterable[Any], inputs: Iterable[Any], *, accumulates: bool) -> bool:
-        """Count the nodes and put the hooks; whether there is any call to tell of."""
+        """Count the nodes and register the hooks. Returns whether there is a call with a span."""
         nodes, edges = _graph_of(outputs)
         will_run = _needed(nodes, edges, inputs, accumulates=accumulates) if inputs else set(nodes)
-        # of each node that accumulates: who runs last before it
+        # for each node that accumulates: the last node that runs before it
         last_users: dict[Any, tuple[int, Span | None]] = {}
         for node in nodes:
             seq = node._sequence_nr()
@@ -111,9 +108,9 @@ class BackwardSpans:
         return self._span(made) if made is not None else None
 
     def _span(self, made: Made) -> Span | None:
-        """The span of a call, or of the nearest one around it that was listened to.
+        """The span of a call, or of the nearest call around it that listeners followed.
 
-        Not beyond a recomputation: the backward that asked for it has entered the calls around.
+        Calls outside a recomputation do not count: the backward that started it is inside them.
         """
         if made in self._of_call:
             return self._of_call[made]
@@ -137,42 +134,43 @@ class BackwardSpans:
     def _node_begins(self, index: int, span: Span, _gradients: Any) -> None:
         try:
             begun, ended = self._pass(span) if self._is_ours() else ([], [])
-            if ended:  # its end is that of these calls; a hook added now is still called
+            if ended:  # these calls end with this node; the engine still calls a hook added now
                 self._handles.append(
                     self._nodes[index].register_hook(partial(self._node_ended, ended))
                 )
         except Exception as error:
             self._listeners.errors(error)
             return
-        for each in begun:
-            self._tell_entered(each)
+        for each_span in begun:
+            self._tell_entered(each_span)
 
     def _is_ours(self) -> bool:
-        """Another backward may run the same node: one inside this one, or one on another thread."""
+        """Whether this backward runs the node. Another one may run it too: inside this one, or on
+        another thread."""
         task = self._task_id()
         if self._task is None and self._listeners.backwards.setdefault(task, self) is self:
             self._task = task
         return task == self._task
 
     def _pass(self, span: Span) -> tuple[list[Span], list[Span]]:
-        """Note that a node begins to run: the calls that begin with it, outermost first, and those
-        that end with it."""
+        """Count a node that begins to run. Returns the spans that begin with it, outermost first,
+        and those that end with it."""
         begun: list[Span] = []
         ended: list[Span] = []
         with self._lock:
-            each: Span | None = span
-            while each is not None and not each.is_open:
-                each.is_open = True
-                begun.insert(0, each)
-                each = each.above
+            current: Span | None = span
+            while current is not None and not current.is_open:
+                current.is_open = True
+                begun.insert(0, current)
+                current = current.above
             self._open += begun
-            each = span
-            while each is not None:
-                each.left -= 1
-                if each.left:
+            current = span
+            while current is not None:
+                current.left -= 1
+                if current.left:
                     break
-                ended.append(each)
-                each = each.above
+                ended.append(current)
+                current = current.above
         return begun, ended
 
     @_torch.unseen
@@ -185,15 +183,15 @@ class BackwardSpans:
         module = span.owner()
         for listener in self._listeners.of_backward:
             if listener.is_active:
-                span.told.append(listener)
+                span.listeners.append(listener)
                 listener.backward_entered(module, span.call)
 
     def _tell_left(self, span: Span) -> None:
-        """All who were told of its beginning are told of its end, whatever one of them raises."""
+        """Call all listeners of a span at its end, also if one of them raises."""
         if span in self._open:
             self._open.remove(span)
-        while span.told:
-            listener = span.told.pop()
+        while span.listeners:
+            listener = span.listeners.pop()
             try:
                 if listener.is_active:
                     listener.backward_left(span.owner(), span.call)
@@ -205,8 +203,8 @@ class BackwardSpans:
 
     @_torch.unseen
     def close(self) -> None:
-        """Take the hooks away, and end what an exception cut short, the innermost first, whatever a
-        callback raises."""
+        """Remove the hooks, and end the spans that an exception cut short, innermost first, also if
+        a callback raises."""
         while self._handles:
             self._handles.pop().remove()
         self._nodes.clear()
@@ -229,7 +227,7 @@ def _number(user: tuple[int, Span | None]) -> int:
 
 
 def _graph_of(outputs: Iterable[Any]) -> tuple[list[Any], dict[Any, list[Any]]]:
-    """Every node of the graph behind some tensors, and which nodes each leads to."""
+    """Every node of the graph of some tensors, and the next nodes of each."""
     nodes, starts, targets = walk(_node_of(output) for output in outputs)
     following = [nodes[target] for target in targets.tolist()]
     bounds = starts.tolist()
@@ -248,10 +246,10 @@ def _node_of(output: Any) -> Any:
 def _needed(
     nodes: list[Any], edges: dict[Any, list[Any]], inputs: Iterable[Any], *, accumulates: bool
 ) -> set[Any]:
-    """The nodes that the engine runs if only these inputs are asked for: those that lead to one.
+    """The nodes that the engine runs for these inputs only: those that lead to one.
 
-    The node of an input itself is run by `backward(inputs=)`; `grad()` takes the gradient just
-    before it.
+    `backward(inputs=)` runs the node of an input itself; `grad()` takes the gradient just before
+    it.
     """
     edge = torch.autograd.graph.get_gradient_edge
     wanted = {
@@ -263,11 +261,11 @@ def _needed(
     for node in nodes:
         for following in edges[node]:
             users.setdefault(following, []).append(node)
-    found = set(wanted) if accumulates else set()
+    needed = set(wanted) if accumulates else set()
     pending = list(wanted)
     while pending:
         for user in users.get(pending.pop(), ()):
-            if user not in found:
-                found.add(user)
+            if user not in needed:
+                needed.add(user)
                 pending.append(user)
-    return found
+    return needed

@@ -1,11 +1,11 @@
-"""Which calls a call was made in: the whole chain, from the outermost module to the innermost.
+"""Finds the chain of module calls around a call, from the outermost to the innermost.
 
-A track's log says at which number which call began to run, not inside which one: the hot path has
-no time for that. It follows from the order of the log, and is read off when somebody asks, each
-transition once: about 0.3 us for each since the last time.
+The log of a track says at which number a call began to run, but not inside which call: the hot path
+has no time for that. The order of the log tells it. This file reads the log on request, each
+transition once: about 0.3 us for each new transition.
 
-Limit: the log keeps 65,536 transitions. Of a forward with more, of which nobody asked in the
-meantime, the calls around the innermost one are not known; they are left out, never guessed.
+Limit: the log keeps 65,536 transitions. If a forward has more and no request came meanwhile, the
+calls around the innermost one are unknown. They are left out, never guessed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import (
-    BACKWARD_WORD,
-    FIRST_MODULE_WORD,
+    BACKWARD_PLACE,
+    FIRST_MODULE_PLACE,
     LOG_LENGTH,
     LOG_MASK,
     RECOMPUTE_BIT,
@@ -34,37 +34,37 @@ from torchwhere.hooks.threads import (
 
 _NONE = -1
 _NO_NAMES: frozenset[str] = frozenset()
-_MOST_NAMES = 1 << 12  # calls whose names are kept
+_MOST_NAMES = 1 << 12  # calls whose names are cached
 _TO_FORWARD = (Pass.BACKWARD ^ Pass.FORWARD) << PASS_SHIFT
 
 
 class Made(NamedTuple):
-    """One call of a module: the track it is on, and the transition of its log at which it began."""
+    """One call of a module: its track, and the transition of the log at which it began."""
 
     track: Track
     begin: int
 
     @property
-    def word(self) -> int:
+    def packed(self) -> int:
         return self.track.marks[self.begin & LOG_MASK]
 
 
 class CallChain:
-    """What one track's log says about calls inside calls. Read by any thread."""
+    """Which calls of one track are inside which. Any thread may read it."""
 
     def __init__(self, track: Track) -> None:
         self._track = track
         self._lock = threading.Lock()
-        # of each transition: where the call began that runs after it
+        # for each transition: the begin of the call that runs after it
         self._calls = array("q", [_NONE]) * LOG_LENGTH
-        # of each beginning: that of the call around it
+        # for each begin of a call: the begin of the call around it
         self._above = array("q", [_NONE]) * LOG_LENGTH
-        self._read = 0  # transitions understood so far
-        # the calls that run after them, outermost first: beginning and word
+        self._read = 0  # transitions read so far
+        # the calls that run after them, outermost first: begin and packed place
         self._open: list[tuple[int, int]] = []
-        # a call's word, and a module's without its call, to where it began last
+        # the latest begin, by packed place, and by packed place without the call
         self._latest: dict[int, int] = {}
-        # nothing is known of the calls around until the log is back outside all modules
+        # the calls around are unknown until the log is back outside all modules
         self._is_lost = False
 
     def _oldest(self) -> int:
@@ -81,55 +81,55 @@ class CallChain:
             self._read = end
             if len(self._latest) > 2 * LOG_LENGTH:
                 self._latest = {
-                    word: begin for word, begin in self._latest.items() if begin >= oldest
+                    packed: begin for packed, begin in self._latest.items() if begin >= oldest
                 }
 
-    def _call_after(self, at: int, word: int) -> int:
-        """Where the call began that runs after transition `at`. A transition begins a call, or ends
-        one."""
+    def _call_after(self, at: int, packed: int) -> int:
+        """The begin of the call that runs after transition `at`. A transition begins a call, or
+        ends one."""
         stack = self._open
         if self._is_lost:
             stack.clear()
-            self._is_lost = word >= FIRST_MODULE_WORD or word == BACKWARD_WORD
-            return self._begin(at, word) if self._is_lost else _NONE
-        # made by a backward: as in the call it differentiates
-        if pass_of(word) == Pass.BACKWARD and word != BACKWARD_WORD:
-            return self._latest.get(word ^ _TO_FORWARD, _NONE)
-        if stack and word == stack[-1][1]:  # a wrapper and what it wraps are one call
+            self._is_lost = packed >= FIRST_MODULE_PLACE or packed == BACKWARD_PLACE
+            return self._begin(at, packed) if self._is_lost else _NONE
+        # logged by a backward: belongs to the call that it differentiates
+        if pass_of(packed) == Pass.BACKWARD and packed != BACKWARD_PLACE:
+            return self._latest.get(packed ^ _TO_FORWARD, _NONE)
+        if stack and packed == stack[-1][1]:  # a wrapper and the module inside it are one call
             return stack[-1][0]
-        if len(stack) > 1 and word == stack[-2][1]:
+        if len(stack) > 1 and packed == stack[-2][1]:
             stack.pop()
             return stack[-1][0]
-        if word < FIRST_MODULE_WORD and word != BACKWARD_WORD:
+        if packed < FIRST_MODULE_PLACE and packed != BACKWARD_PLACE:
             stack.clear()
             return _NONE
-        return self._begin(at, word)
+        return self._begin(at, packed)
 
-    def _begin(self, at: int, word: int) -> int:
+    def _begin(self, at: int, packed: int) -> int:
         self._above[at & LOG_MASK] = self._open[-1][0] if self._open else _NONE
-        self._open.append((at, word))
-        self._latest[word] = self._latest[word >> PASS_SHIFT] = at
+        self._open.append((at, packed))
+        self._latest[packed] = self._latest[packed >> PASS_SHIFT] = at
         return at
 
     def call_at(self, position: int) -> int:
-        """Where the innermost call began that runs after a transition; -1 outside all modules."""
+        """The begin of the innermost call that runs after a transition; -1 outside all modules."""
         if position >= self._read:
             self._read_on()
         begin = self._calls[position & LOG_MASK]
         return begin if begin >= self._oldest() else _NONE
 
     def above(self, begin: int) -> int:
-        """Where the call around a call began; -1 if there is none, or only a backward."""
+        """The begin of the call around a call; -1 if there is none, or only a backward."""
         above = self._above[begin & LOG_MASK]
         return (
             above
-            if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_WORD
+            if above >= self._oldest() and self._track.marks[above & LOG_MASK] >= FIRST_MODULE_PLACE
             else _NONE
         )
 
     def last_before(self, position: int, module: int) -> int:
-        """Where the latest call of a module began, at or before a transition. `module` is its word
-        without the call."""
+        """The begin of the latest call of a module, at or before a transition. `module` is a packed
+        place without the call."""
         marks = self._track.marks
         for at in range(position, self._oldest() - 1, -1):
             if marks[at & LOG_MASK] >> PASS_SHIFT == module:
@@ -137,14 +137,14 @@ class CallChain:
         return _NONE
 
     def last(self, module: int) -> int:
-        """Where the latest call of a module began."""
+        """The begin of the latest call of a module."""
         self._read_on()
         begin = self._latest.get(module, _NONE)
         return begin if begin >= self._oldest() else _NONE
 
 
 class CallChains:
-    """The chain of calls at any point of any thread. Costs nothing until it is asked."""
+    """The chain of calls at any point of any thread. It costs nothing until a request."""
 
     def __init__(self, locator: Locator) -> None:
         self._locator = locator
@@ -154,20 +154,20 @@ class CallChains:
         self._node = _torch.private("current_node") or (lambda: None)
 
     def of(self, track: Track) -> CallChain:
-        found = self._of.get(track)
-        if found is None:
-            found = self._of[track] = CallChain(track)
-        return found
+        chain = self._of.get(track)
+        if chain is None:
+            chain = self._of[track] = CallChain(track)
+        return chain
 
     def made_at(self, track: Track, position: int) -> Made | None:
         """The innermost call that ran after transition `position` of a track."""
         begin = self.of(track).call_at(position)
         made = Made(track, begin) if begin != _NONE else None
-        return made if made is not None and made.word >= FIRST_MODULE_WORD else None
+        return made if made is not None and made.packed >= FIRST_MODULE_PLACE else None
 
     def made_by(self, seq: int, own: Track) -> Made | None:
-        """The innermost call that made the autograd node with this number; `own` is the track that
-        asks."""
+        """The innermost call that made the autograd node with this number; `own` is the track of
+        the calling thread."""
         maker, _ = self._locator.threads.maker(seq, own)
         position = maker.position(seq) if maker is not None else None
         return None if maker is None or position is None else self.made_at(maker, position)
@@ -178,18 +178,16 @@ class CallChains:
         return Made(made.track, above) if above != _NONE else None
 
     def above(self, made: Made) -> Made | None:
-        """The call around a call. Around a recomputed one: that around the call which it
-        repeats."""
-        found = self.around(made)
-        return (
-            self._above_recomputed(made)
-            if found is None and pass_of(made.word) == Pass.RECOMPUTE
-            else found
-        )
+        """The call around a call; for the outermost recomputed call, the call around its
+        original."""
+        around = self.around(made)
+        if around is None and pass_of(made.packed) == Pass.RECOMPUTE:
+            return self._above_recomputed(made)
+        return around
 
     def _above_recomputed(self, made: Made) -> Made | None:
-        track, word = made.track, made.word
-        number = word & CALL_MASK & (REGIONS - 1)
+        track, packed = made.track, made.packed
+        number = packed & CALL_MASK & (REGIONS - 1)
         seq, is_reentrant, maker = (
             track.regions[number] >> 1,
             track.regions[number] & 1,
@@ -198,22 +196,22 @@ class CallChains:
         position = maker.position(seq) if maker is not None else None
         if maker is None or position is None:
             return None
-        if is_reentrant:  # asked for by a node that was made just outside the call
+        if is_reentrant:  # a node that was made just outside the call started it
             return self.made_at(maker, position)
-        begin = self.of(maker).last_before(position, (word & ~RECOMPUTE_BIT) >> PASS_SHIFT)
+        begin = self.of(maker).last_before(position, (packed & ~RECOMPUTE_BIT) >> PASS_SHIFT)
         return self.above(Made(maker, begin)) if begin != _NONE else None
 
     def names_here(self) -> frozenset[str]:
-        """The modules that the calling thread is in, in forward or in backward."""
+        """The names of the modules that the calling thread is in, in forward or in backward."""
         made = self.here(self._locator.threads.here())
         return _NO_NAMES if made is None else self._names_of(made)
 
     def _names_of(self, made: Made) -> frozenset[str]:
-        """The names of a call and all those around it. Kept: what is asked once is asked again, by
-        each operation."""
+        """The names of a call and of all calls around it. Cached: every operation asks for the same
+        ones."""
         names = self._names.get(made)
         if names is None:
-            above, name = self.above(made), self._locator.text_of(made.word >> MODULE_SHIFT)
+            above, name = self.above(made), self._locator.text_of(made.packed >> MODULE_SHIFT)
             names = self._names_of(above) if above is not None else _NO_NAMES
             names = names if name is None else names | {name}
             if len(self._names) >= _MOST_NAMES:
@@ -223,7 +221,7 @@ class CallChains:
 
     def here(self, track: Track) -> Made | None:
         """The innermost call that the calling thread is in, in forward or in backward."""
-        if track.top >= FIRST_MODULE_WORD:
+        if track.top >= FIRST_MODULE_PLACE:
             return self.made_at(track, track.count - 1)
         node = self._node() if self._task_id() != -1 else None
         if node is None:
@@ -236,13 +234,13 @@ class CallChains:
         )
 
     def _holder(self, param: torch.Tensor, track: Track) -> Made | None:
-        """Where a gradient is accumulated: the latest call of the module that holds the
-        parameter."""
+        """The latest call of the module that has the parameter: its gradient is accumulated
+        there."""
         spot = self._locator.spot_of_param(param)
         if spot.module:
-            word = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
+            packed = spot.module << MODULE_SHIFT - PASS_SHIFT | Pass.FORWARD
             for maker in (track, self._locator.threads.main):
-                begin = self.of(maker).last(word) if maker is not None and maker.count else _NONE
+                begin = self.of(maker).last(packed) if maker is not None and maker.count else _NONE
                 if maker is not None and begin != _NONE:
                     return Made(maker, begin)
         return None

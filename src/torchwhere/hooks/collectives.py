@@ -1,9 +1,8 @@
-"""Every collective: a Python kernel on the `BackendSelect` key of each `c10d::` op.
+"""Records every collective: a Python kernel on the `BackendSelect` key of each `c10d::` op.
 
-Whatever starts a collective (torch.distributed, functional collectives, DDP's C++ reducer, FSDP,
-DTensor, inductor's code, DeepSpeed) ends in such an op and passes this key, on every thread. No
-other op pays anything. The kernel records and sends the op on its way; an error of ours is caught
-before that.
+Every collective (of torch.distributed, functional collectives, DDP's C++ reducer, FSDP, DTensor,
+inductor, DeepSpeed) calls such an op and passes this key, on every thread. Other ops cost nothing.
+The kernel records the call and redispatches it; it catches errors of torchwhere before that.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ from torchwhere.hooks.ddp import Bucket
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import Kernels, below_backend_select
-from torchwhere.hooks.native_all_reduce import REDUCED, NativeAllReduce
+from torchwhere.hooks.native_all_reduce import ALL_REDUCE, NativeAllReduce
 from torchwhere.hooks.schemas import Op, all_ops
 
 _REDUCE_OPS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum")
-# the frame, torch's or ours, out of which the autograd engine is called
+# the frame, of torch or of our wrapper, that calls the autograd engine
 ENGINE_CALL = "_engine_run_backward"
-# of an op, of the mode, of what keeps dynamo out of it
-_OF_A_MODE = ("__call__", "__torch_dispatch__", "inner", "_fn")
-_MOST_SIGNATURES = 4096  # per group; a job whose shapes never repeat would fill the table
-_MOST_SPLITS = 1024  # and the sizes of the parts that an all_to_all is split into repeat even less
+# functions of a dispatch mode: of the op, of the mode, of the wrapper that disables dynamo
+_DISPATCH_MODE_FRAMES = ("__call__", "__torch_dispatch__", "inner", "_fn")
+_MOST_SIGNATURES = 4096  # per group: a job whose shapes never repeat would fill the table
+_MOST_SPLITS = 1024  # fewer: the split sizes of an all_to_all repeat even less
 
 
-class IssuedCall(NamedTuple):
-    """One collective as it is issued, ready to be recorded. Its number is the next one of its
-    stream."""
+class CollectiveCall(NamedTuple):
+    """One collective that is about to be launched. Its number is the next one of its stream."""
 
     op: Op
     group: WatchedGroup
@@ -50,7 +48,7 @@ class IssuedCall(NamedTuple):
 
 
 class CollectiveHook:
-    """Hands every collective to `on_call` before it is launched."""
+    """Passes every collective to `on_call` before it is launched."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class CollectiveHook:
         groups: WatchedGroups,
         *,
         bucket_of: Callable[[torch.Tensor], Bucket | None],
-        on_call: Callable[[IssuedCall], None],
+        on_call: Callable[[CollectiveCall], None],
         on_bucket: Callable[[Bucket], None],
         turns: Any = None,
     ) -> None:
@@ -68,7 +66,7 @@ class CollectiveHook:
         self._on_call = on_call
         self._on_bucket = on_bucket
         self._turns = turns
-        self._reductions: NativeAllReduce | None = None
+        self._native_all_reduce: NativeAllReduce | None = None
         self._kernels: CollectiveKernels | None = None
         self.errors = ErrorLimiter("collectives", self.switch_off)
 
@@ -79,67 +77,67 @@ class CollectiveHook:
             for key in ("dispatch_key", "keyset_after", "all_schemas", "unbox_group")
         ):
             return lacking
-        self._reductions = self._begin_natively()
+        self._native_all_reduce = self._install_native()
         self._kernels = _kernels(
-            native=self._reductions.native if self._reductions is not None else None
+            native=None if self._native_all_reduce is None else self._native_all_reduce.native
         )
         self._kernels.report_to(self)
         return lacking
 
-    def _begin_natively(self) -> NativeAllReduce | None:
-        """Leave all-reduces to the native part's kernel, which calls back for all but DDP's known
-        buckets."""
+    def _install_native(self) -> NativeAllReduce | None:
+        """Install the native kernel for all-reduces. It calls `issue` for all calls except known
+        buckets of DDP."""
         if self._box.native is None:
             return None
-        op = next(op for op in all_ops() if op.raw == REDUCED)
+        op = next(op for op in all_ops() if op.raw == ALL_REDUCE)
         try:
-            reductions = NativeAllReduce(self._box, turns=self._turns)
-            reductions.install(partial(self.issue, op), self.errors)
+            native_all_reduce = NativeAllReduce(self._box, turns=self._turns)
+            native_all_reduce.install(partial(self.issue, op), self.errors)
         except Exception as error:
             log.warning(
-                "torchwhere: reductions are recorded by Python's own code, the native part could"
-                " not: %s",
+                "torchwhere: the native part cannot record all-reduces, Python code records them:"
+                " %s",
                 error,
             )
             return None
-        return reductions
+        return native_all_reduce
 
     def switch_off(self) -> None:
-        """Stop recording. The kernels stay until `remove`: one of them may be running right now."""
+        """Stop recording. The kernels stay until `remove`: a thread may be inside one."""
         if self._kernels is not None:
-            self._kernels.told = None
-        if self._reductions is not None:
-            self._reductions.switch_off()
+            self._kernels.receiver = None
+        if self._native_all_reduce is not None:
+            self._native_all_reduce.switch_off()
 
     def abandon(self) -> None:
-        """In a forked child: the kernels stay until it watches by itself. Removing them takes locks
-        that a thread of the parent may have held at the fork."""
-        if self._reductions is not None:
-            self._reductions.abandon()
-            self._reductions = None
+        """In a forked child: leave the kernels registered until the child starts a watch. Removing
+        them takes locks that a thread of the parent may have held at the fork."""
+        if self._native_all_reduce is not None:
+            self._native_all_reduce.abandon()
+            self._native_all_reduce = None
         if self._kernels is not None:
             self._kernels.leave()
             self._kernels = None
 
     def remove(self, *, are_others: bool = False) -> None:
-        """Take the kernels back. If there are other threads and they go on issuing collectives,
-        they stay, and only send calls on."""
+        """Remove the kernels. If other threads go on issuing collectives, the kernels stay and only
+        redispatch calls."""
         self.switch_off()
-        self._reductions = None
+        self._native_all_reduce = None
         if self._kernels is not None:
             self._kernels.remove(are_others=are_others)
             self._kernels = None
 
     @_torch.unseen
     def issue(self, op: Op, args: tuple[Any, ...]) -> None:
-        """What a collective is, before it is launched.
+        """Record a collective before it is launched.
 
-        DDP's reducer launches from C++, out of a backward that we saw begin or on a thread of the
-        engine that has no Python stack. From its second time on a bucket is known and nothing is
-        read anew: the step of a small model waits for this.
+        DDP's reducer launches all-reduces from C++: in a backward whose begin was recorded, or on a
+        thread of the engine without a Python stack. From the second time on a bucket is known, and
+        nothing is read again: the step of a small model waits for this.
         """
         frame = stack.caller(2)
-        is_direct = op.raw == REDUCED and _is_from_engine(frame)
+        is_direct = op.raw == ALL_REDUCE and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
             self._on_bucket(bucket)
@@ -163,9 +161,9 @@ class CollectiveHook:
         flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (
             FLAG_SHADOW if looked.is_shadow else 0
         )
-        call = IssuedCall(op, group, stream, signature, flags, looked, bucket)
+        call = CollectiveCall(op, group, stream, signature, flags, looked, bucket)
         if bucket is not None:
-            # nothing of this moment is kept alive
+            # without the stack, which holds objects of the job
             bucket.call = call._replace(stack=stack.Stack(), bucket=None)
         self._on_call(call)
 
@@ -179,8 +177,8 @@ class CollectiveHook:
         peer: int | None,
         api: str | None,
     ) -> int:
-        """The id of what repeats: everything about a call but its number, place and time."""
-        # `.op()` does the same and takes 0.9 us more.
+        """The id of all facts about a call except its number, place and time."""
+        # `.op()` returns the same and takes 0.9 us longer.
         reduce_op = (
             args[op.reduce_op_at]._get_method("op")() if op.reduce_op_at is not None else None
         )
@@ -193,38 +191,25 @@ class CollectiveHook:
             else None
         )
         key = (op.raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits)
-        known = group.signatures.get(key)
-        if known is None:
-            fields: dict[str, Any] = {
-                "op": op.name,
-                "raw_op": f"c10d::{op.raw}",
-                "group": group.name,
-                "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
-                "shapes": [list(map(int, shape)) for shape in shapes or out_shapes],
-                "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
-                "bytes": max(_bytes(inputs), _bytes(outputs)),
-                "peer": peer,
-                "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
-                "api": api,
-            }
-            if splits is not None:
-                fields |= {"splits": splits[0], "out_splits": splits[1]}
-            known = self._box.intern(EntryType.COLLECTIVE, json.dumps(fields))
+        signature = group.signatures.get(key)
+        if signature is None:
+            fields = _fields(op, group, key, size=max(_bytes(inputs), _bytes(outputs)))
+            signature = self._box.intern(EntryType.COLLECTIVE, json.dumps(fields))
             if len(group.signatures) < _MOST_SIGNATURES:
-                group.signatures[key] = known
-        return known
+                group.signatures[key] = signature
+        return signature
 
 
 class CollectiveKernels(Kernels):
-    """A Python kernel on every op, but on the one that the native part has taken, if it has."""
+    """A Python kernel on every op, except on the op that has a native kernel."""
 
-    told: CollectiveHook | None
+    receiver: CollectiveHook | None
 
     def __init__(self, *, native: Any) -> None:
         super().__init__()
         self.native = native
         for op in all_ops():
-            if native is None or op.raw != REDUCED:
+            if native is None or op.raw != ALL_REDUCE:
                 self._register(f"c10d::{op.raw}", partial(self._make_kernel, op))
             else:
                 self._names.append(f"c10d::{op.raw}")
@@ -233,20 +218,20 @@ class CollectiveKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            told = self.told
-            if told is not None:
+            receiver = self.receiver
+            if receiver is not None:
                 try:
-                    told.issue(op, args)
+                    receiver.issue(op, args)
                 except Exception as error:
-                    told.errors(error)
+                    receiver.errors(error)
             else:
-                self._untold += 1
+                self._unreported += 1
             return redispatch(keyset & below, *args, **kwargs)
 
         return kernel
 
     def _calls(self) -> tuple[int, int]:
-        return self._untold, self.native.passed() if self.native is not None else 0
+        return self._unreported, self.native.passed() if self.native is not None else 0
 
     def _end(self) -> None:
         super()._end()
@@ -255,7 +240,7 @@ class CollectiveKernels(Kernels):
 
 
 def _kernels(*, native: Any) -> CollectiveKernels:
-    """The kernels that were left, or new ones."""
+    """The kernels that an earlier watch left registered, or new ones."""
     left = CollectiveKernels.take_left()
     if left is not None and left.native is not native:
         left.remove()
@@ -264,42 +249,57 @@ def _kernels(*, native: Any) -> CollectiveKernels:
 
 
 def _is_from_engine(frame: FrameType | None) -> bool:
-    """Whether C++ called, out of a backward: no frame in between, but those of a dispatch mode that
-    is on."""
-    while frame is not None and frame.f_code.co_name in _OF_A_MODE:
+    """Whether C++ issued the call in a backward: the only frames in between are those of an active
+    dispatch mode."""
+    while frame is not None and frame.f_code.co_name in _DISPATCH_MODE_FRAMES:
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == ENGINE_CALL
 
 
 def _pair(op: Op, peer: int | None) -> tuple[int, int]:
-    """The two ranks a message goes between: each pair, in each direction, is counted by itself."""
+    """Source and destination of a message: each pair has its own counter, in each direction."""
     me = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     other = -1 if peer is None else peer
     return (me, other) if op.name == "send" else (other, me)
 
 
+def _fields(op: Op, group: WatchedGroup, key: tuple[Any, ...], *, size: int) -> dict[str, Any]:
+    """The facts of a signature, as the box has them."""
+    raw, dtype, shapes, out_shapes, peer, reduce_op, api, splits = key
+    fields = {
+        "op": op.name,
+        "raw_op": f"c10d::{raw}",
+        "group": group.name,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "shapes": [list(map(int, shape)) for shape in shapes or out_shapes],
+        "out_shapes": [list(map(int, shape)) for shape in out_shapes] if shapes else [],
+        "bytes": size,
+        "peer": peer,
+        "reduce_op": None if reduce_op is None else _REDUCE_OPS[reduce_op],
+        "api": api,
+    }
+    return fields if splits is None else fields | {"splits": splits[0], "out_splits": splits[1]}
+
+
 def _tensors(args: tuple[Any, ...], positions: tuple[int, ...]) -> list[torch.Tensor]:
-    """The tensors in some arguments, lists and lists of lists laid flat."""
-    found: list[torch.Tensor] = []
+    """The tensors in some arguments; lists and lists of lists are flattened."""
+    tensors: list[torch.Tensor] = []
     for position in positions:
         value = args[position]
         if not isinstance(value, list):
-            found.append(value)
+            tensors.append(value)
         elif value and isinstance(value[0], list):
-            found += [tensor for inner in value for tensor in inner]
+            tensors += [tensor for inner in value for tensor in inner]
         else:
-            found += value
-    return found
+            tensors += value
+    return tensors
 
 
 def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Into what sizes the input and the output of an all_to_all are split; empty where they are
-    even."""
-    return (
-        tuple(tuple(map(int, args[at])) for at in op.splits_at)
-        if op.splits_at is not None
-        else None
-    )
+    """The split sizes of the input and the output of an all_to_all; empty if they are even."""
+    if op.splits_at is None:
+        return None
+    return tuple(tuple(map(int, args[at])) for at in op.splits_at)
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
@@ -307,8 +307,8 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 def _is_async(op: Op, args: tuple[Any, ...], api: str | None) -> bool:
-    """Whether the caller waits at once. Point-to-point ops carry no such argument; the function's
-    name tells."""
+    """Whether the caller does not wait at once. Point-to-point ops have no such argument: the name
+    of the function tells."""
     if op.is_p2p:
         return api in ("isend", "irecv", "batch_isend_irecv")
     if op.async_at is None:

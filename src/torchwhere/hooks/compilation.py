@@ -1,8 +1,8 @@
-"""When a graph is being compiled, and which one is running.
+"""Tells when a graph is compiled, and which graph.
 
-Compilations are told by dynamo's own callbacks, registered once the job has loaded dynamo. A
-running graph is known from the code object of its frame (`stack.py`); a compiled backward has no
-such frame, but its autograd node carries the id.
+Dynamo's own callbacks report compilations; they are registered once the job has imported dynamo.
+The code object of a frame identifies a running graph (`python_stack.py`). A compiled backward has
+no such frame, but its autograd node has the id.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torchwhere.hooks.error_limiter import ErrorLimiter, log
 
 
 class CompilationHook:
-    """Tells when a compilation begins and ends, with dynamo's id of it; `on_begin` also what is
-    known about it by then."""
+    """Calls back when a compilation begins and ends, with dynamo's id; `on_begin` also gets the
+    facts known by then."""
 
     def __init__(
         self, *, on_begin: Callable[[str, dict[str, str]], None], on_end: Callable[[str], None]
@@ -29,29 +29,28 @@ class CompilationHook:
         self.errors = ErrorLimiter("compilation", self.remove)
 
     def install(self) -> None:
-        """Call once dynamo is loaded."""
+        """Register the callbacks. Call it once dynamo is imported."""
         for sentence in _torch.missing("compilation"):
             log.warning("torchwhere: %s", sentence)
         self._handler = _torch.private("compile_callbacks")
         self.refresh()
 
     def refresh(self) -> None:
-        """Register, if we are not: `torch.compiler.reset()` drops everybody's callbacks. Called
-        between steps."""
+        """Register again if needed: `torch.compiler.reset()` drops all callbacks. Called between
+        steps."""
         handler = self._handler
         if handler is not None and self._begin not in handler.start_callbacks:
             handler.register_start_callback(self._begin)
             handler.register_end_callback(self._end)
 
     def looked_at(self) -> tuple[Any, ...]:
-        """While this has the size it has now, `refresh` has nothing to do."""
+        """Containers: while their sizes do not change, `refresh` has nothing to do."""
         return () if self._handler is None else (self._handler.start_callbacks,)
 
     def remove(self) -> None:
         handler, self._handler = self._handler, None
         if handler is not None:
-            # Removing while dynamo walks the list would skip a callback: leave the lists it walks
-            # alone.
+            # New lists: removing from a list that dynamo iterates over would skip a callback.
             handler.start_callbacks = [
                 callback for callback in handler.start_callbacks if callback != self._begin
             ]
@@ -62,7 +61,7 @@ class CompilationHook:
     @_torch.unseen
     def _begin(self, args: Any) -> None:
         try:
-            self._on_begin(str(getattr(args, "compile_id", "?")), _known_at_begin(args))
+            self._on_begin(str(getattr(args, "compile_id", "?")), _facts_at_begin(args))
             self.ledger.collect()
         except Exception as error:
             self.errors(error)
@@ -75,19 +74,19 @@ class CompilationHook:
             self.errors(error)
 
 
-def _known_at_begin(args: Any) -> dict[str, str]:
-    """Whether a forward or the backward of one is compiled, and why, if it was compiled before."""
+def _facts_at_begin(args: Any) -> dict[str, str]:
+    """Whether dynamo compiles a forward or a backward, and the reason of a recompile."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "")
-    found = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
+    facts = {"part": "backward" if trigger == "LAZY_BACKWARD" else "forward"}
     context = _torch.private("metrics_context")
     reason = (
         getattr(context(), "_metrics", {}).get("recompile_reason") if context is not None else None
     )
-    return found | ({"because": str(reason).strip()} if reason else {})
+    return facts | ({"because": str(reason).strip()} if reason else {})
 
 
 def being_compiled() -> str | None:
-    """The id of the graph that this thread is compiling."""
+    """The id of the graph that this thread compiles; None if it compiles none."""
     context = _torch.private("compile_context") if _torch.is_dynamo_loaded() else None
     compile_id = context.current_compile_id() if context is not None else None
     return None if compile_id is None else str(compile_id)

@@ -1,9 +1,8 @@
-"""What dynamo has compiled in this process, as it can be read from it at any time; nothing is
-changed, nothing is imported.
+"""Reads what dynamo has compiled in this process. It changes nothing and imports nothing.
 
-Live graphs come from dynamo's caches, one entry for each variant of a function. What they were like
-when they were compiled (how many ops, why again) stands in its metrics, of which it keeps the last
-64; a watch collects them before they go.
+Live graphs come from dynamo's caches, one entry for each variant of a function. Dynamo's metrics
+have the facts about a compilation (number of ops, reason of a recompile). Dynamo keeps the last 64;
+a watch collects them before they are dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torchwhere.hooks import _torch
 from torchwhere.model.bytecode import graph_name
 
 _MOST_LOOKED_AT = 500  # objects around a compiled function
-_UNTOLD = "?"
+_UNKNOWN = "?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +24,27 @@ class LiveGraph:
     """A graph that can run: an entry of dynamo's cache."""
 
     id: str
-    code: CodeType  # of the function, as it was written
-    compiled: CodeType  # what dynamo made of it
+    code: CodeType  # of the original function
+    compiled: CodeType  # the code that dynamo made of it
     backend: str
-    is_aot: bool  # went through AOTAutograd
-    parts: tuple[Any, ...]  # the autograd functions that AOTAutograd made of it: none for inference
+    is_aot: bool  # compiled through AOTAutograd
+    parts: tuple[Any, ...]  # the autograd functions that AOTAutograd made; empty for inference
 
 
 def live_graphs() -> list[LiveGraph]:
-    """All graphs in dynamo's caches, in the order they were compiled."""
+    """All graphs in dynamo's caches, in the order of their compilation."""
     originals, entries = _torch.private("original_code"), _torch.private("cache_entries")
     if originals is None or entries is None:
         return []
-    # its own dictionary, not a method
+    # `values` is a dictionary of this object, not a method
     codes = {id(code): code for code in list(getattr(originals, "values", {}).values())}
-    found = [
+    graphs = [
         _live(code, entry)
         for code in codes.values()
         for entry in entries(code)
         if graph_name(entry.code)
     ]
-    return sorted(found, key=lambda graph: order_of(graph.id))
+    return sorted(graphs, key=lambda graph: order_of(graph.id))
 
 
 def _live(code: CodeType, entry: Any) -> LiveGraph:
@@ -53,7 +52,7 @@ def _live(code: CodeType, entry: Any) -> LiveGraph:
     function = scope.get("G", scope).get(graph_name(entry.code))
     around = list(_around(function))
     return LiveGraph(
-        id=str(getattr(entry, "compile_id", _UNTOLD)),
+        id=str(getattr(entry, "compile_id", _UNKNOWN)),
         code=code,
         compiled=entry.code,
         backend=_backend(getattr(entry, "backend", None)),
@@ -70,14 +69,14 @@ def _backend(backend: Any) -> str:
 
 
 def _around(function: Any) -> Iterator[Any]:
-    """A function, and what it and they hold on to: how a graph's runtime wrappers are put
-    together."""
-    pending, seen = [function], set[int]()
-    while pending and len(seen) < _MOST_LOOKED_AT:
+    """A function and all callables that it refers to, directly or indirectly: the runtime wrappers
+    of a graph."""
+    pending, visited = [function], set[int]()
+    while pending and len(visited) < _MOST_LOOKED_AT:
         thing = pending.pop()
-        if thing is None or id(thing) in seen:
+        if thing is None or id(thing) in visited:
             continue
-        seen.add(id(thing))
+        visited.add(id(thing))
         yield thing
         held = [
             cell.cell_contents
@@ -88,7 +87,7 @@ def _around(function: Any) -> Iterator[Any]:
             getattr(thing, name, None)
             for name in ("__wrapped__", "__self__", "compiled_fn", "_boxed_call")
         ]
-        pending += [one for one in held if callable(one)]
+        pending += [value for value in held if callable(value)]
 
 
 def _is_filled(cell: Any) -> bool:
@@ -99,7 +98,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def order_of(compile_id: str) -> tuple[int, ...]:
-    """`2/10` comes after `2/9`; compiled autograd's `!1/2/3` after all others of its kind."""
+    """Sort key: `2/10` comes after `2/9`; ids of compiled autograd (`!1/2/3`) come last."""
     numbers = [
         int(part) if part.isdigit() else 1 << 30 for part in compile_id.replace("!", "").split("/")
     ]
@@ -107,7 +106,7 @@ def order_of(compile_id: str) -> tuple[int, ...]:
 
 
 def backward_graph(node: Any) -> str | None:
-    """The id of the graph whose compiled backward an autograd node runs."""
+    """The id of the graph whose compiled backward an autograd node runs; None for other nodes."""
     compiled = getattr(node, "_forward_cls", None)
     if compiled is None or not hasattr(compiled, "_aot_id"):
         return None
@@ -119,7 +118,7 @@ def backward_graph(node: Any) -> str | None:
 
 
 def code_of_node(node: Any) -> CodeType | None:
-    """The function whose compiled graph an autograd node is the backward of."""
+    """The code of the function whose compiled backward an autograd node runs."""
     wanted = backward_graph(node) if _torch.is_dynamo_loaded() else None
     part = getattr(node, "_forward_cls", None)
     if wanted is None:
@@ -128,7 +127,7 @@ def code_of_node(node: Any) -> CodeType | None:
 
 
 def model_name() -> str:
-    """AOTAutograd's name of the model: what `set_model_name` said, `model` otherwise."""
+    """AOTAutograd's name of the model: set by `set_model_name`, `model` otherwise."""
     return str(getattr(_torch.private("aot_naming"), "model_name", "model"))
 
 
@@ -137,64 +136,66 @@ def model_name() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """One time that dynamo compiled something, as its metrics tell."""
+    """One compilation, from dynamo's metrics."""
 
     id: str
     is_backward: bool
     ops: int | None
-    reason: str | None  # why again
+    reason: str | None  # of a recompile
     seconds: float | None
     failed: str | None
     function: str | None
     file: str | None
     line: int | None
-    model: str  # AOTAutograd's name of the model, as it was then
+    model: str  # AOTAutograd's name of the model at that time
 
 
 class Ledger:
-    """All compilations, as far as they could be read before dynamo forgot them."""
+    """All compilations that were read before dynamo dropped them."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str, bool], Compilation] = {}
+        self._compilations: dict[tuple[int, str, bool], Compilation] = {}
 
     def collect(self) -> None:
-        """Take in what is new. Called before and after each compilation, and when somebody asks."""
-        metrics: Callable[[], list[Any]] | None = _torch.private("compile_metrics")
-        for one in metrics() if metrics is not None else ():
-            compile_id = getattr(one, "compile_id", None)
+        """Add new compilations. Called before and after each compilation, and on request."""
+        read_metrics: Callable[[], list[Any]] | None = _torch.private("compile_metrics")
+        if read_metrics is None:
+            return
+        for metrics in read_metrics():
+            compile_id = getattr(metrics, "compile_id", None)
             key = (
-                getattr(one, "start_time_us", None) or 0,
+                getattr(metrics, "start_time_us", None) or 0,
                 str(compile_id),
-                getattr(one, "is_forward", None) is False,
+                getattr(metrics, "is_forward", None) is False,
             )
-            if key not in self._found and compile_id is not None:
-                self._found[key] = _compilation(one)
+            if key not in self._compilations and compile_id is not None:
+                self._compilations[key] = _compilation(metrics)
 
     def latest(self) -> dict[tuple[str, bool], Compilation]:
-        """By id and whether it was the backward; ids begin again at `0/0` after
+        """The latest compilation for each id and direction. Ids start again at `0/0` after
         `torch.compiler.reset()`."""
         return {
-            (one.id, one.is_backward): one
-            for _, one in sorted(self._found.items(), key=lambda item: item[0])
+            (compilation.id, compilation.is_backward): compilation
+            for _, compilation in sorted(self._compilations.items(), key=lambda item: item[0])
         }
 
 
 def _compilation(metrics: Any) -> Compilation:
-    """Older torch has fewer of these."""
+    """A compilation from its metrics. Older torch has fewer of them."""
 
-    def known(name: str) -> Any:
+    def metric(name: str) -> Any:
         return getattr(metrics, name, None)
 
-    took, reason = known("duration_us"), known("recompile_reason")
+    took, reason = metric("duration_us"), metric("recompile_reason")
     return Compilation(
         id=str(metrics.compile_id),
-        is_backward=known("is_forward") is False,
-        ops=known("graph_op_count"),
+        is_backward=metric("is_forward") is False,
+        ops=metric("graph_op_count"),
         reason=reason.strip() if reason else None,
         seconds=took / 1e6 if took is not None else None,
-        failed=known("fail_type"),
-        function=known("co_name"),
-        file=known("co_filename"),
-        line=known("co_firstlineno"),
+        failed=metric("fail_type"),
+        function=metric("co_name"),
+        file=metric("co_filename"),
+        line=metric("co_firstlineno"),
         model=model_name(),
     )

@@ -1,9 +1,9 @@
-"""Whose gradients a DDP all-reduce carries: the parameters of its bucket.
+"""Finds the parameters whose gradients a DDP all-reduce carries: those of its bucket.
 
 DDP's C++ reducer launches buckets in order, 0 first, once per backward, from the hook of the
-parameter that completed one. It does not say which. Its logger knows the buckets once they were
-rebuilt, from the third step on; before that they follow from DDP's own bucketing function. A plan
-is believed only if the bucket's size is that of the tensor that is reduced.
+parameter that completed the bucket. It does not say which bucket it is. Its logger has the buckets
+once they are rebuilt, from the third step on; before that, DDP's own bucketing function gives them.
+A plan counts only if the size of its bucket is the size of the reduced tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchwhere.model.module_names import NameTable
 from torchwhere.model.tensors import Slot
 
 _DEFAULT_CAP_BYTES = 25 << 20
-_MOST_LOOKS = 8  # backwards after which buckets that were not rebuilt never will be
-_FIRST_BUCKET_BYTES = 1 << 20  # of the default cap: a small first bucket gets the reduction going
+_MOST_LOOKS = 8  # buckets that are not rebuilt after so many backwards are never rebuilt
+_FIRST_BUCKET_BYTES = 1 << 20  # with the default cap: a small first bucket starts early
 
 
 @dataclass(slots=True)
@@ -34,67 +34,63 @@ class Bucket:
 
     names: list[str]
     numel: int
-    entry: int = 0  # id of the names in the table, once they are there
-    call: Any = None  # its first all-reduce; all later ones are the same but for their number
+    entry: int = 0  # id of the names in the table; 0 until they are written
+    call: Any = None  # its first all-reduce; later ones differ only in their number
     completed_by: int = 0  # the id of the parameter whose gradient launched it last
-    # that parameter, until its place was asked for: a model may go while we watch
+    # that parameter, only until its place is found: the job may free a model during a watch
     param: torch.Tensor | None = None
-    spot: Any = None  # the place of that parameter, once it was asked for
-    index: int = 0  # where it stood among the buckets of its instance when it was reduced last
+    spot: Any = None  # the place of that parameter, once it is found
+    index: int = 0  # its position among the buckets of its instance at the last reduction
     progress: Any = None  # of that instance
 
 
 @dataclass(slots=True)
 class BucketProgress:
-    """How far a backward is in the buckets of one DDP instance. The native part has its own, and
-    moves it on by itself."""
+    """How many buckets of one DDP instance a backward has reduced. The native part has a class of
+    its own, and updates it."""
 
     task: int = -1
     next: int = 0
-    turn: int = 0  # of all instances, the one with the highest was reduced last
+    turn: int = 0  # the instance with the highest turn was reduced last
 
     def forget(self) -> None:
-        """The buckets are others from now on."""
+        """Forget the buckets: they have changed."""
 
 
 class Reducer:
-    """One DDP instance: its parameters, how they may be bucketed, and how far through its buckets a
-    backward is."""
+    """One DDP instance: its parameters, the possible plans of its buckets, and the progress of a
+    backward."""
 
     def __init__(self, ddp: Any, names: NameTable, progress: Any) -> None:
         self.progress = progress
         self._ddp = weakref.ref(ddp)
         self._names = names
         self._params = list(_reduced(ddp))
-        self._plans: list[list[Bucket]] = []  # the surest first
+        self._plans: list[list[Bucket]] = []  # the most certain first
         self.looks_left = _MOST_LOOKS
 
     def look(self) -> None:
-        """Ask DDP's logger how things stand, until it knows for good.
+        """Read the buckets from DDP's logger, until they are final.
 
-        Before a backward, never inside: the logger waits for a lock that the reducer holds while it
-        launches a bucket.
+        Call it before a backward, never inside: the logger waits for a lock that the reducer holds
+        while it launches a bucket.
         """
         ddp = self._ddp()
         if ddp is None or not self.looks_left:
             return
         self.looks_left -= 1
         self.progress.forget()
-        said = ddp.logger._get_ddp_logging_data()
-        rebuilt = said.strs_map.get("rebuilt_per_bucket_param_indices")
+        logged = ddp.logger._get_ddp_logging_data()
+        rebuilt = logged.strs_map.get("rebuilt_per_bucket_param_indices")
         if rebuilt:
             self._plans = [
                 [self._bucket([int(i) for i in indices.split()]) for indices in rebuilt.split(",")]
             ]
             self.looks_left = 0
             return
-        cap = int(said.ints_map["bucket_cap_bytes"])
-        order = [
-            int(i)
-            for i in said.strs_map.get("prev_iteration_grad_ready_order_indices", "")
-            .replace(",", " ")
-            .split()
-        ]
+        cap = int(logged.ints_map["bucket_cap_bytes"])
+        ready_order = logged.strs_map.get("prev_iteration_grad_ready_order_indices", "")
+        order = [int(i) for i in ready_order.replace(",", " ").split()]
         rebuilds = ddp.static_graph or not ddp.find_unused_parameters
         self._plans = [self._assigned(order, cap, rebuilding=True)] if order and rebuilds else []
         self._plans.append(
@@ -114,18 +110,18 @@ class Reducer:
         return self._tensors(range(len(self._params)))
 
     def _tensors(self, indices: Iterable[int]) -> list[torch.Tensor]:
-        found = (
+        alive = (
             (module, key)
             for ref, key in map(self._params.__getitem__, indices)
             if (module := ref()) is not None
         )
         return [
-            param for module, key in found if (param := module._parameters.get(key)) is not None
+            param for module, key in alive if (param := module._parameters.get(key)) is not None
         ]
 
     def _assigned(self, order: list[int], cap: int, *, rebuilding: bool) -> list[Bucket]:
-        """What DDP's bucketing makes of the parameters in this order; at first, of the reverse of
-        their definition."""
+        """The buckets that DDP makes of the parameters in this order; without rebuilding, in the
+        reverse order of their definition."""
         assign = _torch.private("bucket_assignment")
         tensors = self._tensors(order)
         if assign is None or len(tensors) != len(order):
@@ -138,7 +134,7 @@ class Reducer:
         return buckets if rebuilding else buckets[::-1]
 
     def bucket(self, task: int, tensor: torch.Tensor) -> Bucket | None:
-        """The bucket that is being reduced in graph task `task`; None if that cannot be told."""
+        """The bucket that graph task `task` reduces now; None if it is unknown."""
         progress = self.progress
         if task != progress.task:
             progress.task, progress.next = task, 0
@@ -149,49 +145,49 @@ class Reducer:
                 bucket: Bucket = plan[index]
                 bucket.index, bucket.progress = index, progress
                 return bucket
-        if tensor.is_floating_point():  # not the map of used parameters, which is no bucket
+        if tensor.is_floating_point():  # the map of used parameters is not a bucket
             progress.next = index + 1
         return None
 
     def expects(self, task: int, tensor: torch.Tensor) -> bool:
-        """Whether a bucket of this size is the next to be reduced in a graph task."""
+        """Whether the next bucket of a graph task has this size."""
         index, numel = self.progress.next if task == self.progress.task else 0, tensor.numel()
         return any(index < len(plan) and plan[index].numel == numel for plan in self._plans)
 
 
 def _reduced(ddp: Any) -> Iterator[Slot]:
-    """The parameters that DDP reduces, in its order, each by a module that has it: `swap_tensors`
-    refuses a tensor that has a weak reference."""
-    names = getattr(ddp, "parameters_to_ignore", ())
-    seen = {id(param) for name, param in ddp.module.named_parameters() if name in names}
+    """The parameters that DDP reduces, in its order. Each is a weak reference to its module and a
+    key: `swap_tensors` refuses a tensor that has a weak reference."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    done = {id(param) for name, param in ddp.module.named_parameters() if name in ignored}
     for module in ddp.modules():
         ref = weakref.ref(module)
         for key, param in module._parameters.items():
-            if param is not None and param.requires_grad and id(param) not in seen:
-                seen.add(id(param))
+            if param is not None and param.requires_grad and id(param) not in done:
+                done.add(id(param))
                 yield ref, key
 
 
 class Reducers:
-    """Finds the DDP instance, and with it the bucket, behind an all-reduce in backward."""
+    """Finds the DDP instance and the bucket of an all-reduce in backward."""
 
     def __init__(self, names: NameTable, native: Any = None) -> None:
         self._names = names
         self._make_progress: Callable[[], Any] = (
             BucketProgress if native is None else native.Buckets
         )
-        # one for each reduction, of all instances
+        # numbers the reductions of all instances
         self.turns: Any = itertools.count(1) if native is None else native.Count(1)
         self._of_param: dict[int, Reducer] = {}
-        self._seen: dict[int, Reducer] = {}  # by the id of the DDP instance, while that is there
+        self._reducers: dict[int, Reducer] = {}  # by the id of the DDP instance, while it lives
         self._alive: dict[int, weakref.ref[nn.Module]] = {}
-        # by `replicate()`, which makes a DDP instance in the first forward
+        # modules of `replicate()`, which creates a DDP instance in the first forward
         self._replicated: list[weakref.ref[nn.Module]] = []
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
 
     def meet(self, module: nn.Module) -> None:
-        """A module is called for the first time: it may be a DDP instance, or have one."""
+        """Check a module at its first call: it may be a DDP instance, or have one."""
         replicated = _torch.private("replicated")
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self._add(module)
@@ -200,16 +196,16 @@ class Reducers:
 
     def _add(self, ddp: nn.Module) -> None:
         key = id(ddp)
-        if key not in self._seen:
-            reducer = self._seen[key] = Reducer(ddp, self._names, self._make_progress())
+        if key not in self._reducers:
+            reducer = self._reducers[key] = Reducer(ddp, self._names, self._make_progress())
             self._alive[key] = weakref.ref(ddp, partial(self._forget, key))
             for param in reducer.params():
                 self._of_param[id(param)] = reducer
 
     def _forget(self, key: int, _dead: object) -> None:
-        """The ids of its parameters were good as long as it lived: its reducer holds them."""
+        """Drop a dead DDP instance: the ids of its parameters are valid only while it lives."""
         self._alive.pop(key, None)
-        reducer = self._seen.pop(key, None)
+        reducer = self._reducers.pop(key, None)
         self._of_param = {
             param: other for param, other in self._of_param.items() if other is not reducer
         }
@@ -217,15 +213,15 @@ class Reducers:
             reducer.progress.forget()
 
     def look(self) -> bool:
-        """A backward is about to begin. Whether all is known by now: no need to look again before
-        something new is met."""
+        """Read the buckets before a backward. Returns whether all are final: no need to look again
+        until there is a new instance."""
         if self._replicated:
             self._add_replicated()
-        is_known = not self._replicated
-        for reducer in list(self._seen.values()):
+        is_final = not self._replicated
+        for reducer in list(self._reducers.values()):
             reducer.look()
-            is_known = is_known and not reducer.looks_left
-        return is_known
+            is_final = is_final and not reducer.looks_left
+        return is_final
 
     def _add_replicated(self) -> None:
         state_of, waiting = _torch.private("replicate"), []
@@ -239,11 +235,11 @@ class Reducers:
         self._replicated = waiting
 
     def bucket(self, tensor: torch.Tensor) -> Bucket | None:
-        """The bucket whose gradients `tensor` carries, if DDP's reducer is launching it right now
-        on this thread.
+        """The bucket whose gradients `tensor` carries, if DDP's reducer launches it now on this
+        thread.
 
-        It is launched by the hook of the parameter that completed it, or by a callback at the end
-        of the backward. Cheap: in a small step the GPU waits for it.
+        The hook of the parameter that completed it launches it, or a callback at the end of the
+        backward. This must be cheap: in a small step the GPU waits for it.
         """
         if not self._of_param:
             return None
@@ -262,12 +258,12 @@ class Reducers:
         return bucket
 
     def _at_the_end(self, task: int, tensor: torch.Tensor) -> Reducer | None:
-        """Whose bucket is reduced once all gradients are there: a static graph's first backward
-        reduces none before."""
-        seen = list(self._seen.values())
-        last = max(seen, key=lambda reducer: int(reducer.progress.turn), default=None)
-        last = last if last is not None and last.progress.turn else None
-        likeliest = [last] if last is not None else []
-        return next(
-            (reducer for reducer in (*likeliest, *seen) if reducer.expects(task, tensor)), last
-        )
+        """The instance whose bucket is reduced after all gradients are computed: the first backward
+        of a static graph reduces no bucket earlier."""
+        reducers = list(self._reducers.values())
+        last = max(reducers, key=lambda reducer: int(reducer.progress.turn), default=None)
+        if last is not None and last.progress.turn:
+            reducers.insert(0, last)
+        else:
+            last = None
+        return next((reducer for reducer in reducers if reducer.expects(task, tensor)), last)

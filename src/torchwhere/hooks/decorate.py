@@ -1,8 +1,8 @@
-"""A context manager as the decorator of any kind of function: plain, coroutine, generator,
+"""Uses a context manager as the decorator of any kind of function: plain, coroutine, generator,
 asynchronous generator.
 
-A coroutine is inside the context from its beginning to its end. A generator is inside it whenever
-it runs, once for every item, and not while its caller has the item.
+A coroutine is inside the context from its begin to its end. A generator is inside it while it runs,
+once for every item, and outside while its caller has the item.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ Context = AbstractContextManager[Any]
 
 
 def decorated(context: Context, function: Function) -> Function:
-    """`function`, run inside `context`, which is entered anew each time."""
+    """Returns a function that runs `function` inside `context`, entered again at each call."""
     if inspect.isasyncgenfunction(function):
-        made = _async_generator(context, function)
+        wrapper = _async_generator(context, function)
     elif inspect.iscoroutinefunction(function):
-        made = _coroutine(context, function)
+        wrapper = _coroutine(context, function)
     elif inspect.isgeneratorfunction(function):
-        made = _generator(context, function)
+        wrapper = _generator(context, function)
     else:
-        made = _plain(context, function)
-    return cast(Function, functools.wraps(function)(made))
+        wrapper = _plain(context, function)
+    return cast(Function, functools.wraps(function)(wrapper))
 
 
 def _plain(context: Context, function: Callable[..., Any]) -> Callable[..., Any]:
     def inside(*args: Any, **kwargs: Any) -> Any:
-        if is_dynamo_compiling():  # it enters no context manager that was made elsewhere
+        if is_dynamo_compiling():  # dynamo cannot enter a context manager made outside the graph
             return function(*args, **kwargs)
         with context:
             return function(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Finds the model that a called module is a part of, in what the calling frames can see.
+"""Finds the model that contains a called module, in the variables of the calling frames.
 
-A module does not know its parent, and Python's garbage collector finds it only by a look at every
-object of the process. But code that calls `model.encoder(x)` has `model`: in a variable, in an
-attribute of an object that it has (`self.model`), or in a global of its file. A limited number of
-values and modules is looked at, whatever is alive in the process.
+A module has no reference to its parent, and Python's garbage collector finds the parent only by a
+search through all objects of the process. But code that calls `model.encoder(x)` has `model`: in a
+variable, in an attribute of an object (`self.model`), or in a global of its file. The search visits
+a limited number of values and modules, however many objects the process has.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _OWN_REFERENCES = 3  # to such a dictionary: of the frame, of a variable, and of
 
 
 def enclosing(module: nn.Module, frame: FrameType | None) -> nn.Module:
-    """The outermost module in sight of a frame, or of those that called it, that contains `module`;
-    else `module`."""
+    """The outermost module that contains `module`, among the variables of a frame and of its
+    callers; otherwise `module`."""
     in_sight = {id(one): one for one in _modules(_values(frame))}
     return _Search(in_sight.values()).around(module)
 
 
 class _Search:
-    """Looks for a module inside others, and visits a limited number of them."""
+    """Searches for a module inside other modules, and visits a limited number of them."""
 
     def __init__(self, in_sight: Iterable[nn.Module]) -> None:
         self._in_sight = list(in_sight)
@@ -58,16 +58,16 @@ class _Search:
         return module
 
     def _next_around(self, module: nn.Module, passed: set[int]) -> nn.Module | None:
-        """A module that contains this one, and is not itself inside this one: modules may refer to
-        each other."""
+        """A module that contains this one and is not inside this one: modules may refer to each
+        other."""
         others = [one for one in self._in_sight if id(one) not in passed]
         outer = self._holder(module, others)
         is_outside = outer is not None and self._holder(outer, [module]) is None
         return outer if is_outside else None
 
     def _holder(self, inner: nn.Module, outers: list[nn.Module]) -> nn.Module | None:
-        """Which of some modules has another one in it. All of them at once, level by level: a part
-        that is called by itself is rarely deep."""
+        """The first of some modules that contains another one. Searches all of them level by level:
+        a part that is called alone is rarely deep."""
         pending = deque((outer, outer) for outer in outers)
         visited: set[int] = set()
         while pending and self._left > 0:
@@ -85,11 +85,11 @@ class _Search:
         return None
 
 
-# -- what frames can see ---------------------------------------------------------------------------
+# -- variables of frames ---------------------------------------------------------------------------
 
 
 def _modules(values: Iterable[Any]) -> Iterator[nn.Module]:
-    """The modules among some values, and one level inside them: in containers and in the attributes
+    """The modules among some values and one level inside them: in containers and in the attributes
     of objects."""
     left = _MOST_VALUES
     for value in values:
@@ -120,8 +120,8 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _values(frame: FrameType | None) -> Iterator[Any]:
-    """The variables of a frame and of those that called it, the innermost first, and the globals of
-    the user's files."""
+    """The variables of a frame and of its callers, innermost first, and the globals of the user's
+    files."""
     seen: set[int] = set()
     for _ in range(_MOST_FRAMES):
         if frame is None:
@@ -134,12 +134,12 @@ def _values(frame: FrameType | None) -> Iterator[Any]:
 
 
 def _variables(frame: FrameType) -> list[Any]:
-    """The variables of a function that runs.
+    """The values of the variables of a running function.
 
-    Before Python 3.13 a frame keeps the dictionary that it gives, with all values in it, until it
-    ends: they are taken out, so that nothing lives longer. `locals()` gives the same dictionary:
-    the frame of a function that calls it is left alone, and so is one that is traced, as a debugger
-    writes what is in the dictionary back to the variables.
+    Before Python 3.13 a frame keeps the dictionary that `f_locals` returns, with all values, until
+    the frame ends. So this removes the values again: no object lives longer. `locals()` returns the
+    same dictionary, so the frame of a function that calls it is skipped. So is a traced frame: a
+    debugger writes the dictionary back to the variables.
     """
     code = frame.f_code
     if (
@@ -157,8 +157,8 @@ def _variables(frame: FrameType) -> list[Any]:
 
 
 def _reads_locals(code: CodeType) -> bool:
-    """Whether a function may have the dictionary of its variables. A method of that name is
-    something else."""
+    """Whether a function may hold the dictionary of its variables. A method with such a name does
+    not count."""
     if _READS_LOCALS.isdisjoint(code.co_names):
         return False
     if len(code.co_code) > _LONG_CODE:

@@ -1,8 +1,8 @@
-"""What happens to an error of torchwhere's own: it is counted, said once, and after a few its sense
-switches itself off.
+"""Limits the errors of torchwhere itself: logs the first error of a hook, removes the hook after
+the third.
 
-Only `Exception` is ever caught: a KeyboardInterrupt belongs to the user. Said through `logging`,
-never `warnings`, which a job may have turned into exceptions.
+Hooks catch only `Exception`: a KeyboardInterrupt belongs to the user. Errors go to `logging`, never
+to `warnings`, which a job may have turned into exceptions.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torchwhere.hooks import _torch
 
 log = logging.getLogger("torchwhere")
 
-FEW = 3
+MAX_ERRORS = 3
 
 
 class ErrorLimiter:
-    """The errors of one sense. Call it with an exception; `switch_off` is called at the third."""
+    """Counts the errors of one hook. Call it with an exception; it calls `remove` at the third."""
 
-    def __init__(self, sense: str, switch_off: Callable[[], None]) -> None:
-        self.sense = sense
+    def __init__(self, hook: str, remove: Callable[[], None]) -> None:
+        self.hook = hook
         self.count = 0
-        # the watch has ended; a thread that was inside a call finds nothing to write to
+        # set at the end of the watch: a thread that is still inside a hook then finds no box
         self.is_over = False
-        self._switch_off = switch_off
+        self._remove = remove
 
     @_torch.unseen
     def __call__(self, error: Exception) -> None:
         if self.is_over:
             return
         self.count += 1
-        with contextlib.suppress(Exception):  # the job's own logging handlers may raise
+        with contextlib.suppress(Exception):  # a logging handler of the job may raise
             if self.count == 1:
                 log.warning(
-                    "torchwhere: the sense for %s failed (%s: %s). The training is not affected;"
-                    " after %d failures this sense switches itself off.",
-                    self.sense,
+                    "torchwhere: the hook for %s failed (%s: %s). The training is not affected;"
+                    " after %d failures torchwhere removes this hook.",
+                    self.hook,
                     type(error).__name__,
                     error,
-                    FEW,
+                    MAX_ERRORS,
                 )
-            if self.count == FEW:
-                self._switch_off()
+            if self.count == MAX_ERRORS:
+                self._remove()

@@ -1,10 +1,10 @@
-"""What an exception of the user's carries away: a note with the place and the last collectives, and
-an event in the box.
+"""Adds to an exception of the user a note with the place and the last collectives, and records an
+event in the box.
 
-The exception itself propagates unchanged. The innermost module call, or the backward, that it
-passes through adds the note; those further out see it and add nothing. One that ends a thread of
-the user's passes through none of them, as a rule: the main thread goes on, and may wait for ever
-for what the thread should have done.
+The exception propagates unchanged. The innermost module call, or the backward, that it passes
+through adds the note; outer calls see the note and add nothing. An exception that ends another
+thread usually passes through none of them: the main thread goes on, and may wait forever for that
+thread. `threading.excepthook` records it.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from torchwhere.hooks.threads import Track
 
 NOTE_START = "torchwhere: "
 
-# Control flow of torch's own that happens to be an exception: early stop of a recomputation.
+# Exceptions that are control flow: torch stops a recomputation early with one.
 _CONTROL_FLOW = (GeneratorExit, StopIteration)
 _CONTROL_FLOW_MODULES = ("torch.utils.checkpoint", "torch._dynamo.exc")
 
-# Called with the exception, the thread's track, where it was raised and the user's line; adds note
-# and event.
+# Adds note and event. Takes the exception, the track of the thread, the place, the user's line.
 Report = Callable[[BaseException, Track, PlaceIds, str | None], None]
 
 
 class ExceptionHook:
-    """Sees exceptions leave a module call or a backward."""
+    """Reports exceptions that leave a module call, a backward or a thread."""
 
     def __init__(self, locator: Locator, *, report: Report) -> None:
         self._locator = locator
@@ -65,7 +64,7 @@ class ExceptionHook:
     @_torch.unseen
     def in_module(self, error: BaseException, track: Track) -> None:
         """`error` is leaving a module call; `track` still points at that call."""
-        if self.active and _is_news(error):
+        if self.active and _is_new(error):
             try:
                 self._tell(error, track, self._locator.spot(track))
             except Exception as own:
@@ -74,23 +73,21 @@ class ExceptionHook:
     @_torch.unseen
     def in_backward(self, error: BaseException, track: Track, outputs: Any) -> None:
         """`error` is leaving the autograd engine: the node that raised it is no longer running."""
-        if self.active and _is_news(error):
+        if self.active and _is_new(error):
             try:
                 self._tell(error, track, self._spot_in_backward(error, track, outputs))
             except Exception as own:
                 self.errors(own)
 
     def _tell(self, error: BaseException, track: Track, spot: PlaceIds) -> None:
-        found = python_stack.deepest_user_line(error.__traceback__)
-        # raised by torch itself: the user's line is further out, where it has not come yet
-        if found is None:
+        user_line = python_stack.deepest_user_line(error.__traceback__)
+        # raised in torch: the exception has not reached the user's frame yet
+        if user_line is None:
             looked = python_stack.read(python_stack.caller(1))
-            found = (looked.file, looked.line) if looked.file is not None else None
-        line = (
-            python_stack.shortened(*found, folder=self._locator.folder)
-            if found is not None
-            else None
-        )
+            user_line = (looked.file, looked.line) if looked.file is not None else None
+        line = None
+        if user_line is not None:
+            line = python_stack.shortened(*user_line, folder=self._locator.folder)
         self._report(error, track, spot, line)
 
     def _spot_in_backward(self, error: BaseException, track: Track, outputs: Any) -> PlaceIds:
@@ -99,14 +96,14 @@ class ExceptionHook:
         )
 
     def _spot_of_frames(self, traceback: TracebackType | None, track: Track) -> PlaceIds | None:
-        """From what the Python code that raised was given: a node (`ctx`), a module's hook, a
-        parameter."""
-        found = None
+        """The place, from the variables of the Python code that raised: a node (`ctx`), the hook of
+        a module, a parameter."""
+        spot = None
         while traceback is not None:
             for value in list(traceback.tb_frame.f_locals.values()):
-                found = self._spot_of_value(value, track) or found
+                spot = self._spot_of_value(value, track) or spot
             traceback = traceback.tb_next
-        return found
+        return spot
 
     def _spot_of_value(self, value: Any, track: Track) -> PlaceIds | None:
         if isinstance(value, torch.autograd.graph.Node):
@@ -125,7 +122,7 @@ class ExceptionHook:
         return self._locator.spot_of_node(node, track)._replace(flags=FLAG_INFERRED)
 
 
-def _is_news(error: BaseException) -> bool:
+def _is_new(error: BaseException) -> bool:
     if isinstance(error, _CONTROL_FLOW) or type(error).__module__.startswith(_CONTROL_FLOW_MODULES):
         return False
     return not any(note.startswith(NOTE_START) for note in getattr(error, "__notes__", ()))

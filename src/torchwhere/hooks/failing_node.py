@@ -1,9 +1,9 @@
-"""Which autograd node raised an exception: found from the exception itself, also after the engine
-has gone.
+"""Finds the autograd node that raised an exception, from the exception itself. Works after the
+engine has returned.
 
-The frames of its traceback hold what the Python code in them was given: the node of a custom
-function (`ctx`), or what backward was called on. Errors of torch's own kernels leave no such frame;
-then it is told from how far the engine got.
+The frames of the traceback hold the arguments of the Python code: the node of a custom function
+(`ctx`), or the tensors that backward was called on. An error in a kernel of torch leaves no such
+frame. Then the progress of the engine tells the node.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _MOST_NODES = 100_000
 
 
 def node_that_raised(error: BaseException) -> tuple[Any, bool]:
-    """The node, and whether that is certain; None for an exception that came through no
+    """The node, and whether it is certain; None for an exception that passed through no
     backward."""
-    found, outputs = None, None
+    node, outputs = None, None
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -35,19 +35,18 @@ def node_that_raised(error: BaseException) -> tuple[Any, bool]:
                 for value in list(frame.f_locals.values())
                 if isinstance(value, torch.autograd.graph.Node)
             ]
-            found = nodes[-1] if nodes else found
+            node = nodes[-1] if nodes else node
         traceback = traceback.tb_next
-    if found is None and outputs is not None:
+    if node is None and outputs is not None:
         return frontier(outputs), False
-    return found, found is not None
+    return node, node is not None
 
 
 def frontier(outputs: Iterable[Any]) -> Any:
-    """How far the engine got: it runs the highest number first and frees what a node saved once it
-    has run.
+    """The node that the engine has reached. It runs the highest number first and frees the saved
+    tensors of a node after it has run.
 
-    So the highest node that still holds what it saved is the one that raised, or the next one below
-    it.
+    So the highest node that still holds its saved tensors has raised, or the next lower node has.
     """
-    left = [node for node in walk(roots_of(outputs)).nodes[:_MOST_NODES] if holds_saved(node)]
-    return max(left, key=lambda node: int(node._sequence_nr()), default=None)
+    pending = [node for node in walk(roots_of(outputs)).nodes[:_MOST_NODES] if holds_saved(node)]
+    return max(pending, key=lambda node: int(node._sequence_nr()), default=None)

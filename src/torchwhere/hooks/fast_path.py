@@ -1,71 +1,73 @@
-"""How backwards, optimizer steps and training steps begin and end, as far as the native part does
-that: nothing without it.
+"""Lets the native part record the begin and the end of backwards, optimizer steps and training
+steps.
 
-It does only what Python has done before. What it must know for that it learns here: the way from a
-hook of ours to the user's line, and the names of optimizers. Whoever asks it goes on as ever where
-it says that it has not done it.
+The native part repeats what Python has recorded before. It learns two things here: the frames from
+a hook to the user's line, and the ids of optimizer names. Each method returns whether the native
+part has recorded the event; otherwise the caller records it in Python. Without the native part no
+method does anything.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, cast
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import python_stack
-from torchwhere.hooks.threads import BACKWARD_WORD, OPTIMIZER_WORD
+from torchwhere.hooks.threads import BACKWARD_PLACE, OPTIMIZER_PLACE
 
-_MOST_CODES = 1 << 12  # on the ways that are learned; whatever comes then is left to Python
+_MOST_CODES = 1 << 12  # code objects learned; Python records calls from further ones
 _NONE: tuple[str, ...] = ()
 
 
 class FastPath:
-    """What the native part does instead of Python, which is nothing: its own class has these names
-    too, and comes first."""
+    """The interface, with methods that do nothing. The native class overrides them."""
 
     __slots__ = _NONE
-    is_paused: bool  # the next backward is Python's: something may be new
-    ends_after_backward: bool  # `end_backward` is to say that there is more to do
+    is_paused: bool  # Python records the next backward: something may be new
+    ends_after_backward: bool  # `end_backward` must return True: a training step ends with it
 
     def begin_backward(self, _args: tuple[Any, ...]) -> int | None:
-        """Where the thread was before; None: this one is for Python. Given are the engine's
-        arguments, without the first."""
+        """Begin a backward, from the arguments of the engine without the first. Returns the packed
+        place of the thread before it; None if Python must record it."""
         return None
 
     def end_backward(self, _below: int) -> bool:
-        """Of a backward that began here. Whether there is more to do."""
+        """End a backward that `begin_backward` began. Returns whether Python must end a training
+        step."""
         return False
 
     def begin_optimizer(self) -> bool:
-        """Whether it was done."""
+        """Begin an optimizer step. Returns whether it is recorded."""
         return False
 
     def end_optimizer(self, _optimizer: Any) -> bool:
-        """Whether it was done, and with it the end of the step, if it is one."""
+        """End an optimizer step, and the training step if it ends too. Returns whether it is
+        recorded."""
         return False
 
     def next_step(self, _step: int) -> bool:
-        """Whether it was done."""
+        """Begin the next training step. Returns whether it is recorded."""
         return False
 
     def rest(self, _until_ns: int, _counts_steps: bool, _looked_at: tuple[Any, ...]) -> None:
-        """Python has seen to what there is to do between steps: until then, or until one of these
-        has another size."""
+        """Let the native part record steps alone until a time, or until one of these containers has
+        another size: Python has done its work between steps."""
 
     def wake(self) -> None:
-        """Python is to be asked the next time."""
+        """Let Python record the next step."""
 
     def learn_line(self, _frame: FrameType | None, _line: int) -> None:
-        """From this frame, a hook of ours, the way leads to that line."""
+        """Learn the id of the user's line that the frames from `_frame` on, a hook, lead to."""
 
     def learn_name(self, _name: str, _entry: int) -> None:
-        """The id of an optimizer's name."""
+        """Learn the id of the name of an optimizer."""
 
 
 class PythonFastPath(FastPath):
-    """All of it is Python's."""
+    """The fast path without the native part: Python records everything."""
 
     __slots__ = ("ends_after_backward", "is_paused")
 
@@ -74,18 +76,18 @@ class PythonFastPath(FastPath):
 
 
 class _Learning(FastPath):
-    """The half of the native one that is Python's."""
+    """The Python part of the native fast path."""
 
     __slots__ = _NONE
-    _codes: dict[int, CodeType]  # by their ids; kept, so that their ids stay their own
+    _codes: dict[int, CodeType]  # by their ids; referenced, so that the ids stay unique
     _lines: Any
     _names: dict[str, int]
 
     def learn_line(self, frame: FrameType | None, line: int) -> None:
-        way = python_stack.way_out(frame)
-        if way and line and len(self._codes) + len(way) <= _MOST_CODES:
-            *between, users = way
-            self._codes |= {id(passed.f_code): passed.f_code for passed in way}
+        frames = python_stack.frames_to_user(frame)
+        if frames and line and len(self._codes) + len(frames) <= _MOST_CODES:
+            *between, users = frames
+            self._codes |= {id(passed.f_code): passed.f_code for passed in frames}
             for passed in between:
                 self._lines[id(passed.f_code)] = 0
             self._lines[id(users.f_code) + 1 + users.f_lasti] = line
@@ -97,31 +99,32 @@ class _Learning(FastPath):
 @cache
 def _type_of(native: Any) -> Any:
     return type(
-        "NativePasses", (native.FastPath, _Learning), {"__slots__": ("_codes", "_lines", "_names")}
+        "NativeFastPath",
+        (native.FastPath, _Learning),
+        {"__slots__": ("_codes", "_lines", "_names")},
     )
 
 
 def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> FastPath:
-    """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have
-    stepped in this one."""
+    """The fast path of a watch. `steps` is the phase node of the steps, `steppers` has the ids of
+    the optimizers that have stepped in this training step."""
     if box.native is None or steps.under_way is None:
         return PythonFastPath()
     lines, names = box.native.Words(), dict[str, int]()
     fast_path: Any = _type_of(box.native)(
-        *(
-            box.native_box,
-            calls,
-            lines,
-            names,
-            steppers,
-            steps,
-            steps.ended,
-            steps.under_way,
-            BACKWARD_WORD,
-            OPTIMIZER_WORD,
-        ),
-        *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
+        box.native_box,
+        calls,
+        lines,
+        names,
+        steppers,
+        steps,
+        steps.ended,
+        steps.under_way,
+        BACKWARD_PLACE,
+        OPTIMIZER_PLACE,
+        int(Kind.OPTIMIZER),
+        int(Kind.STEP_END),
+        int(Kind.STEP_BEGIN),
     )
     fast_path._codes, fast_path._lines, fast_path._names = {}, lines, names
-    made: FastPath = fast_path
-    return made
+    return cast(FastPath, fast_path)

@@ -1,10 +1,10 @@
-"""Last words: where a rank's Python stack goes when it crashes in C, and when somebody outside asks
-for it.
+"""Writes the Python stacks of a rank to its fault file: when it crashes in C, and when another
+process asks with a signal.
 
-Python's own fault handler writes it, from C, without the GIL: it works while the process holds the
-GIL, waits or loops. A signal that nobody uses is made to mean "write your stack"; its number is in
-the box. A fault handler that the program enables, before or while we watch, is left as it is. All
-of it is taken back at the end, and an empty file is deleted.
+Python's fault handler writes them in C, without the GIL. So it works while the process holds the
+GIL, waits or loops. The watch registers the fault handler for an unused signal, whose number is in
+the box. It leaves a fault handler alone that the program enables, before or during the watch. The
+end of the watch removes everything and deletes an empty file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 from io import FileIO
 from pathlib import Path
 
-# above the first real-time signal; glibc keeps the lowest for itself, and some libraries the next
+# above the first real-time signal: glibc uses the lowest ones, and some libraries use the next
 _FIRST_TRIED = 8
 
 
 class Faults:
-    """One process's fault file."""
+    """The fault file of one process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -50,8 +50,8 @@ class Faults:
                     self._path.unlink()
 
     def abandon(self) -> None:
-        """Let go of handlers and file, and delete nothing: a forked child inherits them, but the
-        file is its parent's."""
+        """Release handlers and file without deleting it: a forked child inherits them, but the file
+        belongs to its parent."""
         if self.signal is not None:
             faulthandler.unregister(self.signal)
             self.signal = None
@@ -63,8 +63,8 @@ class Faults:
             self._file = None
 
     def _is_in_use(self) -> bool:
-        """Whether the fault handler still writes to our file. It tells nobody, but it holds a
-        reference; a program that has enabled it anew for a file of its own made it let go."""
+        """Whether the fault handler still writes to our file. It has no function that says so, but
+        it holds a reference to the file until a program enables it for another file."""
         return sys.getrefcount(self._file) > self._references
 
     def rename(self, path: Path) -> None:

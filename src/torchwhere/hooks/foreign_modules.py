@@ -1,10 +1,10 @@
-"""Names for modules that belong to no known model: a second model, a loss, an activation made on
-the fly.
+"""Names modules that belong to no known model: a second model, a loss, an activation created in a
+forward.
 
-Such a module is looked for below all known roots, which takes a walk over them. One that is called
-outside any other is looked for in the modules that the calling frames can see. Where modules of one
-class came from nowhere twice at one place, the next one there is taken to be another one. A module
-that has parts or parameters is still looked for now and then, and in the frames each time.
+The search for such a module walks through all known models. For a module that is called outside all
+others, it also looks at the modules in the variables of the calling frames. If modules of one class
+were found nowhere twice at one place, the next one there is not searched for. A module that has
+submodules or parameters is still searched for sometimes, and in the frames each time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _OFTEN = 2
 
 
 class _Numbers:
-    """Numbers from 1 on for things that are alive. A number is free again when its thing is
-    gone."""
+    """Numbers live modules from 1 on. The number of a freed module is given again."""
 
     def __init__(self) -> None:
         self._free: list[int] = []  # a heap
@@ -33,7 +32,7 @@ class _Numbers:
         self._highest = 0
 
     def give(self, thing: nn.Module) -> int:
-        """The lowest number that is free."""
+        """Give the lowest free number to a module."""
         if self._free:
             number = heapq.heappop(self._free)
         else:
@@ -47,7 +46,7 @@ class _Numbers:
 
 
 class ForeignModules:
-    """Names them in angle brackets: not a state_dict name."""
+    """Names modules of no known model in angle brackets: these are not state_dict names."""
 
     def __init__(self, names: NameTable) -> None:
         self._names = names
@@ -55,13 +54,14 @@ class ForeignModules:
         self._from_nowhere: dict[tuple[type, int], int] = {}
 
     def is_one(self, module: nn.Module, within: int) -> bool:
-        """Whether a module, called in another one (its id) or `OUTSIDE`, need not be looked for in
-        the known models."""
+        """Whether a module need not be searched for in the known models. `within` is the id of the
+        module that calls it, or `OUTSIDE`."""
         times = self._from_nowhere.get((type(module), within), 0)
         return times >= _OFTEN and (_is_bare(module) or times.bit_count() > 1)
 
     def inside(self, module: nn.Module, within: int, parent: str | None) -> str:
-        """A name for one that is held in a plain list of another one, or made on the fly there."""
+        """The name of a module that another module calls without registering it: from a plain list,
+        or created in its forward."""
         name = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
         if module._modules:  # so that its parts have names of their own
             self._names.add_root(module, prefix=name)
@@ -69,8 +69,8 @@ class ForeignModules:
         return name
 
     def root_of(self, module: nn.Module, frame: FrameType | None) -> nn.Module:
-        """The model that one called outside any other belongs to, as far as the calling frames can
-        see it: often itself."""
+        """The model of a module that is called outside all others, as far as the calling frames
+        have it; often the module itself."""
         if _is_bare(module) and self.is_one(module, OUTSIDE):
             return module
         root = enclosing(module, frame)
@@ -79,8 +79,8 @@ class ForeignModules:
         return root
 
     def prefix(self, root: nn.Module) -> str:
-        """`<CrossEntropyLoss>`, `<Discriminator>.layers.0`. One of the same class is `#2`, unless
-        the first is gone by now."""
+        """The prefix of a model: `<CrossEntropyLoss>`, `<Discriminator>`. The second live model of
+        a class is `<Discriminator#2>`."""
         name = type(innermost(root)).__name__
         number = self._numbered.setdefault(name, _Numbers()).give(root)
         return f"<{name}>" if number == 1 else f"<{name}#{number}>"

@@ -1,10 +1,10 @@
-"""Process groups in the making: `init_process_group` and `new_group`, in which all ranks wait for
-each other.
+"""Records the creation of process groups: `init_process_group` and `new_group`, in which all ranks
+wait for each other.
 
-No collective happens there, so without this a job that never gets out of its start would look as if
-nothing were the matter. Recorded when it begins and when it ends, with how many groups were made
-before: ranks are compared by that number. A group that its members alone wait for
-(`use_local_synchronization`) says nothing about the others, and is left out.
+They issue no collective, so without this hook a job that hangs there would look healthy. Records
+the begin and the end, with the number of groups created before: ranks are compared by that number.
+A group that only its members wait for (`use_local_synchronization`) says nothing about the other
+ranks, and is left out.
 """
 
 from __future__ import annotations
@@ -17,35 +17,33 @@ import torch.distributed as dist
 
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
+from torchwhere.hooks.shown_frames import shown_as
 
-_MOST_RANKS = 64  # of a group, that are written down
+_MOST_RANKS = 64  # recorded for a group
 
-# what is called, how many were made before, for which ranks
+# function, number of groups created before, ranks
 OnBegin = Callable[[str, int, list[int] | None], None]
 
 
 class GroupCreationHook:
-    """Tells when this rank begins to make a group that all ranks must make, and when it is made."""
+    """Calls back when this rank begins and ends to create a group that all ranks must create."""
 
     def __init__(self, *, on_begin: OnBegin, on_end: Callable[[], None]) -> None:
         self._on_begin = on_begin
         self._on_end = on_end
-        self._made = 0
+        self._created = 0
         self._depth = 0
         self._active = False
-        self._patched: list[tuple[Any, str, Any, Any]] = []  # where, name, the original, ours
-        self.errors = ErrorLimiter("gathering", self.switch_off)
+        self._patched: list[tuple[Any, str, Any, Any]] = []  # module, name, original, wrapper
+        self.errors = ErrorLimiter("process groups", self.switch_off)
 
     def install(self) -> list[str]:
         if not dist.is_available():
             return []
         self._active = True
         world = _torch.private("process_groups")
-        self._made = (
-            int(getattr(world, "group_count", 0))
-            if world is not None and dist.is_initialized()
-            else 0
-        )
+        if world is not None and dist.is_initialized():
+            self._created = int(getattr(world, "group_count", 0))
         init = self._wrapped("init_process_group", dist.init_process_group)
         for module in (dist, dist.distributed_c10d):
             self._patch(module, "init_process_group", init)
@@ -53,32 +51,33 @@ class GroupCreationHook:
             self._patch(
                 dist.distributed_c10d, "_new_group_with_tag", self._wrapped("new_group", make)
             )
-        return _torch.missing("gathering")
+        return _torch.missing("process groups")
 
     def switch_off(self) -> None:
         self._active = False
 
     def remove(self) -> None:
-        """Take the patches back. Who imported a function by name while we watched keeps ours: it
-        passes everything on."""
+        """Restore the originals. Code that imported a wrapper by name during the watch keeps it: it
+        only calls the original."""
         self._active = False
         while self._patched:
-            module, name, original, ours = self._patched.pop()
-            if getattr(module, name, None) is ours:
+            module, name, original, wrapper = self._patched.pop()
+            if getattr(module, name, None) is wrapper:
                 setattr(module, name, original)
 
-    def _patch(self, module: Any, name: str, ours: Any) -> None:
-        self._patched.append((module, name, getattr(module, name), ours))
-        setattr(module, name, ours)
+    def _patch(self, module: Any, name: str, wrapper: Any) -> None:
+        self._patched.append((module, name, getattr(module, name), wrapper))
+        setattr(module, name, wrapper)
 
     def _wrapped(self, op: str, original: Any) -> Any:
         @wraps(original)
+        @shown_as(original, calling="func")
         def group_creation(*args: Any, **kwargs: Any) -> Any:
-            begun = self._begin(op, args, kwargs)
+            is_recorded = self._begin(op, args, kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                if begun:
+                if is_recorded:
                     self._end()
 
         return group_creation
@@ -88,11 +87,13 @@ class GroupCreationHook:
         if not self._active or self._depth or kwargs.get("use_local_synchronization"):
             return False
         try:
-            ranks = kwargs.get("ranks", args[0] if args else None) if op == "new_group" else None
+            ranks = None
+            if op == "new_group":
+                ranks = kwargs["ranks"] if "ranks" in kwargs else next(iter(args), None)
             self._depth += 1
-            self._made += 1
+            self._created += 1
             few = list(map(int, ranks))[:_MOST_RANKS] if ranks is not None else None
-            self._on_begin(op, self._made - 1, few)
+            self._on_begin(op, self._created - 1, few)
         except Exception as error:
             self.errors(error)
         return True

@@ -1,8 +1,8 @@
-"""Process groups: who is in them, what they are called, and how far each has counted.
+"""Describes process groups (ranks, names, mesh dimensions) and numbers their collectives.
 
-A collective is matched between ranks by its group and its number in that group, never by a clock.
-Numbers start where the group's own sequence number stands when we first see it, so ranks that begin
-to watch at different moments still agree.
+Readers match a collective between ranks by its group and its number in that group, never by a
+clock. The first number is the group's own sequence number at that moment, so ranks that start to
+watch at different times still agree.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 
-# their own sequence number goes up by one per collective, as ours does
+# backends whose sequence number goes up by one per collective, as ours does
 _COUNTING_BACKENDS = ("gloo", "nccl")
 
-
 WHOLE_GROUP = (-1, -1)
-_MOST_COUNTS = 32  # of groups, in the header of a box
+_MOST_COUNTS = 32  # groups with a count in the header of a box
 
 
 @dataclass(slots=True)
 class StreamCounter:
-    """What is counted in one sequence: the collectives of a group, or the messages from one rank to
+    """Numbers one sequence: the collectives of a group, or the messages from one rank to
     another."""
 
-    numbers: Iterator[int]  # the next is that of the next collective
-    # index of its words in the box; None when there are more streams than room for them
+    numbers: Iterator[int]  # its next item is the number of the next collective
+    # index of its words in the box; None if the box has no room for more streams
     counter: int | None
 
 
@@ -52,7 +51,7 @@ class WatchedGroup:
     backend: str
     mesh_dim: str | None
     entry: int = 0  # id in the table
-    # what repeats of a collective, to its id in the table
+    # ids of signatures in the table, by the facts that they hold
     signatures: dict[Any, int] = field(default_factory=dict)
     # by (source, destination), or WHOLE_GROUP
     streams: dict[tuple[int, int], StreamCounter] = field(default_factory=dict)
@@ -71,13 +70,13 @@ class WatchedGroup:
 
 
 class WatchedGroups:
-    """All groups of this process, those made before the watch began too."""
+    """All groups of this process, including those created before the watch."""
 
     def __init__(self, box: BoxWriter, *, on_new: Callable[[], None]) -> None:
         self._box = box
         self._on_new = on_new
-        # by the id of the process group, while that is there
-        self._known: dict[int, WatchedGroup] = {}
+        # by the id of the process group, while it lives
+        self._groups: dict[int, WatchedGroup] = {}
         self._alive: dict[int, Any] = {}
         self._has_new = False
         self._count_from: Callable[[int], Iterator[int]] = (
@@ -87,12 +86,12 @@ class WatchedGroups:
     def of(self, boxed: Any) -> WatchedGroup:
         """The group of a c10d call, from the boxed process group in its arguments."""
         pg = dist.ProcessGroup.unbox(boxed)
-        return self._known.get(id(pg)) or self._meet(pg)
+        return self._groups.get(id(pg)) or self._add(pg)
 
     def stream(
         self, group: WatchedGroup, ends: tuple[int, int], *, first: int = 0
     ) -> StreamCounter:
-        """The sequence that messages between `ends` are counted in, from `first` on."""
+        """The counter of the messages between `ends`; a new one starts at `first`."""
         stream = group.streams.get(ends)
         if stream is None:
             stream = group.streams[ends] = StreamCounter(
@@ -101,38 +100,38 @@ class WatchedGroups:
         return stream
 
     def refresh(self) -> None:
-        """Meet every group there is, used or not, and name mesh dimensions. Called at the start,
-        between steps, at the end."""
+        """Add every new group, used or not, and name mesh dimensions. Called at the start, between
+        steps, and at the end."""
         world = _torch.private("process_groups")
-        if world is not None and dist.is_initialized() and len(world.pg_map) != len(self._known):
+        if world is not None and dist.is_initialized() and len(world.pg_map) != len(self._groups):
             for pg in list(world.pg_map):
-                if isinstance(pg, dist.ProcessGroup) and id(pg) not in self._known:
-                    self._meet(pg)
+                if isinstance(pg, dist.ProcessGroup) and id(pg) not in self._groups:
+                    self._add(pg)
         if self._has_new:
             self._has_new = False
             self._name_dimensions()
 
     def looked_at(self) -> tuple[Any, ...]:
-        """While these have the size they have now, `refresh` has nothing to do."""
+        """Containers: while their sizes do not change, `refresh` has nothing to do."""
         world = _torch.private("process_groups")
-        return (self._known,) if world is None else (self._known, world.pg_map)
+        return (self._groups,) if world is None else (self._groups, world.pg_map)
 
     def _name_dimensions(self) -> None:
-        """From the meshes themselves: a dimension as wide as the world has no group of its own, and
-        older torch describes the groups it makes by other words. Looks at all objects there are, so
-        never inside a step."""
+        """Name the mesh dimensions of groups, from the meshes themselves: a dimension as wide as
+        the world has no group of its own, and older torch describes its groups differently. Looks
+        at all live objects, so never call it inside a step."""
         dims = _mesh_dims()
-        for group in list(self._known.values()):
+        for group in list(self._groups.values()):
             if group.mesh_dim != dims.get(group.name, group.mesh_dim):
                 group.mesh_dim = dims[group.name]
                 self._box.intern(EntryType.GROUP, json.dumps(group.to_dict()))
 
     def finish(self) -> None:
-        """At the end: a mesh may have been made over groups that were known before it."""
+        """Name mesh dimensions again at the end: a mesh may use groups that are older than it."""
         self._has_new = True
         self.refresh()
 
-    def _meet(self, pg: Any) -> WatchedGroup:
+    def _add(self, pg: Any) -> WatchedGroup:
         group = WatchedGroup(
             name=pg.group_name,
             desc=pg.group_desc,
@@ -151,20 +150,21 @@ class WatchedGroups:
         return group
 
     def _keep(self, pg: Any, group: WatchedGroup) -> None:
-        """Until the job destroys it: held by us, its threads and connections would outlive it. One
-        that only C++ holds has no Python object but this; it would be another one the next time."""
+        """Remember a group until the job destroys it. A strong reference would keep its threads and
+        connections alive. A group that only C++ holds needs one: otherwise it would have a new
+        Python object each time."""
         world = _torch.private("process_groups")
         is_held = world is not None and pg in world.pg_map
-        self._known[id(pg)] = group
+        self._groups[id(pg)] = group
         self._alive[id(pg)] = weakref.ref(pg, partial(self._forget, id(pg))) if is_held else pg
 
     def _forget(self, key: int, _dead: object) -> None:
-        self._known.pop(key, None)
+        self._groups.pop(key, None)
         self._alive.pop(key, None)
 
     def _keep_count(self, name: str, counted: int) -> None:
-        """Where our own count begins: gloo's has messages in it, so that a reader may have to count
-        anew."""
+        """Write the first number of our count: gloo also counts messages, so a reader may have to
+        count again."""
         counts = self._box.meta.get("counted", {})
         if len(counts) < _MOST_COUNTS:
             self._box.meta = self._box.meta | {"counted": counts | {name: counted}}
@@ -174,16 +174,16 @@ class WatchedGroups:
 def _ranks(pg: Any) -> list[int]:
     try:
         return list(dist.get_process_group_ranks(pg))
-    except (KeyError, ValueError, RuntimeError):  # not in the public table: known by its size only
+    except (KeyError, ValueError, RuntimeError):  # not in the public table: only the size is known
         return list(range(pg.size()))
 
 
 def _backend(pg: Any) -> str:
-    """`gloo`, `nccl`; where devices differ, which for which: `cpu:gloo,cuda:nccl`."""
+    """`gloo` or `nccl`; if devices have different backends, all: `cpu:gloo,cuda:nccl`."""
     world = _torch.private("process_groups")
     entry = world.pg_map.get(pg) if world is not None else None
     name = str(entry[0]) if entry else str(pg.name())
-    if name == "undefined":  # made without naming one
+    if name == "undefined":  # created without a backend
         per_device = str(world.pg_backend_config.get(pg, name))
         names = {part.rpartition(":")[2] for part in per_device.split(",")}
         return names.pop() if len(names) == 1 else per_device
@@ -191,27 +191,27 @@ def _backend(pg: Any) -> str:
 
 
 def _mesh_dim(desc: str) -> str | None:
-    """DeviceMesh describes the groups it makes as `mesh_<dimension>`. What the meshes say comes
-    later and counts more."""
+    """The mesh dimension in a description: DeviceMesh describes its groups as `mesh_<dimension>`.
+    `_mesh_dims` corrects it later."""
     return desc.removeprefix("mesh_") if desc.startswith("mesh_") else None
 
 
 def _mesh_dims() -> dict[str, str]:
-    """Group name to mesh dimension name, from the meshes alive in this process (nothing else lists
+    """Group name to mesh dimension name, from the live meshes of this process (torch has no list of
     them)."""
     device_mesh = sys.modules.get("torch.distributed.device_mesh")
     if device_mesh is None:
         return {}
-    found: dict[str, str] = {}
+    dims: dict[str, str] = {}
     for mesh in gc.get_referrers(device_mesh.DeviceMesh):
         if isinstance(mesh, device_mesh.DeviceMesh) and mesh.mesh_dim_names:
-            # a mesh that this rank is not part of, or whose world is gone
+            # a mesh without this rank, or whose process groups are destroyed
             with contextlib.suppress(Exception):
-                found |= {
+                dims |= {
                     pg.group_name: dim
                     for dim, pg in zip(mesh.mesh_dim_names, mesh.get_all_groups(), strict=True)
                 }
-    return found
+    return dims
 
 
 def _counted_so_far(pg: Any, backend: str) -> int:

@@ -1,5 +1,5 @@
-"""Python kernels on the `BackendSelect` key of collectives: how they are registered and removed
-while other threads run.
+"""Registers Python kernels on the `BackendSelect` key of collectives, and removes them while other
+threads run.
 
 torch frees a kernel as soon as it is removed, even if a thread is inside it. A thread that has
 selected the key but not yet looked up the kernel then finds none, and torch raises an internal
@@ -26,16 +26,16 @@ _QUIET_S = 0.1
 
 
 class Kernels:
-    """Kernels on some ops. A subclass registers them, and sends each call to `told`, or counts it
-    as untold.
+    """Kernels on some ops. A subclass registers them, and reports each call to `receiver` or counts
+    it as unreported.
 
     There is at most one set of each subclass in a process: two kernels on one key of an op do not
     work.
     """
 
     def __init__(self) -> None:
-        self.told: Any = None
-        self._untold = 0  # calls while `told` was None: only a change of it matters
+        self.receiver: Any = None
+        self._unreported = 0  # calls while `receiver` was None: only a change of it matters
         # the time of `silence`, and the calls until then
         self._silent: tuple[float, object] | None = None
         self._were_left = False
@@ -50,15 +50,15 @@ class Kernels:
         left: Self | None = _left.pop(cls, None)
         return left
 
-    def report_to(self, told: Any) -> None:
-        """Report calls to `told` from now on."""
+    def report_to(self, receiver: Any) -> None:
+        """Report calls to `receiver` from now on."""
         self._silent = None
-        self.told = told
+        self.receiver = receiver
 
     def silence(self) -> None:
-        """Stop reporting calls, and begin to look for those of other threads. `remove` comes
+        """Stop reporting calls, and start to look for calls of other threads. `remove` comes
         next."""
-        self.told = None
+        self.receiver = None
         if self._silent is None:
             self._silent = time.monotonic(), self._calls()
 
@@ -79,12 +79,12 @@ class Kernels:
 
     def leave(self) -> None:
         """Keep the kernels registered, without reports, for `take_left`."""
-        self.told, self._silent, self._were_left = None, None, True
+        self.receiver, self._silent, self._were_left = None, None, True
         _left[type(self)] = self
 
     def _register(self, name: str, make: Callable[[Callable[..., Any]], Any]) -> None:
-        """Put on an op the kernel that `make` returns. `make` gets the function that sends a call
-        on."""
+        """Register the kernel that `make` returns. `make` gets the function that redispatches a
+        call."""
         namespace, _, op = name.partition("::")
         library = self._libraries.get(namespace)
         if library is None:
@@ -100,11 +100,11 @@ class Kernels:
             library._destroy()
 
     def _calls(self) -> object:
-        """A value that differs after a call that nobody was told of."""
-        return self._untold
+        """A value that changes with each unreported call."""
+        return self._unreported
 
     def _may_be_called(self) -> bool:
-        """Whether another thread called the kernels when they were left, or may be on the way to
+        """Whether another thread called the kernels when they were left, or may be about to call
         one now."""
         stacks = _other_stacks()
         names = (
@@ -126,20 +126,20 @@ class Kernels:
 
 
 def below_backend_select() -> Any:
-    """The keys that a kernel of ours sends a call on to."""
+    """The keys that our kernels redispatch a call to."""
     return _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
 
 
 # The kernels that were removed last: a thread may still be inside one.
 _held: defaultdict[type[Kernels], deque[list[Any]]] = defaultdict(lambda: deque(maxlen=2))
 # The kernels that could not be removed: other threads called them, or this is a forked child.
-# Removal takes locks that another thread of the parent may have held at the fork. torch 2.11 lets
-# no others stand beside them.
+# Removal takes locks that another thread of the parent may have held at the fork. torch 2.11 allows
+# no other kernels beside them.
 _left: dict[type[Kernels], Any] = {}
 
 
 def are_alive(threads: Collection[int]) -> bool:
-    """Whether one of these threads still runs Python code, the calling thread aside."""
+    """Whether one of these threads, except the calling one, still runs Python code."""
     own = get_ident()
     return any(thread != own and thread in threads for thread in sys._current_frames())
 

@@ -1,6 +1,8 @@
-"""Keeps the layout of the watched models in the box: once after the first step, when wrapping is
-done, and at the end if it has changed since. Costs one walk through the models each time (about 15
-us a module), nothing in any other step, and nothing at all without a file.
+"""Writes the layout of the watched models to the box: after the first step, when all wrappers are
+applied, and at the end if it has changed.
+
+Each time costs one walk through the models (about 15 us a module). Other steps cost nothing, and a
+watch without a file never does it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torchwhere.model.units import stage_around
 
 
 class LayoutHook:
-    """Takes the layouts of a session's models."""
+    """Writes the layouts of the models of a session."""
 
     def __init__(self, box: BoxWriter, names: NameTable, modules: ModuleHook) -> None:
         self._box = box
@@ -38,7 +40,7 @@ class LayoutHook:
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is left to do at the end of a step."""
+        """Whether nothing is left to do at the end of a step."""
         return bool(self._count) or self._is_off
 
     def step_ended(self) -> None:
@@ -46,8 +48,8 @@ class LayoutHook:
             self._take()
 
     def finish(self) -> None:
-        """The watch ends. A world that was destroyed before says less than what was written while
-        it was there."""
+        """Write the last layout at the end of the watch. If the process groups are destroyed
+        already, the layout of the first step says more."""
         if not self._is_off and (not self._count or dist.is_initialized()):
             self._take()
         self.remove()
@@ -62,20 +64,20 @@ class LayoutHook:
                     self._box.intern_many(EntryType.LAYOUT, pack(self._count, layout))
                     self._last, self._count = layout, self._count + 1
         except Exception as error:
-            # what failed once fails again: it is said, and not tried in every step
+            # it would fail again: log it once, and do not try in every step
             self._is_off = True
             self.errors(error)
 
     def _models(self) -> list[tuple[str, nn.Module, object]]:
-        """The models with parameters, each in the outermost wrapper that was called, with the
+        """The models with parameters: prefix, the outermost wrapper that was called, and the
         pipeline stage around it."""
         around = {id(wrapped(wrapper)): wrapper for wrapper in self._modules.wrappers()}
-        found = []
+        models = []
         for prefix, root in self._names.roots():
             stage = stage_around(root)
             while id(root) in around:
                 root = around[id(root)]
                 stage = stage or stage_around(root)
             if any(True for _ in root.parameters()):
-                found.append((prefix, root, stage))
-        return found
+                models.append((prefix, root, stage))
+        return models

@@ -1,8 +1,9 @@
-"""Wrappers of ours that could not be taken off at the end of a watch: somebody else had wrapped
-them by then.
+"""Remembers wrappers that could not be removed at the end of a watch because another library had
+wrapped them.
 
-They do nothing from then on. When that somebody puts back what they found, it is such a wrapper;
-the next watch looks through it, and what it takes back at its own end is what was there before us.
+Such a wrapper does nothing. If the other library later restores the function that it found, that
+function is such a wrapper: the next watch wraps the original inside it, and restores that original
+at its end.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ _inside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def retire(wrapper: Any, original: Any) -> None:
-    """Remember what is inside a wrapper that stays."""
+    """Remember the original of a wrapper that stays."""
     _inside[wrapper] = original
 
 
 def unwrap(function: Any) -> Any:
-    """A function, or what is inside it if it is a wrapper that was left."""
+    """The original inside a leftover wrapper; any other function as it is."""
     while (inside := _inside.get(function)) is not None:
         function = inside
     return function

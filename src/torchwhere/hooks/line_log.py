@@ -1,10 +1,11 @@
-"""Which line of the user's forward made which autograd nodes, on request: `forward_lines()`.
+"""Records which line of the user's forward made which autograd nodes, on request:
+`forward_lines()`.
 
-While it is on, Python tells of every new line of the user's own code (`sys.settrace`; code of torch
-and of installed packages is not traced). The autograd sequence number says which nodes were made
-since the line before: so a node is known by its number, and nothing is done for any op. Compiled
-code is compiled as ever. One thread: the one that asked. A debugger or a coverage tool that traces
-the thread already is left alone.
+While it is active, Python calls back at every new line of the user's own code (`sys.settrace`; it
+does not trace torch and installed packages). The autograd sequence number tells which nodes were
+made since the previous line: so the number of a node gives the line, and no op costs anything.
+Compiled code is compiled as usual. It traces only the thread that asked, and leaves a thread alone
+that a debugger or a coverage tool already traces.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torchwhere.hooks import _torch, python_stack
 
-_MOST = 1 << 20  # spans of numbers kept per thread, 12 MB
+_MOST_SPANS = 1 << 20  # spans of numbers per thread, 12 MB
 
 
 class UserLine(NamedTuple):
@@ -31,33 +32,33 @@ class UserLine(NamedTuple):
 
 
 class LineLog:
-    """The lines of one thread: from `seqs[i]` on, nodes were made by line `lines[i]` of the table;
-    0 is none that is known."""
+    """The lines of one thread: from number `seqs[i]` on, line `lines[i]` of the table made the
+    nodes; 0 is an unknown line."""
 
     def __init__(self) -> None:
         self.table: list[UserLine | None] = [None]
         self.seqs = array("Q")
         self.lines = array("I")
-        self.end = 0  # the number the next node will get, as of the last look
+        self.end = 0  # the number of the next node, at the last check
         self._ids: dict[tuple[int, int], int] = {}
-        self._codes: list[CodeType] = []  # kept, so that their ids stay their own
+        self._codes: list[CodeType] = []  # referenced, so that their ids stay unique
 
     def add(self, until: int, code: CodeType | None, line: int) -> None:
-        """Nodes from `end` until this number were made by this line."""
-        if len(self.seqs) >= _MOST:
-            del self.seqs[: _MOST // 2], self.lines[: _MOST // 2]
+        """Record that this line made the nodes from `end` until this number."""
+        if len(self.seqs) >= _MOST_SPANS:
+            del self.seqs[: _MOST_SPANS // 2], self.lines[: _MOST_SPANS // 2]
         self.seqs.append(self.end)
         self.lines.append(0 if code is None else self._id(code, line))
         self.end = until
 
     def _id(self, code: CodeType, line: int) -> int:
         key = id(code), line
-        known = self._ids.get(key)
-        if known is None:
-            known = self._ids[key] = len(self.table)
+        line_id = self._ids.get(key)
+        if line_id is None:
+            line_id = self._ids[key] = len(self.table)
             self.table.append(UserLine(code.co_filename, line, code.co_name))
             self._codes.append(code)
-        return known
+        return line_id
 
     def find(self, seq: int) -> UserLine | None:
         at = bisect_right(self.seqs, seq) - 1
@@ -65,7 +66,7 @@ class LineLog:
 
 
 class LineTracer:
-    """Fills the log of the thread it is started on. An error of its own ends the tracing, never the
+    """Fills the log of the thread that starts it. An error of its own ends the tracing, never the
     program."""
 
     def __init__(self, log: LineLog) -> None:
@@ -76,9 +77,9 @@ class LineTracer:
         self._traced: list[FrameType] = []
 
     def start(self, frame: FrameType | None) -> None:
-        """Trace from `frame` on, and the frames around it when they go on."""
+        """Trace from `frame` on, and the frames around it after it returns."""
         log, now = self.log, self._sequence_nr()
-        log.add(now, None, 0)  # what was made in between belongs to no line
+        log.add(now, None, 0)  # nodes made while no tracer ran belong to no line
         self._at(frame)
         while frame is not None:
             if python_stack.is_users(frame.f_code.co_filename) and frame.f_trace is None:
@@ -99,13 +100,11 @@ class LineTracer:
 
     @_torch.unseen
     def _called(self, frame: FrameType, event: str, arg: Any) -> Any:
-        """Python calls this when a function is entered; what it returns is called for each of its
-        lines."""
-        return (
-            self._inside(frame, event, arg)
-            if python_stack.is_users(frame.f_code.co_filename)
-            else None
-        )
+        """Python calls this when a function is entered, and then the returned function for each of
+        its lines."""
+        if not python_stack.is_users(frame.f_code.co_filename):
+            return None
+        return self._inside(frame, event, arg)
 
     @_torch.unseen
     def _inside(self, frame: FrameType, event: str, arg: Any) -> Any:
@@ -126,26 +125,26 @@ class LineTracer:
             self.log.add(now, self._code, self._line)
 
     def _at(self, frame: FrameType | None) -> None:
-        """Go on with the innermost frame of the user's."""
+        """Continue with the innermost frame of the user's own code."""
         while frame is not None and not python_stack.is_users(frame.f_code.co_filename):
             frame = frame.f_back
         self._code, self._line = (frame.f_code, frame.f_lineno) if frame is not None else (None, 0)
 
 
-# by thread; the numbers of a thread are never given again, so a log stays right
+# by thread; a thread never reuses a sequence number, so a log stays valid
 _logs: dict[int, LineLog] = {}
 _local = threading.local()
 
 
 def begin(frame: FrameType | None) -> bool:
-    """Record lines on this thread from now on; False where something else traces it."""
+    """Record lines on this thread from now on. Returns False if another tool traces it."""
     depth = getattr(_local, "depth", 0)
     if not depth:
         if sys.gettrace() is not None:
             return False
         log = _logs.get(threading.get_ident())
         sequence_nr = _torch.private("sequence_nr")
-        # a new thread with an old one's number
+        # a new thread may have the ident of an ended one
         if log is None or (sequence_nr is not None and sequence_nr() < log.end):
             log = _logs[threading.get_ident()] = LineLog()
         _local.tracer = LineTracer(log)
@@ -162,27 +161,25 @@ def end() -> None:
 
 
 def find(seq: int) -> tuple[UserLine | None, bool]:
-    """The line that made the node with this number, and whether only one thread could have: the
-    calling thread is likelier."""
-    own = _logs.get(threading.get_ident())
-    found = [line for log in _logs.values() if (line := log.find(seq)) is not None]
-    mine = own.find(seq) if own is not None else None
-    return mine or (found[0] if found else None), len(found) == 1
+    """The line that made the node with this number, and whether only one thread could have made it.
+    The log of the calling thread comes first."""
+    lines = [line for log in logs() if (line := log.find(seq)) is not None]
+    return (lines[0] if lines else None), len(lines) == 1
 
 
 def logs() -> list[LineLog]:
-    """All logs, that of the calling thread first."""
+    """All logs, the one of the calling thread first."""
     own = threading.get_ident()
     return [log for ident, log in sorted(_logs.items(), key=lambda item: item[0] != own)]
 
 
 def forget() -> None:
-    """Let go of what was recorded."""
+    """Drop all recorded lines."""
     _logs.clear()
 
 
 def shortened(written: UserLine, folder: str | None = None) -> str:
-    """`file:line`, relative to a folder: the watch's, or the one the process is in."""
+    """`file:line`, relative to a folder; by default the current folder."""
     return python_stack.shortened(
         written.file, written.line, folder=folder or python_stack.current_folder()
     )

@@ -1,8 +1,8 @@
-"""Puts a place together: what this thread's track says, what the autograd engine is running, and
-the line.
+"""Finds the current place: from the track of this thread, the node that the autograd engine runs,
+and the user's line.
 
-`spot()` gives the numbers a record holds (about 1 us in forward, 3 us in backward); `place()` the
-same as a `Place`.
+`spot()` returns the ids that a record holds (about 1 us in forward, 3 us in backward); `place()`
+returns the same as a `Place`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Certainty, Pass, Place
 from torchwhere.hooks import _torch, python_stack
-from torchwhere.hooks.threads import FIRST_MODULE_WORD, OPTIMIZER_WORD, Threads, Track, pass_of
+from torchwhere.hooks.threads import FIRST_MODULE_PLACE, OPTIMIZER_PLACE, Threads, Track, pass_of
 from torchwhere.model.module_names import NameTable, owner
 
 ACCUMULATE_GRAD_SEQ = (1 << 64) - 1  # every AccumulateGrad node carries this number
 _OPTIMIZER_FRAMES = (
     "Optimizer.profile_hook_step.<locals>.wrapper",
-    "OptimizerHook.watch_deepspeed.<locals>.step",
+    "DeepSpeedEngine.step",  # the original, or our wrapper of it
 )
 
 
 class PlaceIds(NamedTuple):
-    """A place in numbers: table ids, with the flags of its certainty."""
+    """A place as table ids, with the flags of its certainty."""
 
     pass_: int
     module: int = 0
@@ -64,12 +64,12 @@ class Locator:
 
     def spot(self, track: Track) -> PlaceIds:
         top = track.top
-        if top >= FIRST_MODULE_WORD:
-            return self.spot_of_word(top, track, pass_of(top))
+        if top >= FIRST_MODULE_PLACE:
+            return self.spot_of_packed(top, track, pass_of(top))
         running = self._task_id() != -1
         pass_ = pass_of(top)
         if pass_ == Pass.OPTIMIZER and not _in_optimizer():
-            # A step that raised never reached its post hook.
+            # A step that raised did not run its post hook.
             track.top = track.below_optimizer[0] if track.below_optimizer else 0
             track.below_optimizer.clear()
             return self.spot(track)
@@ -80,40 +80,40 @@ class Locator:
         return PlaceIds(pass_) if node is None else self.spot_of_node(node, track, pass_)
 
     def spot_in_optimizer(self, track: Track) -> PlaceIds:
-        """`spot` for a hook of an optimizer's step: that it is in one need not be found out."""
+        """`spot` for a hook of an optimizer step, which need not look for the step on the stack."""
         return (
             self.spot(track)
-            if track.top != OPTIMIZER_WORD or self._task_id() != -1
+            if track.top != OPTIMIZER_PLACE or self._task_id() != -1
             else _PLAIN[Pass.OPTIMIZER]
         )
 
-    def spot_of_word(self, word: int, track: Track, pass_: int) -> PlaceIds:
-        """What a word of a track's log says."""
-        if word < FIRST_MODULE_WORD:
+    def spot_of_packed(self, packed: int, track: Track, pass_: int) -> PlaceIds:
+        """The place of a packed place in the log of a track."""
+        if packed < FIRST_MODULE_PLACE:
             return PlaceIds(pass_)
-        call, flags = word & CALL_MASK, 0
-        if pass_of(word) == Pass.RECOMPUTE:
-            call = track.recomputed_call(word)
+        call, flags = packed & CALL_MASK, 0
+        if pass_of(packed) == Pass.RECOMPUTE:
+            call = track.recomputed_call(packed)
             flags = FLAG_INFERRED if call == NO_CALL else 0
         elif pass_ == Pass.SHAPE_INFERENCE:
             pass_ = int(Pass.FORWARD)
-        return PlaceIds(pass_, word >> MODULE_SHIFT, call, 0, flags)
+        return PlaceIds(pass_, packed >> MODULE_SHIFT, call, 0, flags)
 
     def spot_of_node(self, node: Any, track: Track, pass_: int = Pass.BACKWARD) -> PlaceIds:
-        """The place an autograd node belongs to: the call it was made in, or the parameter it
+        """The place of an autograd node: the call that made it, or the parameter that it
         accumulates into."""
         seq = node._sequence_nr()
         if seq == ACCUMULATE_GRAD_SEQ:
             return self.spot_of_param(node.variable, pass_)
         maker, certain = self.threads.maker(seq, track)
-        word = maker.word_at(seq) if maker is not None else None
-        if maker is None or word is None:
+        packed = maker.packed_at(seq) if maker is not None else None
+        if maker is None or packed is None:
             return PlaceIds(pass_, flags=FLAG_UNKNOWN)
-        spot = self.spot_of_word(word, maker, pass_)
+        spot = self.spot_of_packed(packed, maker, pass_)
         return spot if certain else spot._replace(flags=FLAG_INFERRED)
 
     def spot_of_param(self, param: torch.Tensor, pass_: int = Pass.BACKWARD) -> PlaceIds:
-        """Where a gradient is accumulated: the parameter, in the module that holds it."""
+        """The place of a gradient accumulation: the parameter, in the module that has it."""
         names = self.names.param_names(param)
         return (
             self.spot_of_param_name(names[0], pass_)
@@ -122,12 +122,12 @@ class Locator:
         )
 
     def spot_of_param_name(self, name: str, pass_: int) -> PlaceIds:
-        known = self._params.get((name, pass_))
-        if known is None:
-            known = self._params[name, pass_] = PlaceIds(
+        spot = self._params.get((name, pass_))
+        if spot is None:
+            spot = self._params[name, pass_] = PlaceIds(
                 pass_, self.module_id(owner(name)), NO_CALL, self.param_id(name)
             )
-        return known
+        return spot
 
     # -- names and lines ---------------------------------------------------------------------------
 
@@ -147,13 +147,13 @@ class Locator:
     def line_id(self, file: str | None, line: int) -> int:
         if file is None:
             return 0
-        known = self._lines.get((file, line))
-        if known is None:
+        entry_id = self._lines.get((file, line))
+        if entry_id is None:
             text = python_stack.shortened(file, line, folder=self.folder)
-            known = self._lines[file, line] = self._keep(
+            entry_id = self._lines[file, line] = self._keep(
                 self._box.intern(EntryType.LINE, text), text
             )
-        return known
+        return entry_id
 
     # -- a whole place -----------------------------------------------------------------------------
 

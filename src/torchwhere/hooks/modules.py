@@ -1,19 +1,13 @@
-"""Which module runs: wraps `nn.Module.__call__` while watching.
+"""Tells which module runs: wraps `nn.Module.__call__` during a watch.
 
-This file is the hot path: `__call__` below runs for every module call and costs about 1 us. It
-allocates nothing the garbage collector tracks. The wrapper keeps a module's no-hook fast path,
-unwinds on exceptions, and ends after the module's own forward hooks: the all-reduce of a
-row-parallel linear, issued in such a hook, lands on that linear.
-
-Dynamo traces through it as if it were not there: under `is_dynamo_compiling()`, which it folds to a
-constant, the original is called and nothing else is touched, so no guard depends on us. Its own
-frame is marked for dynamo to step over.
+`module_calls.py` has the wrapper itself, the hot path. This file installs it and does what happens
+rarely: it names a module at its first call, and finds the pass and the call number of a call from
+outside all modules.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,26 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchwhere.blackbox.file_format import (
-    CALL_MASK,
-    CURSOR_TIME,
-    MODULE_SHIFT,
-    NO_CALL,
-    PASS_SHIFT,
-)
+from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
-from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.hooks import _torch, native_calls, python_stack
+from torchwhere.hooks import _torch, module_calls, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.module_calls import ENTER, EXIT, SlowPath, Wrapper
 from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
 from torchwhere.hooks.threads import (
-    FIRST_MODULE_WORD,
+    FIRST_MODULE_PLACE,
     INHERITED,
-    LOG_MASK,
     RECOMPUTE_BIT,
     SHAPE_INFERENCE_BITS,
     Track,
@@ -49,14 +36,13 @@ from torchwhere.hooks.threads import (
 from torchwhere.model.module_names import NameTable, innermost, wrapped
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
-ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
-_TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
+_TRANSPARENT = 0  # the graph of a compiler, called as a module: not a module of the user
 
 OnError = Callable[[BaseException, Track], None]
 
 
 class ModuleHook:
-    """Keeps every thread's track and cursor on the module it is in."""
+    """Keeps the track and the cursor of every thread on the module that it runs."""
 
     def __init__(
         self,
@@ -74,7 +60,7 @@ class ModuleHook:
         self._on_first_call = on_first_call
         self._current_step = current_step
         self._events = events
-        # The id of a module to its word without a call; negative for a wrapper.
+        # The packed place of a module without a call, by its id; negative for a wrapper module.
         self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
@@ -82,56 +68,55 @@ class ModuleHook:
         self._naming = threading.RLock()
         self._root_is_given = False
         self._strangers = ForeignModules(locator.names)
-        # of each module in this step
+        # how often each module was called in this step
         self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
-        self._wrapper: Any = None
-        self._is_aside = False
-        self._call_through: Callable[[Any], None] = lambda _inner: None
-        self._retire: Callable[[], None] = lambda: None
+        self._wrapper: Wrapper | None = None
+        self._is_paused = False
 
     def install(self, model: nn.Module | None) -> list[str]:
         if model is not None:
             self.add_model(model)
         self._original = unwrap(nn.Module.__call__)
-        make = self._make_wrapper if self._box.native is None else self._make_native_wrapper
-        self._wrapper, self._call_through, self._retire = make()
-        nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
+        self._wrapper = self._make_wrapper()
+        nn.Module.__call__ = self._wrapper.function  # type: ignore[method-assign]
         return _torch.missing("modules")
 
     def remove(self) -> None:
-        """Somebody else may have wrapped our wrapper by now: then it stays, does nothing, and the
-        next watch takes it off.
+        """Restore `nn.Module.__call__`. If another library has wrapped it meanwhile, the wrapper
+        stays, does nothing, and the next watch removes it.
 
-        A model that was compiled meanwhile keeps it for good: `torch.compile` takes the `__call__`
-        that it finds.
+        A model that was compiled meanwhile keeps the wrapper for good: `torch.compile` takes the
+        `__call__` that it finds.
         """
-        self._is_aside = False
-        self._retire()
-        if not self._take_off() and self._wrapper is not None:
-            retire(self._wrapper, self._original)
+        self._is_paused = False
+        if self._wrapper is not None:
+            self._wrapper.retire()
+            if not self._restore():
+                retire(self._wrapper.function, self._original)
 
-    def _take_off(self) -> bool:
-        is_on = self._wrapper is not None and nn.Module.__call__ is self._wrapper
-        if is_on:
+    def _restore(self) -> bool:
+        """Restore the original if the wrapper is installed. Returns whether it was."""
+        is_installed = self._wrapper is not None and nn.Module.__call__ is self._wrapper.function
+        if is_installed:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        return is_on
+        return is_installed
 
     def pause(self) -> None:
-        """While a graph is compiled: dynamo would guard on the wrapper, and compile once more when
-        the watch is over."""
-        self._is_aside = self._take_off() or self._is_aside
+        """Remove the wrapper while a graph is compiled: dynamo would guard on it, and compile again
+        after the watch."""
+        self._is_paused = self._restore() or self._is_paused
 
     def resume(self) -> None:
-        if self._is_aside and nn.Module.__call__ is self._original:
-            nn.Module.__call__ = self._wrapper  # type: ignore[method-assign]
-        self._is_aside = False
+        if self._is_paused and self._wrapper is not None and nn.Module.__call__ is self._original:
+            nn.Module.__call__ = self._wrapper.function  # type: ignore[method-assign]
+        self._is_paused = False
 
     def add_model(self, model: nn.Module) -> None:
-        """Name a model given by the user. The first one is the root; another one given later has
-        its class as prefix."""
+        """Name a model that the user passed. The first one is the root; the names of a later one
+        begin with its class."""
         if not self._locator.names.modules.get(id(model)):
             self._locator.names.add_root(
                 model, prefix=self._strangers.prefix(model) if self._root is not None else ""
@@ -148,7 +133,7 @@ class ModuleHook:
         return self._locator.names
 
     def name_of(self, module: nn.Module) -> str | None:
-        """The name of a module that was called, or belongs to a model that was."""
+        """The name of a module that was called, or that belongs to a model that was called."""
         base = self._bases.get(id(module))
         if base:
             return self._locator.text_of(abs(base) >> MODULE_SHIFT)
@@ -156,165 +141,84 @@ class ModuleHook:
         return names[0] if names else None
 
     def is_wrapper(self, module: nn.Module) -> bool:
-        """Whether a module that was called is a wrapper around another one."""
+        """Whether a module that was called is a wrapper around another module."""
         return self._bases.get(id(module), 0) < 0
 
     def wrappers(self) -> list[nn.Module]:
-        """The wrappers that were called and are alive."""
+        """The wrapper modules that were called and are alive."""
         called = (ref() for key, ref in list(self._refs.items()) if self._bases.get(key, 0) < 0)
         return [module for module in called if module is not None]
 
     def is_transparent(self, module: nn.Module) -> bool:
-        """Whether it is a compiler's graph, called as a module."""
+        """Whether a module is the graph of a compiler, called as a module."""
         return self._bases.get(id(module)) == _TRANSPARENT
 
     def call_through(self, make_inner: Callable[[Any, bool], Any] | None) -> None:
-        """From now on, call every module, once its call is noted, through what `make_inner` makes;
-        None: as ever.
+        """Call every module, once its call is recorded, through the function that `make_inner`
+        makes; None: directly again.
 
-        It is given what this sense wraps, and whether that is torch's own `__call__`.
+        `make_inner` gets the function that this hook wraps, and whether it is torch's own
+        `__call__`.
         """
-        self._call_through(
-            None if make_inner is None else make_inner(self._original, self._runs_directly())
-        )
-
-    def _runs_directly(self) -> bool:
-        return (
-            self._original is _torch.private("wrapped_call") and _torch.private("call") is not None
-        )
+        if self._wrapper is not None:
+            self._wrapper.call_through(
+                None
+                if make_inner is None
+                else make_inner(self._original, module_calls.runs_directly(self._original))
+            )
 
     def forget_calls(self) -> None:
-        """A step has begun: calls are counted from 0 again."""
+        """Count calls from 0 again: a step has begun."""
         self.calls.clear()
 
-    # -- the hot path ------------------------------------------------------------------------------
+    # -- the wrapper -------------------------------------------------------------------------------
 
-    def _make_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-        original, slowly, on_error, errors = (
-            self._original,
-            self._enter_slowly,
-            self._on_error,
-            self.errors,
+    def _make_wrapper(self) -> Wrapper:
+        threads, box = self._locator.threads, self._box
+        rare = SlowPath(
+            self._original, self._enter_slowly, self._on_error, threads.here, self.errors
         )
-        local, here = self._locator.threads.local, self._locator.threads.here
-        base_of, calls, calls_of = self._bases.get, self.calls, self.calls.get
-        sequence_nr = _torch.private("sequence_nr") or (lambda: 0)
-        words, now = self._box.words, time.monotonic_ns
-        compiling = torch.compiler.is_dynamo_compiling
-        emit = (
-            _torch.unseen(self._box.make_place_record(self._current_step)) if self._events else None
+        if box.native is not None:
+            return self._make_native_wrapper(rare)
+        record = box.make_place_record(self._current_step) if self._events else None
+        return module_calls.make_python_wrapper(
+            rare,
+            threads=threads,
+            bases=self._bases,
+            calls=self.calls,
+            words=box.words,
+            emit=None if record is None else _torch.unseen(record),
         )
-        # None: what torch's own __call__ does, done here: one frame less, 0.2 us. Not if somebody
-        # else has wrapped it too.
-        plain = inner = None if self._runs_directly() else original
 
-        def call_through(telling: Any) -> None:
-            nonlocal inner
-            inner = telling or plain
-
-        def retire() -> None:
-            nonlocal compiling
-            compiling = native_calls.always
-
-        @_torch.stepped_over
-        def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - shown in tracebacks
-            if compiling():
-                return original(self, *args, **kwargs)
-            try:
-                try:
-                    track = local.track
-                except AttributeError:
-                    track = here()
-                below = track.top
-                base = base_of(id(self), -1)
-                if base <= 0 or below < FIRST_MODULE_WORD:
-                    word = slowly(self, track, below)
-                elif below & RECOMPUTE_BIT:
-                    word = base | below & INHERITED
-                else:
-                    call = calls_of(base, 0)
-                    calls[base] = call + 1
-                    word = base | call
-                at = track.count & LOG_MASK
-                track.seqs[at] = sequence_nr()
-                track.marks[at] = word
-                track.count += 1
-                track.top = word
-                cursor = track.cursor
-                words[cursor] = word
-                words[cursor + CURSOR_TIME] = t_ns = now()
-                if emit is not None and word != below:
-                    number = word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
-                    emit(ENTER, t_ns, word, number, track.number)
-            except Exception as error:
-                errors(error)
-                return original(self, *args, **kwargs)
-            try:
-                if inner is None:
-                    if self._compiled_call_impl is None:
-                        return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-                    return original(self, *args, **kwargs)
-                return inner(self, *args, **kwargs)
-            except BaseException as error:
-                on_error(error, track)
-                raise
-            finally:
-                try:
-                    t_ns = now()
-                    # a wrapper and what it wraps are one call
-                    if emit is not None and word != below:
-                        number = (
-                            word & CALL_MASK if not word & RECOMPUTE_BIT else track.call_of(word)
-                        )
-                        emit(EXIT, t_ns, word, number, track.number)
-                    track.top = below
-                    at = track.count & LOG_MASK
-                    track.seqs[at] = sequence_nr()
-                    track.marks[at] = below
-                    track.count += 1
-                    words[cursor] = below
-                    words[cursor + CURSOR_TIME] = t_ns
-                except Exception as error:
-                    errors(error)
-
-        return __call__, call_through, retire
-
-    def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-        kinds = (ENTER, EXIT) if self._events else (0, 0)
+    def _make_native_wrapper(self, rare: SlowPath) -> Wrapper:
+        enter_kind, exit_kind = (ENTER, EXIT) if self._events else (0, 0)
         calls = self._box.native.Calls(
-            *(
-                self._box.native_box,
-                self._bases,
-                self.calls,
-                RECOMPUTE_BIT,
-                INHERITED,
-                int(Pass.BACKWARD),
-                PIPELINING,
-                *kinds,
-            )
+            self._box.native_box,
+            self._bases,
+            self.calls,
+            RECOMPUTE_BIT,
+            INHERITED,
+            int(Pass.BACKWARD),
+            PIPELINING,
+            enter_kind,
+            exit_kind,
         )
-        here, entered = self._locator.threads.here, calls.entered
+        here, entered = rare.here, calls.entered
 
         @_torch.unseen
-        def slowly(module: nn.Module) -> int:
+        def enter_slowly(module: nn.Module) -> int:
             track = here()
             below = track.top
             return int(entered(self._enter_slowly(module, track, below), below))
 
-        return native_calls.make_wrapper(
-            *(calls, self._original),
-            slowly=slowly,
-            on_error=self._on_error,
-            here=here,
-            errors=self.errors,
-            runs_directly=self._runs_directly(),
-        )
+        return module_calls.make_native_wrapper(calls, rare._replace(enter=enter_slowly))
 
-    # -- the first time, and the outermost call ----------------------------------------------------
+    # -- the first call of a module, and calls from outside all modules ----------------------------
 
     @_torch.unseen
     def _enter_slowly(self, module: nn.Module, track: Track, below: int) -> int:
-        """The word for a module that is unknown, a wrapper, or called outside any other."""
+        """The packed place of a call of a module that is unknown, a wrapper, or called outside all
+        modules."""
         track.ready()
         base = self._bases.get(id(module))
         if base is None:
@@ -323,7 +227,7 @@ class ModuleHook:
         if base == _TRANSPARENT:
             return below
         is_wrapper, base = base < 0, abs(base)
-        if below >= FIRST_MODULE_WORD:
+        if below >= FIRST_MODULE_PLACE:
             if below & RECOMPUTE_BIT:
                 return base | below & INHERITED
         elif self._in_backward(below):
@@ -331,7 +235,7 @@ class ModuleHook:
         elif infers_shapes():
             return base | SHAPE_INFERENCE_BITS | NO_CALL
         call = self.calls.get(base, 0)
-        if not is_wrapper:  # a wrapper's call is that of the module inside it
+        if not is_wrapper:  # a wrapper and the module inside it are one call
             self.calls[base] = call + 1
         return base | call
 
@@ -359,7 +263,7 @@ class ModuleHook:
     # -- names -------------------------------------------------------------------------------------
 
     def _name(self, module: nn.Module, below: int) -> int:
-        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
+        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_PLACE else OUTSIDE
         looks_again = within != OUTSIDE and not self._strangers.is_one(module, within)
         name = self._known_name(module, looks_again=looks_again)
         if name is None and _is_graph(module):
@@ -367,14 +271,14 @@ class ModuleHook:
         if name is None:
             name = self._foreign_name(module, within)
         self._on_first_call(module)
-        word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
-        return -word if wrapped(module) is not None else word
+        packed = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
+        return -packed if wrapped(module) is not None else packed
 
     def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
-        """The name of a module of a known model, or of what it wraps.
+        """The name of a module of a known model, or of the module inside it.
 
-        With `looks_again`, also of one that came to a known model since: that takes a walk over all
-        known models.
+        With `looks_again`, also of a module that was added to a known model later: that takes a
+        walk over all known models.
         """
         inner: nn.Module | None = module
         while inner is not None:
@@ -389,28 +293,27 @@ class ModuleHook:
         return None
 
     def _may_be_root(self, root: nn.Module) -> bool:
-        """Whether a model that was found takes the names without a prefix.
+        """Whether a new model gets the names without a prefix.
 
-        The first one does; one that comes when the first is gone; and in the first step one that
-        contains it, as a part may be tried before the model is put together. Later that is a
-        wrapper for evaluation, say, maybe on one rank alone.
+        The first model does, and the next one after the first is freed. In the first step a model
+        that contains the first one does too: a script may call a part before it builds the model.
+        In a later step that is, for example, a wrapper for evaluation, perhaps on one rank only.
         """
         if self._root is None or self._root_is_given:
             return self._root is None
-        found = self._root()
-        if found is None:
+        current = self._root()
+        if current is None:
             return True
-        if self._current_step() or all(part is not found for part in root.modules()):
+        if self._current_step() or all(part is not current for part in root.modules()):
             return False
-        for part in found.modules():
+        for part in current.modules():
             self._forget(id(part))
-        self._locator.names.drop_root(found)
+        self._locator.names.drop_root(current)
         return True
 
     def _take_in_parts(self, root: nn.Module) -> None:
-        """In the first step: a part that was called before its model was seen is named after that
-        model from now on."""
-        parts = {id(known): known for prefix, known in self._locator.names.roots() if prefix}
+        """In the first step, rename the parts of a new model that were called before the model."""
+        parts = {id(part) for prefix, part in self._locator.names.roots() if prefix}
         if not parts or self._current_step():
             return
         for module in list(root.modules()):
@@ -423,9 +326,9 @@ class ModuleHook:
         """A name for a module that belongs to no model known so far."""
         if within != OUTSIDE:
             return self._strangers.inside(module, within, self._locator.text_of(within))
-        with self._naming:  # of two models that two threads call first, one is the root
+        with self._naming:  # two threads may call two models at the same time: one is the root
             root = self._strangers.root_of(module, python_stack.caller(3))
-            # the module came to a known model since that was looked at
+            # the module was added to a known model after the last walk
             if id(root) in self._locator.names.modules:
                 self._locator.names.refresh()
             name = self._known_name(module)
@@ -443,6 +346,6 @@ class ModuleHook:
 
 
 def _is_graph(module: nn.Module) -> bool:
-    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model
-    that was traced."""
+    """Whether a module is the graph of a compiler, whose parameters are inputs. A traced model has
+    parameters of its own."""
     return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None

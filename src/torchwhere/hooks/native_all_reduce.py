@@ -1,10 +1,8 @@
-"""The native kernel on `all_reduce`, where the native part is used: it records DDP's buckets by
-itself.
+"""Installs the native kernel on `all_reduce`: it records known buckets of DDP without Python.
 
-What it does not know it sends to an op of our own, `torchwhere::allreduce_`, which has the schema
-of torch's and the ordinary Python kernel on it. That op and its kernel stay once they are there: a
-thread may be on its way to them when a watch ends. It then only sends the call on. Nothing of
-torch's is touched by that.
+It sends all other calls to our own op `torchwhere::allreduce_`, which has the schema of torch's op
+and an ordinary Python kernel. That op and its kernel stay registered: a thread may be about to call
+them when a watch ends. They then only redispatch the call. This changes nothing in torch.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
-REDUCED = "allreduce_"
+ALL_REDUCE = "allreduce_"
 
 Issue = Callable[[tuple[Any, ...]], None]
 
-_ours: Any = None  # the library of our own op
-_told: tuple[Issue, ErrorLimiter] | None = None  # who is told of the calls that come there
+_library: Any = None  # of our own op
+_receiver: tuple[Issue, ErrorLimiter] | None = None  # gets the calls of our own op
 
 
 class NativeAllReduce:
@@ -36,46 +34,45 @@ class NativeAllReduce:
         self._turns = turns
 
     def install(self, issue: Issue, errors: ErrorLimiter) -> None:
-        """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets,
-        or a new one."""
-        global _told
-        _told = issue, errors
+        """Register the native kernel. `issue` gets all calls except known buckets of DDP."""
+        global _receiver
+        _receiver = issue, errors
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
         self.native.begin(self._box.native_box, engine.__code__, self._turns)
 
     def switch_off(self) -> None:
-        global _told
-        _told = None
+        global _receiver
+        _receiver = None
         self.native.pause()
 
     def abandon(self) -> None:
-        """In a forked child."""
-        global _told
-        _told = None
+        """In a forked child: as `switch_off`, without touching the box."""
+        global _receiver
+        _receiver = None
         self.native.abandon()
 
 
 def _define() -> None:
-    """Our own op, once."""
-    global _ours
-    if _ours is not None:
+    """Define our own op, once per process."""
+    global _library
+    if _library is not None:
         return
-    overload = getattr(torch.ops.c10d, REDUCED).default
+    overload = getattr(torch.ops.c10d, ALL_REDUCE).default
     below = _torch.private("keyset_after")(_torch.private("dispatch_key").BackendSelect)
     redispatch = overload._handle.redispatch_boxed
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        told = _told
-        if told is not None:
+        receiver = _receiver
+        if receiver is not None:
             try:
-                told[0](args)
+                receiver[0](args)
             except Exception as error:
-                told[1](error)
+                receiver[1](error)
         return redispatch(keyset & below, *args, **kwargs)
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(str(overload._schema).removeprefix("c10d::"))
-    library.impl(REDUCED, kernel, "BackendSelect", with_keyset=True)
-    _ours = library
+    library.impl(ALL_REDUCE, kernel, "BackendSelect", with_keyset=True)
+    _library = library

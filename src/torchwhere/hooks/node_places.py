@@ -1,8 +1,8 @@
-"""Which module call made each of many autograd nodes: the answer of `Locator.spot_of_node`, for a
-million numbers at once.
+"""Finds the module calls that made many autograd nodes: `Locator.spot_of_node` for a million
+numbers at once.
 
-Takes the sequence numbers of nodes, gives `Places`. Asked from the thread that made the graph, as a
-rule: where several threads could have made a node, it is the one that asks, and the answer is
+Takes the sequence numbers of nodes, returns `Places`. Usually the thread that made the graph calls
+this. If several threads could have made a node, the calling thread is assumed, and the answer is
 `inferred`.
 """
 
@@ -21,13 +21,13 @@ _INFERRED, _EXACT = CERTAINTIES.index(Certainty.INFERRED), CERTAINTIES.index(Cer
 
 
 def places(locator: Locator, sequence: NDArray[np.uint64]) -> Places:
-    """Where the nodes with these numbers were made."""
+    """The places of the nodes with these numbers."""
     here = locator.threads.here()
     tracks = sorted(
         locator.threads.logged(),
         key=lambda track: (track is not here, track.name != "MainThread", track.number),
     )
-    found = Places.unknown(len(sequence))
+    answer = Places.unknown(len(sequence))
     is_made = sequence != ACCUMULATE_GRAD_SEQ
     claims = [(track, *_claim(track, sequence)) for track in tracks]
     is_within = [is_made & has & (sequence < track.newest()) for track, _, has in claims]
@@ -37,18 +37,18 @@ def places(locator: Locator, sequence: NDArray[np.uint64]) -> Places:
         else np.zeros(len(sequence), np.int64)
     )
     modules: dict[str | None, int] = {None: 0}
-    for (track, words, has), inside in zip(claims, is_within, strict=True):
-        mine = np.flatnonzero((inside | (is_made & has & (makers == 0))) & (found.certainty == 0))
-        _name(locator, track, words[mine], mine, found, modules)
-    found.certainty[(makers > 1) & (found.certainty == _EXACT)] = _INFERRED
-    return found._replace(modules=list(modules))
+    for (track, packed, has), inside in zip(claims, is_within, strict=True):
+        own = np.flatnonzero((inside | (is_made & has & (makers == 0))) & (answer.certainty == 0))
+        _name(locator, track, packed[own], own, answer, modules)
+    answer.certainty[(makers > 1) & (answer.certainty == _EXACT)] = _INFERRED
+    return answer._replace(modules=list(modules))
 
 
 def _claim(
     track: Track, sequence: NDArray[np.uint64]
 ) -> tuple[NDArray[np.uint64], NDArray[np.bool_]]:
-    """For each number the word of the call that was running on a thread when it got to it, and
-    whether its log knows."""
+    """For each number, the packed place of the call that the thread ran at that number, and whether
+    the log has it."""
     count = min(track.count, LOG_LENGTH)
     order = np.arange(track.count - count, track.count) & LOG_MASK
     seqs, marks = (
@@ -62,19 +62,19 @@ def _claim(
 def _name(
     locator: Locator,
     track: Track,
-    words: NDArray[np.uint64],
-    which: NDArray[np.int64],
-    found: Places,
+    packed_places: NDArray[np.uint64],
+    rows_of: NDArray[np.int64],
+    answer: Places,
     modules: dict[str | None, int],
 ) -> None:
-    distinct, at = np.unique(words, return_inverse=True)
+    distinct, at = np.unique(packed_places, return_inverse=True)
     rows = []
-    for word in distinct.tolist():
-        spot = locator.spot_of_word(word, track, Pass.BACKWARD)
+    for packed in distinct.tolist():
+        spot = locator.spot_of_packed(packed, track, Pass.BACKWARD)
         module = locator.text_of(spot.module) if spot.module else None
         call = -1 if module is None or spot.call == NO_CALL else spot.call
         rows.append(
             (modules.setdefault(module, len(modules)), call, _INFERRED if spot.flags else _EXACT)
         )
     table = np.array(rows, np.int64).reshape(len(rows), 3)[at]
-    found.module[which], found.call[which], found.certainty[which] = table.T
+    answer.module[rows_of], answer.call[rows_of], answer.certainty[rows_of] = table.T

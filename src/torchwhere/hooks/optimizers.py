@@ -1,9 +1,9 @@
-"""Optimizer steps, and from them the step of the training.
+"""Counts optimizer steps, and derives the training step from them.
 
-A training step ends when an optimizer steps that has stepped before since the last end. So one
-optimizer counts each of its steps, several in a row count once, two that alternate (a GAN) count
-once per round, and one per parameter stepping inside backward counts once per backward. DeepSpeed
-drives an inner optimizer, once per sub-group: there its engine's step counts.
+A training step ends when an optimizer steps that has already stepped since the last training step.
+So one optimizer counts each of its steps, several in a row count once, two that alternate (a GAN)
+count once per round, and one optimizer per parameter that steps inside backward counts once per
+backward. DeepSpeed runs an inner optimizer once per sub-group: there, `step` of its engine counts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.fast_path import FastPath
 from torchwhere.hooks.locate import Locator
-from torchwhere.hooks.threads import OPTIMIZER_WORD, Track, pass_of
+from torchwhere.hooks.shown_frames import shown_as
+from torchwhere.hooks.threads import OPTIMIZER_PLACE, Track, pass_of
 
 
 class OptimizerHook:
-    """Tells when an optimizer step begins and ends, and when a training step has ended."""
+    """Calls back when an optimizer step begins and ends, and when a training step has ended."""
 
     def __init__(
         self,
@@ -40,9 +41,9 @@ class OptimizerHook:
         self._on_move = on_move
         self._on_optimizer = on_optimizer
         self._on_step_end = on_step_end
-        self._stepped = steppers  # since the last end of a step; the native part looks at it, too
+        self._stepped = steppers  # since the last training step; the native part reads it too
         self._handles: list[Any] = []
-        self._driving = False  # inside the step of a DeepSpeed engine
+        self._is_in_engine = False  # inside `step` of a DeepSpeed engine
         self._engine_step: Any = None
         self._engine_wrapper: Any = None
         self.errors = ErrorLimiter("optimizers", self.remove)
@@ -93,33 +94,34 @@ class OptimizerHook:
     def _begin(self) -> None:
         track = self._locator.threads.here()
         track.below_optimizer.append(track.top)
-        self._on_move(track, OPTIMIZER_WORD)
+        self._on_move(track, OPTIMIZER_PLACE)
 
     def _end(self, optimizer: Any) -> None:
         track = self._locator.threads.here()
-        seen = self._on_optimizer(type(optimizer).__name__)
+        recorded = self._on_optimizer(type(optimizer).__name__)
         self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
-        if not self._driving:
+        if not self._is_in_engine:
             self._count(
                 id(optimizer),
-                seen,
+                recorded,
                 in_backward=pass_of(track.top) == Pass.BACKWARD or _engine_runs(),
             )
 
     def watch_deepspeed(self) -> None:
-        """DeepSpeed is there: its engine's `step` is the optimizer pass, and ends a training step
-        when it really stepped."""
+        """Wrap `step` of the DeepSpeed engine: it is the optimizer pass, and ends a training step
+        if the engine has stepped."""
         engine = _deepspeed_engine()
         original = self._engine_step = engine.step
         begin, end = self._engine_begins, self._engine_ends
 
         @_torch.stepped_over
+        @shown_as(original)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            begun = begin(self)
+            steps_before = begin(self)
             try:
                 return original(self, *args, **kwargs)
             finally:
-                end(self, begun)
+                end(self, steps_before)
 
         self._engine_wrapper = engine.step = step
 
@@ -127,7 +129,7 @@ class OptimizerHook:
     def _engine_begins(self, engine: Any) -> int | None:
         try:
             self._begin()
-            self._driving = True
+            self._is_in_engine = True
             self._passes.wake()  # the steps of the optimizers inside do not count
             return int(engine.global_steps)
         except Exception as error:
@@ -135,18 +137,19 @@ class OptimizerHook:
             return None
 
     @_torch.unseen
-    def _engine_ends(self, engine: Any, begun: int | None) -> None:
+    def _engine_ends(self, engine: Any, steps_before: int | None) -> None:
         try:
             track = self._locator.threads.here()
-            self._driving = False
+            self._is_in_engine = False
             self._on_move(track, track.below_optimizer.pop() if track.below_optimizer else 0)
-            if begun is not None and engine.global_steps > begun:
+            if steps_before is not None and engine.global_steps > steps_before:
                 self._on_step_end(None)
         except Exception as error:
             self.errors(error)
 
-    def _count(self, stepper: int, seen: Any, *, in_backward: bool) -> None:
-        """`seen` is what `on_optimizer` gave: a step that ends here ends at that place."""
+    def _count(self, stepper: int, recorded: Any, *, in_backward: bool) -> None:
+        """Count a step. `recorded` is the result of `on_optimizer`: a training step that ends here
+        ends at that place."""
         if self._stepped and stepper not in self._stepped:
             self._stepped.add(stepper)
             return
@@ -155,7 +158,7 @@ class OptimizerHook:
         if in_backward:  # the rest of this backward still belongs to the step
             self._passes.ends_after_backward = True
         else:
-            self._on_step_end(seen)
+            self._on_step_end(recorded)
 
     def backward_ended(self) -> None:
         if self._passes.ends_after_backward:

@@ -1,12 +1,11 @@
-"""Named phases: which one runs, how often each ran, how long it took.
+"""Records named phases: which one runs, how often each ran, how long it took.
 
-Takes `begin` and `end` from `torchwhere.phase`, on any thread; gives two records a phase, and sums
-by path that are kept live: exact whatever the size of the ring. What runs around a phase is found
-through a context variable: nested on each thread by itself, and right for coroutines too, which
-take turns on one thread.
+`torchwhere.phase` calls `begin` and `end`, on any thread. Each phase gives two records, and adds to
+sums by path that are exact whatever the size of the ring. A context variable holds the phase around
+a phase: each thread nests by itself, and coroutines that take turns on one thread work too.
 
-Hot: a phase takes about 4 us in all. Its place is looked up once, when it begins; it ends in the
-same function.
+Hot: a phase takes about 4 us in all. Its place is looked up once, at its begin; it ends in the same
+function.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ _MOST_LINES = 1 << 12
 
 
 _NONE: tuple[str, ...] = ()
-# what a node has besides its sums
+# the slots of a node besides its sums
 _OTHERS = ("ended", "entry", "inner", "lock", "name", "path", "under_way")
 
 
 class PhaseNode:
     """A phase by its path, on the main thread or on the others: its sums, and the phases inside it.
 
-    A class without slots of its own: the sums are in Python's slots (`PythonPhaseNode`), those of
-    the steps in the native part's.
+    This class has no slots. The sums are Python slots (`PythonPhaseNode`), or, for the steps,
+    fields of the native class.
     """
 
     __slots__ = _NONE
@@ -64,34 +63,32 @@ class PhaseNode:
         self.path = path
         self.name = path[-1] if path else ""
         self.entry = entry  # id of the name
-        self.lock = lock  # none where one thread alone writes
+        self.lock = lock  # None if only one thread writes
         self.inner: dict[str, PhaseNode] = {}
         self.count = self.total_ns = self.max_ns = self.running = self.begun_ns = 0
-        self.ended = 0  # where its words are in the box
-        self.under_way: int | None = None  # None: there was no room for either
+        self.ended = 0  # index of its words in the box: phases that ended
+        self.under_way: int | None = None  # and phases that run; None if the box has no room
 
     def sum(self) -> PhaseSum:
         return PhaseSum(self.count, self.total_ns, self.max_ns, self.running, self.begun_ns)
 
 
 class PythonPhaseNode(PhaseNode):
-    """A node all of whose parts are Python's."""
+    """A node whose fields are all Python slots."""
 
     __slots__ = ("begun_ns", "count", "max_ns", "running", "total_ns", *_OTHERS)
 
 
 @cache
 def _type_of_steps(native: Any) -> type[PhaseNode]:
-    """The class of the node that the native part counts steps in; None: Python's own."""
-    return (
-        PythonPhaseNode
-        if native is None
-        else type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
-    )
+    """The class of the node that counts steps: the native part writes to it, if there is one."""
+    if native is None:
+        return PythonPhaseNode
+    return type("NativeNode", (native.Sum, PhaseNode), {"__slots__": _OTHERS})
 
 
-class Open:
-    """A phase that has begun."""
+class OpenPhase:
+    """A phase that has begun and not ended."""
 
     __slots__ = ("entry", "graph", "line", "name", "node", "outer", "spot", "t_ns", "track")
 
@@ -100,7 +97,7 @@ class Open:
         name: str,
         entry: int,
         node: PhaseNode,
-        outer: Open | None,
+        outer: OpenPhase | None,
         track: Track,
         spot: PlaceIds,
         line: int,
@@ -118,23 +115,23 @@ class Open:
         self.t_ns = t_ns
 
 
-_innermost: ContextVar[Open | None] = ContextVar("torchwhere_phase", default=None)
+_innermost: ContextVar[OpenPhase | None] = ContextVar("torchwhere_phase", default=None)
 
 
 class PhaseRecorder:
-    """The phases of one watch. Its sums stay when the watch is over."""
+    """The phases of one watch. The sums stay after the end of the watch."""
 
     def __init__(self, box: BoxWriter, locator: Locator, *, rank: int) -> None:
         self._box: BoxWriter | None = box
         self._locator: Locator | None = locator
         # reentrant: a finalizer or a signal handler may have phases of its own
         self._lock = threading.RLock()
-        # the root on the main thread
+        # the root of the main thread's phases counts the steps
         self.steps = self._node((), ENDED, _type_of_steps(box.native))
         self._elsewhere = PythonPhaseNode((), 0)
         self._nodes = {PhaseKey((), True): self.steps}
         self._lines: dict[tuple[int, int], tuple[int, int]] = {}
-        self._codes: list[CodeType] = []  # kept, so that their ids stay their own
+        self._codes: list[CodeType] = []  # referenced, so that their ids stay unique
         self._ended_ns: int | None = None
         self.errors = ErrorLimiter("phases", self.close)
         self.rank = rank
@@ -144,7 +141,7 @@ class PhaseRecorder:
     # -- steps -------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """A step begins; the one before it, if there was one, has ended."""
+        """Begin a step, and end the one before it."""
         now, node = monotonic_ns(), self.steps
         if node.running:
             self._add(node, now - node.begun_ns, node.begun_ns)
@@ -161,16 +158,16 @@ class PhaseRecorder:
             track, outer = locator.threads.here(), _innermost.get()
             if outer is not None and outer.track is track:
                 around = outer.node
-            # nothing, or that of another thread (whose context this one has) or of an earlier watch
+            # no phase, or one of another thread (whose context this one has) or of an earlier watch
             else:
                 outer, around = None, self.steps if track.name == "MainThread" else self._elsewhere
-            node = around.inner.get(name) or self._meet(
+            node = around.inner.get(name) or self._add_node(
                 around, name, is_main=track.name == "MainThread"
             )
             spot, (line, graph) = locator.spot(track), self._line(locator, frame)
             entry = node.entry if node.name == name else box.intern(EntryType.PHASE, name)
             now, words = monotonic_ns(), box.words
-            _innermost.set(Open(name, entry, node, outer, track, spot, line, graph, now))
+            _innermost.set(OpenPhase(name, entry, node, outer, track, spot, line, graph, now))
             if node.lock is None:
                 self._open(node, now)
             else:
@@ -197,7 +194,7 @@ class PhaseRecorder:
                 _innermost.set(phase.outer)
             else:
                 phase = _taken_out(phase, name, track)
-            if phase is None:  # it began before the watch did
+            if phase is None:  # it began before the watch
                 return
             now, spot, words = monotonic_ns(), phase.spot, box.words
             took = now - phase.t_ns
@@ -244,32 +241,32 @@ class PhaseRecorder:
             words[at + 3] = node.max_ns
 
     def _line(self, locator: Locator, frame: FrameType | None) -> tuple[int, int]:
-        """Line and graph. Where the caller is the user's own code, both are always the same at one
-        instruction of it."""
+        """Line and graph. If the caller is the user's own code, both are cached by its
+        instruction."""
         code = frame.f_code if frame is not None else None
         key = (id(code), frame.f_lasti if frame is not None else 0)
-        known = self._lines.get(key)
-        if known is None:
+        line_and_graph = self._lines.get(key)
+        if line_and_graph is None:
             looked = python_stack.read(frame)
             graph = (
                 self._box.intern(EntryType.GRAPH, looked.graph)
                 if looked.graph and self._box is not None
                 else 0
             )
-            known = locator.line_id(looked.file, looked.line), graph
+            line_and_graph = locator.line_id(looked.file, looked.line), graph
             if code is not None and code.co_filename == looked.file and looked.graph != "?":
                 if len(self._lines) >= _MOST_LINES:
                     self._lines.clear()
                     self._codes.clear()
-                self._lines[key] = known
+                self._lines[key] = line_and_graph
                 self._codes.append(code)
-        return known
+        return line_and_graph
 
     # -- nodes -------------------------------------------------------------------------------------
 
-    def _meet(self, around: PhaseNode, name: str, *, is_main: bool) -> PhaseNode:
-        """A phase that was not there before. A program that makes up names without end gets one
-        node for the rest."""
+    def _add_node(self, around: PhaseNode, name: str, *, is_main: bool) -> PhaseNode:
+        """The node of a new phase. If a program has too many names, all further phases share one
+        node."""
         with self._lock:
             node = around.inner.get(name)
             if node is None:
@@ -296,14 +293,13 @@ class PhaseRecorder:
             node.ended, node.under_way = ended, under_way
         return node
 
-    # -- what was found ----------------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------------
 
     def sums(self) -> tuple[dict[PhaseKey, PhaseSum], int]:
-        """The sums, and the time up to which they are true."""
+        """The sums, and the time up to which they count."""
         with self._lock:
-            return {
-                key: node.sum() for key, node in self._nodes.items()
-            }, self._ended_ns or monotonic_ns()
+            sums = {key: node.sum() for key, node in self._nodes.items()}
+            return sums, self._ended_ns or monotonic_ns()
 
     def abandon(self) -> None:
         """In a forked child: as `close`, but a thread of the parent may have held the lock at the
@@ -312,7 +308,7 @@ class PhaseRecorder:
         self.close()
 
     def close(self) -> None:
-        """The watch is over: keep the sums, let go of the rest."""
+        """End the recording: keep the sums, release everything else."""
         with self._lock:
             self._ended_ns = self._ended_ns or monotonic_ns()
             self.errors.is_over = True
@@ -325,17 +321,17 @@ _latest: list[PhaseRecorder] = []
 
 
 def latest() -> PhaseRecorder | None:
-    """Those of the watch that is running, or ran last, in this process."""
+    """The phases of the current watch of this process, or of the last one."""
     return _latest[0] if _latest else None
 
 
-def _entry(phase: Open | None, track: Track) -> int:
+def _entry(phase: OpenPhase | None, track: Track) -> int:
     return phase.entry if phase is not None and phase.track is track else 0
 
 
-def _taken_out(phase: Open | None, name: str, track: Track) -> Open | None:
-    """The innermost phase of that name, out of the middle: a generator's may end while one of its
-    caller's runs."""
+def _taken_out(phase: OpenPhase | None, name: str, track: Track) -> OpenPhase | None:
+    """Remove the innermost phase of that name, also from the middle: the phase of a generator may
+    end while a phase of its caller runs."""
     above = None
     while phase is not None:
         if phase.track is track and phase.name == name:

@@ -1,9 +1,8 @@
-"""Reads the Python stack at the moment of a collective: the user's line, the compiled graph, and
-what the collective is for.
+"""Reads the Python stack: the user's line, the compiled graph, and what a collective is for.
 
-FSDP launches a collective from deep inside itself, and the frames in between hold the very object
-whose parameters move: no hook and no patch is needed to know it. One pass over the frames,
-innermost first, up to the user's own code.
+FSDP launches a collective from its own functions, whose frames hold the object whose parameters the
+collective moves: no hook or patch is needed to find it. One pass over the frames, innermost first,
+up to the user's own code.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _kinds: dict[str, int] = {}
 
 
 def current_folder() -> str:
-    """Where this process works; nowhere, if somebody has deleted that folder: no reason to fail."""
+    """The working folder of this process; empty if it was deleted."""
     try:
         return os.getcwd()
     except OSError:
@@ -47,7 +46,7 @@ def current_folder() -> str:
 
 
 def _kind(filename: str) -> int:
-    """Whose code a file is. Asked once per file."""
+    """Whether a file belongs to the user, to a library or to torch. Cached by file."""
     kind = _LIBRARY
     if (
         filename.startswith((_HERE, _TORCH_HOME, "<eval_with_key>", "<frozen"))
@@ -61,12 +60,11 @@ def _kind(filename: str) -> int:
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is the user's own: not of torch, torchwhere or an installed package."""
+    """Whether a file is the user's own: not part of torch, torchwhere or an installed package."""
     return (_kinds.get(filename) or _kind(filename)) == _USER
 
 
-# What a frame of torch can tell about the beneficiary: the name of its function, and where in its
-# locals it is held.
+# Finds the module whose parameters a collective moves in the variables of a frame of torch.
 _Finder = Callable[[dict[str, Any]], nn.Module | None]
 
 
@@ -91,9 +89,9 @@ _UNIT_FRAMES: tuple[tuple[str, _Finder], ...] = (
 
 
 class _Facts(NamedTuple):
-    """What there is to know about the frames of one code object. Found once."""
+    """Facts about the frames of one code object. Cached."""
 
-    code: CodeType  # kept, so that its id stays its own
+    code: CodeType  # referenced, so that its id stays unique
     kind: int
     finder: _Finder | None = None
     api: str | None = None
@@ -102,7 +100,7 @@ class _Facts(NamedTuple):
     is_join: bool = False
 
     @property
-    def is_dull(self) -> bool:
+    def is_empty(self) -> bool:
         return (
             self.kind == _TORCH
             and self.finder is None
@@ -110,12 +108,12 @@ class _Facts(NamedTuple):
         )
 
 
-_facts: dict[int, _Facts | None] = {}  # by id of the code; None for a frame that tells nothing
+_facts: dict[int, _Facts | None] = {}  # by id of the code; None if there is no fact
 _MOST_FACTS = 1 << 16
-_JOIN_HOOKS = ("main_hook", "post_hook")  # what `Join` calls, of a class of the user's
+_JOIN_HOOKS = ("main_hook", "post_hook")  # methods that `Join` calls, of a class of the user
 
 
-def _look_at(code: CodeType) -> _Facts | None:
+def _facts_of(code: CodeType) -> _Facts | None:
     kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
     qualname, arguments = code.co_qualname, code.co_varnames[: code.co_argcount]
     facts = _Facts(code, kind, takes_params="bucket" in arguments)
@@ -133,70 +131,70 @@ def _look_at(code: CodeType) -> _Facts | None:
         )
     if len(_facts) >= _MOST_FACTS:
         forget()
-    _facts[id(code)] = None if facts.is_dull else facts
-    _kept.append(code)
+    _facts[id(code)] = None if facts.is_empty else facts
+    _codes.append(code)
     return _facts[id(code)]
 
 
-_kept: list[CodeType] = []
+_codes: list[CodeType] = []  # referenced, so that their ids stay unique
 
 
 def forget() -> None:
-    """Let go of all code objects."""
+    """Release all code objects."""
     _facts.clear()
-    _kept.clear()
+    _codes.clear()
 
 
 @dataclass(slots=True)
 class Stack:
-    """What one look at the stack found."""
+    """The facts of one stack."""
 
     file: str | None = None
     line: int = 0
     graph: str | None = None
     unit: nn.Module | None = None
     api: str | None = None  # the function of torch.distributed that the user, or torch, called
-    is_shadow: bool = False  # `Join` issues what the other ranks do: this one is out of input
-    # of the innermost frame that takes a DDP `bucket` or ZeRO `params`
+    is_shadow: bool = False  # `Join` repeats the collectives of other ranks: no input is left here
+    # of the innermost frame that has a DDP `bucket` or ZeRO `params` as argument
     variables: dict[str, Any] | None = None
 
 
 def read(frame: FrameType | None) -> Stack:
     """Walk from `frame` outwards to the first frame of the user's own code. About 0.2 us a
     frame."""
-    found = Stack()
+    stack = Stack()
     library: FrameType | None = None
     while frame is not None:
         code = frame.f_code
         key = id(code)
-        facts = _facts[key] if key in _facts else _look_at(code)
+        facts = _facts[key] if key in _facts else _facts_of(code)
         if facts is not None:
-            _take(found, facts, frame)
+            _add(stack, facts, frame)
             if facts.kind == _USER:
-                found.file, found.line = code.co_filename, frame.f_lineno
+                stack.file, stack.line = code.co_filename, frame.f_lineno
                 if _is_in_join(frame):
-                    found.is_shadow = True
-                return found
+                    stack.is_shadow = True
+                return stack
             if facts.kind == _LIBRARY and library is None:
                 library = frame
         frame = frame.f_back
     if library is not None:
-        found.file, found.line = library.f_code.co_filename, library.f_lineno
-    return found
+        stack.file, stack.line = library.f_code.co_filename, library.f_lineno
+    return stack
 
 
-def way_out(frame: FrameType | None) -> list[FrameType] | None:
-    """The frames that `read` passes on its way, up to the one of the user's own code; None if it
-    finds more than that line."""
-    way = []
+def frames_to_user(frame: FrameType | None) -> list[FrameType] | None:
+    """The frames that `read` passes, including the one of the user's own code; None if it finds a
+    compiled graph, or no such frame."""
+    frames = []
     while frame is not None:
         key = id(frame.f_code)
-        facts = _facts[key] if key in _facts else _look_at(frame.f_code)
-        way.append(frame)
+        facts = _facts[key] if key in _facts else _facts_of(frame.f_code)
+        frames.append(frame)
         if facts is not None and facts.graph is not None:
             return None
         if facts is not None and facts.kind == _USER:
-            return way
+            return frames
         frame = frame.f_back
     return None
 
@@ -206,8 +204,8 @@ def _is_join(code: CodeType) -> bool:
 
 
 def _is_in_join(frame: FrameType) -> bool:
-    """Whether this is a hook that `Join` called, or what such a hook called. No further out: each
-    frame costs 0.2 us."""
+    """Whether this is a hook that `Join` called, or a function that such a hook called. Looks no
+    further: each frame costs 0.2 us."""
     if frame.f_code.co_name not in _JOIN_HOOKS:
         caller = frame.f_back
         if caller is None or caller.f_code.co_name not in _JOIN_HOOKS:
@@ -216,25 +214,25 @@ def _is_in_join(frame: FrameType) -> bool:
     return frame.f_back is not None and _is_join(frame.f_back.f_code)
 
 
-def _take(found: Stack, facts: _Facts, frame: FrameType) -> None:
+def _add(stack: Stack, facts: _Facts, frame: FrameType) -> None:
     if facts.api is not None:
-        found.api = facts.api
+        stack.api = facts.api
     if facts.is_join:
-        found.is_shadow = True
-    if facts.finder is not None and found.unit is None:
-        found.unit = facts.finder(frame.f_locals)
-    if facts.takes_params and found.variables is None:
-        found.variables = frame.f_locals
-    if facts.graph is not None and found.graph is None:
-        found.graph = facts.graph
+        stack.is_shadow = True
+    if facts.finder is not None and stack.unit is None:
+        stack.unit = facts.finder(frame.f_locals)
+    if facts.takes_params and stack.variables is None:
+        stack.variables = frame.f_locals
+    if facts.graph is not None and stack.graph is None:
+        stack.graph = facts.graph
 
 
 def graph_around(frame: FrameType | None) -> str | None:
-    """The compiled graph that called this frame, although code of the user's runs in between: an op
-    of theirs, say.
+    """The compiled graph that called this frame, also through code of the user, such as a custom
+    op.
 
-    Not one that has merely called a function it could not compile: the code of the graph itself
-    must be on the way.
+    A graph that only called a function that dynamo could not compile does not count: the code of
+    the graph itself must be on the stack.
     """
     is_in_graph = False
     while frame is not None:
@@ -244,7 +242,7 @@ def graph_around(frame: FrameType | None) -> str | None:
             or code.co_filename.startswith("<eval_with_key>")
             or "torchinductor_" in code.co_filename
         )
-        facts = _facts[id(code)] if id(code) in _facts else _look_at(code)
+        facts = _facts[id(code)] if id(code) in _facts else _facts_of(code)
         if is_in_graph and facts is not None and facts.graph is not None:
             return facts.graph
         frame = frame.f_back
@@ -252,7 +250,7 @@ def graph_around(frame: FrameType | None) -> str | None:
 
 
 def _compiled_as(code: CodeType) -> str | None:
-    """The id (`0/0`) of the compiled graph whose code this is; None for ordinary code."""
+    """The id (`0/0`) of the compiled graph that has this code; None for other code."""
     originals, entries = _torch.private("original_code"), _torch.private("cache_entries")
     if originals is None or entries is None or code not in originals:
         return None
@@ -266,40 +264,40 @@ def _compiled_as(code: CodeType) -> str | None:
 
 
 def shortened(file: str, line: int, *, folder: str) -> str:
-    """`file:line`, relative to `folder` where it is below it."""
+    """`file:line`, relative to `folder` if the file is below it."""
     if folder and file.startswith(folder + os.sep):
         file = file[len(folder) + 1 :]
     return f"{file}:{line}"
 
 
 def deepest_user_line(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """Where an exception came from in the user's own code: the innermost such line of its
-    traceback."""
-    found = None
+    """The innermost line of the user's own code in a traceback."""
+    line = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if (_kinds.get(filename) or _kind(filename)) == _USER:
-            found = filename, traceback.tb_lineno
+        if is_users(filename):
+            line = filename, traceback.tb_lineno
         traceback = traceback.tb_next
-    return found
+    return line
 
 
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
 def user_line_of(texts: Iterable[str]) -> tuple[str, int] | None:
-    """The innermost line of the user's own code in a traceback that was formatted to texts, one or
-    more for a frame."""
-    found = None
-    for match in (match for text in texts for match in _FRAME.finditer(text)):
-        if is_users(match[1]):
-            found = match[1], int(match[2])
-    return found
+    """The innermost line of the user's own code in a formatted traceback: one or more texts for
+    each frame."""
+    line = None
+    for text in texts:
+        for match in _FRAME.finditer(text):
+            if is_users(match[1]):
+                line = match[1], int(match[2])
+    return line
 
 
 def caller(depth: int = 1) -> FrameType | None:
-    """The frame `depth` above the caller's, or None where there is no Python below (a thread made
-    in C)."""
+    """The frame `depth` above the caller's; None if the stack ends before (a thread created in
+    C)."""
     try:
         return sys._getframe(depth + 1)
     except ValueError:

@@ -1,4 +1,5 @@
-"""The collectives of this torch, and where their arguments are: read off the schemas of its ops."""
+"""Lists the collectives of this torch and the positions of their arguments, from the schemas of its
+ops."""
 
 from __future__ import annotations
 
@@ -8,8 +9,7 @@ from typing import Any
 
 from torchwhere.hooks import _torch
 
-# The public name of an op. One that is not listed is called what it is called, less the
-# underscores.
+# Public names of ops. An op that is not listed has its own name without outer underscores.
 PUBLIC_NAMES = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce_coalesced",
@@ -28,7 +28,7 @@ PUBLIC_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Where the arguments of one c10d op are, read off its schema."""
+    """The positions of the arguments of one c10d op."""
 
     raw: str
     name: str
@@ -41,12 +41,12 @@ class Op:
     is_p2p: bool
     is_barrier: bool
     splits_at: tuple[int, int] | None = None  # input_split_sizes, output_split_sizes
-    # what a coalesced op is called when it carries a single tensor, as functional ones do
+    # a coalesced op with a single tensor, as functional collectives issue it: its plain name
     of_one: Op | None = None
 
 
 def read_schema(schema: Any) -> Op | None:
-    """How to read the calls of an op; None for one that is no collective (it takes no process
+    """The positions of the arguments of an op; None if it is not a collective (it takes no process
     group)."""
     at = {argument.name: index for index, argument in enumerate(schema.arguments)}
     if "process_group" not in at:
@@ -81,8 +81,7 @@ def read_schema(schema: Any) -> Op | None:
 
 @cache
 def all_ops() -> list[Op]:
-    """The collectives of this torch. Read once: going through all the schemas there are takes 10
-    ms."""
+    """The collectives of this torch. Cached: a search through all schemas takes 10 ms."""
     schemas = [
         schema for schema in _torch.private("all_schemas")() if schema.name.startswith("c10d::")
     ]

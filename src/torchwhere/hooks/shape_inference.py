@@ -1,5 +1,5 @@
-"""Tells whether a module is called only to find out shapes: under fake tensors, or in a pipeline's
-metadata inference."""
+"""Tells whether a module is called only to infer shapes: under fake tensors, or in the metadata
+inference of a pipeline stage."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 from torchwhere.hooks import _torch, python_stack
 
 PIPELINING = "torch.distributed.pipelining.stage"
-# of a pipeline stage, since and before torch 2.13
+# methods of a pipeline stage: since torch 2.13, and before
 _SHAPE_INFERENCE = ("_forward_metadata_inference", "_shape_inference")
 
 
 def infers_shapes() -> bool:
-    """Whether the call that runs is one."""
+    """Whether the running module call only infers shapes."""
     fake_mode, modes = _torch.private("fake_mode"), _torch.private("dispatch_modes")
     if fake_mode is not None and (modes is None or modes()) and fake_mode() is not None:
         return True

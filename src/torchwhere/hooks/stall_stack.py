@@ -1,9 +1,9 @@
-"""Where a rank stands that has come to rest: the stack of its main thread, in `rank<N>.stall`, for
-a doctor who comes too late.
+"""Writes the stack of a stalled rank's main thread to `rank<N>.stall`, so that the doctor has it
+after the process has ended.
 
-One at a time: the file is written anew at each rest, and is gone when the watch has ended. It looks
-as Python's fault handler shows a stack, after a line with the moment; but it is written by Python
-itself, which can do so for one thread.
+Each stall overwrites the file, and the end of the watch deletes it. After a line with the time it
+has the format of Python's fault handler. The fault handler itself cannot write a single thread, so
+Python code writes the file.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _MOST_FRAMES = 64
 
 
 class StallStackFile:
-    """One process's."""
+    """The stall file of one process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._is_over = False
 
     def write(self) -> None:
-        """From any thread: where the main thread is."""
+        """Write the stack of the main thread. Any thread may call this."""
         frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
         lines = [f"{STALL_MARK}{time.time_ns()}"]
         while frame is not None and len(lines) <= _MOST_FRAMES:
@@ -41,7 +41,7 @@ class StallStackFile:
         part = self._path.with_name(f".{self._path.name}.part")
         part.write_text("\n".join(lines) + "\n", errors="replace")
         os.replace(part, self._path)
-        if self._is_over:  # it took so long that the watch is over
+        if self._is_over:  # the watch ended meanwhile
             self.remove()
 
     def remove(self) -> None:
@@ -50,8 +50,7 @@ class StallStackFile:
             self._path.unlink(missing_ok=True)
 
     def rename(self, path: Path) -> None:
-        """A rank became known: what was written under another one's name is not to be found
-        there."""
+        """Use another file: the rank is known now. Deletes the file under the assumed rank."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
         self._path = path

@@ -40,7 +40,7 @@ from torchwhere.core.errors import described
 from torchwhere.core.events import TEXT_FIELD, Kind
 from torchwhere.core.place import Pass, Place
 from torchwhere.hooks import _torch, compilation, compiled_graphs, python_stack
-from torchwhere.hooks.collectives import IssuedCall
+from torchwhere.hooks.collectives import CollectiveCall
 from torchwhere.hooks.ddp import Bucket, Reducers
 from torchwhere.hooks.exceptions import NOTE_START
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
@@ -48,7 +48,7 @@ from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.phases import PhaseRecorder
 from torchwhere.hooks.threads import Track
 
-Tap = Callable[[int, IssuedCall], None]  # the number of the record, and the call
+Tap = Callable[[int, CollectiveCall], None]  # the number of the record, and the call
 Seen = tuple[int, int]  # the line and the graph that were found there a moment ago
 
 _COLLECTIVE = int(Kind.COLLECTIVE)
@@ -271,7 +271,7 @@ class Recorder:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def collective(self, call: IssuedCall) -> None:
+    def collective(self, call: CollectiveCall) -> None:
         locator, looked = self.locator, call.stack
         track = self._here()
         track.may_issue = True
@@ -298,7 +298,7 @@ class Recorder:
         if self._native is not None and bucket.spot is not None:
             self._teach(bucket, bucket.call, bucket.spot)
 
-    def _teach(self, bucket: Bucket, call: IssuedCall, spot: PlaceIds) -> None:
+    def _teach(self, bucket: Bucket, call: CollectiveCall, spot: PlaceIds) -> None:
         """Have the native part record the next reduction that is like the one that runs."""
         label = (call.op.name, call.group.desc)
         if label not in self._labels:
@@ -343,7 +343,7 @@ class Recorder:
 
     def _issued(
         self,
-        call: IssuedCall,
+        call: CollectiveCall,
         track: Track,
         spot: PlaceIds,
         line: int,
@@ -386,7 +386,7 @@ class Recorder:
         line = words[track.cursor + CURSOR_LINE]
         return line or (words[main.cursor + CURSOR_LINE] if main is not None else 0)
 
-    def _beneficiary(self, call: IssuedCall) -> int:
+    def _beneficiary(self, call: CollectiveCall) -> int:
         looked = call.stack
         if looked.unit is not None:
             names = self.locator.names.module_names(looked.unit)
