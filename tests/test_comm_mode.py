@@ -844,8 +844,8 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
     with pytest.raises(ValueError, match="noise_level") as wrong:
         mode.generate_comm_debug_tracing_table()
     assert (
-        str(wrong.value) == "noise_level=3: operations were not listed, because this is a"
-        " CommDebugMode(noise_level=0). Ask for noise_level=0, or make it without that argument."
+        str(wrong.value) == "noise_level=3: no operations were listed, because this is a"
+        " CommDebugMode(noise_level=0). Ask for noise_level=0, or create it without that argument."
     )
 
 
@@ -853,8 +853,9 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
 def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
     """A level that does not exist is a ValueError that says which there are."""
     said = (
-        f"noise_level={level!r}: there are 0 (the collectives of each module), 1 (and the"
-        " operations on DTensors), 2 (and all operations but the trivial ones), 3 (all operations)"
+        f"noise_level={level!r}: expected one of 0 (collectives of each module), 1 (plus operations"
+        " on DTensors), 2 (plus all other operations except trivial ones), 3 (plus trivial"
+        " operations)"
     )
     mode = CommDebugMode()
     asked: list[Callable[[], Any]] = [

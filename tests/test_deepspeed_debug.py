@@ -212,7 +212,7 @@ def test_bad_input() -> None:
     with pytest.raises(
         ValueError,
         match=(
-            r"^print_backward_tensors\(tensor\): no graph is behind this tensor \(its grad_fn is"
+            r"^print_backward_tensors\(tensor\): this tensor has no graph \(its grad_fn is"
             r" None"
         ),
     ):

@@ -998,7 +998,7 @@ def test_bad_input() -> None:
         ModTracker.compile_safe_hooks("model").__enter__()  # type: ignore[arg-type]
     with pytest.raises(
         TypeError,
-        match=r"^compile_safe_hooks\(\): expected functions as hooks and filter, got int$",
+        match=r"^compile_safe_hooks\(\): hooks and module_filter must be callable, got int$",
     ):
         ModTracker.compile_safe_hooks(nn.Linear(1, 1), module_filter=1).__enter__()  # type: ignore[arg-type]
 

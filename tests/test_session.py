@@ -26,6 +26,14 @@ import torchwhere
 from models import Model, batch
 from torchwhere.api import watch as process
 from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.hooks.backward import BackwardHook
+from torchwhere.hooks.collectives import CollectiveHook
+from torchwhere.hooks.exceptions import ExceptionHook
+from torchwhere.hooks.fault_stack import Faults
+from torchwhere.hooks.group_creation import GroupCreationHook
+from torchwhere.hooks.late_imports import LateImports
+from torchwhere.hooks.modules import ModuleHook
+from torchwhere.hooks.optimizers import OptimizerHook
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -349,6 +357,90 @@ def test_our_own_errors_never_reach_the_job(
             if f"the sense for {sense} failed" in record.getMessage()
         ]
         assert len(said) <= 1 if sense == "notes and phases" else len(said) == 1
+
+
+# -- a hook that fails while it is installed or removed ------------------------------------------
+
+
+HOOKS = {
+    "exceptions": ExceptionHook,
+    "modules": ModuleHook,
+    "backward": BackwardHook,
+    "optimizers": OptimizerHook,
+    "collectives": CollectiveHook,
+    "group creation": GroupCreationHook,
+    "imports": LateImports,
+    "faults": Faults,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_that_cannot_be_installed_leaves_none_behind(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while one hook is installed, before or after its own work, removes all hooks."""
+    hook: Any = HOOKS[name]
+    before = leaks.snapshot()
+    for is_late in (False, True):
+        _plant_around(monkeypatch, hook, "install", is_late=is_late)
+        with pytest.raises(Bug):
+            torchwhere.start(Model(), out=tmp_path)
+        monkeypatch.undo()
+        assert leaks.differences(before, leaks.snapshot()) == []
+        assert process.current() is None
+    with torchwhere.watch(out=tmp_path):
+        train(Model(), 1)
+    assert "optimizer" in kinds(tmp_path)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hook_that_cannot_be_removed_keeps_no_other(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error while one hook is removed is logged; the others are removed and the box is
+    closed."""
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, HOOKS[name], "remove", is_late=True)
+    with torchwhere.watch(Model(), out=tmp_path):
+        pass
+    monkeypatch.undo()
+    assert leaks.differences(before, leaks.snapshot()) == []
+    assert [
+        record.getMessage() for record in caplog.records if "could not remove" in record.msg
+    ] != []
+
+
+def test_hook_that_cannot_be_removed_in_a_forked_child_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forked child too, an error while one hook is removed does not keep the others."""
+    removed = ("patches", "patches of torch.distributed", "optimizer hooks", "import hooks")
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, LateImports, "remove", is_late=True)
+    with torchwhere.watch(Model(), out=tmp_path):
+        child = os.fork()
+        if child == 0:
+            after = leaks.snapshot()
+            os._exit(0 if all(after[key] == before[key] for key in removed) else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _plant_around(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, is_late: bool
+) -> None:
+    """Let a method of ours raise instead of its work, or, if `is_late`, after it."""
+    original = getattr(owner, name)
+
+    def planted(*args: Any, **kwargs: Any) -> None:
+        if is_late:
+            original(*args, **kwargs)
+        raise Bug(name)
+
+    monkeypatch.setattr(owner, name, planted)
 
 
 # -- processes and threads -------------------------------------------------------------------------
