@@ -179,7 +179,7 @@ def test_it_beats_on_where_there_is_no_room(
 
 def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its last breath; but a folder that does not answer holds nobody back for long."""
-    monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
+    monkeypatch.setattr("torchwhere.recorder.heartbeat._JOIN_FAILED_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
         heartbeat = Heartbeat(
@@ -189,7 +189,7 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
         heartbeat.start()
         thread = heartbeat._thread
         assert thread is not None
-        heartbeat.stop(looks=True)
+        heartbeat.stop(failed=True)
         assert bool(done) == is_done
         thread.join(10)
         box.close()

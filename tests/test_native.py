@@ -1,12 +1,13 @@
-"""The native part: built for real into a cache of its own, and compared with the Python code that
-it stands in for.
+"""The native extension: built for real into its own cache, and compared with the Python code that it
+replaces.
 
-`library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job
-records in either way.
+`library` (in `conftest.py`) builds it once. `watched(job, native=...)` returns what the same job
+records with it and without it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import gc
@@ -21,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -78,8 +79,8 @@ def test_without_a_compiler(
         assert main(["native"]) == 2
     assert (
         capsys.readouterr().err
-        == "torchwhere: no C++ compiler is there (no-such-compiler): install g++, or name one in"
-        " CXX\n"
+        == "torchwhere: no C++ compiler found (no-such-compiler): install g++, or set CXX to a"
+        " compiler\n"
     )
 
 
@@ -95,7 +96,7 @@ def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             build()
     assert (
         str(raised.value)
-        == "the compiler could not build the native part: native.cpp:1: error: boom"
+        == "the compiler could not build the native extension: native.cpp:1: error: boom"
     )
     assert list((tmp_path / "torchwhere").iterdir()) == []
 
@@ -111,8 +112,8 @@ def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(TorchwhereError) as raised:
             build()
     expected = (
-        "the headers of Python are not there (/nowhere/Python.h): install python3-dev, or what it"
-        " is called here"
+        "Python.h not found (/nowhere/Python.h): install the Python headers (python3-dev,"
+        " python3-devel)"
     )
     assert str(raised.value) == expected
 
@@ -126,7 +127,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             build()
     assert (
         str(raised.value)
-        == f"the native part cannot be written to {tmp_path}/torchwhere: File exists"
+        == f"the native extension cannot be written to {tmp_path}/torchwhere: File exists"
     )
 
 
@@ -138,7 +139,7 @@ def test_it_is_built_once(
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
         assert main(["native"]) == 0
-    assert capsys.readouterr().out == f"there already: {library}\n"
+    assert capsys.readouterr().out == f"already built: {library}\n"
     assert library.stat().st_mtime_ns == before
     assert sorted(path.name for path in library.parent.iterdir()) == [
         library.name,
@@ -182,7 +183,7 @@ def replace_by_text(path: Path) -> None:
     [
         (damage_byte, "is damaged"),
         (cut, "is damaged"),
-        (lose_checksum, "has no checksum beside it"),
+        (lose_checksum, "the checksum file of"),
         (replace_by_text, "file too short"),
     ],
 )
@@ -208,7 +209,7 @@ def test_a_spoiled_library_is_not_used(
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1
     assert why in said[0]
-    assert "`torchwhere native --anew` builds it again" in said[0]
+    assert "`torchwhere native --anew` builds the extension again" in said[0]
     assert [event.kind for event in torchwhere.read_run(tmp_path / "run").events()].count(
         "note"
     ) == 1
@@ -246,7 +247,7 @@ def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # -- before a job ----------------------------------------------------------------------------------
 
 SCRIPT = "from torchwhere.native.load import native; print(native() is not None)"
-BUILDS = "torchwhere: builds its native part"
+BUILDS = "torchwhere: building the native extension"
 
 
 def compiler_that(folder: Path, does: str) -> str:
@@ -321,8 +322,8 @@ CRASHES = "int PyInit_torchwhere_native(void) { return *(volatile int *)0; }"
 def test_a_library_that_crashes_gets_no_name(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """It takes its trial's process with it, and not the job. It is said, and not tried again before
-    `torchwhere native`."""
+    """A library that crashes ends the process of its test and not the job. The log says so, and only
+    `torchwhere native` tries again."""
     monkeypatch.setenv(
         "CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to")
     )
@@ -332,12 +333,13 @@ def test_a_library_that_crashes_gets_no_name(
     assert not path.exists()
     assert (
         loading.failure_file(path).read_text()
-        == "the native part was built and crashes in its trial: SIGSEGV\n"
+        == "the native extension was built, but crashed in its test: SIGSEGV\n"
     )
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text.startswith(BUILDS) for text in said] == [True, False]
-    assert said[1].endswith(
-        "not try again by itself: the native part was built and crashes in its trial: SIGSEGV"
+    assert said[1] == (
+        "torchwhere: running without the native extension: the native extension was built, but"
+        " crashed in its test: SIGSEGV. Runs do not try again; `torchwhere native` builds it."
     )
     assert calls(home) == 1
     assert loading.native() is None
@@ -380,7 +382,7 @@ def test_where_it_cannot_be_built_nothing_is_said(
 
 def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever builds it and does not come to an end keeps no other job from beginning."""
-    monkeypatch.setattr(first_run, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(first_run, "_MAX_WAIT_S", 0.3)
     path = loading.library()
     path.parent.mkdir()
     with open(path.with_name(path.name + ".lock"), "w") as lock:
@@ -391,7 +393,8 @@ def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CXX", compiler_that(home, "exec sleep 60"))
     prepare()
     assert (
-        loading.failure_file(path).read_text() == "compiling the native part took longer than 0 s\n"
+        loading.failure_file(path).read_text()
+        == "compiling the native extension took longer than 0 s\n"
     )
 
 
@@ -404,13 +407,16 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
         (lambda trained, events: (trained, events), None),
         (
             lambda trained, events: (trained, events[:-1]),
-            "records something else than Python: more, or less",
+            "does not record the same as Python: ",
         ),
         (
             lambda trained, events: (trained, [event | {"step": 7} for event in events]),
-            "records something else than Python: ({",
+            "does not record the same as Python: ({",
         ),
-        (lambda trained, events: ([one + 1 for one in trained], events), "changes what is trained"),
+        (
+            lambda trained, events: ([param + 1 for param in trained], events),
+            "changes the trained parameters",
+        ),
     ],
 )
 def test_its_trial(
@@ -440,9 +446,10 @@ def test_its_trial(
 
 
 def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a library, `torchwhere native --check` says how to build one."""
     assert main(["native", "--check"]) == 2
     expected = (
-        f"there is no native part to check at {loading.library()}: `torchwhere native` builds it"
+        f"the native extension is missing ({loading.library()}): build it with `torchwhere native`"
     )
     assert capsys.readouterr().err == f"torchwhere: {expected}\n"
 
@@ -492,7 +499,7 @@ def test_a_closed_box_takes_nothing(part: Any) -> None:
 
 def test_its_dict_is_a_dict(part: Any) -> None:
     """What it keeps numbers in answers as Python's dict does."""
-    chance, plain, words = random.Random(1), {}, part.Words()
+    chance, plain, words = random.Random(1), {}, part.IntMap()
     for _ in range(4000):
         key, value = chance.randrange(300) << 36, chance.randrange(-(1 << 62), 1 << 62)
         if chance.random() < 0.6:
@@ -512,6 +519,32 @@ def test_its_counts_are_a_dict(part: Any) -> None:
             plain[word] = counts[word] = plain.get(word, 0) + 1
         plain.clear()
         counts.clear()
+
+
+def test_the_stub_has_the_names_of_the_module(part: Any) -> None:
+    """The stub for the type checker has exactly the names of the built module and of its classes."""
+    stub = ast.parse((loading.SOURCES / "extension.pyi").read_text())
+    classes = {node.name: _names_in(node) for node in stub.body if isinstance(node, ast.ClassDef)}
+    assert _names_in(stub) == _public(dir(part))
+    assert classes.keys() == {name for name in dir(part) if isinstance(getattr(part, name), type)}
+    for name, members in classes.items():
+        cls = getattr(part, name)
+        assert _public(members) == _public(vars(cls)), name
+        assert {member for member in members if not hasattr(cls, member)} == set(), name
+        assert ("__new__" in members) == ("__new__" in vars(cls)), name
+
+
+def _names_in(node: ast.Module | ast.ClassDef) -> set[str]:
+    """The public names and methods that a stub declares."""
+    declared = [child for child in node.body if isinstance(child, ast.AnnAssign)]
+    targets = {child.target.id for child in declared if isinstance(child.target, ast.Name)}
+    return targets | {
+        child.name for child in node.body if isinstance(child, (ast.ClassDef, ast.FunctionDef))
+    }
+
+
+def _public(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
 
 
 def test_both_sides_have_the_same_log(part: Any) -> None:
@@ -955,7 +988,7 @@ def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> Non
 def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
     """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between
     them."""
-    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.Words)
+    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.IntMap)
 
     def left() -> int:
         gc.collect()

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.threads import BACKWARD_WORD, OPTIMIZER_WORD
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+    from torchwhere.native.load import NativeExtension
 
 _MOST_CODES = 1 << 12  # on the ways that are learned; whatever comes then is left to Python
 _NONE: tuple[str, ...] = ()
@@ -95,7 +99,7 @@ class _Learning(FastPath):
 
 
 @cache
-def _type_of(native: Any) -> Any:
+def _type_of(native: NativeExtension) -> type[extension.FastPath]:
     return type(
         "NativePasses", (native.FastPath, _Learning), {"__slots__": ("_codes", "_lines", "_names")}
     )
@@ -104,23 +108,23 @@ def _type_of(native: Any) -> Any:
 def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> FastPath:
     """Those of a watch. `steps` is the sum of all steps, `steppers` the optimizers that have
     stepped in this one."""
-    if box.native is None or steps.under_way is None:
+    if box.native is None or box.native_box is None or steps.under_way is None:
         return PythonFastPath()
-    lines, names = box.native.Words(), dict[str, int]()
+    lines, names = box.native.IntMap(), dict[str, int]()
     fast_path: Any = _type_of(box.native)(
-        *(
-            box.native_box,
-            calls,
-            lines,
-            names,
-            steppers,
-            steps,
-            steps.ended,
-            steps.under_way,
-            BACKWARD_WORD,
-            OPTIMIZER_WORD,
-        ),
-        *(int(Kind.OPTIMIZER), int(Kind.STEP_END), int(Kind.STEP_BEGIN)),
+        box.native_box,
+        calls,
+        lines,
+        names,
+        steppers,
+        steps,
+        steps.ended,
+        steps.under_way,
+        BACKWARD_WORD,
+        OPTIMIZER_WORD,
+        int(Kind.OPTIMIZER),
+        int(Kind.STEP_END),
+        int(Kind.STEP_BEGIN),
     )
     fast_path._codes, fast_path._lines, fast_path._names = {}, lines, names
     made: FastPath = fast_path

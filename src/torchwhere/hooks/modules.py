@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,6 +48,9 @@ from torchwhere.hooks.threads import (
 )
 from torchwhere.model.module_names import NameTable, innermost, wrapped
 
+if TYPE_CHECKING:
+    from torchwhere.native.extension import Counts, IntMap
+
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
 _TRANSPARENT = 0  # a compiler's graph, called as a module: not one of the user's
@@ -75,7 +78,7 @@ class ModuleHook:
         self._current_step = current_step
         self._events = events
         # The id of a module to its word without a call; negative for a wrapper.
-        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
+        self._bases: dict[int, int] | IntMap = {} if box.native is None else box.native.IntMap()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None
@@ -83,7 +86,7 @@ class ModuleHook:
         self._root_is_given = False
         self._strangers = ForeignModules(locator.names)
         # of each module in this step
-        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()
+        self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -280,18 +283,19 @@ class ModuleHook:
         return __call__, call_through, retire
 
     def _make_native_wrapper(self) -> tuple[Any, Callable[[Any], None], Callable[[], None]]:
-        kinds = (ENTER, EXIT) if self._events else (0, 0)
-        calls = self._box.native.Calls(
-            *(
-                self._box.native_box,
-                self._bases,
-                self.calls,
-                RECOMPUTE_BIT,
-                INHERITED,
-                int(Pass.BACKWARD),
-                PIPELINING,
-                *kinds,
-            )
+        native, native_box = self._box.native, self._box.native_box
+        assert native is not None
+        assert native_box is not None
+        calls = native.Calls(
+            native_box,
+            cast("IntMap", self._bases),
+            cast("Counts", self.calls),
+            RECOMPUTE_BIT,
+            INHERITED,
+            int(Pass.BACKWARD),
+            PIPELINING,
+            ENTER if self._events else 0,
+            EXIT if self._events else 0,
         )
         here, entered = self._locator.threads.here, calls.entered
 

@@ -16,11 +16,15 @@ from _thread import get_ident
 from array import array
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+    from torchwhere.native.load import NativeExtension
 
 LOG_LENGTH = 1 << 16  # transitions kept per thread, a power of two: 1 MiB
 LOG_MASK = LOG_LENGTH - 1
@@ -102,12 +106,12 @@ class Track:
     def use(self, seqs: array[int] | None, marks: array[int] | None) -> None:
         """Told of the arrays of the log: the native part writes to them, too."""
 
-    def move(self, _pen: Any, _word: int, _line: int = 0) -> bool:
+    def move(self, _box: extension.Box, _word: int, _line: int = 0) -> bool:
         """Go to a word outside any module; given a line, by way of the log. Whether it was done:
         only the native part can."""
         return False
 
-    def is_here(self, native_box: Any) -> None:
+    def is_here(self, native_box: extension.Box) -> None:
         """Told that this is the calling thread's track, while the box of that pen is written."""
 
     def log(self, seq: int, word: int) -> None:
@@ -192,7 +196,7 @@ class PythonTrack(Track):
 
 
 @cache
-def track_type(native: Any) -> type[Track]:
+def track_type(native: NativeExtension | None) -> type[Track]:
     """The class of tracks whose hot parts are the native part's; None: Python's own."""
     if native is None:
         return PythonTrack
@@ -209,7 +213,9 @@ class Tracks(threading.local):
 class Threads:
     """All tracks of one session. A track ends with its thread."""
 
-    def __init__(self, register: Callable[[Track], None], native: Any = None) -> None:
+    def __init__(
+        self, register: Callable[[Track], None], native: NativeExtension | None = None
+    ) -> None:
         self._track_type = track_type(native)
         self.local = Tracks()
         self._all: weakref.WeakSet[Track] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -39,6 +39,9 @@ from torchwhere.hooks.ddp import Bucket
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
 
 Tap = Callable[[int, IssuedCall], None]  # called with the number of the record, and the call
 
@@ -170,10 +173,11 @@ class CollectiveRecorder:
         if label not in self._labels:
             self._labels.append(label)
         stream = call.stream
-        bucket.progress.learn(
+        buckets: extension.Buckets = bucket.progress
+        buckets.learn(
             bucket.index,
             self._labels.index(label),
-            stream.numbers,
+            cast("extension.Count", stream.numbers),
             -1 if stream.counter is None else stream.counter,
             _COLLECTIVE,
             spot.pass_,

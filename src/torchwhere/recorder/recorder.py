@@ -66,8 +66,7 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        number: int = self._counter.step
-        return number
+        return self._counter.step
 
     @property
     def step_is_users(self) -> bool:

@@ -234,7 +234,7 @@ class Session:
             if self._box.path is not None:
                 self._groups.finish()
             self.recorder.event(Kind.END, text={TEXT_FIELD[Kind.END]: reason})
-            self.heartbeat.stop(looks=reason.startswith(FAILED))
+            self.heartbeat.stop(failed=reason.startswith(FAILED))
         except Exception as error:
             log.warning("torchwhere: could not record the end of the watch: %s", error)
         finally:
