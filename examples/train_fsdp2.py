@@ -1,4 +1,9 @@
-"""A small FSDP2 job, unchanged: torchrun -m torchwhere run --out run/ examples/train_fsdp2.py"""
+"""A small FSDP2 job that does not know of torchwhere.
+
+    torchrun --nproc-per-node 2 -m torchwhere run --out run/ examples/train_fsdp2.py
+
+This command watches it, and writes one box for each rank to run/.
+"""
 
 import torch
 import torch.distributed as dist
