@@ -1,9 +1,4 @@
-"""A small FSDP2 job that does not know of torchwhere.
-
-    torchrun --nproc-per-node 2 -m torchwhere run --out run/ examples/train_fsdp2.py
-
-This command watches it, and writes one box for each rank to run/.
-"""
+"""A small FSDP2 job. To watch it: torchrun -m torchwhere run --out run/ examples/train_fsdp2.py"""
 
 import torch
 import torch.distributed as dist

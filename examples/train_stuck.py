@@ -2,8 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 examples/train_stuck.py
 
-The other three ranks then wait for it in an all-reduce. The monitor reports which rank is stuck,
-and where.
+The other ranks then wait in an all-reduce. The monitor reports which rank is stuck, and where.
 """
 
 from __future__ import annotations
