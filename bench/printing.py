@@ -131,13 +131,13 @@ def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
 _READER = f"""
 import re, sys
 pattern = re.compile(rb"(?:\\[(\\d+)\\] )?<(\\d+) (\\d+) (x+)>\\n")
-seen = set()
+complete = set()
 for text in sys.stdin.buffer:
-    found = pattern.fullmatch(text)
-    if found and found[1] in (None, found[2]):
-        if len(found[4]) == ({_LONG} if int(found[3]) % {_EVERY_LONG} == 0 else 60):
-            seen.add((found[2], found[3]))
-print(len(seen))
+    match = pattern.fullmatch(text)
+    if match and match[1] in (None, match[2]):
+        if len(match[4]) == ({_LONG} if int(match[3]) % {_EVERY_LONG} == 0 else 60):
+            complete.add((match[2], match[3]))
+print(len(complete))
 """
 
 

@@ -225,9 +225,9 @@ class CollectiveRecorder:
             return self._unit_id(names[0]) if names else 0
         if stack.variables is not None:
             return self._id_of_params(_params_in(stack.variables))
-        bucket = call.bucket
-        if bucket is None:
+        if call.bucket is None:
             return 0
+        bucket = call.bucket
         bucket.entry = bucket.entry or self._box.intern(
             EntryType.BENEFICIARY, json.dumps(bucket.names)
         )
