@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,17 @@ def _memory_bytes() -> int:
     gc.collect()
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_watch_does_not_keep_the_model_alive() -> None:
+    """A model that the job deletes while it is watched is freed."""
+    model = Model()
+    deleted = weakref.ref(model)
+    with torchwhere.watch(model):
+        model(batch())
+        del model
+        gc.collect()
+        assert deleted() is None
 
 
 # -- steps, notes, phases --------------------------------------------------------------------------
@@ -391,6 +403,15 @@ def test_hook_that_cannot_be_installed_leaves_none_behind(
     with torchwhere.watch(out=tmp_path):
         train(Model(), 1)
     assert "optimizer" in kinds(tmp_path)
+
+
+def test_hook_that_is_half_installed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of an installation also removes the first half of that hook."""
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, OptimizerHook, "_make_after", is_late=False)
+    with pytest.raises(Bug):
+        torchwhere.start(Model())
+    assert leaks.differences(before, leaks.snapshot()) == []
 
 
 @pytest.mark.parametrize("name", HOOKS)

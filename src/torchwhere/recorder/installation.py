@@ -7,8 +7,9 @@ cannot be removed, the log says so, and all other parts are removed all the same
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchwhere.hooks.error_limiter import log
 
@@ -34,14 +35,23 @@ class InstallablePart:
     abandon: Callable[[], object] | None = None
 
 
+class _Removal(NamedTuple):
+    name: str
+    remove: Callable[[], object]
+    abandon: Callable[[], object]
+
+
 class Installation:
-    """All parts of one watch."""
+    """The installed parts of one watch.
 
-    def __init__(self, parts: Sequence[InstallablePart]) -> None:
-        self._parts = parts
-        self._installed: list[InstallablePart] = []
+    Keeps only what removes them: a step that installs may refer to the model, which a watch must
+    not keep alive.
+    """
 
-    def install(self) -> list[str]:
+    def __init__(self) -> None:
+        self._removals: list[_Removal] = []
+
+    def install(self, parts: Iterable[InstallablePart]) -> list[str]:
         """Install all parts, or none.
 
         Returns:
@@ -49,8 +59,8 @@ class Installation:
         """
         sentences: list[str] = []
         try:
-            for part in self._parts:
-                self._installed.append(part)
+            for part in parts:
+                self._removals.append(_Removal(part.name, part.remove, part.abandon or part.remove))
                 sentences += part.install() or []
         except BaseException:
             self.remove()
@@ -59,14 +69,14 @@ class Installation:
 
     def remove(self) -> None:
         """Remove everything that is installed."""
-        self._undo([(part.name, part.remove) for part in self._installed])
+        self._run_all([(removal.name, removal.remove) for removal in self._removals])
 
     def abandon(self) -> None:
         """Remove everything in a forked child, which must not touch what belongs to its parent."""
-        self._undo([(part.name, part.abandon or part.remove) for part in self._installed])
+        self._run_all([(removal.name, removal.abandon) for removal in self._removals])
 
-    def _undo(self, steps: list[tuple[str, Callable[[], object]]]) -> None:
-        self._installed = []
+    def _run_all(self, steps: list[tuple[str, Callable[[], object]]]) -> None:
+        self._removals = []
         # An exit stack runs all steps, the last one first, also if one is interrupted by Ctrl-C.
         with contextlib.ExitStack() as stack:
             for name, step in steps:

@@ -89,8 +89,8 @@ class Session:
         self.heartbeat = Heartbeat(self._box, on_stall=self._on_stall)
         self._make_module_hooks(locator, module_events)
         self._make_collective_hooks(locator)
-        self._installation = Installation(self._parts(model))
-        self._begin()
+        self._installation = Installation()
+        self._begin(model)
 
     def _make_module_hooks(self, locator: Locator, module_events: bool) -> None:
         recorder, counter = self.recorder, self._box.counter
@@ -193,8 +193,8 @@ class Session:
             part("the heartbeat", remove=self.heartbeat.stop, abandon=self.heartbeat.abandon),
         ]
 
-    def _begin(self) -> None:
-        sentences = self._installation.install()
+    def _begin(self, model: nn.Module | None) -> None:
+        sentences = self._installation.install(self._parts(model))
         try:
             self._groups.refresh()
             self.recorder.event(Kind.START, text={TEXT_FIELD[Kind.START]: " ".join(sys.argv)})
@@ -213,7 +213,7 @@ class Session:
         atexit.unregister(self._at_exit)
 
     def _silence_errors(self) -> None:
-        """Stop reports: a thread that is still inside a hook finds a closed box, which is no
+        """Stop reports: a thread that is still inside a hook finds a closed box, which is not an
         error."""
         for hook in (
             self.modules,
