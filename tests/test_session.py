@@ -155,11 +155,12 @@ def test_watch_does_not_keep_the_model_alive() -> None:
     """A model that the job deletes while it is watched is freed."""
     model = Model()
     deleted = weakref.ref(model)
-    with torchwhere.watch(model):
-        model(batch())
-        del model
-        gc.collect()
-        assert deleted() is None
+    torchwhere.start(model)
+    model(batch())
+    del model
+    gc.collect()
+    assert deleted() is None
+    torchwhere.stop()
 
 
 # -- steps, notes, phases --------------------------------------------------------------------------
