@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
 
 from torchwhere.hooks.error_limiter import log
 
@@ -30,9 +30,20 @@ class InstallablePart:
     """
 
     name: str
+    _: KW_ONLY
     install: Callable[[], list[str] | None] = do_nothing
     remove: Callable[[], object] = do_nothing
     abandon: Callable[[], object] | None = None
+
+
+class _Hook(Protocol):
+    def install(self) -> list[str] | None: ...
+    def remove(self) -> None: ...
+
+
+def hook_part(name: str, *, hook: _Hook) -> InstallablePart:
+    """Return the part of a hook that a forked child removes like its parent."""
+    return InstallablePart(name, install=hook.install, remove=hook.remove)
 
 
 class _Removal(NamedTuple):

@@ -40,7 +40,10 @@ class RankFiles:
             # a forked child must not delete the file of its parent
             InstallablePart("the stall file", remove=stall.remove, abandon=do_nothing),
             InstallablePart(
-                "the fault handler", self._install_faults, faults.remove, faults.abandon
+                "the fault handler",
+                install=self._install_faults,
+                remove=faults.remove,
+                abandon=faults.abandon,
             ),
         ]
 

@@ -44,7 +44,12 @@ from torchwhere.recorder import identity
 from torchwhere.recorder.collectives import CollectiveRecorder
 from torchwhere.recorder.graph_ids import GraphIds
 from torchwhere.recorder.heartbeat import Heartbeat
-from torchwhere.recorder.installation import InstallablePart, Installation, do_nothing
+from torchwhere.recorder.installation import (
+    InstallablePart,
+    Installation,
+    do_nothing,
+    hook_part,
+)
 from torchwhere.recorder.rank_files import RankFiles
 from torchwhere.recorder.recorder import LineAndGraph, Recorder
 
@@ -159,36 +164,34 @@ class Session:
         The reverse order removes it: first what calls the hooks, last the box that they write to.
         """
         part = InstallablePart
-        modules, backward, optimizers = self.modules, self._backward, self._optimizers
-        collectives, creation, imports = self._collective_hook, self._group_creation, self._imports
-        names, place_of_node = self.recorder.locator.names, self.recorder.place_of_node
+        modules, collectives = self.modules, self._collective_hook
         return [
             *self._files.parts(),
             part("the logs of the threads", remove=self._threads.close, abandon=do_nothing),
             part("the phases", remove=self.phases.close, abandon=self.phases.abandon),
             part("the known code objects", remove=python_stack.forget, abandon=do_nothing),
             part("the fast path", remove=self._fast_path.wake),
-            part("the exception hook", self._exceptions.install, self._exceptions.remove),
-            part("the module hook", lambda: modules.install(model), modules.remove),
+            hook_part("the exception hook", hook=self._exceptions),
+            part("the module hook", install=lambda: modules.install(model), remove=modules.remove),
             part("the listeners", remove=self.listeners.clear),
-            part("the backward hook", backward.install, backward.remove),
-            part("the optimizer hook", optimizers.install, optimizers.remove),
+            hook_part("the backward hook", hook=self._backward),
+            hook_part("the optimizer hook", hook=self._optimizers),
             part(
                 "the collective hook",
-                collectives.install,
-                lambda: collectives.remove(are_others=self._threads.others_may_issue()),
-                collectives.abandon,
+                install=collectives.install,
+                remove=lambda: collectives.remove(are_others=self._threads.others_may_issue()),
+                abandon=collectives.abandon,
             ),
-            part("the group creation hook", creation.install, creation.remove),
+            hook_part("the group creation hook", hook=self._group_creation),
             # the import hook installs the compilation hook once torch._dynamo is imported
             part("the compilation hook", remove=self._compilation.remove),
-            part("the import hook", imports.install, imports.remove),
+            hook_part("the import hook", hook=self._imports),
+            part("the names of objects", install=self._publish_names, remove=watched.end),
             part(
-                "the names for other functions",
-                lambda: watched.begin(watched.Watched(names, place_of_node)),
-                watched.end,
+                "the exit handler",
+                install=self._register_at_exit,
+                remove=lambda: atexit.unregister(self._at_exit),
             ),
-            part("the exit handler", self._register_at_exit, self._unregister_at_exit),
             part("the error reports", remove=self._silence_errors),
             part("the heartbeat", remove=self.heartbeat.stop, abandon=self.heartbeat.abandon),
         ]
@@ -206,11 +209,13 @@ class Session:
         for sentence in sentences:
             log.warning("torchwhere: %s", sentence)
 
+    def _publish_names(self) -> None:
+        """Let functions that describe live objects use the names and places of this watch."""
+        recorder = self.recorder
+        watched.begin(watched.Watched(recorder.locator.names, recorder.place_of_node))
+
     def _register_at_exit(self) -> None:
         atexit.register(self._at_exit)
-
-    def _unregister_at_exit(self) -> None:
-        atexit.unregister(self._at_exit)
 
     def _silence_errors(self) -> None:
         """Stop reports: a thread that is still inside a hook finds a closed box, which is not an
