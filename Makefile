@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11+ and make, nothing else: they create .venv by themselves.
+# `make demo` and `make test` need only Python 3.11+ and make: they create .venv.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -12,18 +12,18 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 demo: $(VENV)/ready
 	rm -rf run/demo
-	@echo "Four ranks train; at step 14 the data of one of them stops coming. Its monitor says so after 5 seconds and ends the job."
+	@echo "Four ranks train a model. At step 14 one rank gets no more data, and the job hangs. After 5 seconds the monitor reports it and ends the job."
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 --end-with SIGTERM --out run/demo \
 	    examples/train_stuck.py 2>&1 | sed '/elastic.multiprocessing/,$$d'
 	@grep -q '^HANG' run/demo/verdict.txt
 	@echo
-	@echo "The job is gone, its boxes are not. Look around:"
-	@echo "  $(BIN)/torchwhere doctor run/demo             the verdict again, from the boxes"
-	@echo "  $(BIN)/torchwhere report run/demo             all of it on one page, report.html"
-	@echo "  $(BIN)/torchwhere comms run/demo              which collectives each module caused"
-	@echo "  $(BIN)/torchwhere events run/demo --last 5    the last things each rank did"
-	@echo "  $(BIN)/torchwhere layout run/demo             how the model was laid out over the ranks"
-	@echo "  $(BIN)/torchwhere diff run/demo               where the ranks part"
+	@echo "The job has ended; its boxes are in run/demo. Try:"
+	@echo "  $(BIN)/torchwhere doctor run/demo             print the verdict again, from the boxes"
+	@echo "  $(BIN)/torchwhere report run/demo             write everything to one page, report.html"
+	@echo "  $(BIN)/torchwhere comms run/demo              list the collectives of each module"
+	@echo "  $(BIN)/torchwhere events run/demo --last 5    show the last 5 events of each rank"
+	@echo "  $(BIN)/torchwhere layout run/demo             show how the model is sharded over the ranks"
+	@echo "  $(BIN)/torchwhere diff run/demo               find where the ranks differ"
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -q
@@ -32,7 +32,7 @@ test: $(VENV)/tested
 test-all: $(VENV)/tested
 	TORCHWHERE_ALL_VICTIMS=1 $(BIN)/python -m pytest -q
 
-# The same with the native part: every test of the suite, recorded by C++ where it can be.
+# The same with the native extension: C++ records what it can in every test.
 test-native: $(VENV)/tested
 	TORCHWHERE_NATIVE=1 $(BIN)/python -m pytest -q
 
@@ -45,7 +45,7 @@ format: $(VENV)/tested
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The pages of docs/ as a site, in site/. A link that leads nowhere is an error.
+# Builds docs/ as a site, in site/. A broken link is an error.
 docs: $(VENV)/documented
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs site
 	@echo "site/index.html"
@@ -53,31 +53,31 @@ docs: $(VENV)/documented
 bench: $(VENV)/ready
 	$(BIN)/python -m bench $(ARGS)
 
-# PyTorch's own tests, from a checkout of the release that is installed: plain, watched, on the drop-ins. Lists what differs.
+# Runs PyTorch's own tests, from a checkout of the installed release: plain, watched and on the drop-ins. Lists what differs.
 upstream: $(VENV)/upstream
 	@test -n "$(PYTORCH)" || { echo "make upstream PYTORCH=/path/to/pytorch [ARGS=...]: PYTORCH is not set" >&2; exit 2; }
 	$(BIN)/python -m upstream $(PYTORCH) $(ARGS)
 
-# What a user of the library has: torch (their own build; here the one the suite was checked with) and torchwhere.
+# For users: torch (by default the version that the tests were checked with) and torchwhere.
 $(VENV)/ready: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e .
 	touch $@
 
-# What the suite needs on top: the tools, and the real libraries that torchwhere is tried with.
+# For tests, in addition: the tools, and the libraries that torchwhere is tested with.
 $(VENV)/tested: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[test,check,peers]"
-	@echo "DeepSpeed compiles a part of itself, once: about half a minute"
+	@echo "DeepSpeed compiles an extension once, in about half a minute."
 	$(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()" >/dev/null 2>&1 || true
 	touch $@
 
-# What PyTorch's tests import.
+# For PyTorch's tests: the packages that they import.
 $(VENV)/upstream: $(VENV)/tested
 	$(BIN)/python -m pip install -q -e ".[upstream]"
 	touch $@
 
-# What builds the site; torch is not needed for it.
+# For the docs: the packages that build the site. Torch is not needed.
 $(VENV)/documented: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -e ".[docs]"

@@ -1,6 +1,7 @@
-"""What watching costs: `make bench`, or `python -m bench`. How to read it: docs/overhead.md."""
+"""Measures what watching costs: `make bench`, or `python -m bench`. docs/overhead.md explains
+it."""
 
 import os
 
-# else the profiler announces its every start and stop
+# otherwise the profiler prints a line for every start and stop
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,5 +1,5 @@
-"""`python -m bench [--device cuda] [--json] [--only WORKLOAD ...]`: one interleaved run, one
-table."""
+"""`python -m bench [--device cuda] [--json] [--only WORKLOAD ...]`: measures what watching costs,
+in one interleaved run, and prints one table."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from bench.contenders import (
     PYTHON_EVENTS,
     TORCHWHERE,
     UNWATCHED,
-    build_native_part,
+    build_native_extension,
 )
 from bench.figures import TARGETS, Column, column
 from bench.workloads import CPU, Workload
 
 
 def main() -> int:
-    warnings.simplefilter("ignore")  # ModTracker warns on every step
+    warnings.simplefilter("ignore")  # ModTracker warns in every step
     workloads = {"cpu": CPU + data_parallel.CPU, "cuda": data_parallel.CUDA}
     arguments = _parse(workloads)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -39,19 +39,19 @@ def main() -> int:
         return 2
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    build_native_part()
-    wanted = [
+    build_native_extension()
+    chosen = [
         workload
         for workload in workloads[arguments.device]
-        if _wanted(workload.key, arguments.only)
+        if _is_wanted(workload.key, arguments.only)
     ]
-    columns = [_measure(workload, alone=arguments.alone) for workload in wanted]
-    if _wanted("import", arguments.only):
+    columns = [_measure(workload, alone=arguments.alone) for workload in chosen]
+    if _is_wanted("import", arguments.only):
         columns.append(imports.column())
     keys = [
         key
         for key in toolboxes.SECTIONS
-        if arguments.device == "cpu" and _wanted(key, arguments.only)
+        if arguments.device == "cpu" and _is_wanted(key, arguments.only)
     ]
     sections = [] if arguments.alone else toolboxes.measure(keys)
     machine = _machine(arguments.device)
@@ -63,31 +63,29 @@ def main() -> int:
 
 
 def _parse(workloads: dict[str, tuple[Workload, ...]]) -> argparse.Namespace:
-    keys = [workload.key for each in workloads.values() for workload in each] + [
-        "import",
-        *toolboxes.SECTIONS,
-    ]
+    keys = [workload.key for group in workloads.values() for workload in group]
+    keys += ["import", *toolboxes.SECTIONS]
     parser = argparse.ArgumentParser(
-        prog="python -m bench", description="What watching a training costs."
+        prog="python -m bench", description="Measure what it costs to watch a training job."
     )
     parser.add_argument(
         "--device", choices=list(workloads), default="cpu", help="cuda: GPT-2 124M on one GPU"
     )
     parser.add_argument(
-        "--json", action="store_true", help="the same figures as one JSON object, with every round"
+        "--json", action="store_true", help="print one JSON object, with the figures of every round"
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"some of: {', '.join(keys)}"
+        "--only", nargs="+", metavar="WORKLOAD", choices=keys, help=f"run only: {', '.join(keys)}"
     )
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="without the peers: the same time gives several times the rounds",
+        help="measure only torchwhere, without other tools: more rounds in the same time",
     )
     return parser.parse_args()
 
 
-def _wanted(key: str, only: Sequence[str] | None) -> bool:
+def _is_wanted(key: str, only: Sequence[str] | None) -> bool:
     return only is None or key in only
 
 
@@ -98,13 +96,11 @@ def _measure(workload: Workload, *, alone: bool) -> Column:
         if alone
         else workload.contenders
     )
-    found = column(
-        workload, rounds.run(workload, [c for c in CONTENDERS if names is None or c.name in names])
-    )
-    print(
-        f"{workload.key}: {found.rounds} rounds, {time.monotonic() - start:.0f} s", file=sys.stderr
-    )
-    return found
+    contenders = [contender for contender in CONTENDERS if names is None or contender.name in names]
+    measured = column(workload, rounds.run(workload, contenders))
+    seconds = time.monotonic() - start
+    print(f"{workload.key}: {measured.rounds} rounds, {seconds:.0f} s", file=sys.stderr)
+    return measured
 
 
 def _machine(device: str) -> dict[str, str]:
@@ -130,15 +126,15 @@ def _as_json(
     targets = [
         {"workload": target.workload, "target": target.text, "measured": target.measured(columns)}
         for target in TARGETS
-        if any(found.key == target.workload for found in columns)
+        if any(column.key == target.workload for column in columns)
     ]
-    found = {
+    results = {
         "machine": machine,
         "workloads": [column.to_dict() for column in columns],
         "targets": targets,
         "toolboxes": [section.to_dict() for section in sections],
     }
-    return json.dumps(found, indent=1)
+    return json.dumps(results, indent=1)
 
 
 if __name__ == "__main__":

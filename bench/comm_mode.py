@@ -1,11 +1,11 @@
-"""What the drop-in for `CommDebugMode` adds, against the original: for a module call, an op, a
-collective, a small GPT-2 step.
+"""Compares the drop-in for `CommDebugMode` with the original: the time that each adds to a module
+call, an op, a collective and a small GPT-2 step.
 
     python -m bench.comm_mode
 
-`columns()` gives one column for each. Everyone is entered anew for every step, which is not timed,
-as the original survives no second forward; the drop-in therefore pays in each step for names that
-it would otherwise find once.
+`columns()` returns one column for each. Each mode is entered again for every step, untimed, because
+the original fails in a second forward. So the drop-in looks up the names of modules in each step,
+which it would otherwise do once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 
 from bench import rounds, table
 from bench.contenders import CONTENDERS, UNWATCHED, Contender
-from bench.figures import Column, Figure
+from bench.figures import Column, Figure, added
 from bench.rounds import Times
 from bench.workloads import CPU, Job, Workload
 
@@ -62,24 +62,23 @@ def _ops() -> Iterator[Job]:
 
 def _workloads() -> list[Workload]:
     ops = Workload("ops", "ops, us each", _ops, steps=4, units=OPS)
-    known = {workload.key: workload for workload in CPU}
-    chosen = (known["modules"], ops, known["collectives"], known["gpt2"])
+    by_key = {workload.key: workload for workload in CPU}
+    chosen = (by_key["modules"], ops, by_key["collectives"], by_key["gpt2"])
     return [
         Workload(
-            f"comm_mode_{one.key}",
-            one.title,
-            one.make,
-            steps=min(one.steps, 4),
-            units=one.units,
+            f"comm_mode_{workload.key}",
+            workload.title,
+            workload.make,
+            steps=min(workload.steps, 4),
+            units=workload.units,
             budget_s=BUDGET_S,
         )
-        for one in chosen
+        for workload in chosen
     ]
 
 
 def columns() -> list[Column]:
-    """The original, the drop-in, and the drop-in told that no operations will be asked for; in
-    turns."""
+    """Measure, in turns, the original, the drop-in, and the drop-in with noise level 0."""
     unwatched = next(contender for contender in CONTENDERS if contender.name == UNWATCHED)
     contenders = (
         Contender(UNWATCHED, unwatched.enter, anew_each_step=True),
@@ -91,7 +90,7 @@ def columns() -> list[Column]:
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench: name, figure, unit."""
+    """Return rows for the table of the bench: name, figure, unit."""
     return [
         (f"{column.title}: {figure.contender}", figure.median, column.unit)
         for column in columns()
@@ -101,18 +100,18 @@ def rows() -> list[tuple[str, float, str]]:
 
 
 def _column(workload: Workload, times: list[Times]) -> Column:
-    plain = next(found.seconds for found in times if found.contender == UNWATCHED)
+    plain = next(timed.seconds for timed in times if timed.contender == UNWATCHED)
     figures = tuple(
-        Figure(found.contender, _added(workload, found, plain), error=found.error)
-        for found in times
-        if found.contender != UNWATCHED
+        Figure(timed.contender, added(timed.seconds, plain, workload.units), error=timed.error)
+        for timed in times
+        if timed.contender != UNWATCHED
     )
     medians = {figure.contender: figure.median for figure in figures}
     original = medians[ORIGINAL]
     shares = [
-        f"{name} {100 * found / original:.0f} %"
-        for name in (DROP_IN, LEVEL_0)
-        if original and (found := medians[name]) is not None
+        f"{name} {100 * median / original:.0f} %"
+        for name, median in medians.items()
+        if name != ORIGINAL and original and median is not None
     ]
     return Column(
         key=workload.key,
@@ -121,15 +120,8 @@ def _column(workload: Workload, times: list[Times]) -> Column:
         unwatched_ms=statistics.median(plain) * 1e3,
         figures=figures,
         rounds=len(plain),
-        remark=f"{workload.key}, of what the original adds: {', '.join(shares)}",
+        remark=f"{workload.key}, share of what the original adds: {', '.join(shares)}",
     )
-
-
-def _added(workload: Workload, found: Times, plain: list[float]) -> tuple[float, ...]:
-    pairs = list(zip(found.seconds, plain, strict=False))  # one that failed has fewer rounds
-    if workload.units is None:
-        return tuple((watched / alone - 1) * 100 for watched, alone in pairs)
-    return tuple((watched - alone) / workload.units * 1e6 for watched, alone in pairs)
 
 
 if __name__ == "__main__":

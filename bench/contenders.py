@@ -1,8 +1,7 @@
-"""Who is compared: nobody watching, torchwhere, and what torch itself offers for the same
-questions.
+"""The contenders: no watch, torchwhere, and the tools that torch itself has for the same questions.
 
-A peer is imported when it is entered. One that a torch version does not have fails in its own
-cells, not in the run.
+A tool of torch is imported when it is entered. If a torch version does not have it, its cells in
+the table say so, and the run goes on.
 """
 
 from __future__ import annotations
@@ -24,41 +23,39 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.load import SWITCH
 
 UNWATCHED = "unwatched"
-AGAIN = "unwatched, again"  # its figures are the noise of the run, and what a peer left behind
+AGAIN = "unwatched, again"  # shows the noise of the run, and what other tools left behind
 TORCHWHERE = "torchwhere"
 MODULE_EVENTS = "torchwhere, module events"
-# without the native part, which is what there is where no compiler is
+# without the native extension, as on a machine without a compiler
 PYTHON = "torchwhere, Python only"
 PYTHON_EVENTS = "torchwhere, Python only, module events"
 MOD_TRACKER = "ModTracker"
 COMM_DEBUG = "CommDebugMode"
 COMM_DEBUG_ANEW = "CommDebugMode, anew each step"
 
-_LACKING = "this torch has no"  # said of a version that cannot do everything, and no failure
+_LACKING = "this torch has no"  # in a warning about an older torch, which is not a failure
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One way of watching. `enter` makes a fresh context manager around the model, where there is
-    one."""
+    """One way to watch. `enter` returns a new context manager for the model, or for no model."""
 
     name: str
     enter: Callable[[nn.Module | None], AbstractContextManager[Any]]
-    # entered for every single step (untimed), as it survives no second one
+    # entered again for every step, untimed: it fails in a second step
     anew_each_step: bool = False
 
 
-class _Complaints(logging.Handler):
-    """What torchwhere says went wrong while it watched: a hook that was removed would look
-    cheap."""
+class _Warnings(logging.Handler):
+    """Collects the warnings of torchwhere: a hook that switched itself off would look cheap."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if _LACKING not in record.getMessage():
-            self.said.append(record.getMessage())
+            self.messages.append(record.getMessage())
 
 
 @contextmanager
@@ -67,8 +64,8 @@ def _watched(
 ) -> Iterator[None]:
     import torchwhere
 
-    complaints = _Complaints()
-    logging.getLogger("torchwhere").addHandler(complaints)
+    warnings = _Warnings()
+    logging.getLogger("torchwhere").addHandler(warnings)
     before = os.environ.get(SWITCH)
     os.environ[SWITCH] = str(int(native))
     try:
@@ -81,20 +78,20 @@ def _watched(
         os.environ.pop(SWITCH)
         if before is not None:
             os.environ[SWITCH] = before
-        logging.getLogger("torchwhere").removeHandler(complaints)
-    if complaints.said:
-        raise RuntimeError(complaints.said[0])
+        logging.getLogger("torchwhere").removeHandler(warnings)
+    if warnings.messages:
+        raise RuntimeError(warnings.messages[0])
 
 
-def build_native_part() -> None:
-    """As `torchwhere run` does before a job. Where it cannot be, torchwhere is Python only, which
-    is said."""
+def build_native_extension() -> None:
+    """Build the native extension, like `torchwhere run` before a job. If that fails, print why:
+    torchwhere then runs in Python only."""
     from torchwhere.native.build import build
 
     try:
         build()
     except TorchwhereError as error:
-        print(f"bench: torchwhere has no native part here: {error}", file=sys.stderr)
+        print(f"bench: torchwhere has no native extension here: {error}", file=sys.stderr)
 
 
 def _mod_tracker(_model: nn.Module | None) -> AbstractContextManager[Any]:

@@ -1,9 +1,8 @@
-"""What is timed under DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in
-bf16 on a GPU. One rank.
+"""Workloads with DDP and FSDP2: buckets of a tiny model on a CPU, and steps of GPT-2 124M in bf16
+on a GPU. One rank.
 
-Batch 1 leaves the GPU waiting for the CPU, so that a step shows what watching costs the CPU; batch
-8 keeps the GPU busy. With one rank DDP still all-reduces its buckets; FSDP2 leaves its collectives
-out.
+With batch 1 the GPU waits for the CPU, so a step shows what watching costs the CPU. Batch 8 keeps
+the GPU busy. With one rank, DDP still all-reduces its buckets, and FSDP2 skips its collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from bench.gpt2 import GPT2, Size
 from bench.workloads import Job, Workload, training_step
 
 BUCKETS = 20
-GPT2_124M = Size(layers=12, heads=12, width=768, local_ids=50257, sequence=1024, batch=1)
+GPT2_124M = Size(layers=12, heads=12, width=768, vocabulary=50257, sequence=1024, batch=1)
 
 
 def ddp(model: GPT2, device: str) -> nn.Module:
@@ -69,8 +68,8 @@ def job(wrap: Callable[[GPT2, str], nn.Module], size: Size, device: str = "cuda"
 
 @contextmanager
 def _buckets() -> Iterator[Job]:
-    """As many buckets as layers: DDP reduces each from inside backward, where a place is harder to
-    tell than in forward."""
+    """One bucket for each layer: DDP reduces it inside backward, where the place costs more to find
+    than in forward."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(BUCKETS)))
     model, x = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.001), torch.ones(1, 64)
@@ -96,7 +95,9 @@ def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
 
 CPU = (
     Workload(
-        *("buckets", "DDP bucket, us each", _buckets),
+        "buckets",
+        "DDP bucket, us each",
+        _buckets,
         steps=50,
         units=BUCKETS,
         contenders=(
@@ -110,7 +111,7 @@ CPU = (
             AGAIN,
         ),
         clock=time.thread_time,
-        forks=False,  # gloo has threads
+        forks=False,  # gloo has threads, which a fork loses
         budget_s=20,
     ),
 )

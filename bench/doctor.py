@@ -1,12 +1,12 @@
-"""How long a verdict takes, on a job that hangs because of one rank: boxes of up to 16,384 ranks
-with 2,000 events each.
+"""Measures how long a verdict takes, for a job that hangs because of one rank: boxes of up to
+16,384 ranks with 2,000 events each.
 
     python -m bench.doctor [RANKS ...]
 
-The same job as dumps of PyTorch's flight recorder goes to `torchfrtrace`, at 256 and 1,024 ranks:
-it takes minutes there, so it has one round. Everybody is a process of its own, as on a command
-line. Memory is the most that it and its children held at once. Boxes are made by
-`tests/synthetic_boxes.py`, in a folder for temporary files that must have 6 GB.
+`torchfrtrace` gets the same job as dumps of PyTorch's flight recorder, with 256 and 1,024 ranks. It
+takes minutes, so it runs once. Each run is a separate process, as on a command line. Memory is the
+peak of the process and its children together. `tests/synthetic_boxes.py` makes the boxes; the
+folder for temporary files needs 6 GB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 
 MAKER = Path(__file__).parent.parent / "tests" / "synthetic_boxes.py"
 RANKS = (256, 1024, 4096, 16_384)
-OF_THE_PEER = (256, 1024)
+TORCHFRTRACE_RANKS = (256, 1024)
 ROUNDS = 3
 MAKERS = 2
 NEEDED_BYTES = 6 << 30
@@ -43,7 +43,7 @@ Row = tuple[str, float, str]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one process took."""
+    """Time, peak memory and output of one process."""
 
     seconds: float
     bytes: int
@@ -51,16 +51,16 @@ class Run:
 
 
 def rows(sizes: Sequence[int] = RANKS) -> list[Row]:
-    found: list[Row] = []
+    table: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="torchwhere-bench-") as folder:
         if shutil.disk_usage(folder).free < NEEDED_BYTES:
             raise OSError(
                 f"{folder} has less than {NEEDED_BYTES >> 30} GB for the boxes; set TMPDIR"
             )
         for ranks in sizes:
-            found += _rows_of(ranks, Path(folder) / str(ranks))
+            table += _rows_of(ranks, Path(folder) / str(ranks))
             shutil.rmtree(Path(folder) / str(ranks))
-    return found
+    return table
 
 
 def _rows_of(ranks: int, folder: Path) -> list[Row]:
@@ -70,23 +70,16 @@ def _rows_of(ranks: int, folder: Path) -> list[Row]:
     runs = [_run(doctor) for _ in range(ROUNDS)]
     verdict = json.loads(runs[0].output)
     assert (verdict["kind"], verdict["culprits"]) == ("missing", [victim]), verdict["text"]
-    found = [
-        (
-            f"torchwhere doctor, {ranks:,} ranks",
-            statistics.median(run.seconds for run in runs),
-            "s",
-        ),
-        (
-            f"torchwhere doctor, {ranks:,} ranks",
-            max(run.bytes for run in runs) / 1e6,
-            "MB of memory",
-        ),
-        (f"torchwhere doctor, {ranks:,} ranks", len(runs[0].output) / 1e6, "MB of JSON"),
+    name = f"torchwhere doctor, {ranks:,} ranks"
+    own = [
+        (name, statistics.median(run.seconds for run in runs), "s"),
+        (name, max(run.bytes for run in runs) / 1e6, "MB of memory"),
+        (name, len(runs[0].output) / 1e6, "MB of JSON"),
     ]
-    return found + (_rows_of_peer(ranks, folder) if ranks in OF_THE_PEER else [])
+    return own + (_rows_of_torchfrtrace(ranks, folder) if ranks in TORCHFRTRACE_RANKS else [])
 
 
-def _rows_of_peer(ranks: int, folder: Path) -> list[Row]:
+def _rows_of_torchfrtrace(ranks: int, folder: Path) -> list[Row]:
     subprocess.run(
         [sys.executable, "-c", _WRITE_DUMPS, str(folder / "boxes"), str(folder / "dumps")],
         check=True,
@@ -152,14 +145,14 @@ def _run(command: list[str]) -> Run:
 
 
 def _held_bytes(pid: int) -> int:
-    """What a process and its children hold in memory; shared pages count for each of them."""
+    """Return the memory of a process and its children; shared pages count for each of them."""
     try:
         own = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = {
             int(child) for task in tasks for child in (task / "children").read_text().split()
         }
-    except OSError:  # it ended under our eyes
+    except OSError:  # the process has just ended
         return 0
     return own + sum(map(_held_bytes, children))
 

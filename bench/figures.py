@@ -1,5 +1,5 @@
-"""From times to figures: what each contender adds, round by round, and what torchwhere was meant to
-add."""
+"""Turns times into figures: what each contender adds in each round, and the targets of
+torchwhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One contender on one workload. `added` has a number per round, in the unit of its column."""
+    """One contender on one workload. `added` has one number per round, in the unit of the
+    column."""
 
     contender: str
     added: tuple[float, ...] = ()
-    times_torchwhere: float | None = None  # how many times as much as torchwhere adds
+    times_torchwhere: float | None = None  # added time, as a multiple of what torchwhere adds
     error: str | None = None
 
     @property
@@ -58,7 +59,7 @@ class Column:
     key: str
     title: str
     unit: str
-    unwatched_ms: float  # a step, or an interpreter, that nobody watches
+    unwatched_ms: float  # of a step, or of an interpreter, without a watch
     figures: tuple[Figure, ...]
     rounds: int
     remark: str = ""
@@ -79,42 +80,41 @@ class Column:
 
 
 def column(workload: Workload, times: Sequence[Times]) -> Column:
-    """Each contender against the unwatched time of the same round."""
-    plain = next(found.seconds for found in times if found.contender == UNWATCHED)
-    added = {found.contender: _added(found.seconds, plain, workload.units) for found in times}
-    by_torchwhere = added[TORCHWHERE]
-    figures = [
-        Figure(
-            found.contender, added[found.contender], _ratio(added[found.contender], by_torchwhere)
-        )
-        if found.error is None
-        else Figure(found.contender, error=found.error)
-        for found in times
-        if found.contender != UNWATCHED
-    ]
+    """Compare each contender with the unwatched time of the same round."""
+    by_name = {timed.contender: timed for timed in times}
+    plain = by_name[UNWATCHED].seconds
+    own = added(by_name[TORCHWHERE].seconds, plain, workload.units)
     return Column(
-        workload.key,
-        workload.title,
-        workload.unit,
-        statistics.median(plain) * 1e3,
-        tuple(figures),
-        len(plain),
+        key=workload.key,
+        title=workload.title,
+        unit=workload.unit,
+        unwatched_ms=statistics.median(plain) * 1e3,
+        figures=tuple(
+            _figure(timed, added(timed.seconds, plain, workload.units), own)
+            for timed in times
+            if timed.contender != UNWATCHED
+        ),
+        rounds=len(plain),
     )
 
 
-def _added(
-    seconds: Sequence[float], plain: Sequence[float], units: int | None
-) -> tuple[float, ...]:
-    """Per round: microseconds for each of the `units` of a step, or percent of the step."""
-    pairs = list(zip(seconds, plain, strict=False))  # one that failed has fewer rounds
+def _figure(timed: Times, values: tuple[float, ...], own: tuple[float, ...]) -> Figure:
+    if timed.error is not None:
+        return Figure(timed.contender, error=timed.error)
+    return Figure(timed.contender, values, _ratio(values, own))
+
+
+def added(seconds: Sequence[float], plain: Sequence[float], units: int | None) -> tuple[float, ...]:
+    """Return what was added in each round: microseconds per unit, or percent of the step."""
+    pairs = list(zip(seconds, plain, strict=False))  # a contender that failed has fewer rounds
     if units is None:
         return tuple((watched / alone - 1) * 100 for watched, alone in pairs)
     return tuple((watched - alone) / units * 1e6 for watched, alone in pairs)
 
 
 def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | None:
-    """How the medians compare, at least: where torchwhere's own cost drowns in the noise, it is
-    taken to be the noise."""
+    """Return a lower bound of the ratio of the medians: if the cost of torchwhere is below the
+    noise, the noise stands for it."""
     own = Figure(TORCHWHERE, tuple(by_torchwhere))
     if not added or own.median is None or own.median <= 0:
         return None
@@ -123,7 +123,7 @@ def _ratio(added: Sequence[float], by_torchwhere: Sequence[float]) -> float | No
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What was aimed at, for people to compare with: nothing here fails over a time."""
+    """A target that the table shows beside the measured figure. Nothing fails if it is missed."""
 
     workload: str
     text: str
@@ -132,9 +132,9 @@ class Target:
 
     def measured(self, columns: Sequence[Column]) -> float | None:
         figure = next((c.of(self.contender) for c in columns if c.key == self.workload), None)
-        return (
-            None if figure is None else figure.times_torchwhere if self.as_ratio else figure.median
-        )
+        if figure is None:
+            return None
+        return figure.times_torchwhere if self.as_ratio else figure.median
 
 
 TARGETS = (

@@ -1,8 +1,8 @@
-"""Runs a function in a forked child and gives what it returned: whatever it leaves behind ends with
-the child.
+"""Runs a function in a forked child and returns its result: what the function leaves behind ends
+with the child.
 
-The child has the very memory of its parent, so that two children differ by nothing but what they
-ran. Not for CUDA, whose contexts do not survive a fork.
+Two children begin with the same memory, so they differ only in what they run. This does not work
+with CUDA, whose contexts do not survive a fork.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import signal
 from collections.abc import Callable
 
-_PATIENCE_S = 120  # a child that takes longer is stuck
+_TIMEOUT_S = 120  # a child that takes longer hangs
 
 
 def call(function: Callable[[], float]) -> float:
-    """What `function` returns in a child. Raises RuntimeError with what it raised there, or with
-    how it died."""
+    """Return what `function` returns in a child. Raises RuntimeError with the function's exception,
+    or with the exit code of the child."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -29,14 +29,14 @@ def call(function: Callable[[], float]) -> float:
     _, status = os.waitpid(child, 0)
     if not answer:
         raise RuntimeError(f"the process ended with status {os.waitstatus_to_exitcode(status)}")
-    found = json.loads(answer)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return float(found)
+    result = json.loads(answer)
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return float(result)
 
 
 def _answer(function: Callable[[], float], writing: int) -> None:
-    signal.alarm(_PATIENCE_S)
+    signal.alarm(_TIMEOUT_S)
     try:
         answer: float | str = function()
     except Exception as error:

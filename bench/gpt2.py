@@ -1,4 +1,5 @@
-"""GPT-2, written out: the 124M model of the paper, and one small enough for a single CPU thread."""
+"""GPT-2 in plain PyTorch: the 124M model of the paper, and one that is small enough for a CPU
+thread."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a GPT-2 is, and the batches it gets."""
+    """The size of a GPT-2 and of its batches."""
 
     layers: int
     heads: int
     width: int
-    local_ids: int
+    vocabulary: int
     sequence: int
     batch: int
 
@@ -66,15 +67,15 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Tokens in, the loss of predicting each next one out."""
+    """Takes tokens, and returns the loss of predicting each next token."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.wte = nn.Embedding(size.local_ids, size.width)
+        self.wte = nn.Embedding(size.vocabulary, size.width)
         self.wpe = nn.Embedding(size.sequence, size.width)
         self.h = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.ln_f = nn.LayerNorm(size.width)
-        self.lm_head = nn.Linear(size.width, size.local_ids, bias=False)
+        self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

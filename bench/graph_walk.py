@@ -1,10 +1,10 @@
-"""What it takes to walk an autograd graph of 1,000,000 nodes: time and memory a node, and what
-recording lines costs a forward.
+"""Measures a walk over an autograd graph of 1,000,000 nodes: time and memory per node; and what it
+costs a forward to record lines.
 
-`rows()` gives (name, figure, unit). The walk is measured against the shortest loop that visits each
-node once and keeps nothing: the price of asking torch for the edges alone. CPU time, so that what
-else runs meanwhile does not count. DeepSpeed's `print_backward_tensors` visits each path, and
-recurses: on 14 residual layers the walk is measured against that.
+`rows()` returns (name, figure, unit). The walk is compared with the shortest loop that visits each
+node once and stores nothing: the cost of asking torch for the edges. Times are CPU times, so other
+programs do not count. DeepSpeed's `print_backward_tensors` recurses over every path: the walk is
+compared with that on 14 residual layers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torchwhere.model.graph_walk import walk
 NODES = 1_000_000
 ROUNDS = 3
 FORWARDS = 200
-# a longer chain that Python has seen overflows the stack when torch 2.13 frees it, unless `walk`
-# saw it
+# torch 2.13 overflows the stack when it frees a longer chain whose nodes Python has accessed,
+# except through `walk`
 _SAFE = 20_000
 Row = tuple[str, float, str]
 
@@ -45,8 +45,8 @@ def _chain(nodes: int) -> torch.Tensor:
 
 
 def _walk_rows(nodes: int) -> list[Row]:
-    """A chain: the deepest graph there is of that size. A fresh one for each, since torch keeps
-    what it has once shown."""
+    """Measure a chain, the deepest graph of that size. Each run gets a new one: torch keeps the
+    Python objects of nodes that were accessed."""
     contenders: dict[str, Callable[[Any], Any]] = {
         f"edges alone, {min(nodes, _SAFE):,} nodes": _visit,
         f"walk, {nodes:,} nodes": lambda tensor: walk([tensor.grad_fn]),
@@ -58,40 +58,40 @@ def _walk_rows(nodes: int) -> list[Row]:
         for name, contender in contenders.items():
             tensor = _chain(min(nodes, _SAFE) if contender is _visit else nodes)
             before, start = _resident(), time.process_time()
-            kept = contender(tensor)
-            count = len(kept.nodes)
+            result = contender(tensor)
+            count = len(result.nodes)
             times[name].append((time.process_time() - start) / count * 1e6)
             sizes[name].append((_resident() - before) / count)
-            del kept, tensor
+            del result, tensor
     graph = torchwhere.backward_graph(_chain(nodes))
     start = time.process_time()
     graph.text()
     text = (time.process_time() - start) / nodes * 1e6
     return [
-        *((name, statistics.median(found), "us a node") for name, found in times.items()),
+        *((name, statistics.median(values), "us a node") for name, values in times.items()),
         (f"text, {nodes:,} nodes", text, "us a node"),
         *(
-            (f"{name}, memory", statistics.median(found), "bytes a node")
-            for name, found in list(sizes.items())[1:]
+            (f"{name}, memory", statistics.median(values), "bytes a node")
+            for name, values in list(sizes.items())[1:]
         ),
     ]
 
 
-class _Seen(list[Any]):
+class _Visited(list[Any]):
     @property
     def nodes(self) -> list[Any]:
         return self
 
 
-def _visit(tensor: torch.Tensor) -> _Seen:
-    pending, seen = [tensor.grad_fn], {tensor.grad_fn}
+def _visit(tensor: torch.Tensor) -> _Visited:
+    pending, visited = [tensor.grad_fn], {tensor.grad_fn}
     while pending:
         node: Any = pending.pop()
         for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
+            if following is not None and following not in visited:
+                visited.add(following)
                 pending.append(following)
-    return _Seen(seen)
+    return _Visited(visited)
 
 
 def _resident() -> int:
@@ -99,7 +99,8 @@ def _resident() -> int:
 
 
 def _path_rows() -> list[Row]:
-    """Every node once against every path, as DeepSpeed's print_backward_tensors goes."""
+    """Compare a visit of every node with a visit of every path, which DeepSpeed's
+    print_backward_tensors does."""
     x = torch.ones(2, requires_grad=True)
     for _ in range(14):
         x = x + x.sin()
@@ -126,7 +127,7 @@ def _paths(node: Any) -> Iterator[Any]:
 
 
 class _Block(nn.Module):
-    """One whose code is the user's own: its lines are traced."""
+    """A module of the user, whose lines are recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,8 +141,8 @@ class _Block(nn.Module):
 
 
 def _line_rows() -> list[Row]:
-    """A forward of eight blocks, 40 ops: alone, with lines recorded, and in anomaly mode, in
-    turns."""
+    """Measure, in turns, a forward of eight blocks with 40 ops: alone, with recorded lines, and in
+    anomaly mode."""
     model, x = nn.Sequential(*(_Block() for _ in range(8))), torch.ones(8, 64)
     contexts: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "forward alone": nullcontext,
@@ -158,7 +159,7 @@ def _line_rows() -> list[Row]:
                     for _ in range(FORWARDS):
                         model(x)
                     times[name].append((time.process_time() - start) / FORWARDS * 1e6)
-    return [(name, statistics.median(found[1:]), "us") for name, found in times.items()]
+    return [(name, statistics.median(values[1:]), "us") for name, values in times.items()]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""How long `import torchwhere` takes: whole interpreters, in turns with empty ones, and whether
-torch came along.
+"""Measures how long `import torchwhere` takes: interpreters that import it, in turns with empty
+ones.
 
-And, told beside it, how long a watch takes to begin in a process that has torch already.
+A remark says whether it imports torch, and how long a watch takes to begin in a process that has
+imported torch.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ with torchwhere.watch(): print(time.perf_counter() - start)
 
 
 def column() -> Column:
-    for program in (_EMPTY, _IMPORT):  # the first ones read the disk and write .pyc files
+    for program in (_EMPTY, _IMPORT):  # the first runs read the disk and write .pyc files
         _seconds(program)
     rounds = [(_seconds(_EMPTY), _seconds(_IMPORT), _seconds(_EMPTY)) for _ in range(ROUNDS)]
     figures = (
@@ -65,7 +66,7 @@ def _printed(program: str) -> str:
 
 
 def _seconds(program: str) -> float:
-    """CPU time of one interpreter: what other programs take meanwhile does not count."""
+    """Return the CPU time of one interpreter, so that other programs do not count."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", program], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

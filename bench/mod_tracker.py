@@ -1,13 +1,13 @@
-"""What tracking modules costs: the drop-in for `ModTracker` against the original, and `on_module`,
-for each module call.
+"""Measures what it costs to track modules: the drop-in for `ModTracker`, the original, and
+`on_module`, per module call.
 
     python -m bench.mod_tracker
 
-`rows()` gives name, figure and unit. A step is the forward and backward of a binary tree of 1023
-modules whose leaves add one. In turns, each in a fork of its own, in CPU time, less the step of the
-same round that nobody watches. Those that cost little run more steps in a turn: on a machine with
-other work a turn of ten steps is off by 3 us a call. The cycle collector's work for what a tracker
-leaves behind is part of its cost; the two trackers are compared without it, too.
+`rows()` returns name, figure and unit. A step is the forward and backward of a binary tree of 1023
+modules whose leaves add one. The contenders take turns, each in its own fork; the figure is CPU
+time minus that of an unwatched step in the same round. Cheap contenders run more steps in a turn:
+on a busy machine, a turn of ten steps is off by 3 us per call. Garbage collection of what a tracker
+leaves behind is part of its cost; the two trackers are also compared without it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ DROP_IN = "ModTracker drop-in"
 ROUNDS = 5
 STEPS = 10
 STEPS_OF_CHEAP_ONES = 50
-MOST_SHARE = 5.0  # percent: what the drop-in may cost of the original, without backward hooks
+MOST_SHARE = 5.0  # percent of the original that the drop-in may cost, without backward hooks
 
 Enter = Callable[[nn.Module | None], AbstractContextManager[Any]]
 
 
 def _do_nothing(*_args: Any) -> None:
-    """As a hook, or a callback."""
+    """A hook or callback."""
 
 
 def _original(
@@ -86,26 +86,26 @@ CHEAP: dict[str, Enter] = {
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench. The share is the median of the rounds, each against the original
-    of the same round."""
-    found = []
+    """Return rows for the table of the bench. The share is the median over the rounds, each
+    compared with the original in the same round."""
+    table = []
     for suffix, collects in (("", True), (", collector off", False)):
         added = _added(collects=collects)
-        found += [
-            (name + suffix, statistics.median(each), "us a module call")
-            for name, each in added.items()
+        table += [
+            (name + suffix, statistics.median(values), "us a module call")
+            for name, values in added.items()
         ]
         shares = [
             100 * ours / theirs
             for ours, theirs in zip(added[DROP_IN], added[ORIGINAL], strict=True)
         ]
-        found.append((f"{DROP_IN}, of the original{suffix}", statistics.median(shares), "%"))
-    return found
+        table.append((f"{DROP_IN}, of the original{suffix}", statistics.median(shares), "%"))
+    return table
 
 
 def _added(*, collects: bool) -> dict[str, list[float]]:
-    """Microseconds that each adds to a module call, one number per round; without the collector, of
-    the two trackers alone."""
+    """Return the microseconds that each adds to a module call, one number per round; without the
+    garbage collector, only for the two trackers."""
     groups = ((COSTLY, STEPS), (CHEAP, STEPS_OF_CHEAP_ONES))
     added: dict[str, list[float]] = {}
     (gc.enable if collects else gc.disable)()
@@ -125,16 +125,16 @@ def _added(*, collects: bool) -> dict[str, list[float]]:
 
 
 def _round(entered: dict[str, Enter], steps: int) -> dict[str, float]:
-    workload = replace(next(each for each in CPU if each.key == "modules"), steps=steps)
+    workload = replace(next(workload for workload in CPU if workload.key == "modules"), steps=steps)
     contenders = [
         Contender(UNWATCHED, lambda _model: nullcontext()),
         *(Contender(*item) for item in entered.items()),
     ]
     times = rounds.run(workload, contenders, most_rounds=1)
-    for each in times:
-        if each.error is not None:
-            raise RuntimeError(f"{each.contender}: {each.error}")
-    plain, *others = (each.seconds[0] for each in times)
+    for timed in times:
+        if timed.error is not None:
+            raise RuntimeError(f"{timed.contender}: {timed.error}")
+    plain, *others = (timed.seconds[0] for timed in times)
     return {
         name: (took - plain) / (workload.units or 1) * 1e6
         for name, took in zip(entered, others, strict=True)

@@ -1,8 +1,8 @@
-"""Naming a model of 100,000 modules: `torchwhere.names`, what a watch does, DeepSpeed's debug
-names, and torch's own lists.
+"""Measures how long it takes to name a model of 100,000 modules: with `torchwhere.names`, in a
+watch, with DeepSpeed's debug names, and with torch's own lists.
 
-In turns, each in a fork of the same process, in CPU time; the model's parameters are on the meta
-device.
+The contenders take turns, each in a fork of the same process. Times are CPU times. The parameters
+of the model are on the meta device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make() -> nn.Module:
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench: name, figure, unit."""
+    """Return rows for the table of the bench: name, figure, unit."""
     model = make()
     modules = sum(1 for _ in model.modules())
     contenders = _contenders(model)
@@ -43,8 +43,8 @@ def rows() -> list[tuple[str, float, str]]:
         for name, run in contenders.items():
             seconds[name].append(fork.call(lambda run=run: _timed(run)))  # type: ignore[misc]
     return [
-        (f"{name}, {modules:,} modules", statistics.median(found) * 1e3, "ms")
-        for name, found in seconds.items()
+        (f"{name}, {modules:,} modules", statistics.median(values) * 1e3, "ms")
+        for name, values in seconds.items()
     ]
 
 
@@ -71,9 +71,9 @@ def _contenders(model: nn.Module) -> dict[str, Callable[[], object]]:
 
 def _timed(run: Callable[[], object]) -> float:
     start = time.process_time()
-    kept = run()
+    result = run()  # freed after the measurement
     took = time.process_time() - start
-    del kept
+    del result
     return took
 
 

@@ -1,8 +1,8 @@
-"""What one phase block costs: `torchwhere.phase`, watched and not, torch's `SimpleProfiler.profile`
-and its drop-in, and `torch.profiler.record_function` (with no profiler running).
+"""Measures what one phase block costs: `torchwhere.phase` with and without a watch, torch's
+`SimpleProfiler.profile` and its drop-in, and `torch.profiler.record_function` (without a profiler).
 
-In turns, in CPU time, less an empty `with`. A watched phase writes two records with their place and
-keeps its sums in the box.
+The contenders take turns. Figures are CPU time minus that of an empty `with`. In a watch, a phase
+writes two records with their place and updates its sums in the box.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench: name, figure, unit."""
+    """Return rows for the table of the bench: name, figure, unit."""
     contenders = _contenders()
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as folder:
-        for at in range(ROUNDS + 1):
+        for round_ in range(ROUNDS + 1):
             empty = _timed(nullcontext)
             for name, (make, is_watched) in contenders.items():
                 with torchwhere.watch(out=folder) if is_watched else nullcontext():
                     took = _timed(make) - empty
-                if at:  # the first round warms up
+                if round_:  # the first round warms up
                     seconds[name].append(took)
     return [
-        (name, statistics.median(found) / BLOCKS * 1e6, "us a block")
-        for name, found in seconds.items()
+        (name, statistics.median(values) / BLOCKS * 1e6, "us a block")
+        for name, values in seconds.items()
     ]
 
 
@@ -46,10 +46,10 @@ def _contenders() -> dict[str, tuple[Context, bool]]:
 
     from torchwhere.drop_in import fsdp_debug
 
-    made = torchwhere.phase("data")
+    shared = torchwhere.phase("data")
     return {
         "torchwhere.phase, watched": (lambda: torchwhere.phase("data"), True),
-        "torchwhere.phase, one object for all, watched": (lambda: made, True),
+        "torchwhere.phase, one object for all, watched": (lambda: shared, True),
         "torchwhere.phase, not watched": (lambda: torchwhere.phase("data"), False),
         "SimpleProfiler.profile": (lambda: SimpleProfiler.profile("data"), False),
         "drop_in SimpleProfiler.profile, not watched": (

@@ -1,9 +1,9 @@
-"""Printing from many processes at once into one pipe: how long it takes, and how many lines come
-out torn.
+"""Measures printing from many processes into one pipe: how long it takes, and how many lines are
+mixed up.
 
-8 processes print 100,000 numbered lines together, with `torchwhere.print_rank`, with DeepSpeed's
-`printflock`, and with plain `print`, in turns. The reader checks every line: it must be one of
-those printed, whole, and each exactly once.
+8 processes together print 100,000 numbered lines: with `torchwhere.print_rank`, with DeepSpeed's
+`printflock`, and with plain `print`, in turns. The reader checks that each printed line arrives
+complete and exactly once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dataclasses import dataclass
 PROCESSES = 8
 LINES = 100_000
 ROUNDS = 3
-_EVERY_LONG = 1_000  # every so many lines there is one that is longer than a pipe takes at once
+_EVERY_LONG = 1_000  # one of so many lines is longer than what a pipe takes at once
 _LONG = 20_000
 
-# What each process runs, once it is told to by a line on stdin: importing is not what is measured.
+# The program of each process. It waits for a line on stdin, so that imports are not measured.
 _PROGRAM = """
 import sys
 {setup}
@@ -42,8 +42,8 @@ _SETUPS = {
 
 @dataclass(frozen=True, slots=True)
 class Printed:
-    """One way to print: microseconds a line, all processes together, for each round; and lines that
-    did not come out whole."""
+    """One way to print: microseconds per line, all processes together, in each round; and the
+    number of lines that did not arrive complete."""
 
     contender: str
     us_per_line: tuple[float, ...]
@@ -58,7 +58,7 @@ class Printed:
 def measure(
     *, processes: int = PROCESSES, lines: int = LINES, rounds: int = ROUNDS
 ) -> list[Printed]:
-    """Every contender once in each round."""
+    """Run every contender once in each round."""
     seconds: dict[str, list[float]] = {name: [] for name in _SETUPS}
     torn: Counter[str] = Counter()
     for _ in range(rounds):
@@ -67,17 +67,16 @@ def measure(
             seconds[name].append(took)
             torn[name] += lines // processes * processes - whole
     return [
-        Printed(name, tuple(s / lines * 1e6 for s in found), torn[name], rounds * lines)
-        for name, found in seconds.items()
+        Printed(name, tuple(value / lines * 1e6 for value in values), torn[name], rounds * lines)
+        for name, values in seconds.items()
     ]
 
 
 def rows() -> list[tuple[str, float, str]]:
-    """For the table of the bench: name, figure, unit."""
-    found = measure()
+    """Return rows for the table of the bench: name, figure, unit."""
     return [
         row
-        for printed in found
+        for printed in measure()
         for row in (
             (f"{printed.contender}, {PROCESSES} processes", printed.median, "us a line"),
             (f"{printed.contender}, torn of {printed.lines:,} lines", float(printed.torn), "lines"),
@@ -86,9 +85,9 @@ def rows() -> list[tuple[str, float, str]]:
 
 
 def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
-    """Seconds until the last line was read, and how many lines were whole."""
+    """Return the seconds until the last line was read, and the number of complete lines."""
     program = _PROGRAM.format(setup=_SETUPS[name], long=_LONG, every=_EVERY_LONG)
-    # as Python comes
+    # buffered, which is the default of Python
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader = subprocess.Popen(
         [sys.executable, "-c", _READER, name],
@@ -127,18 +126,18 @@ def _round(name: str, processes: int, lines: int) -> tuple[float, int]:
     return took, whole
 
 
-# Counts the lines that are exactly what a process printed, each once. A prefix of the rank is
-# allowed where it is asked for.
+# Counts the lines that are exactly what a process printed, each once. A line may begin with its
+# rank.
 _READER = f"""
 import re, sys
 pattern = re.compile(rb"(?:\\[(\\d+)\\] )?<(\\d+) (\\d+) (x+)>\\n")
-seen = set()
+complete = set()
 for text in sys.stdin.buffer:
-    found = pattern.fullmatch(text)
-    if found and found[1] in (None, found[2]):
-        if len(found[4]) == ({_LONG} if int(found[3]) % {_EVERY_LONG} == 0 else 60):
-            seen.add((found[2], found[3]))
-print(len(seen))
+    match = pattern.fullmatch(text)
+    if match and match[1] in (None, match[2]):
+        if len(match[4]) == ({_LONG} if int(match[3]) % {_EVERY_LONG} == 0 else 60):
+            complete.add((match[2], match[3]))
+print(len(complete))
 """
 
 

@@ -1,12 +1,11 @@
-"""How long the report page takes: to be made, of ten thousand ranks with 1,000 events each, and to
-be there in a browser.
+"""Measures how long the report page takes: to write it for ten thousand ranks with 1,000 events
+each, and to load it in a browser.
 
     python -m bench.report [RANKS]
 
-Boxes are made by `tests/synthetic_boxes.py`, in a folder for temporary files that must have 2 GB.
-The page is opened from disk in Chromium without a screen; first paint is when the verdict is seen,
-the whole page when all its sections are there. Both need Chromium and playwright, and are left out
-without them.
+`tests/synthetic_boxes.py` makes the boxes; the folder for temporary files needs 2 GB. Headless
+Chromium opens the page from disk. First paint is when the verdict is visible, and the page is
+complete when all its sections exist. Without Chromium or playwright these two figures are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent / "tests"
-RANKS = 9_984  # as many whole groups of the job's meshes as ten thousand ranks have
+RANKS = 9_984  # the largest multiple of the job's meshes below ten thousand
 MAKERS = 2
 ROUNDS = 3
 NEEDED_BYTES = 2 << 30
@@ -48,11 +47,11 @@ def rows(ranks: int = RANKS) -> list[Row]:
             str(page),
         ]
         seconds = [_seconds(command) for _ in range(ROUNDS)]
-        found = [
+        table = [
             (f"report page made, {ranks:,} ranks", statistics.median(seconds), "s"),
             (f"report page, {ranks:,} ranks", page.stat().st_size / 1e6, "MB"),
         ]
-        return found + _rows_in_browser(page)
+        return table + _rows_in_browser(page)
 
 
 def _make(ranks: int, folder: Path) -> None:
@@ -94,8 +93,8 @@ def _rows_in_browser(page: Path) -> list[Row]:
     from browser import browser
 
     with browser() as chromium:
-        found = [_opened(chromium, page) for _ in range(ROUNDS)]
-    paint, whole = (statistics.median(figures) for figures in zip(*found, strict=True))
+        times = [_opened(chromium, page) for _ in range(ROUNDS)]
+    paint, whole = (statistics.median(figures) for figures in zip(*times, strict=True))
     return [
         ("report page, first paint in Chromium", paint, "ms"),
         ("report page, whole in Chromium", whole, "ms"),

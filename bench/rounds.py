@@ -1,18 +1,16 @@
-"""Times the contenders of one workload in turns: one round after another, in each round everyone
-once.
+"""Times the contenders of one workload in rounds; in each round every contender has one turn.
 
-A machine that is slow for a second is then slow for all of them, and what is told is each contender
-against the unwatched time of the same round. A contender is entered anew in every round and does a
-few untimed steps first.
+So a machine that is slow for a second is slow for all of them, and the figure of a contender is
+compared with the unwatched time of the same round. A contender is entered again in every round, and
+first runs a few untimed steps.
 
-On a CPU every turn is a fork of one process, since CommDebugMode and FlopCounterMode leave so many
-objects behind that all who come after them are slower. CUDA and gloo do not survive a fork: with
-them all turns are in one process, and one that raises may have left hooks in the model, which is
-then built anew.
+On a CPU every turn runs in a fork of one process: CommDebugMode and FlopCounterMode leave so many
+objects behind that later turns would be slower. CUDA and gloo do not survive a fork. With them all
+turns run in one process; a turn that raises may leave hooks in the model, so the model is then
+built again.
 
-The cycle collector stays on: what it costs is part of what watching costs. But objects older than
-the turn are frozen out of it: a full collection of torch's own takes 0.4 s and would fall on
-anyone.
+The garbage collector stays on: its time is part of the cost of watching. But objects older than the
+turn are frozen: a full collection of torch's own objects takes 0.4 s and would hit a random turn.
 """
 
 from __future__ import annotations
@@ -29,13 +27,12 @@ from bench.contenders import Contender
 from bench.workloads import Job, Workload
 
 MOST_ROUNDS = 25
-FIRST_STEPS = 3  # of a job: they make the optimizer's state and let DDP settle its buckets
+FIRST_STEPS = 3  # of a job: they create the optimizer's state, and DDP rebuilds its buckets
 
 
 @dataclass(slots=True)
 class Times:
-    """One contender on one workload: seconds a step, one number per round, or the error that ended
-    it."""
+    """One contender on one workload: seconds per step, one number per round, or its error."""
 
     contender: str
     seconds: list[float] = field(default_factory=list)
@@ -45,17 +42,17 @@ class Times:
 def run(
     workload: Workload, contenders: Sequence[Contender], *, most_rounds: int = MOST_ROUNDS
 ) -> list[Times]:
-    """As many rounds as fit into the workload's budget, and at least one."""
+    """Run as many rounds as fit into the workload's time budget, and at least one."""
     times = {contender: Times(contender.name) for contender in contenders}
     with ExitStack() as stack:
         job = _make(workload, stack)
-        _rehearse(contenders)
+        _warm_up(contenders)
         _freeze()
         start = time.monotonic()
         for done in range(most_rounds):
             if done and (time.monotonic() - start) * (done + 1) / done > workload.budget_s:
                 break
-            for contender in _turned(contenders, done):
+            for contender in _rotated(contenders, done):
                 if times[contender].error is None and not _turn(
                     job, workload, contender, times[contender]
                 ):
@@ -71,8 +68,9 @@ def _make(workload: Workload, stack: ExitStack) -> Job:
     return job
 
 
-def _rehearse(contenders: Sequence[Contender]) -> None:
-    """Import what they import. One that cannot be entered says so in its turn."""
+def _warm_up(contenders: Sequence[Contender]) -> None:
+    """Enter each contender once, so that its imports are done. A contender that cannot be entered
+    fails in its turn."""
     for contender in contenders:
         with contextlib.suppress(Exception), contender.enter(None):
             pass
@@ -83,14 +81,14 @@ def _freeze() -> None:
     gc.freeze()
 
 
-def _turned(contenders: Sequence[Contender], by: int) -> Sequence[Contender]:
-    """Nobody always follows the same one, nor always comes first."""
+def _rotated(contenders: Sequence[Contender], by: int) -> Sequence[Contender]:
+    """Rotate the contenders, so that no contender is always the first one."""
     at = by % len(contenders)
     return (*contenders[at:], *contenders[:at])
 
 
 def _turn(job: Job, workload: Workload, contender: Contender, times: Times) -> bool:
-    """Time one contender once; whether the job is as it was."""
+    """Time one contender once. Returns whether the job can be used again."""
 
     def measure() -> float:
         if contender.anew_each_step:
@@ -112,7 +110,7 @@ def _turn(job: Job, workload: Workload, contender: Contender, times: Times) -> b
 def _time(
     job: Job, contender: Contender, steps: int, clock: Callable[[], float], *, warm: int
 ) -> float:
-    """Seconds a step under one contender."""
+    """Return the seconds per step under one contender."""
     _freeze()
     with contender.enter(job.model):
         for _ in range(warm):

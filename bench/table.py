@@ -1,4 +1,4 @@
-"""The figures as one plain table, with no library: it must print where only torch is installed."""
+"""Prints the figures as one plain table, without a library: only torch may be installed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bench.contenders import UNWATCHED
 from bench.figures import TARGETS, Column, Figure
 
-_WITH_RATIO = "modules"  # where torchwhere's cost stands far enough above the noise to divide by
+_WITH_RATIO = "modules"  # here the cost of torchwhere is far enough above the noise to divide by
 
 
 def render(machine: str, columns: Sequence[Column]) -> str:
@@ -47,10 +47,12 @@ def _cell(figure: Figure | None) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three digits or so."""
+    """Return a number with about three digits."""
     if value is None:
         return "-"
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+    if abs(value) < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:
@@ -77,12 +79,10 @@ def _remarks(columns: Sequence[Column]) -> list[str]:
 
 
 def _targets(columns: Sequence[Column]) -> list[str]:
-    aimed = [
-        target for target in TARGETS if any(column.key == target.workload for column in columns)
+    keys = {column.key for column in columns}
+    rows = [
+        [target.text, number(target.measured(columns))]
+        for target in TARGETS
+        if target.workload in keys
     ]
-    return _aligned(
-        [
-            ["target", "measured"],
-            *([target.text, number(target.measured(columns))] for target in aimed),
-        ]
-    )
+    return _aligned([["target", "measured"], *rows])

@@ -1,8 +1,8 @@
-"""What the five toolboxes cost, against their originals: one section for each question, one row for
-each contender.
+"""Compares the five drop-ins with their originals, and measures the commands: one section for each
+question, one row for each contender.
 
-Each section runs in a process of its own: some originals leave hooks and objects behind that slow
-down all who come after.
+Each section runs in its own process: some originals leave hooks and objects behind that would slow
+down later sections.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """One question: what was measured, or why not."""
+    """One question: the figures, or why there are none."""
 
     key: str
     title: str
@@ -48,7 +48,7 @@ def measure(keys: Sequence[str]) -> list[Section]:
 
 def _measured(key: str) -> Section:
     print(f"{key} ...", file=sys.stderr, flush=True)
-    # One thread: a fork of a process whose OpenMP has threads waits for them forever.
+    # One thread: a fork of a process with OpenMP threads waits for them forever.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "bench.toolboxes", key]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)

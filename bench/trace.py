@@ -1,9 +1,10 @@
-"""How long a timeline takes: 64 ranks of 8 hosts with 10,000 events each, compressed, for Perfetto.
+"""Measures how long a timeline takes: 64 ranks on 8 hosts with 10,000 events each, compressed, for
+Perfetto.
 
     python -m bench.trace [RANKS]
 
-The command is a process of its own, as on a command line. Boxes are made by
-`tests/synthetic_boxes.py`.
+The command runs in its own process, as on a command line. `tests/synthetic_boxes.py` makes the
+boxes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 MAKER = Path(__file__).parent.parent / "tests" / "synthetic_boxes.py"
 RANKS = 64
 EVENTS = 10_000
-STEPS = 250  # enough of them to fill the ring
+STEPS = 250  # enough to fill the ring
 ROUNDS = 3
 
 Row = tuple[str, float, str]
@@ -42,23 +43,23 @@ def rows(ranks: int = RANKS) -> list[Row]:
             "--json",
         ]
         runs = [_run(command) for _ in range(ROUNDS)]
-        said = json.loads(
+        summary = json.loads(
             subprocess.run(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True
             ).stdout
         )
-    assert said["ranks"] == list(range(ranks)), said["ranks"]
+    assert summary["ranks"] == list(range(ranks)), summary["ranks"]
     name = f"torchwhere trace, {ranks:,} ranks x {EVENTS:,} events"
     return [
         (name, statistics.median(seconds for seconds, _ in runs), "s"),
-        (name, max(held for _, held in runs) / 1e6, "MB of memory"),
-        (name, said["bytes"] / 1e6, "MB of file"),
-        (name, said["events"] / 1e6, "million events drawn"),
+        (name, max(peak for _, peak in runs) / 1e6, "MB of memory"),
+        (name, summary["bytes"] / 1e6, "MB of file"),
+        (name, summary["events"] / 1e6, "million events drawn"),
     ]
 
 
 def _run(command: list[str]) -> tuple[float, int]:
-    """Seconds, and the most memory that it held."""
+    """Return the seconds that a command takes, and its peak memory."""
     begin = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, code, used = os.wait4(process.pid, 0)

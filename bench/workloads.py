@@ -1,5 +1,4 @@
-"""What is timed on a CPU: modules that do nothing, a small GPT-2, and collectives that go
-nowhere."""
+"""Workloads on a CPU: modules without work, a small GPT-2, and collectives without a network."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from bench.gpt2 import GPT2, Size
 
 DEPTH = 10  # of the tree of modules
 COLLECTIVES = 500  # per step
-SMALL = Size(layers=6, heads=4, width=192, local_ids=2048, sequence=128, batch=2)
+SMALL = Size(layers=6, heads=4, width=192, vocabulary=2048, sequence=128, batch=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +30,19 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is timed, and how its cost is told: per unit in microseconds, or as a share of the
-    step."""
+    """Code to time. Its cost is given in microseconds per unit, or as a share of the step."""
 
     key: str
     title: str
     make: Callable[[], AbstractContextManager[Job]]
-    steps: int  # timed in one go
-    warm_steps: int = 2  # before them, untimed
-    # of which the cost is told, in one step; None: tell the added share of a step
+    steps: int  # timed together
+    warm_steps: int = 2  # untimed steps before them
+    # units in one step, for a cost per unit; None: the cost is a share of the step
     units: int | None = None
     contenders: tuple[str, ...] | None = None  # None: all
-    # all the work is one thread's: leave out what others take from it
+    # CPU time: one thread does all the work, and other programs do not count
     clock: Callable[[], float] = time.process_time
-    forks: bool = True  # whether each turn gets a process of its own
+    forks: bool = True  # whether each turn runs in its own process
     budget_s: float = 30.0
 
     @property
@@ -69,7 +67,7 @@ class Tree(nn.Module):
 
 @contextmanager
 def _modules() -> Iterator[Job]:
-    model = Tree(DEPTH)  # its input is new in each step, or ModTracker's hooks on it would pile up
+    model = Tree(DEPTH)  # a new input in each step: the hooks of ModTracker would accumulate on it
     yield Job(lambda: model(torch.zeros(1, requires_grad=True)).backward(), model)
 
 
@@ -83,7 +81,7 @@ def _gpt2() -> Iterator[Job]:
 def training_step(
     model: nn.Module, size: Size, optimizer: torch.optim.Optimizer, device: str = "cpu"
 ) -> Callable[[], None]:
-    tokens = torch.randint(size.local_ids, (size.batch, size.sequence), device=device)
+    tokens = torch.randint(size.vocabulary, (size.batch, size.sequence), device=device)
 
     def step() -> None:
         model(tokens).backward()
@@ -122,7 +120,9 @@ CPU = (
     ),
     Workload("gpt2", "GPT-2, % of a step", _gpt2, steps=4, budget_s=50),
     Workload(
-        *("collectives", "all_reduce, us each", _collectives),
+        "collectives",
+        "all_reduce, us each",
+        _collectives,
         steps=3,
         units=COLLECTIVES,
         contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, COMM_DEBUG, AGAIN),

@@ -1,4 +1,4 @@
-"""A small FSDP2 job, unchanged: torchrun -m torchwhere run --out run/ examples/train_fsdp2.py"""
+"""A small FSDP2 job. To watch it: torchrun -m torchwhere run --out run/ examples/train_fsdp2.py"""
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 examples/train_stuck.py
 
-Three ranks then wait in an all-reduce for the fourth. The monitor says which rank and where it is.
+The other ranks then wait in an all-reduce. The monitor reports which rank is stuck, and where.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class Batches(torch.utils.data.IterableDataset[torch.Tensor]):
-    """Random batches. The third rank's disk is gone after the fourteenth."""
+    """Random batches. On rank 2 the disk stops responding after batch 14."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in range(100):

@@ -21,8 +21,8 @@ from rank_pool import Pool
 torch.set_num_threads(1)
 # pytest leaves SIGBUS to faulthandler: what the tests find before a watch must be there after it.
 faulthandler.enable()
-# Python's own code is tried, whatever this machine has built; with TORCHWHERE_NATIVE=1 it is the
-# native part.
+# Tests use the Python code, whatever this machine has built; with TORCHWHERE_NATIVE=1 they use the
+# native extension.
 if os.environ.setdefault("TORCHWHERE_NATIVE", "0") == "1":
     from torchwhere.native.build import build
 
@@ -76,7 +76,7 @@ def building(
 
 @pytest.fixture(scope="session")
 def library(building: subprocess.Popen[str]) -> Path:
-    """The native part, in a cache of its own."""
+    """The native extension, in its own cache."""
     out, err = building.communicate(timeout=300)
     assert building.returncode == 0, err
     assert out.startswith("built: ")

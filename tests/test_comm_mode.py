@@ -1,5 +1,5 @@
-"""`drop_in.comm_mode`: what tests of torch's own `CommDebugMode` ask for, and the right answers
-where it has none."""
+"""`drop_in.comm_mode`: what the tests of torch's own `CommDebugMode` check, and right answers where
+the original is wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WORLD = 2
 
 @pytest.fixture
 def fake_world() -> Iterator[None]:
-    """Two ranks of which this process is one; the other answers nothing, and nobody waits for
+    """Two ranks, of which this process is one; the other one does not exist, and no call waits for
     it."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -188,7 +188,7 @@ def _coalesced(call: Callable[[], Any]) -> None:
 
 
 def test_messages_and_barriers_are_not_counted(fake_world: None) -> None:
-    """The original's set of ops stays: messages and barriers count in the native view alone."""
+    """As in the original, messages and barriers are not counted; `torchwhere.comms` counts them."""
     with torchwhere.comms() as c, CommDebugMode() as mode:
         dist.send(torch.ones(2), 1)
         dist.recv(torch.ones(2), 1)
@@ -198,7 +198,7 @@ def test_messages_and_barriers_are_not_counted(fake_world: None) -> None:
 
 
 def test_dtensor_redistribution(fake_world: None) -> None:
-    """What DTensor does to redistribute counts as the functional collective it is."""
+    """The collectives that DTensor issues to redistribute count as functional collectives."""
     mesh = init_device_mesh("cpu", (WORLD,))
     whole = distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)], src_data_rank=None)
     mode = CommDebugMode()
@@ -211,8 +211,8 @@ def test_dtensor_redistribution(fake_world: None) -> None:
 
 
 def test_fake_tensors(fake_world: None) -> None:
-    """Under fake tensors, in either order, collectives and modules are known and no operation is
-    listed."""
+    """With fake tensors, in either order of the modes, collectives and modules are counted, and no
+    operation is listed."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     for modes in ((CommDebugMode(), FakeTensorMode()), (FakeTensorMode(), CommDebugMode())):
@@ -232,8 +232,8 @@ def test_fake_tensors(fake_world: None) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("level", [0, 3])
 def test_local_tensors_count_as_in_the_original(fake_world: None, level: int) -> None:
-    """Under LocalTensorMode, which answers collectives by itself, each counts once, for its module,
-    as in the original."""
+    """Under LocalTensorMode, which answers collectives itself, each collective counts once, for its
+    module, as in the original."""
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
@@ -304,7 +304,7 @@ def test_c10d_operations_are_listed(fake_world: None) -> None:
 
 
 def test_nested_modes_count_each_for_itself(fake_world: None) -> None:
-    """A mode inside another counts its own part, the outer one all."""
+    """A mode inside another one counts its own block; the outer one counts everything."""
     with CommDebugMode() as outer:
         dist.all_reduce(torch.ones(2))
         with CommDebugMode() as inner:
@@ -315,7 +315,7 @@ def test_nested_modes_count_each_for_itself(fake_world: None) -> None:
 
 
 def test_other_threads_are_not_counted(fake_world: None) -> None:
-    """As the original, it counts what its own thread does: ranks that are threads do not mix."""
+    """Like the original, it counts only its own thread: ranks that are threads do not mix."""
     counts = []
 
     def work(times: int) -> None:
@@ -392,8 +392,8 @@ def test_printed_infos(fake_world: None) -> None:
 
 
 def test_entering_again_resets_everything(fake_world: None) -> None:
-    """At the start of a block counts, modules, parameters and operations are those of nobody, in
-    the very same dicts."""
+    """A new block begins with empty counts, modules, parameters and operations, in the same dict
+    objects."""
     mode, block = CommDebugMode(), tensor_parallel(Block())
     model = tensor_parallel(tensor_parallel(nn.Sequential(Block(), Block()), "0."), "1.")
     with mode:
@@ -420,8 +420,8 @@ def test_entering_again_resets_everything(fake_world: None) -> None:
 
 
 def test_live_inside_a_forward(fake_world: None) -> None:
-    """Inside a module the tracker says which one, in forward and backward, and the counts so far
-    can be read."""
+    """Inside a module, in forward and backward, the tracker has its name, and the counts so far can
+    be read."""
     seen: list[tuple[str, set[str], bool, int]] = []
 
     class Reporter(nn.Module):
@@ -447,8 +447,8 @@ def test_live_inside_a_forward(fake_world: None) -> None:
 
 
 def test_c1_a_module_called_twice(fake_world: None) -> None:
-    """A module called twice, in one forward and in two steps, is one entry, and nothing stays on
-    it."""
+    """A module that is called twice, in one forward or in two steps, is one entry, and nothing
+    stays on it."""
     block = tensor_parallel(Block())
     mode = CommDebugMode()
     with mode:
@@ -468,7 +468,7 @@ def test_c1_a_module_called_twice(fake_world: None) -> None:
 
 
 def test_c2_a_forward_that_raises(fake_world: None) -> None:
-    """After a forward that raised, the next one is charged to the right modules."""
+    """After a forward that raised, the next one counts for the right modules."""
     block = tensor_parallel(Block())
     with CommDebugMode() as mode:
         with pytest.raises(RuntimeError):
@@ -478,8 +478,8 @@ def test_c2_a_forward_that_raises(fake_world: None) -> None:
 
 
 def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> None:
-    """A prefetch belongs to the layer that is fetched, a reduce-scatter to the layer whose
-    gradients it carries."""
+    """A prefetch counts for the layer that it gathers, and a reduce-scatter for the layer whose
+    gradients it reduces."""
     model = Model(depth=3)
     for layer in model.layers:
         fully_shard(layer)
@@ -505,7 +505,7 @@ def test_c4_fsdp_collectives_are_charged_to_their_units(fake_world: None) -> Non
 
 @pytest.mark.parametrize("noise_level", [0, 3])
 def test_c5_compiling_goes_on_as_ever(fake_world: None, noise_level: int) -> None:
-    """What is compiled under the mode is compiled once, stays compiled after it, and its
+    """A model that is compiled under the mode is compiled once, stays compiled afterwards, and its
     collectives are counted."""
     import torch._dynamo
     from torch._dynamo.utils import counters
@@ -542,8 +542,8 @@ class Wrapped(nn.Module):
 
 
 def test_backward_is_charged_to_the_module_of_its_node(fake_world: None) -> None:
-    """The all-reduce of a column-parallel linear's backward is its own, not that of the module that
-    came last."""
+    """The all-reduce in the backward of a column-parallel linear counts for that linear, not for
+    the last module of the forward."""
     model = nn.Sequential(nn.Linear(8, 8), tensor_parallel(Block()), nn.Linear(8, 8))
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
@@ -581,8 +581,8 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
-    """What checkpointing computes again is listed as that, with its collectives in the backward of
-    the same modules."""
+    """Recomputed operations are listed as such, and their collectives count in the backward of the
+    same modules."""
     model = Checkpointed(reentrant=reentrant)
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
@@ -606,8 +606,7 @@ def test_checkpoint_recomputation(fake_world: None, reentrant: bool) -> None:
 
 
 def test_backward_alone_under_a_watch(fake_world: None) -> None:
-    """A block around the backward alone knows the modules that ran before it, if a watch saw
-    them."""
+    """A block around the backward alone has the modules that ran before it, if a watch saw them."""
     model = nn.Sequential(nn.Linear(8, 8), tensor_parallel(Block()))
     with torchwhere.watch(model):
         loss = model(batch()).sum()
@@ -622,8 +621,8 @@ def test_backward_alone_under_a_watch(fake_world: None) -> None:
 
 
 def test_wrappers_and_second_models_have_plain_names(fake_world: None) -> None:
-    """A name is the root's class and the module's own path: no wrapper's prefix; a second model has
-    its own class."""
+    """A name is the class of the root and the path of the module, without prefixes of wrappers; a
+    second model has its own class."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = nn.Sequential(nn.Linear(8, 8), checkpoint_wrapper(Block()))
@@ -656,14 +655,14 @@ def _ddp_on_a_rank() -> dict[str, int]:
 
 
 def test_ddp(two_ranks: Pool) -> None:
-    """DDP's reductions, from C++, are charged to the innermost module that holds all parameters of
-    the bucket."""
+    """The all-reduces of DDP, which C++ issues, count for the innermost module that contains all
+    parameters of the bucket."""
     assert two_ranks.run(_ddp_on_a_rank) == [{"Global": 3, "Model": 3}] * 2
 
 
 def _train_with_both(kind: str) -> None:
-    """The totals of a real run over gloo are those of the original; messages in between are in
-    neither."""
+    """Return the totals of a real run over gloo with the drop-in and with the original; messages in
+    between count in neither."""
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
     model: nn.Module = Model(depth=2)
@@ -690,8 +689,8 @@ def _train_with_both(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["tp", "fsdp"])
 def test_totals_are_those_of_the_original(two_ranks: Pool, kind: str) -> None:
-    """On real ranks, tensor parallel and FSDP2, the counts are the original's and the losses the
-    same."""
+    """On real ranks, with tensor parallelism and FSDP2, the counts and the losses are those of the
+    original."""
     two_ranks.run(_train_with_both, kind, checks_itself=True)
 
 
@@ -699,7 +698,8 @@ def test_totals_are_those_of_the_original(two_ranks: Pool, kind: str) -> None:
 
 
 class Layered(nn.Module):
-    """Every op is in a module of its own: there the original is right in backward too."""
+    """A model in which every op is in its own module: there the original is right in backward
+    too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -710,7 +710,7 @@ class Layered(nn.Module):
 
 
 def _tables(make: Callable[[], Any], folder: Path) -> list[str]:
-    """The tables of levels 0 to 2 and the JSON of level 2, of the same program under one mode."""
+    """Return the tables of levels 0 to 2 and the JSON of level 2, for the same program."""
     torch.manual_seed(0)
     model = tensor_parallel(Layered())
     mode = make()
@@ -724,7 +724,7 @@ def _tables(make: Callable[[], Any], folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_texts_are_those_of_the_original(fake_world: None, tmp_path: Path) -> None:
-    """Where the original is right its tables, log and JSON are the same to the snapshot."""
+    """Where the original is right, its tables, log and JSON are exactly the same."""
     from torch.distributed.tensor.debug import CommDebugMode as Original
 
     original, ours = (_tables(make, tmp_path) for make in (Original, CommDebugMode))
@@ -738,7 +738,7 @@ def test_texts_are_those_of_the_original(fake_world: None, tmp_path: Path) -> No
 
 
 def test_level_3_lists_what_the_program_does(fake_world: None) -> None:
-    """Level 3 has the trivial ops too, and none that looking at the parameters caused."""
+    """Level 3 has the trivial ops too, and no op that reading the parameters caused."""
     model = tensor_parallel(Block())
     with CommDebugMode() as mode:
         model(batch())
@@ -753,7 +753,7 @@ def test_level_3_lists_what_the_program_does(fake_world: None) -> None:
 
 
 def test_older_names(fake_world: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and the log of older versions are there, in their form."""
+    """The table and the log of older versions exist, in their form."""
     model = tensor_parallel(Block())
     with CommDebugMode() as mode:
         model(batch()).sum().backward()
@@ -781,7 +781,7 @@ def test_older_names(fake_world: None, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_module_exports() -> None:
-    """The other names of the original's modules are there."""
+    """The other names of the original's modules exist."""
     from torch.distributed.tensor.debug import _comm_mode, visualize_sharding
 
     for name in (
@@ -803,8 +803,8 @@ def test_module_exports() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and
-    with the original."""
+    """The program in docs/migrating.md prints what the page shows, with the drop-in and with the
+    original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## torch's `CommDebugMode`")
     section, end, after = section.partition("\n## ")
@@ -834,7 +834,7 @@ def _printed(program: str) -> str:
 
 
 def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
-    """Made for level 0 it puts no dispatch mode on ops; a higher level asked for later is an error
+    """With noise level 0 no dispatch mode sees ops, and a request for a higher level is an error
     that says what to do."""
     mode = CommDebugMode(noise_level=0)
     with mode:
@@ -844,17 +844,18 @@ def test_noise_level_0_lists_no_operations(fake_world: None) -> None:
     with pytest.raises(ValueError, match="noise_level") as wrong:
         mode.generate_comm_debug_tracing_table()
     assert (
-        str(wrong.value) == "noise_level=3: operations were not listed, because this is a"
-        " CommDebugMode(noise_level=0). Ask for noise_level=0, or make it without that argument."
+        str(wrong.value) == "noise_level=3: no operations were listed, because this is a"
+        " CommDebugMode(noise_level=0). Ask for noise_level=0, or create it without that argument."
     )
 
 
 @pytest.mark.parametrize("level", [-1, 4, "2", None, 1.5])
 def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
-    """A level that does not exist is a ValueError that says which there are."""
+    """An unknown noise level is a ValueError that lists the known levels."""
     said = (
-        f"noise_level={level!r}: there are 0 (the collectives of each module), 1 (and the"
-        " operations on DTensors), 2 (and all operations but the trivial ones), 3 (all operations)"
+        f"noise_level={level!r}: expected one of 0 (collectives of each module), 1 (plus operations"
+        " on DTensors), 2 (plus all other operations except trivial ones), 3 (plus trivial"
+        " operations)"
     )
     mode = CommDebugMode()
     asked: list[Callable[[], Any]] = [
@@ -871,7 +872,7 @@ def test_unknown_noise_level(level: Any, tmp_path: Path) -> None:
 
 
 def test_before_it_is_entered() -> None:
-    """A mode that was never entered has counted nothing, and its tables are empty."""
+    """A mode that was never entered has no counts and empty tables."""
     mode = CommDebugMode()
     assert (mode.get_total_counts(), mode.get_comm_counts(), mode.get_comm_module_counts()) == (
         0,
@@ -886,7 +887,7 @@ def test_before_it_is_entered() -> None:
 
 
 def test_nothing_is_left_behind(fake_world: None) -> None:
-    """No kernel on a functional op, no mode and no watch outlives the block, also if it ends in an
+    """No kernel on a functional op, no mode and no watch is left after the block, also after an
     exception."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     with CommDebugMode():
@@ -936,8 +937,8 @@ def test_modes_begin_and_end_while_threads_issue_collectives(fake_world: None) -
 
 
 def test_a_fork_inside_a_mode(fake_world: None) -> None:
-    """A child that is forked inside a mode leaves that mode and begins one of its own, and no
-    kernel stays."""
+    """A child that is forked inside a mode can leave that mode and use its own, and no kernel
+    stays."""
     none = leaks.snapshot()["kernels"]
     mode = CommDebugMode()
     with mode:

@@ -1,4 +1,4 @@
-"""The drop-in for `deepspeed.utils.debug`: the original's own answers and texts, and better ones
+"""The drop-in for `deepspeed.utils.debug`: the answers and texts of the original, and better ones
 where it has none."""
 
 from __future__ import annotations
@@ -58,14 +58,13 @@ def forgotten() -> Iterator[None]:
 
 
 def test_every_name_of_the_original_is_there(original: Any) -> None:
-    """Whatever one can import from the original, one can import from the drop-in."""
+    """Every name of the original can be imported from the drop-in."""
     theirs = {name for name in vars(original) if not name.startswith("__")} - {"weakref"}
     assert theirs <= set(vars(debug))
 
 
 def test_the_same_answers(original: Any) -> None:
-    """On a plain model every function says what the original says, for what is known and for what
-    is not."""
+    """On a plain model every function answers like the original, for known and unknown objects."""
     model = Model()
     model.again = model.head
     for toolbox in (original, debug):
@@ -93,8 +92,7 @@ def test_the_same_answers(original: Any) -> None:
 
 
 def test_the_texts() -> None:
-    """The texts as they are: names, ids, shapes, devices, numels, and `none` where there is no
-    ZeRO."""
+    """The texts have names, ids, shapes, devices and numels, and `none` without ZeRO."""
     model = Model()
     debug.debug_extract_module_and_param_names(model)
     weight = model.layers[0].up.weight
@@ -119,8 +117,8 @@ def test_the_texts() -> None:
 
 
 def test_names_follow_the_model() -> None:
-    """Prefixes of wrappers are not in the names, names hold after wrapping, and what is replaced is
-    let go."""
+    """Names have no prefixes of wrappers, stay valid after wrapping, and replaced objects are not
+    kept alive."""
     model = Model()
     debug.debug_extract_module_and_param_names(torch.compile(model))
     assert debug.debug_param2name(model.head.weight) == "head.weight"
@@ -141,8 +139,8 @@ def test_names_follow_the_model() -> None:
 
 
 def test_the_maps_by_hand() -> None:
-    """`param_names` and `module_names` take names, give them, and never take a new object for one
-    that is gone."""
+    """`param_names` and `module_names` store and return names, and never confuse a new object with
+    a deleted one."""
     doomed = nn.Linear(4, 4, bias=False)
     debug.param_names[doomed.weight] = "ghost"
     debug.param_names[doomed.weight] = "spirit"
@@ -163,7 +161,7 @@ def test_the_maps_by_hand() -> None:
 
 
 def test_ddp_leaves_no_prefix(one_rank: None) -> None:
-    """DDP around the model, before or after: the same names."""
+    """With DDP around the model, before or after, the names are the same."""
     model = Model()
     debug.debug_extract_module_and_param_names(model)
     wrapped = DistributedDataParallel(model)
@@ -177,7 +175,7 @@ def test_ddp_leaves_no_prefix(one_rank: None) -> None:
 def test_a_freed_parameter_is_not_printed(
     one_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FSDP2 frees the whole parameters after a forward: the text says so, and the process does not
+    """For a whole parameter that FSDP2 has freed, the text says so, and the process does not
     crash."""
     model, mesh = (
         nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU()),
@@ -190,7 +188,8 @@ def test_a_freed_parameter_is_not_printed(
 
 
 def test_bad_input() -> None:
-    """What is no model and what is no parameter is said, never an AttributeError."""
+    """A wrong model or parameter is an error that says what was expected, never an
+    AttributeError."""
     with pytest.raises(
         TypeError,
         match=(
@@ -212,7 +211,7 @@ def test_bad_input() -> None:
     with pytest.raises(
         ValueError,
         match=(
-            r"^print_backward_tensors\(tensor\): no graph is behind this tensor \(its grad_fn is"
+            r"^print_backward_tensors\(tensor\): this tensor has no graph \(its grad_fn is"
             r" None"
         ),
     ):
@@ -286,9 +285,8 @@ def _zero(stage: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero(two_ranks: Pool, stage: int) -> None:
-    """Real ZeRO: names, ids, shapes and status before, during and after gathering, in forward and
-    after a step, as the original says them; the native facts keep this rank's part apart from the
-    whole."""
+    """With real ZeRO, names, ids, shapes and status are those of the original before, during and
+    after gathering; torchwhere's own facts tell this rank's shard from the whole."""
     for answer in two_ranks.run(_zero, stage, checks_itself=True):
         seen, partitioned = answer["seen"], stage == 3
         assert set(seen) == {"before", "gathered", "in forward", "after", "trained"}
@@ -338,7 +336,7 @@ def _sharded() -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp(two_ranks: Pool) -> None:
-    """Parameters of FSDP2 and FSDP1 have their names and whole shapes, flat ones too, and DTensors
+    """Parameters of FSDP2 and FSDP1, flat ones too, have their names and whole shapes, and DTensors
     their placements."""
     for answer in two_ranks.run(_sharded, checks_itself=True):
         assert (
@@ -357,7 +355,7 @@ def test_fsdp(two_ranks: Pool) -> None:
 
 
 def test_printflock(original: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints as `print` does, also where there is no fcntl."""
+    """`printflock` prints like `print`, also without fcntl."""
     original.printflock("a", 1, None)
     debug.printflock("a", 1, None)
     assert capsys.readouterr().out == "a 1 None\n" * 2
@@ -367,7 +365,7 @@ def test_printflock(original: Any, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_print_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if forced; with the rank before it, process group or not."""
+    """`print_rank` prints only with `force`, after the rank, with or without a process group."""
     monkeypatch.setenv("RANK", "2")
     debug.print_rank("no")
     debug.print_rank0("no")
@@ -379,8 +377,8 @@ def test_print_rank(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each message, in the working directory, at once, every rank in a file of its own,
-    older lines kept."""
+    """`log_rank_file` appends a line for each message at once, to the file of its rank in the
+    working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "log_rank_1.txt").write_text("older\n")
     debug.log_rank_file(0, "a", 2)
@@ -400,7 +398,7 @@ def test_log_rank_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_backward_tensors_as_the_original(
     original: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where no node is reached twice the text is the original's, to the snapshot."""
+    """Where no node is reached twice, the text is exactly that of the original."""
     model = Model()
     loss = model(batch()).sum()
     original.print_backward_tensors(loss)
@@ -412,8 +410,8 @@ def test_backward_tensors_as_the_original(
 
 
 def test_backward_tensors_once_each_with_names(capsys: pytest.CaptureFixture[str]) -> None:
-    """Twenty residual layers: every node once, where the original visits millions; names of
-    parameters and modules."""
+    """For twenty residual layers every node is printed once, with names, where the original visits
+    millions."""
     layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(20))
     debug.debug_extract_module_and_param_names(layers)
     with torchwhere.watch(layers):
@@ -431,7 +429,7 @@ def test_backward_tensors_once_each_with_names(capsys: pytest.CaptureFixture[str
 
 
 def test_backward_tensors_of_a_long_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain far deeper than Python's recursion goes is printed to its end."""
+    """A chain deeper than the recursion limit of Python is printed completely."""
     x = leaf = torch.ones(1, requires_grad=True)
     for _ in range(20_000):
         x = x * 1
@@ -446,7 +444,7 @@ def test_backward_tensors_of_a_long_chain(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_deepspeed_is_not_needed() -> None:
-    """The drop-in works where DeepSpeed is not installed: it does not import it."""
+    """The drop-in does not import DeepSpeed, and works without it."""
     import subprocess
 
     code = (
@@ -471,8 +469,8 @@ def _printed(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def test_side_by_side(original: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and
-    with the original."""
+    """The program in docs/migrating.md prints what the page shows, with the drop-in and with the
+    original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## DeepSpeed's")
     section, end, after = section.partition("\n## ")

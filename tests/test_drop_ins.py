@@ -1,5 +1,4 @@
-"""Each drop-in can take the whole place of its original: every name that torch or DeepSpeed needs
-is there."""
+"""Each drop-in can replace its original: it has every name that torch or DeepSpeed needs."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ PACKAGES = ("torch", "deepspeed")
 
 
 def installed(original: str) -> str:
-    """Return the name of a module, or skip where its package is not installed."""
+    """Return the name of a module, or skip the test if its package is not installed."""
     if importlib.util.find_spec(original.partition(".")[0]) is None:
         pytest.skip(f"{original.partition('.')[0]} is not installed")
     return original
@@ -47,8 +46,8 @@ def test_every_name_is_there(original: str) -> None:
 
 @EACH
 def test_a_star_import_brings_every_public_name(original: str) -> None:
-    """`from drop_in import *` brings what `from original import *` brings, but for what the
-    original imports itself."""
+    """`from drop_in import *` gives the names that `from original import *` gives, except for names
+    that the original only imports."""
     brought: dict[str, object] = {}
     exec(f"from {DROP_INS[installed(original)]} import *", brought)
     assert used_names.defined(original) - set(brought) == set()

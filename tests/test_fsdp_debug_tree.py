@@ -1,5 +1,5 @@
-"""`drop_in.fsdp_debug`: the tree of sharded modules, beside the original. The first two tests are
-what PyTorch's own checked when its `fully_shard` was still the one that the original knows."""
+"""`drop_in.fsdp_debug`: the tree of sharded modules, compared with the original. The first two
+tests check what PyTorch's own tests checked for the older `fully_shard` that the original knows."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def _fsdp2() -> tuple[Answer, Answer, Answer]:
 
 
 def test_fsdp2(two_ranks: Pool) -> None:
-    """Units of `fully_shard` are marked, with their own classes' names, and manage what is in no
-    unit further in."""
+    """Units of `fully_shard` are marked, with the names of their own classes, and have the
+    parameters that no inner unit has."""
     for answer in two_ranks.run(_fsdp2):
         (tree, managed), (_, nested), (_, of_original) = answer
         assert tree == TREE
@@ -132,8 +132,8 @@ def _fsdp1() -> list[tuple[Answer, Answer]]:
 
 
 def test_fsdp1(two_ranks: Pool) -> None:
-    """FSDP1 gives the same units and names: the wrapper has a line, the module in it is what is
-    sharded."""
+    """FSDP1 gives the same units and names: the wrapper has a line, and the module inside it is
+    marked."""
     for answers in two_ranks.run(_fsdp1):
         for (tree, managed), (tree_of_original, of_original) in answers:
             assert managed == {
@@ -156,28 +156,29 @@ def test_fsdp1(two_ranks: Pool) -> None:
 
 
 def test_nothing_sharded_is_the_original_text() -> None:
-    """Of a model without FSDP both give the same text, and an empty dictionary."""
+    """For a model without FSDP, the text is that of the original, and the dict is empty."""
     model = nn.Sequential(CompositeModel(), nn.ModuleDict({"a": nn.ReLU(), "b": nn.Linear(2, 2)}))
     assert tree_of(model) == original(model)
     assert tree_of(model)[1] == {}
 
 
 def test_ddp_is_the_original_text(one_rank: None) -> None:
-    """DDP is no sharding: the text of the original, with the names that `named_parameters` has."""
+    """DDP does not shard: the text is that of the original, with the names of
+    `named_parameters`."""
     model = nn.parallel.DistributedDataParallel(CompositeModel())
     assert tree_of(model) == original(model)
     assert "    module[CompositeModel]\n" in tree_of(model)[0]
 
 
 def test_types_are_those_of_the_original() -> None:
-    """A tuple of a text and a plain dictionary of lists of texts."""
+    """The result is a tuple of a string and a plain dict of lists of strings."""
     tree, managed = tree_of(nn.Linear(1, 1))
     assert (type(tree), type(managed), tree) == (str, dict, "[Linear]\n")
 
 
 def test_the_page_shows_both() -> None:
-    """The program in docs/migrating.md prints what stands below it, and with the original's import
-    what stands there for it."""
+    """The program in docs/migrating.md prints what the page shows, with the drop-in and with the
+    original."""
     page = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
     section = page.partition("the tree of sharded modules\n")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
@@ -203,8 +204,8 @@ def _printed(program: str) -> str:
 
 
 def test_groups_ties_and_units_without_parameters(one_rank: None) -> None:
-    """One unit over two modules is marked at both; a tied parameter is named once; a unit with
-    nothing left is not marked."""
+    """A unit of two modules is marked at both; a tied parameter is named once; a unit without
+    parameters is not marked."""
     from torch.distributed.fsdp import fully_shard
 
     model = CompositeModel()
@@ -224,8 +225,8 @@ def test_groups_ties_and_units_without_parameters(one_rank: None) -> None:
 
 
 def test_gathered_units_and_checkpointing(one_rank: None) -> None:
-    """In the middle of a forward, where parameters are gathered, the answer is the same;
-    checkpointing leaves no name."""
+    """The answer is the same during a forward, when parameters are gathered; checkpointing adds no
+    name."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -243,7 +244,7 @@ def test_gathered_units_and_checkpointing(one_rank: None) -> None:
 
 
 def test_replicated_is_not_sharded(one_rank: None) -> None:
-    """`replicate`, which is made of FSDP2's parts, shards nothing and is not marked."""
+    """`replicate`, which uses parts of FSDP2, does not shard and is not marked."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     model = CompositeModel()
@@ -254,7 +255,7 @@ def test_replicated_is_not_sharded(one_rank: None) -> None:
 
 
 def test_a_world_that_is_gone() -> None:
-    """The tree needs no process group: it is the same after the world was destroyed."""
+    """The tree is the same after the process group was destroyed."""
     from torch.distributed.fsdp import fully_shard
 
     hook = sys.excepthook
@@ -268,7 +269,7 @@ def test_a_world_that_is_gone() -> None:
 
 
 def test_not_a_module() -> None:
-    """What is not a module is a TypeError, not an AttributeError from inside."""
+    """An argument that is not a module is a TypeError, not an AttributeError from inside."""
     expected = (
         r"^_get_sharded_module_tree_with_module_name_to_fqns\(model\): expected a"
         r" torch\.nn\.Module, got dict$"

@@ -1,5 +1,5 @@
-"""The heart: a rank among several says that it is there, and where it stands still; and nothing of
-it is ever in the way."""
+"""The heartbeat: a rank of several says that it is alive, and where it is stalled, and never
+disturbs the job."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
 
 
 def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -> None:
-    """While the main thread waits the box is told that the process is there; its stack is left;
-    others are seen; and when the watch is over, thread and stack are gone."""
+    """While the main thread waits, the box has heartbeats, the stack of the rank and snapshots of
+    other ranks exist; after the watch, thread and stack are gone."""
     for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
         assert (during, after) == ([HEART], [])
         assert told.startswith(STALL_MARK)
@@ -75,7 +75,7 @@ def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -
 
 
 def test_one_rank_has_no_heart(one_rank: None, tmp_path: Path) -> None:
-    """A process that nobody waits for needs no thread."""
+    """A process without other ranks has no heartbeat thread."""
     with torchwhere.watch(out=tmp_path):
         dist.all_reduce(torch.ones(1))
         assert hearts() == []
@@ -99,14 +99,13 @@ def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
 
 
 def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> None:
-    """A signal that the main thread waits for is not taken by the heart, which would end the
-    process; a child has no heart."""
+    """The heartbeat thread does not take a signal that the main thread waits for, and a forked
+    child has no heartbeat."""
     assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
 
 
 def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it looks around it may import: a child is made before or after that, not in the
-    middle."""
+    """A fork waits until `on_stall` is done, which may import modules."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     began, done = threading.Event(), list[bool]()
@@ -129,7 +128,7 @@ def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_failing_heart_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of its own is said once, and after a few it beats no more."""
+    """An error in the heartbeat is logged once, and the heartbeat stops after the third one."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats: list[int] = []
@@ -154,8 +153,8 @@ def test_a_failing_heart_stops(
 def test_it_beats_on_where_there_is_no_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the
-    beat needs no room."""
+    """If a stalled rank cannot write its files, for example on a full disk, it tries three times
+    and logs one warning; the heartbeat goes on."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.005)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     rests: list[int] = []
@@ -178,8 +177,9 @@ def test_it_beats_on_where_there_is_no_room(
 
 
 def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its last breath; but a folder that does not answer holds nobody back for long."""
-    monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
+    """A failed rank calls `on_stall` once more, but a slow file system does not delay the exception
+    for long."""
+    monkeypatch.setattr("torchwhere.recorder.heartbeat._JOIN_FAILED_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
         heartbeat = Heartbeat(
@@ -189,7 +189,7 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
         heartbeat.start()
         thread = heartbeat._thread
         assert thread is not None
-        heartbeat.stop(looks=True)
+        heartbeat.stop(failed=True)
         assert bool(done) == is_done
         thread.join(10)
         box.close()
@@ -198,8 +198,8 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
 def test_rests_are_told_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something
-    has moved."""
+    """While nothing is recorded, `on_stall` runs after 2 heartbeats, 4, 8 and so on, and begins
+    again after a new event."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.002)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats, rests = 0, list[int]()
@@ -245,7 +245,7 @@ for hog in hogs:
 
 
 def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
-    """Of three that share a core each waits most of the time, and the box says so, beat by beat."""
+    """Three processes that share a core each wait most of the time, and the heartbeats say so."""
     path = tmp_path / "rank0.box"
     subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=60)
     beats = read_box(path).cpu_delays()
@@ -256,8 +256,8 @@ def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
 
 
 def test_the_last_waits_are_kept(tmp_path: Path) -> None:
-    """As many as there is room for, in their order, whatever the monotonic clock shows; and none
-    where nothing is told."""
+    """The box has as many CPU delays as there is room for, in order, whatever the monotonic clock
+    shows; and none without heartbeats."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "clock_offset_ns": WALL_NS})
     begin = (1 << 32) * 10**6 - 20 * 10**9  # in ms it goes round meanwhile
     for beat in range(40):
@@ -278,7 +278,7 @@ RANKS, VICTIM = 8, 5
 
 @pytest.fixture
 def afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is later than everything that synthetic boxes tell."""
+    """A time later than all times in synthetic boxes."""
     monkeypatch.setattr(time, "time_ns", lambda: WALL_NS + 10**12)
 
 
@@ -289,7 +289,7 @@ def beat_at(box: Path, t_ns: int) -> None:
 
 
 def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> Path:
-    """A job in which one rank has not come to a collective; all were killed so long after the last
+    """A job in which one rank missed a collective; all ranks were killed some time after the last
     record."""
     make(Job(RANKS, steps=4, records=180, fault="missing", victim=VICTIM), folder)
     boxes = read_run(folder).boxes
@@ -300,7 +300,7 @@ def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> P
 
 
 def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
-    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had
+    """For a job without a monitor that was killed, the heartbeats tell how long the ranks had
     waited."""
     hung = diagnose_folder(killed_job(tmp_path / "hung", after_s=40))
     assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
@@ -313,7 +313,7 @@ def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) 
 
 
 def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
-    """A damaged box may say anything: a moment that has not come is as good as none."""
+    """A heartbeat in the future, as in a damaged box, is ignored."""
     said = diagnose_folder(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
     assert (said.kind, said.culprits, said.certainty, said.stalled_s) == (
         "missing",
@@ -324,8 +324,8 @@ def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
 
 
 def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None:
-    """The stack that a rank left when it came to rest is its place, on any machine, unless it has
-    moved since."""
+    """The stack file of a stalled rank gives its place on any machine, unless the rank has moved
+    since."""
     killed_job(tmp_path, after_s=40)
     boxes = read_run(tmp_path).summaries
     frames = (
@@ -348,8 +348,8 @@ def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None
 def test_a_witness_sees_its_neighbours(
     tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one rank has read of the others stands in for a box that is gone; once one is gone, what
-    was written stays."""
+    """The snapshot that one rank took replaces the lost box of another rank; it stays after a box
+    is lost."""
     killed_job(tmp_path, after_s=40)
     whole = diagnose_folder(tmp_path)
     host = str(read_run(tmp_path).summaries[0].meta["host"])
@@ -370,8 +370,8 @@ def test_a_witness_sees_its_neighbours(
 
 
 def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds that another rank has just written does not write; nor does one that is alone, or
-    whose own box is gone."""
+    """A rank takes no snapshot if another rank has just taken one, if it is alone, or if its own
+    box is lost."""
     killed_job(tmp_path, after_s=40)
     host = str(read_run(tmp_path).summaries[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
@@ -386,7 +386,8 @@ def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
-    """A wait as long as one at the same place that passed is held against nobody; it is told."""
+    """A wait that is not longer than an earlier one at the same place blames no rank; the verdict
+    mentions it."""
     killed_job(tmp_path, after_s=8)
     assert diagnose_folder(tmp_path, stall_s=10).culprits == (VICTIM,)
     shift_times(tmp_path, by_s=7)  # the same wait, a step before: it lasted 7 s, and passed
@@ -396,8 +397,7 @@ def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
 
 
 def shift_times(folder: Path, *, by_s: float) -> None:
-    """Make a pause in the middle of a synthetic job: what comes after the first half happened so
-    much later."""
+    """Put a pause into the middle of a synthetic job: all times of the second half are later."""
     for path in folder.glob("rank*.box"):
         box = read_box(path)
         assert box.geometry is not None
@@ -418,8 +418,8 @@ def shift_times(folder: Path, *, by_s: float) -> None:
 
 
 def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> None:
-    """Where no rank waits for another, and none has done anything for long, it is said where they
-    stood, and no more."""
+    """If no rank waits for another and none has done anything for long, the verdict only says where
+    they were."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     for path in tmp_path.glob("rank*.box"):
         move_cursor(path)  # they have left their last collective
@@ -446,8 +446,8 @@ def move_cursor(box: Path) -> None:
 def test_another_container_is_not_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of another PID namespace cannot be seen from here: that its number is not found
-    does not mean it is gone."""
+    """A process of another PID namespace is invisible here: a missing pid does not mean that it has
+    exited."""
     with torchwhere.watch(out=tmp_path):
         (box,) = read_run(tmp_path).summaries.values()
         assert look({0: box})[0].alive is True

@@ -1,4 +1,4 @@
-"""Watching changes nothing: 50 steps with and without give the same bits, on every kind of
+"""Watching changes nothing: 50 steps with and without a watch give the same bits, in every kind of
 training."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _COUNTED = ("stats", "frames", "graph_break", "recompiles")
 
 
 class Dropping(Model):
-    """With dropout: the random numbers must be the same too."""
+    """A model with dropout: the random numbers must be the same too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.dropout(super().forward(x), 0.1, training=True)
@@ -91,8 +91,8 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _train(kind: str) -> str:
-    """Train for 50 steps and give a digest of every loss, gradient, parameter, and the state of the
-    random generator."""
+    """Train for 50 steps, and return a digest of every loss, gradient, parameter and of the random
+    state."""
     torch.manual_seed(7)
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

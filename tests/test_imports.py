@@ -15,6 +15,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # The packages from the bottom to the top: each imports only packages that stand before it.
 PACKAGES = (
     "core",
+    "native",
     "blackbox",
     "processes",
     "diagnose.calls",
@@ -35,7 +36,6 @@ PACKAGES = (
     "pipeline",
     "monitor",
     "top",
-    "native",
     "model",
     "hooks",
     "recorder",

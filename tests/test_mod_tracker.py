@@ -1,5 +1,5 @@
-"""The drop-in for ModTracker and ModuleTracker: what the originals do, and the right answer where
-they do not give it."""
+"""The drop-in for ModTracker and ModuleTracker: the same as the originals, and right answers where
+they are wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Seen = list[tuple[set[str], bool]]
 
 
 class Noting(torch.autograd.Function):
-    """An operation whose backward notes where the tracker is."""
+    """An operation whose backward records what the tracker says."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, note: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Noting(torch.autograd.Function):
 
 
 class Probe(nn.Module):
-    """Notes where the tracker is, in forward and in backward."""
+    """A module that records what the tracker says, in forward and in backward."""
 
     def __init__(self, note: Any) -> None:
         super().__init__()
@@ -62,8 +62,7 @@ class Probe(nn.Module):
 
 
 class Notes:
-    """What a tracker said, without "Global": `notes.tracker` is asked whenever `notes` is
-    called."""
+    """Records the parents of a tracker, without "Global", whenever it is called."""
 
     def __init__(self, kind: type = ModTracker) -> None:
         self.tracker = kind()
@@ -78,7 +77,7 @@ class Notes:
 
 
 class InDicts(nn.Module):
-    """Takes and gives a dict, and works in place."""
+    """A module that takes and returns a dict, and works in place."""
 
     def __init__(self, forward: Seen, backward: Seen, tracker: Any) -> None:
         super().__init__()
@@ -106,8 +105,8 @@ class Mod(nn.Module):
 
 
 def test_module_hierarchy() -> None:
-    """Nested containers, dicts and operations in place: the modules of each operation, in forward
-    and in backward."""
+    """With nested containers, dicts and in-place operations, each operation has its modules as
+    parents, in forward and in backward."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker = kind()
         forward: Seen = []
@@ -122,8 +121,8 @@ def test_module_hierarchy() -> None:
 
 
 def test_backward_detection() -> None:
-    """After a backward nothing is left: not in backward, in no module; before, inside and after the
-    tracker's time."""
+    """After a backward, `is_bw` is false and no module is left in `parents`; also before, inside
+    and after the tracker."""
     for tracker in (ModTracker(), ModuleTracker()):
         assert (tracker.parents, tracker.is_bw) == ({"Global"}, False)
         with tracker as entered:
@@ -145,7 +144,8 @@ class Recursive(nn.Module):
 
 
 def test_a_module_that_calls_itself() -> None:
-    """Also when recomputed: the module and its part, nothing raised."""
+    """A module that calls itself, also recomputed, has itself and its submodule as parents, and
+    nothing raises."""
     for kind, reentrant in itertools.product((ModTracker, ModuleTracker), (None, False, True)):
         notes = Notes(kind)
         model, x = Recursive(notes), torch.rand(1, 2, requires_grad=True)
@@ -169,7 +169,7 @@ class Bar(nn.Module):
 
 
 def hooked(tracker: Any) -> list[tuple[str, str | None, bool, bool]]:
-    """Register all four user hooks; what they are told: hook, name, whether it is in parents,
+    """Register all four user hooks, and return what they get: hook, name, whether it is in parents,
     whether in backward."""
     told: list[tuple[str, str | None, bool, bool]] = []
 
@@ -193,8 +193,8 @@ FORWARD_OF_BAR = [
 
 
 def test_user_hooks() -> None:
-    """The four hooks, in order, with the module's name among the parents; None for a module that is
-    gone."""
+    """The four hooks run in order, with the name of the module among the parents; a deleted module
+    is None."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         told = hooked(tracker)
@@ -218,7 +218,8 @@ def test_user_hooks() -> None:
 
 
 def test_a_second_hook_is_refused() -> None:
-    """One of each at a time, until they are cleared; the text is that of the original."""
+    """A second hook of a kind is refused until the hooks are cleared, with the text of the
+    original."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         tracker.register_user_hooks(None, lambda *_: None)
@@ -244,7 +245,7 @@ class Foo(nn.Module):
 
 
 def test_activation_checkpointing() -> None:
-    """A recomputed forward has its hooks called in backward; one whose inputs need no gradient ends
+    """The hooks of a recomputed forward run in backward; a call whose inputs need no gradient ends
     with the backward."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
@@ -271,8 +272,8 @@ def test_activation_checkpointing() -> None:
 
 
 def test_what_user_hooks_are_given() -> None:
-    """The same arguments as the original gives: positional inputs, the output, a gradient, a list
-    of gradients, nothing."""
+    """The hooks get the arguments that the original gives: positional inputs, the output, a
+    gradient, a list of gradients, nothing."""
     for kind in (ModTracker, OriginalModTracker):
         given: dict[str, list[Any]] = collections.defaultdict(list)
         tracker = kind()
@@ -322,8 +323,8 @@ def fresh_dynamo() -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compile_safe_hooks(compiled: bool, fresh_dynamo: None) -> None:
-    """All four hooks at every module but the root, in a whole compiled graph as in eager; the same
-    gradients; none left."""
+    """All four hooks run for every module but the root, in a full compiled graph as in eager code,
+    with the same gradients; none is left."""
     model, x, told = Tiny(), torch.randn(3, 4, requires_grad=True), []
     model(x).sum().backward()
     expected, x.grad = x.grad, None
@@ -352,7 +353,7 @@ def test_compile_safe_hooks(compiled: bool, fresh_dynamo: None) -> None:
 
 
 def test_compile_safe_filter(fresh_dynamo: None) -> None:
-    """Only modules that the filter wants have hooks; any one hook alone will do."""
+    """Only modules that the filter accepts have hooks; each hook works alone."""
     told: list[str] = []
     model = Tiny()
     with ModTracker.compile_safe_hooks(
@@ -386,7 +387,7 @@ def in_block(index: int) -> tuple[str, ...]:
 
 
 def test_c6_c7_checkpoint() -> None:
-    """Recomputed, and in the backward of it, a block is in its own modules and those around, and in
+    """A recomputed block and its backward have the block and the modules around it as parents, and
     no sibling."""
     for kind, reentrant in itertools.product((ModTracker, ModuleTracker), (True, False)):
         notes = Notes(kind)
@@ -421,8 +422,8 @@ class Lambda(nn.Module):
 
 
 def test_c7_a_recomputed_function_of_several_modules() -> None:
-    """Each module recomputed is in itself and in the one around both, although another one asked
-    for it."""
+    """Each recomputed module has itself and the module around it as parents, whichever node asked
+    for the recomputation."""
     notes = Notes()
     model = Lambda(notes)
     with notes.tracker:
@@ -450,8 +451,8 @@ class OnlyKeyword(nn.Module):
 
 
 def test_c8_keyword_only_tensors() -> None:
-    """Its backward belongs to it, the layer before does not belong to both; and its post_bw_hook is
-    given its gradient."""
+    """A module with keyword tensors has its own backward, the layer before is in no other module,
+    and its post_bw_hook gets its gradient."""
     notes = Notes()
     model, ended = Keyword(notes), []
     notes.tracker.register_user_hooks(
@@ -468,7 +469,7 @@ def test_c8_keyword_only_tensors() -> None:
 
 
 def test_c9_one_module_used_twice() -> None:
-    """Each of its calls has its own backward hooks, in the order of the backward."""
+    """Each call of a module has its own backward hooks, in the order of the backward."""
     tracker, told = ModTracker(), []
     shared = nn.Linear(8, 8)
     tracker.register_user_hooks(
@@ -504,7 +505,7 @@ class Broken(nn.Module):
 
 
 def test_c10_a_backward_that_raises() -> None:
-    """No name and no hook of it is left in later steps."""
+    """A backward that raises leaves no name and no hook for later steps."""
     notes, broken, late = Notes(), [True], []
     model = nn.Sequential(Probe(notes), Broken(broken), Probe(notes))
     notes.tracker.register_user_hooks(post_bw_hook=lambda module, grads: late.append(module))
@@ -521,7 +522,7 @@ def test_c10_a_backward_that_raises() -> None:
 
 
 def test_c2_a_forward_that_raises() -> None:
-    """It is left all the same, and its post_fw_hook is given no output."""
+    """A module whose forward raises is left, and its post_fw_hook gets no output."""
     tracker, told = ModTracker(), []
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 9))
     tracker.register_user_hooks(
@@ -535,8 +536,8 @@ def test_c2_a_forward_that_raises() -> None:
 
 
 def test_c11_names() -> None:
-    """A part called before its model, a tied part, a wrapped model, another model, a module in a
-    plain list."""
+    """Names are right for a submodule called before its model, a tied one, a wrapped model, another
+    model, and a module in a list."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     notes = Notes()
@@ -576,7 +577,7 @@ class PlainList(nn.Module):
 
 
 def test_c11_a_module_in_a_plain_list() -> None:
-    """It has its class as its name, inside the module that calls it."""
+    """A module in a plain list has its class as its name, inside the module that calls it."""
     for kind in (ModTracker, OriginalModTracker):
         notes = Notes(kind)
         with notes.tracker:
@@ -609,7 +610,7 @@ class Odd(nn.Module):
 
 
 def test_c12_unusual_outputs() -> None:
-    """Whatever a module returns, its backward is found; its hooks are called wherever it returns a
+    """The backward of a module is found for any kind of output, and its hooks run if it returns a
     tensor."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad"):
         notes = Notes()
@@ -628,8 +629,8 @@ def test_c12_unusual_outputs() -> None:
 
 
 def test_c13_several_backwards() -> None:
-    """`autograd.grad` and two backwards over one graph: the modules of each node, and the hooks
-    once for each backward."""
+    """With `autograd.grad` and two backwards over one graph, each node has its modules, and the
+    hooks run once per backward."""
     notes, told = Notes(), []
     model = nn.Sequential(Probe(notes), Probe(notes))
     notes.tracker.register_user_hooks(
@@ -656,7 +657,7 @@ def test_c13_several_backwards() -> None:
 
 
 def test_c13_double_backward() -> None:
-    """A node that a backward made is in the modules of the node it differentiates."""
+    """A node that a backward made has the modules of the node that it differentiates."""
 
     class Cubing(torch.autograd.Function):
         @staticmethod
@@ -683,7 +684,7 @@ def test_c13_double_backward() -> None:
 
 
 def test_an_input_that_is_used_again() -> None:
-    """A tensor that outlives its graph does not bring back the hooks of earlier steps."""
+    """A tensor that outlives its graph does not run the hooks of earlier steps again."""
     tracker, told = ModTracker(), []
     tracker.register_user_hooks(post_bw_hook=lambda module, grads: told.append(module))
     model, x = nn.Linear(8, 8), batch().requires_grad_()
@@ -695,7 +696,7 @@ def test_an_input_that_is_used_again() -> None:
 
 
 def test_a_forward_without_a_backward() -> None:
-    """A forward whose graph is dropped leaves no hook for the next backward to call."""
+    """A forward whose graph is dropped leaves no hook that the next backward would run."""
     tracker, told = ModTracker(), []
     tracker.register_user_hooks(post_bw_hook=lambda module, grads: told.append(module))
     first, second = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -709,7 +710,7 @@ def test_a_forward_without_a_backward() -> None:
 
 
 def test_each_thread_is_in_its_own_modules() -> None:
-    """Two threads in different models at once: each is told its own, in forward and in backward."""
+    """Two threads in different models each have their own parents, in forward and in backward."""
     notes = {name: Notes() for name in ("a", "b")}
     meet = threading.Barrier(2, timeout=20)
 
@@ -747,7 +748,7 @@ def test_each_thread_is_in_its_own_modules() -> None:
 
 
 def test_a_gradient_is_accumulated_in_the_module_that_holds_it() -> None:
-    """In a hook of a parameter, the modules are those of the last call of its module."""
+    """In a hook of a parameter, the parents are those of the last call of its module."""
     tracker, seen = ModuleTracker(), []
     model = Model(depth=1)
     model.layers[0].up.bias.register_post_accumulate_grad_hook(
@@ -759,8 +760,8 @@ def test_a_gradient_is_accumulated_in_the_module_that_holds_it() -> None:
 
 
 def test_a_forward_longer_than_the_log() -> None:
-    """Of more module calls than the engine remembers the innermost is right, those around may be
-    missing, none is wrong."""
+    """After more module calls than the log holds, the innermost module is right, outer ones may be
+    missing, and none is wrong."""
 
     class Long(nn.Module):
         def __init__(self) -> None:
@@ -783,8 +784,8 @@ def test_a_forward_longer_than_the_log() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither a hook on a module, a tensor or torch, nor another way for warnings to look; nothing
-    is warned."""
+    """No hook on a module, a tensor or torch is left, and neither the format of warnings nor their
+    number changes."""
     model, x = Model(), batch().requires_grad_()
     looks = warnings.formatwarning
     with warnings.catch_warnings():
@@ -801,8 +802,8 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_hooks_that_come_and_go() -> None:
-    """Hooks registered and cleared while it tracks; those that are there stay when another kind is
-    added."""
+    """Hooks may be registered and cleared while the tracker runs; adding one kind does not remove
+    another."""
     tracker, told = ModTracker(), []
     model = nn.Linear(8, 8)
     with tracker:
@@ -818,7 +819,7 @@ def test_hooks_that_come_and_go() -> None:
 
 
 def test_nested_and_repeated() -> None:
-    """A tracker in a tracker, in a watch, and the same one again."""
+    """A tracker works inside a tracker, inside a watch, and a second time."""
     notes = Notes()
     model = nn.Sequential(Probe(notes))
     with torchwhere.watch(model), notes.tracker, ModuleTracker(), notes.tracker:
@@ -830,8 +831,7 @@ def test_nested_and_repeated() -> None:
 
 
 def test_an_exception_of_a_hook_propagates() -> None:
-    """What a user's hook raises comes out of the forward, or the backward, that it was called
-    in."""
+    """An exception of a user hook leaves the forward or backward that called it."""
 
     def raises(*_args: Any) -> None:
         raise KeyError("mine")
@@ -846,7 +846,7 @@ def test_an_exception_of_a_hook_propagates() -> None:
 
 
 def test_compiled_as_ever(fresh_dynamo: None) -> None:
-    """Under a tracker with hooks a model is compiled as without one; no hook is called for it."""
+    """Under a tracker with hooks a model compiles as without one, and no hook runs for it."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -873,7 +873,7 @@ def test_compiled_as_ever(fresh_dynamo: None) -> None:
 
 
 class Breaking(nn.Module):
-    """Breaks a compiled graph, so that its part is called in eager mode."""
+    """A module that breaks a compiled graph, so that its submodule is called in eager mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -886,8 +886,8 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize("child", [lambda: nn.Linear(8, 8), Breaking])
 def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
-    """No hook is called for a compiled part or what it calls; its model and the other parts have
-    theirs, as in the original."""
+    """As in the original, no hook runs for a compiled submodule or its calls; the model and the
+    other submodules have theirs."""
     told = {}
     for kind in (ModTracker, OriginalModTracker):
         torch._dynamo.reset()
@@ -911,8 +911,8 @@ def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
 
 
 def test_the_name_of_any_module() -> None:
-    """`_get_mod_name`, which torch's tools call, names a module that was never called by its class,
-    and its parts too."""
+    """`_get_mod_name`, which tools of torch call, names a module that was never called, and its
+    submodules, by its class."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker, model = kind(), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU()))
         assert [tracker._get_mod_name(m) for m in (model, model[0], model[1][0])] == [
@@ -931,8 +931,8 @@ def test_the_name_of_any_module() -> None:
 
 
 class Subclass:
-    """What torch's CommDebugMode makes of ModTracker: hooks of its own that call the private
-    methods of the tracker."""
+    """A subclass like that of torch's CommDebugMode: its own hooks call the private methods of the
+    tracker."""
 
     def _before(self, mod: nn.Module, args: Any) -> None:
         name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
@@ -947,7 +947,7 @@ class Subclass:
 
 
 def test_a_subclass_with_hooks_of_its_own() -> None:
-    """It has the parents that it entered, and its user hooks, as with the original; nothing of it
+    """A subclass has the parents that it entered, and its user hooks, as with the original; nothing
     is left afterwards."""
     seen, told = {}, {}
     for kind in (ModTracker, OriginalModTracker):
@@ -982,7 +982,7 @@ def test_a_backward_that_raises_in_a_subclass() -> None:
 
 
 def test_bad_input() -> None:
-    """A module that is none, hooks that are none: errors of the right type that say so."""
+    """A wrong module or hook is an error of the right type that says what was expected."""
     tracker = ModTracker()
     with pytest.raises(
         TypeError, match=r"^get_known_fqn\(mod\): expected a torch.nn.Module, got NoneType$"
@@ -998,7 +998,7 @@ def test_bad_input() -> None:
         ModTracker.compile_safe_hooks("model").__enter__()  # type: ignore[arg-type]
     with pytest.raises(
         TypeError,
-        match=r"^compile_safe_hooks\(\): expected functions as hooks and filter, got int$",
+        match=r"^compile_safe_hooks\(\): hooks and module_filter must be callable, got int$",
     ):
         ModTracker.compile_safe_hooks(nn.Linear(1, 1), module_filter=1).__enter__()  # type: ignore[arg-type]
 
@@ -1036,7 +1036,7 @@ def _sharded(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks(two_ranks: Pool, kind: str) -> None:
-    """Under DDP and FSDP2 the names are those of the user's own model, on every rank."""
+    """With DDP and FSDP2, the names are those of the user's own model, on every rank."""
     prefix = "FSDPModel" if kind == "fsdp2" else "Model"
     inside = tuple(f"{prefix}{rest}" for rest in ("", ".layers.0", ".layers.0.probe"))
     names = {
@@ -1051,8 +1051,8 @@ def test_ranks(two_ranks: Pool, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and
-    with both originals."""
+    """The program in docs/migrating.md prints what the page shows, with the drop-in and with both
+    originals."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## torch's `ModTracker`")
     section, end, after = section.partition("\n## ")

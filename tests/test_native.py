@@ -1,12 +1,13 @@
-"""The native part: built for real into a cache of its own, and compared with the Python code that
-it stands in for.
+"""The native extension: built for real into its own cache, and compared with the Python code that it
+replaces.
 
-`library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job
-records in either way.
+`library` (in `conftest.py`) builds it once. `watched(job, native=...)` returns what the same job
+records with it and without it.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import fcntl
 import gc
@@ -21,7 +22,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -51,7 +52,7 @@ PATIENCE_S = 120
 
 @pytest.fixture
 def cache(library: Path, children: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This process finds that library, and uses it."""
+    """Let this process find that library and use it."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
         patch.setenv(loading.SWITCH, "1")
@@ -71,20 +72,20 @@ def part(cache: Path) -> Any:
 def test_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No compiler: one line that says so, and what to do."""
+    """Without a compiler, the command prints one line that says what to do."""
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         assert main(["native"]) == 2
     assert (
         capsys.readouterr().err
-        == "torchwhere: no C++ compiler is there (no-such-compiler): install g++, or name one in"
-        " CXX\n"
+        == "torchwhere: no C++ compiler found (no-such-compiler): install g++, or set CXX to a"
+        " compiler\n"
     )
 
 
 def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler complains of is said, and nothing is left behind."""
+    """The error contains the errors of the compiler, and no file is left."""
     compiler = tmp_path / "cxx"
     compiler.write_text("#!/bin/sh\necho 'native.cpp:1: error: boom' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -95,13 +96,13 @@ def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             build()
     assert (
         str(raised.value)
-        == "the compiler could not build the native part: native.cpp:1: error: boom"
+        == "the compiler could not build the native extension: native.cpp:1: error: boom"
     )
     assert list((tmp_path / "torchwhere").iterdir()) == []
 
 
 def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Python.h: said, with where it was looked for."""
+    """Without Python.h, the error says where it was expected."""
     real = sysconfig.get_path
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -111,14 +112,14 @@ def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(TorchwhereError) as raised:
             build()
     expected = (
-        "the headers of Python are not there (/nowhere/Python.h): install python3-dev, or what it"
-        " is called here"
+        "Python.h not found (/nowhere/Python.h): install the Python headers (python3-dev,"
+        " python3-devel)"
     )
     assert str(raised.value) == expected
 
 
 def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is a file: said in a sentence."""
+    """If the cache folder is a file, one sentence says so."""
     (tmp_path / "torchwhere").write_text("")
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -126,14 +127,14 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             build()
     assert (
         str(raised.value)
-        == f"the native part cannot be written to {tmp_path}/torchwhere: File exists"
+        == f"the native extension cannot be written to {tmp_path}/torchwhere: File exists"
     )
 
 
 def test_it_is_built_once(
     library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says where it built the library; asked again, it leaves it alone."""
+    """The command prints the path of the library; a second call does not build it again."""
     before = library.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
@@ -147,8 +148,8 @@ def test_it_is_built_once(
 
 
 def test_its_name_says_what_it_is_for(library: Path) -> None:
-    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them
-    finds another name."""
+    """The file name contains version and commit of torch, the ABI of Python and a hash of the
+    sources."""
     assert torch.version.git_version is not None
     for part in (
         torch.__version__,
@@ -182,7 +183,7 @@ def replace_by_text(path: Path) -> None:
     [
         (damage_byte, "is damaged"),
         (cut, "is damaged"),
-        (lose_checksum, "has no checksum beside it"),
+        (lose_checksum, "the checksum file of"),
         (replace_by_text, "file too short"),
     ],
 )
@@ -194,7 +195,8 @@ def test_a_spoiled_library_is_not_used(
     spoil: Callable[[Path], None],
     why: str,
 ) -> None:
-    """Damaged, cut, or something else under its name: said once, and Python's own code records."""
+    """A library that is damaged, truncated or replaced is refused with one warning, and Python
+    records."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(loading.SWITCH, "1")
     path = loading.library()
@@ -208,7 +210,7 @@ def test_a_spoiled_library_is_not_used(
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(said) == 1
     assert why in said[0]
-    assert "`torchwhere native --anew` builds it again" in said[0]
+    assert "`torchwhere native --anew` builds the extension again" in said[0]
     assert [event.kind for event in torchwhere.read_run(tmp_path / "run").events()].count(
         "note"
     ) == 1
@@ -218,7 +220,7 @@ def test_a_spoiled_library_is_not_used(
 def test_a_library_for_another_torch_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that got a name which is not its own is told by what is inside it."""
+    """A renamed library is refused, because it contains what it was built for."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "built_for", lambda: "another")
         with pytest.raises(loading.RefusedLibraryError, match=r"was built for .*, this is another"):
@@ -226,7 +228,7 @@ def test_a_library_for_another_torch_is_refused(
 
 
 def test_it_can_be_switched_off(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCHWHERE_NATIVE=0 keeps a watch from using it."""
+    """With TORCHWHERE_NATIVE=0 a watch does not use the library."""
     with monkeypatch.context() as patch:
         patch.setenv(loading.SWITCH, "0")
         assert loading.native() is None
@@ -234,7 +236,7 @@ def test_it_can_be_switched_off(part: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no library, a watch leaves it at that."""
+    """A watch does not build a missing library."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         patch.setenv(loading.SWITCH, "1")
@@ -246,12 +248,12 @@ def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # -- before a job ----------------------------------------------------------------------------------
 
 SCRIPT = "from torchwhere.native.load import native; print(native() is not None)"
-BUILDS = "torchwhere: builds its native part"
+BUILDS = "torchwhere: building the native extension"
 
 
 def compiler_that(folder: Path, does: str) -> str:
-    """A command that is called like a compiler; `$to` is what it has to make. Each call leaves a
-    line in `calls`."""
+    """Return the command of a fake compiler that runs a shell line; `$to` is its output file. Each
+    call appends a line to `calls`."""
     path = folder / "cxx"
     lines = [
         "#!/bin/sh",
@@ -270,7 +272,7 @@ def calls(folder: Path) -> int:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache with nothing in it, for this process and those it starts."""
+    """An empty cache, for this process and its children."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         patch.setenv(loading.SWITCH, "1")
@@ -279,8 +281,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:
-    """Of two ranks one builds, and says so; the other waits; both use it. What a killed build has
-    left is cleared."""
+    """One of two ranks builds and logs it, the other one waits, and both use the library. Folders
+    of killed builds are deleted."""
     script, left, fresh = (
         home / "script.py",
         home / "torchwhere" / "building-left",
@@ -321,8 +323,8 @@ CRASHES = "int PyInit_torchwhere_native(void) { return *(volatile int *)0; }"
 def test_a_library_that_crashes_gets_no_name(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """It takes its trial's process with it, and not the job. It is said, and not tried again before
-    `torchwhere native`."""
+    """A library that crashes ends the process of its test and not the job. The log says so, and only
+    `torchwhere native` tries again."""
     monkeypatch.setenv(
         "CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to")
     )
@@ -332,12 +334,13 @@ def test_a_library_that_crashes_gets_no_name(
     assert not path.exists()
     assert (
         loading.failure_file(path).read_text()
-        == "the native part was built and crashes in its trial: SIGSEGV\n"
+        == "the native extension was built, but crashed in its test: SIGSEGV\n"
     )
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert [text.startswith(BUILDS) for text in said] == [True, False]
-    assert said[1].endswith(
-        "not try again by itself: the native part was built and crashes in its trial: SIGSEGV"
+    assert said[1] == (
+        "torchwhere: running without the native extension: the native extension was built, but"
+        " crashed in its test: SIGSEGV. Runs do not try again; `torchwhere native` builds it."
     )
     assert calls(home) == 1
     assert loading.native() is None
@@ -346,8 +349,8 @@ def test_a_library_that_crashes_gets_no_name(
 def test_what_failed_may_succeed_later(
     library: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torchwhere native` tries again, and what it builds is used from then on. Tried is it by any
-    rank of a host."""
+    """After a failed build, `torchwhere native` builds again, and the library is used from then on.
+    Any rank of a host may build."""
     prepare(is_first_of_host=False)
     failure = loading.failure_file(loading.library())
     assert failure.exists()
@@ -359,8 +362,8 @@ def test_what_failed_may_succeed_later(
 def test_where_it_cannot_be_built_nothing_is_said(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """No compiler, no folder, a folder that is a file, switched off: a job begins at once, and
-    nothing is tried."""
+    """Without compiler or folder, or if switched off, a job starts at once, and no build is
+    tried."""
     for name, value in (
         ("CXX", "no-such-compiler"),
         ("XDG_CACHE_HOME", "not/absolute"),
@@ -379,8 +382,8 @@ def test_where_it_cannot_be_built_nothing_is_said(
 
 
 def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever builds it and does not come to an end keeps no other job from beginning."""
-    monkeypatch.setattr(first_run, "_PATIENCE_S", 0.3)
+    """A build that hangs, in this process or in another one, does not keep a job from starting."""
+    monkeypatch.setattr(first_run, "_MAX_WAIT_S", 0.3)
     path = loading.library()
     path.parent.mkdir()
     with open(path.with_name(path.name + ".lock"), "w") as lock:
@@ -391,7 +394,8 @@ def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("CXX", compiler_that(home, "exec sleep 60"))
     prepare()
     assert (
-        loading.failure_file(path).read_text() == "compiling the native part took longer than 0 s\n"
+        loading.failure_file(path).read_text()
+        == "compiling the native extension took longer than 0 s\n"
     )
 
 
@@ -404,13 +408,16 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
         (lambda trained, events: (trained, events), None),
         (
             lambda trained, events: (trained, events[:-1]),
-            "records something else than Python: more, or less",
+            "does not record the same as Python: ",
         ),
         (
             lambda trained, events: (trained, [event | {"step": 7} for event in events]),
-            "records something else than Python: ({",
+            "does not record the same as Python: ({",
         ),
-        (lambda trained, events: ([one + 1 for one in trained], events), "changes what is trained"),
+        (
+            lambda trained, events: ([param + 1 for param in trained], events),
+            "changes the trained parameters",
+        ),
     ],
 )
 def test_its_trial(
@@ -419,7 +426,7 @@ def test_its_trial(
     spoil: Callable[[Any, Any], Recorded],
     why: str | None,
 ) -> None:
-    """A small job, watched in both ways: what differs from Python's is told."""
+    """The self-test reports a library that records or trains something else than Python."""
     real = self_test._watched
 
     def watched(folder: Path, *, is_native: bool) -> Recorded:
@@ -440,9 +447,10 @@ def test_its_trial(
 
 
 def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a library, `torchwhere native --check` says how to build one."""
     assert main(["native", "--check"]) == 2
     expected = (
-        f"there is no native part to check at {loading.library()}: `torchwhere native` builds it"
+        f"the native extension is missing ({loading.library()}): build it with `torchwhere native`"
     )
     assert capsys.readouterr().err == f"torchwhere: {expected}\n"
 
@@ -451,7 +459,8 @@ def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_records_are_pythons(part: Any) -> None:
-    """The same fields make the same bytes, checksum and all; and the same record of a place."""
+    """The same fields give the same bytes as in Python, including the checksum; also for a record
+    with only a place."""
     chance = random.Random(0)
     ends = [1 << 8, 1 << 64, *[1 << 8] * 3, *[1 << 32] * 8, 1 << 64]
     natively, plainly = (BoxWriter(None, meta={}, records=16, native=used) for used in (part, None))
@@ -474,7 +483,8 @@ def test_records_are_pythons(part: Any) -> None:
     "fields", [(1,), (1,) * 15, (256, 0), (0, -1), (0, 0, 0, 0, 0, 1 << 32), (0, "now")]
 )
 def test_what_does_not_fit_is_no_record(part: Any, fields: tuple[Any, ...]) -> None:
-    """Too many fields, or one that does not fit: an exception and no record, as ever."""
+    """Too many fields, or a value that does not fit, raise an exception and write no record, as in
+    Python."""
     box = BoxWriter(None, meta={}, records=16, native=part)
     with pytest.raises((TypeError, ValueError)):
         box.record(*fields)
@@ -483,7 +493,7 @@ def test_what_does_not_fit_is_no_record(part: Any, fields: tuple[Any, ...]) -> N
 
 
 def test_a_closed_box_takes_nothing(part: Any) -> None:
-    """Nothing is written to a map that is gone."""
+    """A closed box raises an exception and writes nothing."""
     box = BoxWriter(None, meta={}, records=16, native=part)
     box.close()
     with pytest.raises(ValueError, match="the box is closed"):
@@ -491,8 +501,8 @@ def test_a_closed_box_takes_nothing(part: Any) -> None:
 
 
 def test_its_dict_is_a_dict(part: Any) -> None:
-    """What it keeps numbers in answers as Python's dict does."""
-    chance, plain, words = random.Random(1), {}, part.Words()
+    """`IntMap` answers like a dict of Python."""
+    chance, plain, words = random.Random(1), {}, part.IntMap()
     for _ in range(4000):
         key, value = chance.randrange(300) << 36, chance.randrange(-(1 << 62), 1 << 62)
         if chance.random() < 0.6:
@@ -503,7 +513,7 @@ def test_its_dict_is_a_dict(part: Any) -> None:
 
 
 def test_its_counts_are_a_dict(part: Any) -> None:
-    """Calls are counted by their words as in Python's dict, and forgotten at once."""
+    """`Counts` counts calls by packed place like a dict of Python, and `clear` resets all."""
     chance, plain, counts = random.Random(2), {}, part.Counts()
     for _ in range(20):
         for _ in range(200):
@@ -514,13 +524,39 @@ def test_its_counts_are_a_dict(part: Any) -> None:
         counts.clear()
 
 
+def test_the_stub_has_the_names_of_the_module(part: Any) -> None:
+    """The stub for the type checker has exactly the names of the built module and of its classes."""
+    stub = ast.parse((loading.SOURCES / "extension.pyi").read_text())
+    classes = {node.name: _names_in(node) for node in stub.body if isinstance(node, ast.ClassDef)}
+    assert _names_in(stub) == _public(dir(part))
+    assert classes.keys() == {name for name in dir(part) if isinstance(getattr(part, name), type)}
+    for name, members in classes.items():
+        cls = getattr(part, name)
+        assert _public(members) == _public(vars(cls)), name
+        assert {member for member in members if not hasattr(cls, member)} == set(), name
+        assert ("__new__" in members) == ("__new__" in vars(cls)), name
+
+
+def _names_in(node: ast.Module | ast.ClassDef) -> set[str]:
+    """The public names and methods that a stub declares."""
+    declared = [child for child in node.body if isinstance(child, ast.AnnAssign)]
+    targets = {child.target.id for child in declared if isinstance(child.target, ast.Name)}
+    return targets | {
+        child.name for child in node.body if isinstance(child, (ast.ClassDef, ast.FunctionDef))
+    }
+
+
+def _public(names: Iterable[str]) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
 def test_both_sides_have_the_same_log(part: Any) -> None:
-    """The length of a track's log stands in both languages."""
+    """The log of a track has the same length in C++ and in Python."""
     assert part.LOG_LENGTH == LOG_LENGTH
 
 
 def test_it_knows_pythons_frames(part: Any) -> None:
-    """Which code runs is read off the interpreter: right here, and not mistaken for another."""
+    """`check_frames` recognizes the running code, and no other."""
     assert part.check_frames(sys._getframe().f_code)
     assert not part.check_frames(train.__code__)
 
@@ -558,7 +594,7 @@ def plain_ddp() -> None:
 
 
 def mixed_with_other_calls() -> None:
-    """Calls from Python on the same group, between the buckets' and inside a hook of a backward."""
+    """Calls from Python on the same group, between the buckets and inside a hook of a backward."""
     model = stacked()
     handle = model.module[2].weight.register_post_accumulate_grad_hook(
         lambda _p: dist.all_reduce(torch.ones(2))
@@ -580,7 +616,7 @@ def accumulated() -> None:
 
 
 def unused_parameters() -> None:
-    """Another parameter completes the bucket, from time to time: what is recorded follows it."""
+    """Sometimes another parameter completes the bucket, and the records show it."""
 
     class Choosing(nn.Module):
         def __init__(self) -> None:
@@ -604,7 +640,7 @@ def static_graph() -> None:
 
 
 def two_models() -> None:
-    """Two instances in one backward, and the second alone."""
+    """Two DDP instances in one backward, then the second one alone."""
     first, second = stacked(), stacked()
     with torchwhere.watch(first):
         for step in range(12):
@@ -613,8 +649,8 @@ def two_models() -> None:
 
 
 def hooked() -> None:
-    """A communication hook in Python, given when the buckets are known already: from then on Python
-    calls."""
+    """A communication hook in Python, set when the buckets are known: from then on Python issues
+    the calls."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 8)
@@ -636,7 +672,7 @@ def recomputed() -> None:
 
 
 def failing() -> None:
-    """The note on an exception names the last collectives, whoever recorded them."""
+    """The note on an exception names the last collectives, whether C++ or Python recorded them."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 8)
@@ -660,7 +696,8 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def optimized() -> None:
-    """One optimizer, from two lines; then two, which count once; then the first alone again."""
+    """One optimizer, called from two lines; then two optimizers, which make one step; then the
+    first one alone."""
     model = stacked()
     first, second = sgd(model), sgd(model)
     with torchwhere.watch(model):
@@ -672,8 +709,8 @@ def optimized() -> None:
 
 
 def optimized_in_backward() -> None:
-    """The optimizer steps out of a hook: its step ends with the backward, which the native part may
-    have begun."""
+    """The optimizer steps in a hook of a backward, which the extension may have begun: the step
+    ends with the backward."""
     model = stacked()
     optimizer = sgd(model)
     with torchwhere.watch(model):
@@ -687,7 +724,7 @@ def optimized_in_backward() -> None:
 
 
 def counted_by_the_user() -> None:
-    """First the optimizer counts, then the user does, with numbers of their own too."""
+    """First the optimizer counts steps, then the user, also with numbers of their own."""
     model = stacked()
     optimizer = sgd(model)
     with torchwhere.watch(model):
@@ -703,7 +740,8 @@ def counted_by_the_user() -> None:
 
 
 def optimizer_failing() -> None:
-    """A step that raises never reaches the hook after it: the next ones are told as ever."""
+    """An optimizer step that raises does not reach the hook after it; the next steps are recorded
+    as usual."""
 
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -722,8 +760,8 @@ def optimizer_failing() -> None:
 
 
 def backwards_of_all_kinds() -> None:
-    """One that makes a graph, one inside another, gradients without a backward, one from inside a
-    module, one that fails."""
+    """A backward that creates a graph, one inside another one, `autograd.grad`, one inside a
+    module, and one that fails."""
 
     class Inside(torch.autograd.Function):
         @staticmethod
@@ -757,8 +795,8 @@ def backwards_of_all_kinds() -> None:
 
 
 def others_come() -> None:
-    """Between steps: a listener, a group, a second model, a forward under fake tensors, a
-    compilation, a reset of compilers."""
+    """Between steps come a listener, a group, a second model, a forward with fake tensors, a
+    compilation, and a reset of the compiler."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.compiler.reset()  # compilations are numbered from 0
@@ -816,7 +854,7 @@ JOBS = (
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """A new one for every job: collectives are counted from 0."""
+    """A new process group for every job, so that collectives count from 0."""
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -849,7 +887,7 @@ def events_of(
 def test_the_same_is_recorded(
     job: Callable[[], None], part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every event of a job is the same with the native part and without, apart from its time."""
+    """A job records the same events with the native extension and without it, except for times."""
     notes.clear()
     natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
     recorded = part.recorded()
@@ -870,8 +908,8 @@ STEP = {  # what of ours in Python a step takes that is like the one before
 def test_a_step_needs_no_more_python(
     part: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a step that is like the one before, all of ours that is Python are the hooks
-    themselves."""
+    """In a step like the one before, the hooks themselves are the only Python code of torchwhere
+    that runs."""
     # in its presence a call from outside may be a rehearsal
     monkeypatch.delitem(sys.modules, PIPELINING, raising=False)
     model, home = stacked(), str(Path(torchwhere.__file__).parent)
@@ -896,8 +934,8 @@ def test_a_step_needs_no_more_python(
 
 
 def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
-    """`comms()` is told of the buckets too, though the kernel knows them; when it is over they are
-    the kernel's again."""
+    """`comms()` also counts the buckets that the kernel knows; afterwards the kernel records them
+    again."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 6)
@@ -916,14 +954,14 @@ def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
 
 @pytest.fixture
 def ddp_on_threads(one_rank: None) -> Iterator[None]:
-    """DDP notes in its class which instance is in its forward, and puts back what it found: threads
-    put back each other's."""
+    """DDP stores in its class which instance runs its forward, and restores the value before:
+    threads would restore the values of each other."""
     yield
     DDP._active_ddp_module = None
 
 
 def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> None:
-    """Sixteen backwards at once, none of them holding the GIL: no record is lost, torn or counted
+    """Sixteen backwards at the same time, without the GIL: no record is lost, torn or counted
     twice."""
     models = [stacked() for _ in range(16)]
     [train(model, 3) for model in models]  # their buckets are what they will be
@@ -956,9 +994,8 @@ def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> Non
 
 
 def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
-    """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between
-    them."""
-    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.Words)
+    """A hundred watches leave no track, map or kernel, and the model trains on between them."""
+    model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.IntMap)
 
     def left() -> int:
         gc.collect()
@@ -980,8 +1017,8 @@ def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
 
 
 def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
-    """A watch may end at any moment of a backward that runs on other threads: nobody writes to a
-    map that is gone."""
+    """A watch may end at any moment of a backward on another thread: no thread writes to a map that
+    is gone."""
     models, failed, over = [stacked() for _ in range(3)], [], threading.Event()
     # DDP has built its buckets anew, for which it broadcasts: not through our kernel
     [train(model, 3) for model in models]
@@ -1069,8 +1106,8 @@ Child = tuple[Path, subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """A process for each of these, with its folder. All are begun as soon as there is a library:
-    they take a while."""
+    """One process for each of these programs, with its folder. All start as soon as the library is
+    built: they take a while."""
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
     started: dict[str, Child] = {}
     for code in (KILLED, TRUNCATED, FORKED):
@@ -1086,7 +1123,7 @@ def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_killed(children: dict[str, Child]) -> None:
-    """Killed while it writes: every record up to the last is there and whole."""
+    """A process killed while it writes leaves every record up to the last one, complete."""
     folder, process = children[KILLED]
     assert process.stdout is not None
     assert process.stdin is not None
@@ -1104,8 +1141,8 @@ def test_killed(children: dict[str, Child]) -> None:
 
 
 def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
-    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and
-    says that it lost its box."""
+    """If the file is truncated while the kernel writes without the GIL, the job goes on, and a
+    warning says that the box is lost."""
     _, process = children[TRUNCATED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -1117,8 +1154,8 @@ def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
 
 
 def test_forked(children: dict[str, Child]) -> None:
-    """A forked child leaves the parent's box alone and watches natively by itself; the parent goes
-    on."""
+    """A forked child does not touch the box of its parent and can watch natively itself; the parent
+    goes on."""
     folder, process = children[FORKED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err

@@ -1,5 +1,5 @@
-"""A watch from start to end: nothing is left, nothing grows, and no error of ours reaches the
-job."""
+"""A watch from start to end: it leaves nothing behind, memory does not grow, and no error of
+torchwhere reaches the job."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,14 @@ import torchwhere
 from models import Model, batch
 from torchwhere.api import watch as process
 from torchwhere.blackbox.stored_layouts import layouts_in
+from torchwhere.hooks.backward import BackwardHook
+from torchwhere.hooks.collectives import CollectiveHook
+from torchwhere.hooks.exceptions import ExceptionHook
+from torchwhere.hooks.fault_stack import Faults
+from torchwhere.hooks.group_creation import GroupCreationHook
+from torchwhere.hooks.late_imports import LateImports
+from torchwhere.hooks.modules import ModuleHook
+from torchwhere.hooks.optimizers import OptimizerHook
 
 
 def train(model: nn.Module, steps: int = 2) -> list[float]:
@@ -48,7 +57,7 @@ def kinds(folder: Path) -> list[str]:
 
 
 def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
-    """The three ways to watch record the same."""
+    """The three forms of a watch record the same."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path / "with"):
         train(model)
@@ -67,8 +76,8 @@ def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
 
 
 def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A watch inside a watch joins it; the outer one ends it; another folder is said and not
-    used."""
+    """A watch inside a watch joins it, and the outer one ends it; a warning says that another
+    folder is not used."""
     model = Model()
     with torchwhere.watch(out=tmp_path / "outer"):
         with torchwhere.watch(model, out=tmp_path / "inner"):
@@ -82,7 +91,7 @@ def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
-    """An exception ends the watch, is recorded as its reason, and goes on unchanged."""
+    """An exception ends the watch, is recorded as its reason, and propagates unchanged."""
     with pytest.raises(KeyError, match="mine"), torchwhere.watch(out=tmp_path):
         raise KeyError("mine")
     assert process.current() is None
@@ -91,7 +100,7 @@ def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
 
 
 def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
-    """Only `Exception` is ever caught: an interrupt inside a hook belongs to the user."""
+    """Hooks catch only `Exception`: a KeyboardInterrupt reaches the user."""
 
     class Interrupts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +111,7 @@ def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
 
 
 def test_stop_without_start_does_nothing() -> None:
-    """`stop`, `note`, `phase` and `step` without a watch are silent: they stay in training
+    """Without a watch, `stop`, `note`, `phase` and `step` do nothing: they can stay in training
     scripts."""
     torchwhere.stop()
     torchwhere.note("nobody listens", answer=42)
@@ -113,7 +122,7 @@ def test_stop_without_start_does_nothing() -> None:
 
 
 def test_hundred_rounds_leave_nothing(tmp_path: Path) -> None:
-    """After 100 start/stop rounds, some ended by exceptions, nothing is left and memory has grown
+    """After 100 watches, some of which ended with exceptions, nothing is left and memory has grown
     by less than 1 MB."""
     model = Model()
 
@@ -142,11 +151,23 @@ def _memory_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def test_watch_does_not_keep_the_model_alive() -> None:
+    """A model that the job deletes while it is watched is freed."""
+    model = Model()
+    deleted = weakref.ref(model)
+    torchwhere.start(model)
+    model(batch())
+    del model
+    gc.collect()
+    assert deleted() is None
+    torchwhere.stop()
+
+
 # -- steps, notes, phases --------------------------------------------------------------------------
 
 
 def test_steps_set_by_the_user(tmp_path: Path) -> None:
-    """Once the user says which step it is, optimizers no longer count."""
+    """After the user has set a step, optimizers no longer count."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path):
         torchwhere.step(100)
@@ -170,8 +191,8 @@ def test_two_optimizers_make_one_step() -> None:
 
 
 def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
-    """A closure given to an optimizer (LBFGS, Lightning) has the pass that runs in it, not the
-    optimizer's."""
+    """Inside a closure of an optimizer (LBFGS, Lightning), the place has the pass that runs there,
+    not the optimizer."""
     model = Model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     places = []
@@ -195,7 +216,7 @@ def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
 
 
 def test_optimizer_that_raises_leaves_no_stale_pass() -> None:
-    """After an optimizer step that raised, the place is no longer the optimizer."""
+    """After an optimizer step that raised, the place is no longer in the optimizer."""
     param = nn.Parameter(torch.ones(1))
 
     class Breaks(torch.optim.SGD):
@@ -210,7 +231,7 @@ def test_optimizer_that_raises_leaves_no_stale_pass() -> None:
 
 
 def test_notes_and_phases(tmp_path: Path) -> None:
-    """Notes keep their fields, phases nest and end with exceptions too, and both have a place."""
+    """Notes have their fields, phases nest and also end with exceptions, and both have a place."""
 
     @torchwhere.phase("epoch")
     def epoch() -> None:
@@ -235,8 +256,8 @@ def test_notes_and_phases(tmp_path: Path) -> None:
 
 
 def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
-    """With module events on, each call of a module is an enter and an exit; a wrapper and what it
-    wraps are one call."""
+    """With module events, each module call is an enter and an exit; a wrapper and the module inside
+    it are one call."""
     model = torch.nn.parallel.DataParallel(Model(depth=1))
     with torchwhere.watch(model, out=tmp_path, module_events=True):
         model(batch())
@@ -259,8 +280,8 @@ def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
 
 
 def test_exception_is_an_event(tmp_path: Path) -> None:
-    """An exception that leaves a module is recorded with its place, once, although it passes
-    several modules."""
+    """An exception that leaves several modules is recorded once, with the place of the innermost
+    one."""
 
     class Raises(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -276,13 +297,13 @@ def test_exception_is_an_event(tmp_path: Path) -> None:
 
 
 class Bug(Exception):
-    """An error of ours, planted."""
+    """A planted error of torchwhere."""
 
 
 def _plant(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int, ...]
 ) -> list[int]:
-    """Make a function of ours raise at its first, second and seventeenth call."""
+    """Make a function of torchwhere raise at the given calls."""
     original, count = getattr(owner, name), [0]
 
     def planted(*args: Any, **kwargs: Any) -> Any:
@@ -307,7 +328,7 @@ HOOKS = {
 
 
 def _busy(model: nn.Module) -> list[float]:
-    """Training that uses every hook."""
+    """Train a model in a way that uses every hook."""
     import torch.distributed as dist
 
     losses = []
@@ -329,7 +350,7 @@ def test_our_own_errors_never_reach_the_job(
     caplog: pytest.LogCaptureFixture,
     one_rank: None,
 ) -> None:
-    """A hook that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once
+    """A hook that fails at its 1st, 2nd and 17th call, or always, changes nothing, logs one warning
     and switches itself off."""
     path, name = HOOKS[hook]
     module, _, class_name = path.rpartition(".")
@@ -351,11 +372,104 @@ def test_our_own_errors_never_reach_the_job(
         assert len(said) <= 1 if hook == "notes and phases" else len(said) == 1
 
 
+# -- a hook that fails while it is installed or removed ------------------------------------------
+
+
+INSTALLED = {
+    "exceptions": ExceptionHook,
+    "modules": ModuleHook,
+    "backward": BackwardHook,
+    "optimizers": OptimizerHook,
+    "collectives": CollectiveHook,
+    "group creation": GroupCreationHook,
+    "imports": LateImports,
+    "faults": Faults,
+}
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_hook_that_cannot_be_installed_leaves_none_behind(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error while one hook is installed, before or after its own work, removes all hooks."""
+    hook: Any = INSTALLED[name]
+    before = leaks.snapshot()
+    for is_late in (False, True):
+        _plant_around(monkeypatch, hook, "install", is_late=is_late)
+        with pytest.raises(Bug):
+            torchwhere.start(Model(), out=tmp_path)
+        monkeypatch.undo()
+        assert leaks.differences(before, leaks.snapshot()) == []
+        assert process.current() is None
+    with torchwhere.watch(out=tmp_path):
+        train(Model(), 1)
+    assert "optimizer" in kinds(tmp_path)
+
+
+def test_hook_that_is_half_installed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the middle of an installation also removes the first half of that hook."""
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, OptimizerHook, "_make_after", is_late=False)
+    with pytest.raises(Bug):
+        torchwhere.start(Model())
+    assert leaks.differences(before, leaks.snapshot()) == []
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_hook_that_cannot_be_removed_keeps_no_other(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An error while one hook is removed is logged; the others are removed and the box is
+    closed."""
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, INSTALLED[name], "remove", is_late=True)
+    with torchwhere.watch(Model(), out=tmp_path):
+        pass
+    monkeypatch.undo()
+    assert leaks.differences(before, leaks.snapshot()) == []
+    assert [
+        record.getMessage() for record in caplog.records if "could not remove" in record.msg
+    ] != []
+
+
+def test_hook_that_cannot_be_removed_in_a_forked_child_keeps_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a forked child too, an error while one hook is removed does not keep the others."""
+    removed = ("patches", "patches of torch.distributed", "optimizer hooks", "import hooks")
+    before = leaks.snapshot()
+    _plant_around(monkeypatch, LateImports, "remove", is_late=True)
+    with torchwhere.watch(Model(), out=tmp_path):
+        child = os.fork()
+        if child == 0:
+            after = leaks.snapshot()
+            os._exit(0 if all(after[key] == before[key] for key in removed) else 1)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def _plant_around(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, *, is_late: bool
+) -> None:
+    """Let a method of torchwhere raise instead of its work, or, if `is_late`, after it."""
+    original = getattr(owner, name)
+
+    def planted(*args: Any, **kwargs: Any) -> None:
+        if is_late:
+            original(*args, **kwargs)
+        raise Bug(name)
+
+    monkeypatch.setattr(owner, name, planted)
+
+
 # -- processes and threads -------------------------------------------------------------------------
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):
-    """A dataset whose workers run a module, as transforms do."""
+    """A dataset whose workers run a module, like transforms do."""
 
     def __init__(self) -> None:
         self.transform = nn.Linear(2, 2)
@@ -387,8 +501,8 @@ def test_data_loader_workers_leave_the_box_alone(tmp_path: Path, start_method: s
 
 
 def test_threads_lose_nothing(tmp_path: Path) -> None:
-    """Sixteen threads that note and call modules at once: every note is there, each with its own
-    thread."""
+    """If sixteen threads write notes and call modules at the same time, every note is recorded with
+    its own thread."""
     model = Model()
 
     def work(number: int) -> None:
@@ -410,8 +524,8 @@ def test_threads_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_watches_begin_and_end_while_threads_reduce(one_rank: None) -> None:
-    """Other threads are on their way to kernels that come and should go: no call fails, and the
-    next watch that ends when they are done takes them back."""
+    """While other threads issue collectives, watches begin and end and no call fails; a later watch
+    removes the kernels that were left."""
     failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
 
     def reduce() -> None:
@@ -487,8 +601,8 @@ def _troubled(during: str) -> str:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
-    """A process for each ending and each trouble, with its folder. All are begun at once: most of
-    it is to import torch."""
+    """One process for each ending and each problem, with its folder. All start at once: most of
+    their time is the import of torch."""
     programs = {how: _ending(how) for how in ENDINGS} | {
         errors: _troubled(during) for errors, during in TROUBLES.items()
     }
@@ -514,8 +628,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
-    """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason
-    is in the box."""
+    """A watch without `stop` ends with the interpreter: the exit code is that of the job, and the
+    box has the reason."""
     (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
     _, err = job.communicate(timeout=120)
     assert job.returncode == code, err
@@ -525,7 +639,7 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
 
 @pytest.mark.parametrize("errors", TROUBLES)
 def test_trouble_with_the_folder(ended: dict[str, Ended], errors: str) -> None:
-    """Whatever happens to the folder, the job goes on with one warning."""
+    """If the folder is deleted, truncated or read-only, the job goes on with one warning."""
     _, job = ended[errors]
     out, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
@@ -534,7 +648,7 @@ def test_trouble_with_the_folder(ended: dict[str, Ended], errors: str) -> None:
 
 
 def test_place_as_text_and_json() -> None:
-    """A place is one line as text, and a dict that JSON can hold."""
+    """A place is one line as text, and a dict that JSON can store."""
     model = Model()
     places = []
     model.layers[1].up.register_forward_hook(lambda *_: places.append(torchwhere.where()))
@@ -547,7 +661,7 @@ def test_place_as_text_and_json() -> None:
 
 
 def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
-    """An exception whose own text raises leaves the watch as itself."""
+    """An exception whose text cannot be computed leaves the watch unchanged."""
 
     class Odd(Exception):
         def __str__(self) -> str:
@@ -561,7 +675,8 @@ def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
 
 
 def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
-    """What leaves the watch from between modules says where, once, and is an event."""
+    """An exception that leaves the watch outside any module gets one note with its place, and is an
+    event."""
     with pytest.raises(ValueError, match="between") as caught, torchwhere.watch(out=tmp_path):
         raise ValueError("between modules")
     (note,) = caught.value.__notes__
@@ -570,7 +685,8 @@ def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
 
 
 def test_watching_does_not_import_dynamo() -> None:
-    """A watch waits for dynamo and does not load it: that alone takes a second."""
+    """A watch waits for the import of dynamo and does not import it itself, which takes a
+    second."""
     done = run_python(
         """
         import sys, torch, torchwhere
@@ -594,8 +710,8 @@ def test_steps_counted_by_the_user_begin_at_zero() -> None:
 
 
 def test_the_folder_it_works_in_is_gone(tmp_path: Path) -> None:
-    """A process whose working folder somebody has deleted is watched as any other; lines are then
-    absolute."""
+    """A process whose working folder was deleted is watched like any other; its lines are absolute
+    paths."""
     code = """
 import os, sys
 import torch, torchwhere
@@ -643,8 +759,8 @@ def _wrapped(function: Any) -> Any:
 
 @pytest.mark.parametrize("which", ["module calls", "backward"])
 def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
-    """They come while we watch and go later: what they put back does nothing, and the next watch
-    takes it off."""
+    """Another library wraps our wrapper during a watch and restores it later: it then does nothing,
+    and the next watch removes it."""
     owners = (nn.Module,) if which == "module calls" else (torch.autograd, torch.autograd.graph)
     name = "__call__" if which == "module calls" else "_engine_run_backward"
     torchs = getattr(owners[0], name)
@@ -673,8 +789,8 @@ def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
 
 
 def test_somebody_else_wraps_backward_between_two_watches() -> None:
-    """What another library has put there after our first watch is called, and is still there after
-    the second."""
+    """A wrapper that another library installs between two watches is called, and is still there
+    after the second one."""
     with torchwhere.watch():
         train(Model(), 1)
     called = []
@@ -695,8 +811,7 @@ def test_somebody_else_wraps_backward_between_two_watches() -> None:
 
 
 def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A ScriptModule keeps its parameters in something that is no dict: the layout is taken, and
-    nobody complains."""
+    """A ScriptModule has no dict of parameters: its layout is recorded, without a warning."""
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
     with torchwhere.watch(model, out=tmp_path):
         train(model)
@@ -705,8 +820,8 @@ def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_model_compiled_under_a_watch_and_used_after_it() -> None:
-    """It has taken our wrapper of `__call__` with it: that one does nothing, and adds no frame,
-    break or recompile."""
+    """A model that was compiled in a watch keeps our wrapper of `__call__`, which does nothing
+    afterwards: no extra frame, graph break or recompile."""
     import contextlib
 
     import torch._dynamo as dynamo

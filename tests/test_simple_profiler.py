@@ -1,5 +1,5 @@
-"""`SimpleProfiler`, the original and the drop-in: what a program sees of either is the same; what
-must be better is."""
+"""`SimpleProfiler`, the original and the drop-in: programs see the same, except where the drop-in
+is better."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOGGER = "torch.distributed.fsdp._debug_utils"
 
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
-    """Both begin and end with nothing; the debug level is put back."""
+    """Both profilers begin and end empty, and the debug level is restored."""
     level = dist.get_debug_level()
     for module in (original, fsdp_debug):
         module.SimpleProfiler.reset()
@@ -38,7 +38,7 @@ def clean() -> Iterator[None]:
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of both: one number, to be moved."""
+    """The clock of both profilers: a number that the test advances."""
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     return now
@@ -51,7 +51,7 @@ both = pytest.mark.parametrize("module", [original, fsdp_debug], ids=["original"
 
 
 def test_types() -> None:
-    """The types are the same, with the same values; they are strings."""
+    """The types are the same strings as in the original."""
     theirs, ours = original.SimpleProfiler.Type, fsdp_debug.SimpleProfiler.Type
     assert [(t.name, t.value, str(t), repr(t), f"{t}") for t in ours] == [
         (t.name, t.value, str(t), repr(t), f"{t}") for t in theirs
@@ -62,8 +62,8 @@ def test_types() -> None:
 
 @both
 def test_seconds_are_added_up(module: ModuleType, seconds: list[float]) -> None:
-    """Each block adds its seconds to its type, nested ones too, by enum or by name, also when an
-    exception leaves it."""
+    """Each block adds its seconds to its type: nested, by enum or by name, and also after an
+    exception."""
     profiler = module.SimpleProfiler
     with profiler.profile(profiler.Type.ALL):
         for took in (1.0, 2.0):
@@ -85,7 +85,7 @@ def test_seconds_are_added_up(module: ModuleType, seconds: list[float]) -> None:
 
 @both
 def test_the_same_phase_twice_at_once(module: ModuleType) -> None:
-    """The same type inside itself is an AssertionError with the original's text, and the outer
+    """The same type inside itself is an AssertionError with the text of the original, and the outer
     block goes on."""
     profiler = module.SimpleProfiler
     text = (
@@ -103,7 +103,7 @@ def test_the_same_phase_twice_at_once(module: ModuleType) -> None:
 
 @both
 def test_as_a_decorator(module: ModuleType, seconds: list[float]) -> None:
-    """What `profile` gives decorates functions too."""
+    """`profile` also decorates functions."""
     profiler = module.SimpleProfiler
 
     @profiler.profile("resharding")
@@ -127,7 +127,7 @@ def dumped(module: ModuleType, level: Any, caplog: pytest.LogCaptureFixture) -> 
 
 @both
 def test_dump(module: ModuleType, caplog: pytest.LogCaptureFixture, one_rank: None) -> None:
-    """A dump is logged under the original's logger at the debug level INFO alone, and always
+    """A dump is logged with the original's logger, only at the debug level INFO, and always
     resets."""
     line = f"INFO {LOGGER} state_dict took defaultdict(<class 'float'>, {{<Type.ALL: 'all'>: 1.5}})"
     said = dumped(module, dist.DebugLevel.INFO, caplog)
@@ -143,15 +143,14 @@ def test_dump(module: ModuleType, caplog: pytest.LogCaptureFixture, one_rank: No
 
 
 def test_dump_without_a_process_group(caplog: pytest.LogCaptureFixture) -> None:
-    """Without a process group this is rank 0: the original raises, and keeps what it should have
-    reset."""
+    """Without a process group this is rank 0; the original raises and does not reset."""
     with pytest.raises(ValueError, match="process group"):
         dumped(original, dist.DebugLevel.INFO, caplog)
     assert len(dumped(fsdp_debug, dist.DebugLevel.INFO, caplog)) == 1
 
 
 def test_reset_inside_a_block(seconds: list[float]) -> None:
-    """A reset inside a block does not break the block: the original ends with a KeyError."""
+    """A reset inside a block does not break the block; the original raises a KeyError."""
     with pytest.raises(KeyError), original.SimpleProfiler.profile("all"):
         original.SimpleProfiler.reset()
     profiler = fsdp_debug.SimpleProfiler
@@ -164,13 +163,12 @@ def test_reset_inside_a_block(seconds: list[float]) -> None:
 
 
 def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several threads may be in the same phase at once; the times of all of them are added, none is
-    lost."""
+    """Several threads may be in the same phase at once, and all their times are added."""
     profiler, barrier, errors = fsdp_debug.SimpleProfiler, threading.Barrier(8), []
     clocks = threading.local()
 
     def tick() -> float:
-        """Each thread has a clock of its own, which goes on by a second when it is read."""
+        """A clock for each thread, which advances by a second at each reading."""
         clocks.now = getattr(clocks, "now", 0.0) + 1
         return clocks.now
 
@@ -198,7 +196,7 @@ def test_threads_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_blocks_are_phases(tmp_path: Path) -> None:
-    """Under a watch each block is a phase in the black box, by the type's value, at the line of its
+    """In a watch each block is a phase in the box, with the value of its type, at the line of its
     `with`, nested."""
     profiler = fsdp_debug.SimpleProfiler
     with (
@@ -238,7 +236,7 @@ def _on_every_rank() -> tuple[list[str], dict[str, float]]:
 
 
 def test_only_rank_0_says_it(two_ranks: Pool) -> None:
-    """A dump is logged by rank 0 alone; all ranks reset."""
+    """Only rank 0 logs a dump; all ranks reset."""
     (said, left), (nothing, left_there) = two_ranks.run(_on_every_rank)
     assert len(said) == 1
     assert said[0].startswith(
@@ -257,8 +255,8 @@ def _printed(program: str) -> str:
 
 
 def test_the_page_shows_both() -> None:
-    """The program in docs/migrating.md prints what stands below it, and with the original's import
-    what stands there for it."""
+    """The program in docs/migrating.md prints what the page shows, with the drop-in and with the
+    original."""
     page = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text()
     section = page.partition("_debug_utils`: `SimpleProfiler`\n\n")[2].partition("\n## ")[0]
     (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)

@@ -1,5 +1,5 @@
-"""`make upstream`: a made-up checkout is run plain, watched and on the drop-ins, and what differs
-is listed."""
+"""`make upstream`: runs a small fake checkout plain, watched and on the drop-ins, and lists what
+differs."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def found_in(checkout: Path) -> dict[str, Any]:
 
 
 def test_what_differs_is_listed(checkout: Path) -> None:
-    """Cases that pass in one way only, also in spawned processes; not those that fail always, nor
-    flaky ones."""
+    """Cases that pass in only one mode are listed, also those of spawned processes; cases that
+    always fail and flaky cases are not."""
     (checkout / "test" / "test_made_up.py").write_text(TESTS)
     (checkout / "own").mkdir()
     (checkout / "own" / "sitecustomize.py").write_text("import os\nos.environ['MARK'] = 'seen'\n")
@@ -135,7 +135,8 @@ def test_what_differs_is_listed(checkout: Path) -> None:
 
 
 def test_nothing_differs(checkout: Path) -> None:
-    """Exit code 0; a file that the checkout does not have is named; `-k` and `--modes` choose."""
+    """Without a difference the exit code is 0; a missing file is named; `-k` and `--modes`
+    select."""
     (checkout / "test" / "test_made_up.py").write_text(TESTS)
     done = run(
         checkout, "test_made_up.py", "gone.py", "-k", "passes or fails", "--modes", "watched"
@@ -151,8 +152,8 @@ def test_nothing_differs(checkout: Path) -> None:
 
 
 def test_a_hang_is_a_difference(checkout: Path) -> None:
-    """A case that hangs watched is listed as not run; the cases before it have their outcomes; its
-    processes are killed."""
+    """A case that hangs when watched is listed as not run; the cases before it have their results;
+    its processes are killed."""
     (checkout / "test" / "test_hangs.py").write_text(
         "import os, subprocess, sys\n"
         "def test_before(): pass\n"
@@ -178,7 +179,7 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
 
 
 def test_nothing_to_run(tmp_path: Path) -> None:
-    """A folder without any of the files: exit code 2, and the folder is named."""
+    """For a folder without any of the files, the exit code is 2 and the error names the folder."""
     done = run(tmp_path)
     assert (done.returncode, done.stderr) == (
         2,
@@ -189,7 +190,7 @@ def test_nothing_to_run(tmp_path: Path) -> None:
 
 def test_reports(tmp_path: Path) -> None:
     """A case with a failure and an error in teardown failed; a file that cannot be imported is a
-    case; no report: no case."""
+    case; without a report there are no cases."""
     report = tmp_path / "report.xml"
     report.write_text(
         '<testsuites><testsuite><testcase classname="a.test_b.Class" name="test_c"><failure'
@@ -205,8 +206,8 @@ def test_reports(tmp_path: Path) -> None:
 
 
 def test_what_is_run_again() -> None:
-    """Differing cases are re-run in one process, and each alone where its time ran out; those that
-    vary are flaky."""
+    """Cases that differ run again in one process, and alone after a timeout; cases with varying
+    results are flaky."""
     asked: list[tuple[str, list[str]]] = []
 
     def ran(results: dict[str, str], *, timed_out: bool = False) -> FileRun:

@@ -1,7 +1,7 @@
-"""`python -m upstream CHECKOUT [FILE ...]`: PyTorch's tests plain, watched and on the drop-ins, and
-what differs.
+"""`python -m upstream CHECKOUT [FILE ...]`: runs PyTorch's tests plain, watched and on the
+drop-ins, and lists the cases that differ.
 
-Exit code 0 if nothing differs, 1 if a case does, 2 if there is nothing to run.
+The exit code is 0 if no case differs, 1 if one does, and 2 if there is nothing to run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from upstream.processes import MODES, PLAIN, Checkout, FileRun
 
 @dataclass(frozen=True, slots=True)
 class FileResult:
-    """What was found for one test file."""
+    """The runs of one test file, and the cases that differ between them."""
 
     path: str
     runs: dict[str, FileRun]
@@ -40,8 +40,8 @@ class FileResult:
         return {
             "file": self.path,
             "runs": {mode: _run_dict(run) for mode, run in self.runs.items()},
-            "differences": [asdict(one) for one in self.steady],
-            "flaky": [asdict(one) for one in self.flaky],
+            "differences": [asdict(difference) for difference in self.steady],
+            "flaky": [asdict(difference) for difference in self.flaky],
         }
 
 
@@ -86,22 +86,21 @@ def _results(
         steady: list[Difference] = []
         flaky: list[Difference] = []
         for mode in modes[1:]:
-            found = differences.confirmed(runs, mode, rerun=rerun, repeat=repeat)
-            steady += found[0]
-            flaky += found[1]
+            always, sometimes = differences.confirmed(runs, mode, rerun=rerun, repeat=repeat)
+            steady += always
+            flaky += sometimes
         yield FileResult(file.path, runs, steady, flaky)
 
 
 def _print_differences(results: Sequence[FileResult]) -> None:
-    for title, found in (
-        ("cases that differ", [one for result in results for one in result.steady]),
-        (
-            "flaky cases, which differ in some runs only",
-            [one for result in results for one in result.flaky],
-        ),
+    steady = [difference for result in results for difference in result.steady]
+    flaky = [difference for result in results for difference in result.flaky]
+    for title, cases in (
+        ("cases that differ", steady),
+        ("flaky cases, which differ in some runs only", flaky),
     ):
-        print(f"\n{title}: {len(found)}")
-        for difference in found:
+        print(f"\n{title}: {len(cases)}")
+        for difference in cases:
             print(f"  {difference}")
 
 
@@ -110,11 +109,12 @@ def _time(run: FileRun) -> str:
 
 
 def _run_dict(run: FileRun) -> dict[str, object]:
-    how = {"seconds": round(run.seconds, 1), "timed_out": run.timed_out, "exit_code": run.exit_code}
-    # without a report, the end of the output is all there is
+    # without a report, the end of the output is the only evidence
     tail = {} if run.outcomes else {"tail": run.tail}
     return {
-        **how,
+        "seconds": round(run.seconds, 1),
+        "timed_out": run.timed_out,
+        "exit_code": run.exit_code,
         **tail,
         "cases": {case: outcome.result for case, outcome in run.outcomes.items()},
     }
@@ -122,8 +122,8 @@ def _run_dict(run: FileRun) -> dict[str, object]:
 
 def _write(path: Path, results: Sequence[FileResult], missing: Sequence[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"missing": list(missing), "files": [result.to_dict() for result in results]}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    report = {"missing": list(missing), "files": [result.to_dict() for result in results]}
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -132,15 +132,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "checkout", type=Path, help="a checkout of PyTorch, of the release that is installed"
     )
     parser.add_argument(
-        "files", nargs="*", metavar="FILE", help="below test/ (default: those of upstream/files.py)"
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="test file below test/ (default: the files in upstream/files.py)",
     )
-    parser.add_argument("--keyword", "-k", default="", help="pytest's -k, for the files given")
+    parser.add_argument(
+        "--keyword", "-k", default="", help="expression for pytest -k, for the given files"
+    )
     parser.add_argument(
         "--modes",
         nargs="+",
         choices=MODES[1:],
         default=MODES[1:],
-        help="besides the plain run (default: both)",
+        help="modes to compare with the plain run (default: both)",
     )
     parser.add_argument(
         "--limit",
@@ -154,14 +159,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         default=2,
         metavar="N",
-        help="re-runs of a differing case (default: 2)",
+        help="number of re-runs of a case that differs (default: 2)",
     )
     parser.add_argument(
         "--json",
         type=Path,
         default=Path("run/upstream.json"),
         metavar="PATH",
-        help="default: run/upstream.json",
+        help="file for the results (default: run/upstream.json)",
     )
     return parser.parse_args(arguments)
 

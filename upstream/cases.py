@@ -11,7 +11,7 @@ PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one case, and the first line of what it raised."""
+    """The result of one case, and the first line of its error."""
 
     result: str
     message: str = ""
@@ -49,8 +49,8 @@ def _pytest_id(file: str, classname: str, name: str) -> str:
 
 def _outcome(element: ElementTree.Element) -> Outcome:
     for tag in ("failure", "error"):
-        found = element.find(tag)
-        if found is not None:
-            message = found.get("message") or found.text or ""
+        problem = element.find(tag)
+        if problem is not None:
+            message = problem.get("message") or problem.text or ""
             return Outcome(FAILED, message.strip().partition("\n")[0])
     return Outcome(SKIPPED if element.find("skipped") is not None else PASSED)

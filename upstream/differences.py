@@ -1,20 +1,21 @@
-"""Compares the runs of a test file: which cases pass in one mode and not in another, always."""
+"""Compares the runs of a test file: finds the cases that always pass in one mode and never in
+another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from upstream.cases import FAILED, NOT_RUN, PASSED, Outcome
 from upstream.processes import PLAIN, FileRun
 
-Rerun = Callable[[str, Sequence[str]], FileRun]  # of a mode and some cases
+Rerun = Callable[[str, Sequence[str]], FileRun]  # called with a mode and some cases
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A case that passes in one mode and not in the other: in the first run, and in every one after
-    it."""
+    """A case that passes in one mode and not in the other."""
 
     case: str
     mode: str
@@ -23,16 +24,15 @@ class Difference:
     message: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.case}: {self.plain} {PLAIN}, {self.other} {self.mode}"
-            + f": {self.message}" * bool(self.message)
+        return f"{self.case}: {self.plain} {PLAIN}, {self.other} {self.mode}" + (
+            f": {self.message}" if self.message else ""
         )
 
 
 def candidates(plain: Mapping[str, Outcome], other: Mapping[str, Outcome]) -> list[str]:
     """Return the cases that pass in exactly one of two runs.
 
-    A case that passes in one run and is skipped in the other one is among them.
+    This includes a case that passes in one run and is skipped in the other one.
     """
     nothing = Outcome(NOT_RUN)
     return [
@@ -46,24 +46,24 @@ def candidates(plain: Mapping[str, Outcome], other: Mapping[str, Outcome]) -> li
 def confirmed(
     first: Mapping[str, FileRun], mode: str, *, rerun: Rerun, repeat: int
 ) -> tuple[list[Difference], list[Difference]]:
-    """Return the cases that differ between the plain run and a mode, and those that do so only
-    sometimes."""
-    found = candidates(first[PLAIN].outcomes, first[mode].outcomes)
-    runs = {way: [first[way].outcomes] for way in (PLAIN, mode)}
-    for _ in range(repeat if found else 0):
-        for way in (PLAIN, mode):
-            runs[way].append(_again(found, lambda cases, way=way: rerun(way, cases)))  # type: ignore[misc]
+    """Return the cases that always differ between the plain run and a mode, and the cases that
+    differ only sometimes."""
+    cases = candidates(first[PLAIN].outcomes, first[mode].outcomes)
+    runs = {compared: [first[compared].outcomes] for compared in (PLAIN, mode)}
+    for _ in range(repeat if cases else 0):
+        for compared, outcomes in runs.items():
+            outcomes.append(_rerun(cases, partial(rerun, compared)))
     steady: list[Difference] = []
     flaky: list[Difference] = []
-    for case in found:
+    for case in cases:
         kind = steady if _is_steady(case, runs[PLAIN], runs[mode]) else flaky
         kind.append(_difference(case, mode, runs[PLAIN], runs[mode]))
     return steady, flaky
 
 
-def _again(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dict[str, Outcome]:
-    """Run cases once more, in one process; those that it did not get to in its time, each in a
-    process of its own."""
+def _rerun(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dict[str, Outcome]:
+    """Run cases once more in one process. Cases that do not run before its time limit get their own
+    processes."""
     together = run(cases)
     outcomes = dict(together.outcomes)
     for case in cases:
@@ -75,8 +75,8 @@ def _again(cases: Sequence[str], run: Callable[[Sequence[str]], FileRun]) -> dic
 def _is_steady(
     case: str, plain: Sequence[Mapping[str, Outcome]], other: Sequence[Mapping[str, Outcome]]
 ) -> bool:
-    fast_path = [[_get(run, case).result == PASSED for run in runs] for runs in (plain, other)]
-    return all(len(set(each)) == 1 for each in fast_path)
+    passes = [{_get(run, case).result == PASSED for run in runs} for runs in (plain, other)]
+    return all(len(results) == 1 for results in passes)
 
 
 def _difference(
@@ -91,7 +91,7 @@ def _difference(
 
 
 def _results(case: str, runs: Sequence[Mapping[str, Outcome]]) -> str:
-    """`passed`; or `passed, failed` where the runs do not agree."""
+    """Return `passed`, or `passed, failed` if the runs do not agree."""
     return ", ".join(sorted({_get(run, case).result for run in runs}))
 
 

@@ -1,4 +1,4 @@
-"""The test files of PyTorch that are run by default, each with the cases to choose by keyword.
+"""The test files of PyTorch that run by default, each with a keyword that selects cases.
 
 They exercise what torchwhere hooks or replaces, and run on a CPU with gloo. Cases that need a GPU
 skip themselves.
@@ -18,7 +18,7 @@ class TestFile:
 
 
 DEFAULT = (
-    # module trackers and debug modes, on which the drop-ins must do as the originals
+    # module trackers and debug modes, where the drop-ins must behave like the originals
     TestFile("test_module_tracker.py"),
     TestFile("distributed/_tools/test_mod_tracker.py"),
     TestFile("distributed/_tools/test_runtime_estimator.py"),

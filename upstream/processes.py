@@ -1,5 +1,5 @@
-"""Runs a test file of a PyTorch checkout with pytest, in a process group of its own, in one of
-three modes."""
+"""Runs a test file of a PyTorch checkout with pytest, in its own process group, in one of three
+modes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = (PLAIN, startup.WATCHED, startup.DROP_INS)
 # Without PyTorch's conftest.py, which is for its CI, and without pytest's log handlers, which tests
 # of torch's logging count.
 _PYTEST = ("-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", "-p", "no:logging")
-_GRACE_S = 20  # from SIGINT, on which pytest writes its report, to SIGKILL
+_GRACE_S = 20  # between SIGINT, after which pytest writes its report, and SIGKILL
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FileRun:
     seconds: float
     timed_out: bool
     exit_code: int
-    tail: str = field(repr=False)  # of what it printed
+    tail: str = field(repr=False)  # the end of its output
 
 
 class Checkout:
@@ -49,7 +49,7 @@ class Checkout:
         return (self.tests / file).is_file()
 
     def run(self, file: str, mode: str, *, only: Sequence[str] = (), keyword: str = "") -> FileRun:
-        """Run a file, or `only` some of its cases, until it ends or has used up its time."""
+        """Run a file, or `only` some of its cases, until it ends or reaches the time limit."""
         with tempfile.TemporaryDirectory(prefix="upstream-") as folder:
             report, output = Path(folder, "report.xml"), Path(folder, "output.txt")
             command = [
@@ -80,7 +80,7 @@ class Checkout:
 
 
 def environment(mode: str, folder: Path) -> dict[str, str]:
-    """Return the environment of a run. Its folder holds our `sitecustomize.py`, which spawned
+    """Return the environment of a run. `folder` gets our `sitecustomize.py`, which spawned
     processes find too."""
     variables = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables.pop("PYTEST_ADDOPTS", None)
@@ -95,7 +95,7 @@ def environment(mode: str, folder: Path) -> dict[str, str]:
 
 
 def _wait(process: subprocess.Popen[bytes], limit_s: float) -> bool:
-    """Wait for a process and end what it leaves behind. Returns True if its time ran out."""
+    """Wait for a process, and kill the processes that it leaves. Returns True after a timeout."""
     timed_out = False
     try:
         process.wait(limit_s)

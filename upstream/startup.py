@@ -1,9 +1,10 @@
 """Runs in every Python process of a test run: `processes.py` copies this file to a folder on
 PYTHONPATH as `sitecustomize.py`.
 
-It waits until the process has imported torch, and then starts a watch or puts the drop-ins in place
-of their originals, as the variable TORCHWHERE_UPSTREAM says. A process that never imports torch is
-left alone. This file imports nothing of the repository at the top: it must work as a copy.
+It waits until the process has imported torch. Then it starts a watch, or replaces the originals by
+the drop-ins, depending on the variable TORCHWHERE_UPSTREAM. In a process that never imports torch
+it does nothing. This file imports nothing of the repository at the top, because it must work as a
+copy.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 VARIABLE = "TORCHWHERE_UPSTREAM"
 WATCHED, DROP_INS = "watched", "drop-ins"
 
-# The original modules of torch, and the drop-in for each.
+# From original modules of torch to their drop-ins.
 SWAPPED = {
     "torch._functorch._aot_autograd.logging_utils": "torchwhere.drop_in.aot_logging",
     "torch.distributed._tools.mod_tracker": "torchwhere.drop_in.mod_tracker",
@@ -66,8 +67,8 @@ def watch() -> None:
 
 
 def swap() -> None:
-    """Put every drop-in in place of its original: in `sys.modules`, in the package, and where a
-    name of it was imported."""
+    """Replace every original by its drop-in: in `sys.modules`, in its package, and in all modules
+    of torch that imported a name from it."""
     replaced: dict[int, object] = {}
     for original_name, drop_in_name in SWAPPED.items():
         original, drop_in = (
@@ -103,7 +104,7 @@ def run_other_sitecustomize(folder: str) -> None:
 
 
 def install(mode: str) -> None:
-    """Have the process start a watch, or use the drop-ins, as soon as it has imported torch."""
+    """Start a watch, or use the drop-ins, as soon as the process has imported torch."""
     sys.meta_path.insert(0, AfterTorch({WATCHED: watch, DROP_INS: swap}[mode]))
 
 

@@ -84,12 +84,12 @@ class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):
 
     def __enter__(self) -> Self:
         if not is_dynamo_compiling() and (session := current()) is not None:
-            session.recorder.phases.begin(self._name, python_stack.caller(1))
+            session.phases.begin(self._name, python_stack.caller(1))
         return self
 
     def __exit__(self, *_error: object) -> None:
         if not is_dynamo_compiling() and (session := current()) is not None:
-            session.recorder.phases.end(self._name)
+            session.phases.end(self._name)
 
     def __call__(self, function: Function) -> Function:
         if not callable(function):

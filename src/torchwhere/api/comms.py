@@ -53,12 +53,12 @@ def listen(session: Session, tap: Callable[[int, Any], None]) -> None:
     """Be told of every collective. The list is replaced, never changed: another thread may be
     walking it."""
     with _lock:
-        session.recorder.taps = [*session.recorder.taps, tap]
+        session.collectives.taps = [*session.collectives.taps, tap]
 
 
 def stop_listening(session: Session, tap: Callable[[int, Any], None]) -> None:
     with _lock:
-        session.recorder.taps = [other for other in session.recorder.taps if other != tap]
+        session.collectives.taps = [other for other in session.collectives.taps if other != tap]
 
 
 class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`

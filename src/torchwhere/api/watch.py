@@ -128,7 +128,7 @@ def tell(error: BaseException) -> None:
     """An exception is about to end the watch."""
     session = _current
     if session is not None and not isinstance(error, SystemExit):
-        quietly(session.tell, error)
+        quietly(session.report_exception, error)
 
 
 def _check(model: object, records: int) -> None:

@@ -16,7 +16,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from torchwhere.blackbox.box_file import BoxFile
@@ -51,6 +51,10 @@ from torchwhere.blackbox.file_format import (
     stream_word,
 )
 
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+    from torchwhere.native.load import NativeExtension
+
 DEFAULT_RECORDS = 1 << 16  # 4 MiB of records
 TABLE_MOST_BYTES = 1 << 26
 
@@ -65,7 +69,7 @@ class BoxWriter:
         meta: dict[str, Any],
         records: int = DEFAULT_RECORDS,
         on_lost: Callable[[str], None] = lambda why: None,
-        native: Any = None,
+        native: NativeExtension | None = None,
     ) -> None:
         self.native = native  # the native extension, if used: then it writes all records
         self.geometry = Geometry(capacity=records)
@@ -79,9 +83,10 @@ class BoxWriter:
         self._file = BoxFile(path, table_at=self.geometry.table_at, on_lost=on_lost)
         self._map = self._file.map
         self.words = memoryview(self._map).cast("Q")
-        self.native_box: Any = None
+        self.native_box: extension.Box | None = None
         self.record: Callable[..., int] = self._make_record()
-        self.counter: Any = _StepCounter()  # its `step` goes into the records
+        # its `step` goes into the records
+        self.counter: _StepCounter | extension.Box = _StepCounter()
         if native is not None:
             self.native_box = native.Box(self._map, self.geometry.ring_at, self.geometry.capacity)
             self.record = self.native_box.record

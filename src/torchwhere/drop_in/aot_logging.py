@@ -1,10 +1,10 @@
 """Drop-in for `torch/_functorch/_aot_autograd/logging_utils.py`: same names, arguments, results and
 texts.
 
-Names live where AOTAutograd keeps them, so that both see the same: what torch compiles has its name
-here, and what is tracked here has its name in torch. Better than the original: a graph tracked
-inside another gives the outer one its name back; the hooks for stack traces work again after a
-backward that raised, and know the lines that `torchwhere.forward_lines()` recorded.
+The names of graphs are stored where AOTAutograd stores them, so torch and this module always agree.
+Better than the original: after a graph that is tracked inside another one, the outer one has its
+name again; the hooks for stack traces work after a backward that raised, and they use the lines
+that `torchwhere.forward_lines()` recorded.
 """
 
 from __future__ import annotations
@@ -42,31 +42,37 @@ _naming = Naming()
 _Stack = list[str]
 
 
-_KEPT_BY_TORCH = {"graph_being_compiled": "graphs", "model_name": "model", "nth_graph": "count"}
+_TORCH_VARIABLES = {"graph_being_compiled": "graphs", "model_name": "model", "nth_graph": "count"}
 
 
 def __getattr__(name: str) -> Any:
     """Return the current value of a variable of the original module."""
-    if name in _KEPT_BY_TORCH:
-        return getattr(_naming, _KEPT_BY_TORCH[name])
-    # True while the running backward will restore the stack trace at its end
+    if name in _TORCH_VARIABLES:
+        return getattr(_naming, _TORCH_VARIABLES[name])
+    # True if the running backward restores the stack trace at its end
     if name == "callback_set":
         return _running_task() in _restoring
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def set_model_name(name: str) -> None:
-    """Name the model whose graphs are compiled from now on."""
+    """Set the name of the model whose graphs are compiled from now on.
+
+    Example:
+        >>> set_model_name("decoder")
+        >>> get_aot_graph_name()
+        'decoder__0_forward_3'
+    """
     _naming.model = name
 
 
 def get_aot_compilation_context() -> tuple[list[str], str, int]:
-    """The graphs being compiled, the model's name, and how many graphs were compiled so far."""
+    """Return the graphs being compiled, the model's name, and the number of compiled graphs."""
     return list(_naming.graphs), _naming.model, _naming.count
 
 
 def get_aot_graph_name() -> str:
-    """The name of the graph being compiled: `model__0_forward_3`."""
+    """Return the name of the graph being compiled, for example `model__0_forward_3`."""
     return f"{_naming.model}__{'_'.join(_naming.graphs)}_{_naming.count}"
 
 
@@ -75,7 +81,12 @@ get_graph_being_compiled = get_aot_graph_name
 
 @contextmanager
 def track_graph_compiling(aot_config: Any, graph_name: str) -> Iterator[None]:
-    """While inside, the graph being compiled is `<aot_id>_<graph_name>`."""
+    """Set the graph being compiled to `<aot_id>_<graph_name>` while the block runs.
+
+    Example:
+        >>> with track_graph_compiling(aot_config, "forward"):
+        ...     log.info("compiling %s", get_aot_graph_name())
+    """
     with _naming.compiling(f"{aot_config.aot_id}_{graph_name}"):
         yield
 
@@ -84,29 +95,26 @@ def track_graph_compiling(aot_config: Any, graph_name: str) -> Iterator[None]:
 
 
 def setup_stacktrace_preservation_hooks(roots: Sequence[Node | None]) -> None:
-    """While a node behind `roots` runs in backward, fx's current stack trace is that of the forward
-    which made it."""
+    """Set fx's stack trace, while a node behind `roots` runs in backward, to that of the forward
+    code that made the node."""
     for node in nodes_of(roots):
         _preserve(node, _stack_of(node))
 
 
 def setup_stacktrace_preservation_hooks_from_tensors(outputs: Any) -> None:
-    """The same for the nodes behind tensors."""
-    listed = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-    setup_stacktrace_preservation_hooks(
-        roots_of([one for one in listed if isinstance(one, torch.Tensor)])
-    )
+    """Do the same for the nodes behind tensors."""
+    values = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    setup_stacktrace_preservation_hooks(roots_of(tensors))
 
 
 def _stack_of(node: Any) -> _Stack:
-    """What anomaly mode has noted; else the line that was recorded, as one frame."""
-    noted: _Stack = node.metadata.get("traceback_", [])
-    written, _ = (None, False) if noted else line_log.find(node._sequence_nr())
-    return (
-        [f'  File "{written.file}", line {written.line}, in {written.function}\n']
-        if written is not None
-        else noted
-    )
+    """Return the stack that anomaly mode stored; without one, the recorded line as one frame."""
+    stack: _Stack = node.metadata.get("traceback_", [])
+    if stack:
+        return stack
+    line, _ = line_log.find(node._sequence_nr())
+    return [] if line is None else [f'  File "{line.file}", line {line.line}, in {line.function}\n']
 
 
 def _preserve(node: Any, forward_stack: _Stack) -> None:
@@ -129,29 +137,32 @@ def _preserve(node: Any, forward_stack: _Stack) -> None:
 
 
 def _mark_backward(name: str) -> None:
-    """Newer torch also notes that what is traced is a backward."""
+    """Tell fx whether a backward is being traced, which newer versions of torch ask for."""
     mark = getattr(fx_traceback, name, None)
     if mark is not None:
         mark()
 
 
-_restoring: set[int] = set()  # runs of the engine that will put back the stack trace they found
+_restoring: set[int] = set()  # ids of backwards that restore the stack trace at their end
 
 
 def _restore_afterwards() -> None:
-    """Once for each run of the engine: one that raises never gets to its callbacks, and must not be
-    in the way of the next."""
+    """Restore the stack trace at the end of the running backward.
+
+    Registered once for each backward: one that raises runs no callbacks, and must not disturb the
+    next one.
+    """
     task, queue = _running_task(), _torch.private("queue_callback")
     if task in _restoring or queue is None:
         return
-    found = fx_traceback.format_stack()
+    stack = fx_traceback.format_stack()
 
-    def put_back() -> None:
+    def restore() -> None:
         _restoring.discard(task)
-        fx_traceback.set_stack_trace(found)
+        fx_traceback.set_stack_trace(stack)
 
     _restoring.add(task)
-    queue(put_back)
+    queue(restore)
 
 
 def _running_task() -> int:
@@ -164,13 +175,13 @@ def _running_task() -> int:
 
 
 def describe_input(i: int, aot_config: Any) -> str:
-    """`parameter/buffer 3` or `input 0`. For names: `torchwhere.graphs()[id].describe(i)`."""
+    """Return `parameter/buffer 3` or `input 0`. `torchwhere.graphs()[id].describe(i)` has names."""
     lifted = aot_config.num_params_buffers
     return f"parameter/buffer {i}" if i < lifted else f"input {i - lifted}"
 
 
 def format_guard_bug_msg(aot_config: Any, expected: str) -> str:
-    """What to say when a graph was compiled on an assumption that does not hold when it runs."""
+    """Return the message for a graph whose assumption at compile time is false at run time."""
     return (
         f"At compilation time, graph {aot_config.aot_id} was compiled under the assumption that"
         f" {expected}, but at runtime this was not the case.  This indicates a guard bug in"

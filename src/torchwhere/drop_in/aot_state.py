@@ -1,7 +1,7 @@
-"""The names that AOTAutograd gives to models and graphs, read and set where it keeps them itself.
+"""The names that AOTAutograd gives to models and graphs, read and set where it stores them.
 
-So there is one truth: torch's own logging and whoever asks here see the same name at the same time.
-On a torch that keeps them nowhere we know of, they are kept here.
+So torch's own logging and the drop-in always see the same name. If this torch stores them at no
+known place, they are stored here.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from torchwhere.hooks import _torch
 
 
 class Naming:
-    """`model`, `graphs` (those being compiled) and `count` (of those compiled so far)."""
+    """The name of the model, the graphs being compiled, and the count of compiled graphs."""
 
     def __init__(self) -> None:
-        found = _torch.imported("aot_naming")
-        is_there = all(
-            hasattr(found, name) for name in ("model_name", "graph_being_compiled", "nth_graph")
-        )
-        self._home: Any = (
-            found
-            if is_there
-            else SimpleNamespace(model_name="model", graph_being_compiled=[], nth_graph=0)
-        )
+        own = {"model_name": "model", "graph_being_compiled": [], "nth_graph": 0}
+        torchs = _torch.imported("aot_naming")
+        is_usable = all(hasattr(torchs, name) for name in own)
+        self._home: Any = torchs if is_usable else SimpleNamespace(**own)
 
     @property
     def model(self) -> str:
@@ -46,8 +41,8 @@ class Naming:
 
     @contextmanager
     def compiling(self, graph: str) -> Iterator[None]:
-        """While inside, `graph` is being compiled; it is counted when it ends, also by an
-        exception."""
+        """Set the graph being compiled while the block runs. The end of the block counts it, also
+        after an exception."""
         home, outer = self._home, self._home.graph_being_compiled
         home.graph_being_compiled = [graph]
         context = self._context()
@@ -63,6 +58,6 @@ class Naming:
                 self._context().aot_graph_name = before
 
     def _context(self) -> Any:
-        """Where dynamo looks for the name; None while it traces nothing."""
+        """Return the object where dynamo looks for the name; None while dynamo traces nothing."""
         tracing = _torch.private("tracing_context")
         return tracing.try_get() if tracing is not None else None

@@ -1,9 +1,9 @@
-"""The modules that ran under a `CommDebugMode`: `advanced_module_tracker`, with the dicts that the
-original's has.
+"""The modules that ran under a `CommDebugMode`: its `advanced_module_tracker`, with the dicts that
+the original has.
 
-Told by the engine when a module is entered, it keeps of each, at its first call, its depth, its
-type, its parameters and how they are sharded. Names begin with the root's class, as the original's
-do; wrappers (DDP, checkpointing ...) have no part in them. Nothing is registered on any module.
+A listener of the module hook. At the first call of a module it stores the module's depth, type,
+parameters and how they are sharded. Names begin with the class of the root, as in the original;
+wrappers (DDP, checkpointing ...) do not appear in them. Nothing is registered on modules.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GLOBAL = "Global"
 
 
 class CommModeModuleTracker:
-    """Which modules ran, in which, with which parameters. The keys of all dicts are names such as
-    `MLPModule.net1`."""
+    """Which modules ran, inside which modules, with which parameters. The keys of all dicts are
+    names such as `MLPModule.net1`."""
 
     wants_backward = False
 
@@ -40,71 +40,69 @@ class CommModeModuleTracker:
         self.sharding_dict: dict[str, Any] = {}
         self._session: Session | None = None
         self._ops: OpLog | None = None
-        self._fqns: dict[str, str] = {}  # from the engine's names
-        self._seen: set[int] = set()
+        self._fqns: dict[str, str] = {}  # by the names that the watch uses
+        self._entered: set[int] = set()  # ids of modules
         self._thread: Track | None = None
 
     # -- the block ---------------------------------------------------------------------------------
 
     def begin(self, session: Session, ops: OpLog | None) -> None:
-        """Forget the last block, and listen."""
-        own = (
-            self.module_helper_dict,
-            self.module_parameters_dict,
-            self.module_parents_dict,
-            self.parent_dict,
-        )
-        for kept in (*own, self.sharding_dict, self._fqns, self._seen):
-            kept.clear()  # the very objects stay: somebody may hold them
+        """Forget the last block, and listen to module calls."""
+        # cleared and not replaced: the user may hold these objects
+        self.module_helper_dict.clear()
+        self.module_parameters_dict.clear()
+        self.module_parents_dict.clear()
+        self.parent_dict.clear()
+        self.sharding_dict.clear()
+        self._fqns.clear()
+        self._entered.clear()
         self.module_helper_dict[GLOBAL] = {"depth": 0}
         self.module_parents_dict[GLOBAL] = set()
-        self._session, self._ops, self._thread = (
-            session,
-            ops,
-            session.recorder.locator.threads.here(),
-        )
+        self._session, self._ops = session, ops
+        self._thread = session.recorder.locator.threads.here()
         self.is_active = True
         session.listeners.add(self)
 
     def end(self) -> None:
+        """Stop listening."""
         session, self._session = self._session, None
         if session is not None:
             self.is_active = False
             session.listeners.remove(self)
         self._ops = self._thread = None
 
-    # -- what the engine tells ---------------------------------------------------------------------
+    # -- a listener of the module hook -------------------------------------------------------------
 
     def entered(self, entry: ModuleEntry) -> None:
-        """A module was called. What was there before it began, in the log of its thread, is the
+        """Store a module at its first call. The entry before it in the log of the thread is the
         call around it."""
         track = entry.track
         word = track.top
         if (
-            word >> MODULE_SHIFT in self._seen
+            word >> MODULE_SHIFT in self._entered
             or track is not self._thread
             or pass_of(word) == Pass.RECOMPUTE
         ):
             return
-        self._seen.add(word >> MODULE_SHIFT)
+        self._entered.add(word >> MODULE_SHIFT)
         around = track.marks[(track.count - 2) & LOG_MASK] if track.count > 1 else 0
-        self._meet(entry.own, self._fqn_of(word), self._fqn_of(around))
+        self._store(entry.own, self._fqn_of(word), self._fqn_of(around))
 
     def left(self, entry: ModuleEntry, output: Any) -> None:
-        """Nothing to do: what matters is the first time a module is entered."""
+        """Do nothing: only the first call of a module matters."""
 
     def backward_entered(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Nothing to do: the engine knows the module of a node."""
+        """Do nothing: the watch knows the module of an autograd node."""
 
     def backward_left(self, module: nn.Module | None, call: ModuleCall) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
-    def _meet(self, module: nn.Module, name: str, parent: str) -> None:
+    def _store(self, module: nn.Module, name: str, parent: str) -> None:
         self._place(name, parent)
         helper = self.module_helper_dict[name]
         helper["module_type"] = str(type(module)).replace("<", "").replace(">", "")
         if self._ops is not None:
-            self._ops.is_paused = True  # what `.data` does is ours, not the program's
+            self._ops.is_paused = True  # `.data` runs an op that is not the program's
         try:
             for key, param in module.named_parameters(recurse=False):
                 data = param.data
@@ -117,7 +115,7 @@ class CommModeModuleTracker:
                 self._ops.is_paused = False
 
     def _place(self, name: str, parent: str) -> None:
-        """Put a module below another one, the first time it is met."""
+        """Put a module below its parent, unless it is in the tree already."""
         if name in self.module_parents_dict:
             return
         parent = parent if parent in self.module_parents_dict else GLOBAL
@@ -138,17 +136,17 @@ class CommModeModuleTracker:
         return GLOBAL if text is None else self.fqn(text)
 
     def fqn(self, name: str) -> str:
-        """The name that the original gives a module, from the engine's: `net1` is `MLPModule.net1`,
-        `<Loss>` is `Loss`."""
-        known = self._fqns.get(name)
-        if known is None:
+        """Return the name that the original gives a module: `MLPModule.net1` for `net1`, `Loss` for
+        `<Loss>`."""
+        fqn = self._fqns.get(name)
+        if fqn is None:
             root = self._session.modules.root_class if self._session is not None else ""
-            known = self._fqns[name] = _fqn(name, root)
-        return known
+            fqn = self._fqns[name] = _fqn(name, root)
+        return fqn
 
     def listed(self, name: str) -> str:
-        """The same, of a module that may not have run in this block: a backward goes through
-        modules that ran before it."""
+        """Return the name like `fqn`, and put the module into the tree: a backward runs nodes of
+        modules that ran before the block."""
         fqn = self.fqn(name)
         if fqn not in self.module_parents_dict:
             above = fqn
@@ -158,7 +156,7 @@ class CommModeModuleTracker:
         return fqn
 
     def nearest(self, name: str) -> str:
-        """The module itself if it ran, else the closest around it that did."""
+        """Return the module itself if it ran, otherwise the closest module around it that ran."""
         fqn = self.fqn(name)
         while fqn not in self.module_parents_dict:
             if "." not in fqn:
@@ -166,12 +164,12 @@ class CommModeModuleTracker:
             fqn = fqn.rpartition(".")[0]
         return fqn
 
-    # -- what the original's has besides -----------------------------------------------------------
+    # -- further names of the original -------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The module that the calling thread is in, in forward or backward; `Global` outside all of
-        them."""
+        """The module that the calling thread is in, in forward or backward; `Global` outside any
+        module."""
         session = self._session
         if session is None:
             return GLOBAL if self.module_helper_dict else ""
@@ -192,7 +190,7 @@ class CommModeModuleTracker:
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether the calling thread computes a forward again."""
+        """Whether the calling thread recomputes a forward."""
         session = self._session
         return (
             session is not None
@@ -201,20 +199,22 @@ class CommModeModuleTracker:
 
     @property
     def module_depth_dict(self) -> dict[str, int]:
-        """The depths alone, as older versions have them."""
+        """The depth of each module, as older versions have it."""
         return {name: helper["depth"] for name, helper in self.module_helper_dict.items()}
 
     def print_paramater_info(self) -> None:
+        """Print the parameters of each module."""
         sys.stdout.write(f"{self.module_parameters_dict}\n")
 
     def print_sharding_info(self) -> None:
+        """Print the placements of each DTensor parameter."""
         for key, value in self.sharding_dict.items():
             sys.stdout.write(f"{key}: {value}\n")
 
 
 def _fqn(name: str, root: str) -> str:
-    """A module of no known model (a loss, one held in a plain list) is named by its own class, as
-    the original does."""
+    """Return the name of the original. A module outside the model (a loss, a module in a plain
+    list) has the name of its class there."""
     _, mark, own = name.rpartition("<")
     if not mark:
         return f"{root}.{name}" if name else root

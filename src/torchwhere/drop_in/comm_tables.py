@@ -1,7 +1,7 @@
-"""What a `CommDebugMode` found as the original's texts: the table for a terminal, the older table,
-and the JSON tree.
+"""The results of a `CommDebugMode` as text or JSON: the table for a terminal, the table of older
+versions, and the tree for a browser.
 
-Takes the dicts of the mode and a noise level, gives text or JSON of the very form of torch's
+Takes the dicts of the mode and a noise level. The output has exactly the form of torch's
 `_comm_mode.py`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torchwhere.drop_in.comm_modules import GLOBAL, CommModeModuleTracker
 
 _YELLOW, _RED, _PLAIN = "\033[1;33m", "\033[1;31m", "\033[0m"
-_DEEPEST = 900  # modules inside modules; json itself does not go deeper
+_MAX_DEPTH = 900  # of nested modules; the json module cannot write much deeper trees
 
 trivial_ops = {
     "aten.detach.default",
@@ -30,32 +30,33 @@ Operations = dict[str, dict[str, list[dict[str, Any]]]]  # by module, under `ope
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """Everything a table is made of."""
+class ModeResults:
+    """Everything that the tables show."""
 
     modules: CommModeModuleTracker
     counts: Counts
     operations: Operations
 
 
-def table(found: Found, noise_level: int) -> str:
-    return "".join(f"{line}\n" for line in _lines(found, noise_level))
+def table(results: ModeResults, noise_level: int) -> str:
+    """Return the table for a terminal."""
+    return "".join(f"{line}\n" for line in _lines(results, noise_level))
 
 
-def _lines(found: Found, noise_level: int) -> Iterator[str]:
-    for fqn, helper in found.modules.module_helper_dict.items():
+def _lines(results: ModeResults, noise_level: int) -> Iterator[str]:
+    for fqn, helper in results.modules.module_helper_dict.items():
         indent = "    " * helper["depth"]
         yield f"{indent}{fqn}"
         if noise_level > 0:
             yield from _module_lines(helper, indent)
-        for heading, collectives, operations in _passes(found, fqn, noise_level):
+        for heading, collectives, operations in _passes(results, fqn, noise_level):
             if collectives or operations:
                 yield f"{indent}  {heading}"
                 yield from (
                     f"{_YELLOW}{indent}    *{op}: {count}{_PLAIN}"
                     for op, count in collectives.items()
                 )
-                for operation in _kept(operations, noise_level):
+                for operation in _shown(operations, noise_level):
                     yield from _operation_lines(operation, indent)
 
 
@@ -70,11 +71,11 @@ def _module_lines(helper: Mapping[str, Any], indent: str) -> Iterator[str]:
 
 
 def _passes(
-    found: Found, fqn: str, noise_level: int
+    results: ModeResults, fqn: str, noise_level: int
 ) -> list[tuple[str, dict[Any, int], list[dict[str, Any]]]]:
-    """The three parts of a module's entry: heading, collectives, operations."""
-    counts = found.counts.get(fqn, {})
-    forward, backward, checkpointing = _operations(found, fqn, noise_level)
+    """Return the three passes of a module: heading, collectives and operations of each."""
+    counts = results.counts.get(fqn, {})
+    forward, backward, checkpointing = _operations(results, fqn, noise_level)
     return [
         ("FORWARD PASS", counts.get("forward", {}), forward),
         ("BACKWARD PASS", counts.get("backward", {}), backward),
@@ -82,8 +83,10 @@ def _passes(
     ]
 
 
-def _operations(found: Found, fqn: str, noise_level: int) -> tuple[list[dict[str, Any]], ...]:
-    listed = found.operations.get(fqn, {}).get("operations_list", []) if noise_level > 0 else []
+def _operations(
+    results: ModeResults, fqn: str, noise_level: int
+) -> tuple[list[dict[str, Any]], ...]:
+    listed = results.operations.get(fqn, {}).get("operations_list", []) if noise_level > 0 else []
     return (
         [op for op in listed if not op["is_bw"]],
         [op for op in listed if op["is_bw"] and not op["is_activation_checkpointing"]],
@@ -91,8 +94,9 @@ def _operations(found: Found, fqn: str, noise_level: int) -> tuple[list[dict[str
     )
 
 
-def _kept(operations: Iterable[dict[str, Any]], noise_level: int) -> Iterator[dict[str, Any]]:
-    """3: all; 2: without the trivial ones; 1: of those, the ones on DTensors."""
+def _shown(operations: Iterable[dict[str, Any]], noise_level: int) -> Iterator[dict[str, Any]]:
+    """Yield the operations of a level. 3: all; 2: all but trivial ones; 1: of these, those on
+    DTensors."""
     for operation in operations:
         is_quiet = noise_level < 3 and str(operation["name"]) in trivial_ops
         if not is_quiet and (noise_level > 1 or operation["input_sharding"]):
@@ -107,14 +111,15 @@ def _operation_lines(operation: Mapping[str, Any], indent: str) -> Iterator[str]
         yield f"{_RED}{indent}      device mesh: {operation['device_mesh']}{_PLAIN}"
 
 
-def older_table(found: Found) -> str:
-    """The table of torch 2.4: a line a collective, forward and backward together."""
+def older_table(results: ModeResults) -> str:
+    """Return the table of torch 2.4: one line for each kind of collective, forward and backward
+    together."""
     lines = []
-    for fqn, helper in found.modules.module_helper_dict.items():
+    for fqn, helper in results.modules.module_helper_dict.items():
         indent = "  " * helper["depth"]
         lines.append(f"{indent}{fqn}\n")
         counts: dict[Any, int] = {}
-        for collectives in found.counts.get(fqn, {}).values():
+        for collectives in results.counts.get(fqn, {}).values():
             for op, count in collectives.items():
                 counts[op] = counts.get(op, 0) + count
         lines += [f"{_YELLOW}{indent}  *{op}: {count}{_PLAIN}\n" for op, count in counts.items()]
@@ -122,27 +127,29 @@ def older_table(found: Found) -> str:
 
 
 def json_tree(
-    found: Found, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0
+    results: ModeResults, noise_level: int, *, fqn: str = GLOBAL, depth: int = 0
 ) -> dict[str, Any]:
-    """A module and those below it, as the browser view of torch reads them."""
-    helper, counts = found.modules.module_helper_dict[fqn], found.counts.get(fqn, {})
+    """Return a module and its submodules as the viewer of torch reads them."""
+    helper, counts = results.modules.module_helper_dict[fqn], results.counts.get(fqn, {})
     has_module_data = noise_level > 0 and helper.get("module_type")
-    forward, backward, checkpointing = _operations(found, fqn, noise_level)
-    below = found.modules.parent_dict.get(fqn, []) if depth < _DEEPEST else []
+    forward, backward, checkpointing = _operations(results, fqn, noise_level)
+    below = results.modules.parent_dict.get(fqn, []) if depth < _MAX_DEPTH else []
     return {
         "fqn": fqn,
         "module_type": helper["module_type"] if has_module_data else "",
         "parameters": list(helper.get("parameters", {}).items()) if has_module_data else [],
-        "children": [json_tree(found, noise_level, fqn=child, depth=depth + 1) for child in below],
+        "children": [
+            json_tree(results, noise_level, fqn=child, depth=depth + 1) for child in below
+        ],
         "collectives_forward": [
             (str(op), count) for op, count in counts.get("forward", {}).items()
         ],
         "collectives_backward": [
             (str(op), count) for op, count in counts.get("backward", {}).items()
         ],
-        "operations_forward": [_as_json(op) for op in _kept(forward, noise_level)],
-        "operations_backward": [_as_json(op) for op in _kept(backward, noise_level)],
-        "operations_checkpointing": [_as_json(op) for op in _kept(checkpointing, noise_level)],
+        "operations_forward": [_as_json(op) for op in _shown(forward, noise_level)],
+        "operations_backward": [_as_json(op) for op in _shown(backward, noise_level)],
+        "operations_checkpointing": [_as_json(op) for op in _shown(checkpointing, noise_level)],
     }
 
 

@@ -1,9 +1,9 @@
-"""Hooks at module boundaries that a compiled graph calls as eager code does, without breaking:
+"""Hooks at module boundaries that run in compiled graphs too, without a graph break:
 `ModTracker.compile_safe_hooks`.
 
-The tensors that enter and leave a module are led through a function that dynamo does not look into
-(a leaf function). It calls the hook in forward, and has an autograd node call the other one in
-backward. The values and gradients pass unchanged.
+The tensors that enter and leave a module go through a function that dynamo does not trace (a leaf
+function). It calls the forward hook itself, and an autograd node calls the backward hook. Values
+and gradients do not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from torchwhere.hooks import _torch
 
-Tensors = tuple[Any, ...]  # of tensors; in backward None where there is no gradient
+Tensors = tuple[Any, ...]  # of tensors; in backward, None stands for a missing gradient
 Hook = Callable[[str, Tensors], object]
 PostForward = Callable[[str, Tensors, Tensors], object]
 ModuleFilter = Callable[[str, nn.Module], bool]
@@ -35,13 +35,15 @@ def compile_safe_hooks(
     post_bw_hook: Hook | None = None,
     module_filter: ModuleFilter | None = None,
 ) -> Iterator[None]:
-    """Hooks on every module below `model` for which `module_filter(fqn, module)` is true; not on
-    `model` itself, whose own hooks run outside its compiled graph."""
+    """Call hooks on every submodule of `model` for which `module_filter(fqn, module)` is true.
+
+    `model` itself gets no hooks: they would run outside its compiled graph.
+    """
     _check(model, (pre_fw_hook, post_fw_hook, pre_bw_hook, post_bw_hook, module_filter))
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
             if fqn and (module_filter is None or module_filter(fqn, module)):
-                inputs: list[Tensors] = [()]  # of the call that runs: post_fw_hook is given them
+                inputs: list[Tensors] = [()]  # of the running call, for post_fw_hook
                 if pre_fw_hook is not None or post_bw_hook is not None or post_fw_hook is not None:
                     leaf = _leaf(_entering(fqn, pre_fw_hook, inputs), _bound(post_bw_hook, fqn))
                     stack.callback(
@@ -63,7 +65,7 @@ def _check(model: object, functions: tuple[object, ...]) -> None:
     for function in functions:
         if function is not None and not callable(function):
             raise TypeError(
-                "compile_safe_hooks(): expected functions as hooks and filter, got"
+                "compile_safe_hooks(): hooks and module_filter must be callable, got"
                 f" {type(function).__name__}"
             )
 
@@ -95,10 +97,10 @@ def _bound(hook: Hook | None, fqn: str) -> Callable[[Tensors], object] | None:
 def _leaf(
     on_forward: Callable[[Tensors], None], on_backward: Callable[[Tensors], object] | None
 ) -> _Leaf:
-    """A function that gives back the tensors it is given, and calls one hook in forward and the
-    other one in backward."""
+    """Return a function that returns its arguments, and calls one hook in forward and the other
+    one in backward."""
 
-    # always there: without a node, gradients do not cross a leaf in a compiled graph
+    # Always needed: without a node, gradients do not cross a leaf function in a compiled graph.
     class Passing(torch.autograd.Function):
         @staticmethod
         def forward(_ctx: Any, *tensors: Any) -> Any:
@@ -130,20 +132,20 @@ def _same(*tensors: Any) -> Tensors:
 
 def _before(leaf: _Leaf) -> Callable[..., Any]:
     def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _led_through(leaf, (args, kwargs))
+        return _passed_through(leaf, (args, kwargs))
 
     return before
 
 
 def _after(leaf: _Leaf) -> Callable[..., Any]:
     def after(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
-        return _led_through(leaf, output)
+        return _passed_through(leaf, output)
 
     return after
 
 
-def _led_through(leaf: _Leaf, value: Any) -> Any:
-    """A nested structure, with its tensors led through the leaf."""
+def _passed_through(leaf: _Leaf, value: Any) -> Any:
+    """Return a nested structure whose tensors went through the leaf function."""
     flat, spec = tree_flatten(value)
     at = [index for index, item in enumerate(flat) if isinstance(item, torch.Tensor)]
     if not at:

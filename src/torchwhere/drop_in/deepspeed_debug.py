@@ -1,10 +1,10 @@
-"""`deepspeed.utils.debug`, by its own names and texts. Needs no DeepSpeed, and knows its parameters
-where there are some.
+"""Drop-in for `deepspeed.utils.debug`, with the same names and texts. DeepSpeed itself is optional.
 
-Better than the original: names without wrappers' prefixes that survive re-wrapping, `status=none`
-where there is no ZeRO, whole shapes of FSDP1 parts, placements of DTensors, texts that are never
-torn, a file for each rank, a graph walked once, and ranks before `init_process_group`. The native
-forms say more: `torchwhere.names`, `describe`, `print_rank`, `rank_log`, `backward_graph`.
+Better than the original: names have no prefixes of wrappers and survive re-wrapping; `status=none`
+without ZeRO; whole shapes of FSDP1 shards; placements of DTensors; lines of different processes
+never mix; one file for each rank; every node of a graph is visited once; ranks work before
+`init_process_group`. These functions tell more: `torchwhere.names`, `describe`, `print_rank`,
+`rank_log`, `backward_graph`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 
 from torchwhere.api import names as naming
 
-# `dist.get_rank()`, as in the original, but before there is a process group too
+# `dist.get_rank()` as in the original; this one works before there is a process group too
 from torchwhere.api import printing as dist
 from torchwhere.api.describe import made_in, names_of
 from torchwhere.model import parameters
@@ -28,7 +28,7 @@ from torchwhere.model.module_names import NameTable, innermost
 
 UNKNOWN, NONE = "unknown", "none"
 
-# of the original, which imports it when it first prints; the lock here needs nothing of it
+# The original has both names. It sets `fcntl` when it first prints; nothing here uses it.
 fcntl = None
 fh: io.FileIO | None = None  # the file that `log_rank_file` wrote to last
 
@@ -37,16 +37,20 @@ fh: io.FileIO | None = None  # the file that `log_rank_file` wrote to last
 
 
 class WeakIdNameMap:
-    """Modules or parameters to their names, without keeping them alive.
+    """Maps modules or parameters to their names, without keeping them alive.
 
-    A name that you set here yourself puts a weak reference on the thing, as the original does. The
-    names that `debug_extract_module_and_param_names` finds put none on a parameter.
+    Setting a name puts a weak reference on the object, as in the original. The names that
+    `debug_extract_module_and_param_names` finds put none on a parameter.
+
+    Example:
+        >>> param_names[model.head.weight]
+        'head.weight'
     """
 
     def __init__(self, table: NameTable | None = None, *, of_modules: bool = False) -> None:
         self._table = NameTable() if table is None else table
         self._of_modules = of_modules
-        self._given: dict[int, tuple[weakref.ref[Any], str]] = {}  # by hand, by the id of the thing
+        self._given: dict[int, tuple[weakref.ref[Any], str]] = {}  # names that the user set, by id
 
     def __setitem__(self, thing: object, name: str) -> None:
         self._given[id(thing)] = weakref.ref(thing, partial(self._discard, id(thing))), name
@@ -58,39 +62,38 @@ class WeakIdNameMap:
     def __getitem__(self, thing: object) -> str:
         if id(thing) in self._given:
             return self._given[id(thing)][1]
-        found = self._found(thing)
-        if not found:
+        names = self._found_names(thing)
+        if not names:
             raise KeyError(thing)
-        return found[0]
+        return names[0]
 
     def __contains__(self, thing: object) -> bool:
-        return id(thing) in self._given or bool(self._found(thing))
+        return id(thing) in self._given or bool(self._found_names(thing))
 
     def __len__(self) -> int:
-        own = sum(1 for ref, _ in list(self._given.values()) if not self._found(ref()))
+        own = sum(1 for ref, _ in list(self._given.values()) if not self._found_names(ref()))
         return own + len(self._table.modules if self._of_modules else self._table.params)
 
-    def _found(self, thing: object) -> list[str]:
-        return (
-            self._table.modules.get(id(thing), [])
-            if self._of_modules
-            else self._table.params.of(thing)
-        )
+    def _found_names(self, thing: object) -> list[str]:
+        if self._of_modules:
+            return self._table.modules.get(id(thing), [])
+        return self._table.params.of(thing)
 
     def clear(self) -> None:
+        """Remove all names."""
         self._given.clear()
         (self._table.modules if self._of_modules else self._table.params).clear()
         self._table.look_no_further()
 
 
 _table = NameTable()
-_names: naming.Names | None = None  # of the model that was given last
+_names: naming.Names | None = None  # of the last model
 module_names = WeakIdNameMap(_table, of_modules=True)
 param_names = WeakIdNameMap(_table)
 
 
 def debug_clear_module_and_param_names() -> None:
-    """Forget all names."""
+    """Remove all names of modules and parameters."""
     global _names
     module_names.clear()
     param_names.clear()
@@ -99,8 +102,13 @@ def debug_clear_module_and_param_names() -> None:
 
 
 def debug_extract_module_and_param_names(model: nn.Module) -> None:
-    """Remember the names of all modules and parameters of `model`, and forget those of any
-    other."""
+    """Store the names of all modules and parameters of `model`, and remove all other names.
+
+    Example:
+        >>> debug_extract_module_and_param_names(model)
+        >>> debug_param2name(model.head.weight)
+        'head.weight'
+    """
     global _names
     naming.check(model, caller="debug_extract_module_and_param_names")
     debug_clear_module_and_param_names()
@@ -108,17 +116,18 @@ def debug_extract_module_and_param_names(model: nn.Module) -> None:
 
 
 def debug_module2name(module: nn.Module) -> str:
-    """The module's name, or `unknown`."""
+    """Return the module's name, or `unknown`."""
     if module in module_names:
         return module_names[module]
-    found: list[str] = []
-    if isinstance(module, nn.Module):  # it may have come since, or wrap one that is known
-        found = _table.module_names(module) or _table.module_names(innermost(module))
-    return found[0] if found else UNKNOWN
+    names: list[str] = []
+    if isinstance(module, nn.Module):  # it may be new in the model, or wrap a module of the model
+        names = _table.module_names(module) or _table.module_names(innermost(module))
+    return names[0] if names else UNKNOWN
 
 
 def debug_module2name_id(module: Any) -> str:
-    """`name=...`, and `id=...` where DeepSpeed has numbered the module, as older versions do."""
+    """Return `name=...`, and `id=...` if DeepSpeed has numbered the module, as older versions
+    do."""
     number = getattr(module, "id", None)
     return f"name={debug_module2name(module)}" + (
         f" id={number}" if isinstance(number, int) else ""
@@ -126,26 +135,26 @@ def debug_module2name_id(module: Any) -> str:
 
 
 def debug_module2name_class(module: Any) -> str:
-    """`name=... ClassName`"""
+    """Return `name=... ClassName`."""
     return f"name={debug_module2name(module)} {type(module).__name__}"
 
 
 def debug_param2name(param: torch.Tensor) -> str:
-    """The parameter's name, or `unknown`."""
+    """Return the parameter's name, or `unknown`."""
     if param in param_names:
         return param_names[param]
-    found = _table.param_names(param) if isinstance(param, torch.Tensor) else []
-    return found[0] if found else UNKNOWN
+    names = _table.param_names(param) if isinstance(param, torch.Tensor) else []
+    return names[0] if names else UNKNOWN
 
 
 def ds_id(param: Any) -> Any:
-    """ZeRO's number of a parameter, `none` where it has none."""
+    """Return ZeRO's number of a parameter, or `none`."""
     return getattr(param, "ds_id", NONE)
 
 
 def ds_shape(param: Any) -> Any:
-    """The whole shape of a parameter: ZeRO's, FSDP1's, or that of the tensor, which for a DTensor
-    is the global one."""
+    """Return the whole shape of a parameter, which ZeRO or FSDP1 may have sharded; for a DTensor,
+    the global shape."""
     if hasattr(param, "ds_shape"):
         return param.ds_shape
     if parameters.is_flat(param):
@@ -156,27 +165,27 @@ def ds_shape(param: Any) -> Any:
 
 
 def debug_param2name_id(param: Any) -> str:
-    """`name=... id=...`"""
+    """Return `name=... id=...`."""
     return f"name={debug_param2name(param)} id={ds_id(param)}"
 
 
 def debug_param2name_id_shape(param: Any) -> str:
-    """`name=... id=... shape=...`, and the placements of a DTensor."""
+    """Return `name=... id=... shape=...`, and the placements of a DTensor."""
     return f"{_id_shape(param)}{_placements(param)}"
 
 
 def debug_param2name_id_shape_device(param: Any) -> str:
-    """`name=... id=... shape=... device=...`"""
+    """Return `name=... id=... shape=... device=...`."""
     return f"{_id_shape(param)} device={_of(param, 'device')}{_placements(param)}"
 
 
 def debug_param2name_id_numel(param: Any) -> str:
-    """`name=... id=... numel=...`"""
+    """Return `name=... id=... numel=...`."""
     return f"{debug_param2name_id(param)} numel={_of(param, 'numel')()}"
 
 
 def debug_param2name_id_shape_status(param: Any) -> str:
-    """`name=... id=... shape=... status=...`, the status being ZeRO's or `none`."""
+    """Return `name=... id=... shape=... status=...`; the status is ZeRO's or `none`."""
     return f"{_id_shape(param)} status={getattr(param, 'ds_status', NONE)}{_placements(param)}"
 
 
@@ -194,26 +203,31 @@ def _id_shape(param: Any) -> str:
 
 
 def _placements(param: Any) -> str:
-    found = parameters.placements(param)
-    return "" if found is None else f" placements=({', '.join(found)})"
+    placements = parameters.placements(param)
+    return "" if placements is None else f" placements=({', '.join(placements)})"
 
 
 # -- printing --------------------------------------------------------------------------------------
 
 
 def printflock(*msgs: object) -> None:
-    """Print, with no other process's text in between."""
+    """Print a message without text of other processes in between."""
     _print(*msgs)
 
 
 def print_rank(*msg: object, force: bool = False) -> None:
-    """Print on all ranks, with `[rank]` before it, if `force`."""
+    """Print a message on all ranks, after `[rank]`, if `force` is true.
+
+    Example:
+        >>> print_rank("loss", loss.item(), force=True)
+        [3] loss 0.25
+    """
     if force:
         _print(f"[{dist.get_rank()}]", *msg)
 
 
 def print_rank0(*msg: object, force: bool = False) -> None:
-    """Print on rank 0 only, if `force`."""
+    """Print a message on rank 0 only, if `force` is true."""
     if force and dist.get_rank() == 0:
         _print("[0]", *msg)
 
@@ -223,8 +237,10 @@ def _print(*values: object) -> None:
 
 
 def log_rank_file(rank: int, *msgs: object) -> None:
-    """Add each message as a line to `log_rank_<rank>.txt` in the working directory; `torchwhere
-    diff` compares the files."""
+    """Append each message as a line to `log_rank_<rank>.txt` in the working directory.
+
+    `torchwhere diff` compares the files of the ranks.
+    """
     global fh
     fh = dist.append("".join(f"{message}\n" for message in msgs), folder=".", rank=rank)
 
@@ -233,13 +249,19 @@ def log_rank_file(rank: int, *msgs: object) -> None:
 
 
 def print_backward_tensors(tensor: torch.Tensor) -> None:
-    """Print every autograd node behind a tensor, once, and the leaf tensors with their data and
-    gradients."""
+    """Print every autograd node behind a tensor once, and the leaf tensors with data and gradients.
+
+    Raises:
+        ValueError: If the tensor has no graph.
+
+    Example:
+        >>> print_backward_tensors(model(x).sum())
+    """
     if not hasattr(tensor, "grad_fn"):
         return
     if tensor.grad_fn is None:
         raise ValueError(
-            "print_backward_tensors(tensor): no graph is behind this tensor (its grad_fn is None)"
+            "print_backward_tensors(tensor): this tensor has no graph (its grad_fn is None)"
         )
     for node in walk([tensor.grad_fn]).nodes:
         if is_leaf(node):
@@ -257,8 +279,8 @@ def print_backward_tensors(tensor: torch.Tensor) -> None:
 
 
 def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is gone, as of a whole parameter that FSDP2 has resharded:
-    printing it would crash."""
+    """Whether the memory of a tensor is freed, like that of a whole parameter which FSDP2 has
+    resharded: printing it would crash."""
     if tensor.device.type == "meta" or not _has_storage(tensor):
         return False
     return tensor.numel() > 0 and tensor.untyped_storage().size() == 0

@@ -1,13 +1,13 @@
-"""`torch.distributed.fsdp._debug_utils`, by its own names.
+"""Drop-in for `torch.distributed.fsdp._debug_utils`, with the same names.
 
-`_get_sharded_module_tree_with_module_name_to_fqns(model)`: a text tree with `FULLY SHARDED` behind
-every module that FSDP manages as a unit, and the names of the parameters of each unit. For FSDP1
-and FSDP2 (`fully_shard`) alike: the original finds neither in torch 2.13.
-`torchwhere.layout(model)` says more.
+`_get_sharded_module_tree_with_module_name_to_fqns(model)` returns a text tree with `FULLY SHARDED`
+after every module that is an FSDP unit, and the names of the parameters of each unit. It works for
+FSDP1 and FSDP2 (`fully_shard`); the original finds neither in torch 2.13.
+`torchwhere.layout(model)` tells more.
 
-`SimpleProfiler`: seconds per phase. Each block is a `torchwhere.phase` too, in the table and in the
-black box while somebody watches. Each thread may profile what another one does, where the original
-mixes them up; `reset` inside a block does not break it.
+`SimpleProfiler` measures seconds per phase. In a watch, each block is a `torchwhere.phase` too: in
+the table of phases and in the box. Two threads may profile the same phase at a time, which the
+original mixes up, and `reset` inside a block does not break the block.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from torchwhere.recorder.identity import rank_and_world
 
 __all__ = ["SimpleProfiler", "_get_sharded_module_tree_with_module_name_to_fqns", "logger"]
 
-# the original's: who listens there goes on doing so
+# the logger of the original, so that its handlers still work
 logger = logging.getLogger("torch.distributed.fsdp._debug_utils")
 _lock = threading.RLock()
 
 
 class _Running(threading.local):
-    """Gives the set of what the calling thread is profiling."""
+    """Returns, as a class attribute, the set of phases that the calling thread profiles."""
 
     def __init__(self) -> None:
         self.types: set[str] = set()
@@ -45,11 +45,16 @@ class _Running(threading.local):
 
 
 class SimpleProfiler:
-    """Seconds per phase, added up in `results` until they are reset. Nothing to be made: everything
-    is on the class."""
+    """Adds up seconds per phase in `results`. Use the class itself, without an instance.
+
+    Example:
+        >>> with SimpleProfiler.profile(SimpleProfiler.Type.ALLGATHER):
+        ...     gather()
+        >>> SimpleProfiler.results["all_gather"]
+    """
 
     class Type(str, Enum):  # noqa: UP042 - a StrEnum prints otherwise
-        """The phases of FSDP's `state_dict`; any other name does as well."""
+        """The phases of FSDP's `state_dict`; any other string works too."""
 
         ALL = "all"
         ALLGATHER = "all_gather"
@@ -58,12 +63,12 @@ class SimpleProfiler:
         H2D = "H2D"
         D2H = "D2H"
 
-    results: dict[str, float] = defaultdict(float)  # noqa: RUF012 - one for the process, as ever
-    profiling = _Running()  # a set: what this thread is profiling
+    results: dict[str, float] = defaultdict(float)  # noqa: RUF012 - shared, as in the original
+    profiling = _Running()  # a set: the phases that this thread profiles
 
     @classmethod
     def reset(cls) -> None:
-        """Forget all results, and what this thread is profiling."""
+        """Clear all results, and the phases that this thread profiles."""
         with _lock:
             cls.results.clear()
         cls.profiling.clear()
@@ -71,7 +76,11 @@ class SimpleProfiler:
     @classmethod
     @contextmanager
     def profile(cls, profile_type: str) -> Iterator[None]:
-        """Add the seconds of this block to the results of `profile_type`."""
+        """Add the seconds of the block to the result of `profile_type`.
+
+        Raises:
+            AssertionError: If this thread profiles `profile_type` already.
+        """
         running = cls.profiling
         if profile_type in running:
             raise AssertionError(
@@ -87,15 +96,15 @@ class SimpleProfiler:
             seconds = time.monotonic() - begin
             with _lock:
                 cls.results[profile_type] += seconds
-            running.discard(profile_type)  # a reset may have taken it out
+            running.discard(profile_type)  # `reset` may have removed it
 
     @classmethod
     def dump_and_reset(cls, msg: str) -> None:
-        """Log the results on rank 0 at the debug level INFO (TORCH_DISTRIBUTED_DEBUG), and reset
-        them on every rank."""
+        """Reset the results on every rank. Rank 0 logs them first if TORCH_DISTRIBUTED_DEBUG is
+        INFO."""
         if _rank() == 0 and dist.get_debug_level() == dist.DebugLevel.INFO:  # type: ignore[attr-defined]
             with _lock:
-                results = cls.results.copy()  # a handler may write it when it has long been reset
+                results = cls.results.copy()  # a handler may format the message after the reset
             logger.info("%s %s", msg, results)
         cls.reset()
 
@@ -116,8 +125,18 @@ def _rank() -> int:
 def _get_sharded_module_tree_with_module_name_to_fqns(
     model: nn.Module,
 ) -> tuple[str, dict[str, list[str]]]:
-    """The tree as text, and `fqn[Class]` of each sharded module to the names of the parameters it
-    manages."""
+    """Return the module tree as text, and the parameters of each FSDP unit.
+
+    Returns:
+        The tree, and a dict from `fqn[Class]` of each unit to the names of its parameters.
+
+    Raises:
+        TypeError: If `model` is not a module.
+
+    Example:
+        >>> tree, params = _get_sharded_module_tree_with_module_name_to_fqns(fully_shard(model))
+        >>> print(tree)
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             "_get_sharded_module_tree_with_module_name_to_fqns(model): expected a torch.nn.Module,"

@@ -1,9 +1,9 @@
-"""Functional collectives by their own names: a Python kernel on the `BackendSelect` key of each of
-them.
+"""Reports functional collectives under their own names: a Python kernel on the `BackendSelect` key
+of each.
 
-A functional collective (`_c10d_functional::all_reduce`, what DTensor and compiled graphs issue)
-ends in a `c10d::` op, which `collectives.py` records. A listener here learns that it was a
-functional one, and can count it once. The kernels are there while there is a listener. All
+DTensor and compiled graphs issue functional collectives (`_c10d_functional::all_reduce`). Each ends
+in a `c10d::` op, which `hooks/collectives.py` records. A listener of this module learns that it was
+a functional one, and counts it once. The kernels are registered while there is a listener. All
 listeners share them, because two kernels on one key of an op do not work.
 """
 
@@ -23,28 +23,26 @@ from torchwhere.hooks.compilation import being_compiled
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.kernels import Kernels, are_alive, below_backend_select
 
-# By namespace: the ops that issue a collective. Messages (isend, irecv) and waiting are none.
+# By namespace: the ops that issue a collective. Messages (isend, irecv) and waits do not.
 OPS = {
     "_c10d_functional": (
-        *(
-            "all_reduce",
-            "all_reduce_",
-            "all_reduce_coalesced",
-            "all_reduce_coalesced_",
-            "broadcast",
-            "broadcast_",
-        ),
-        *(
-            "all_gather_into_tensor",
-            "all_gather_into_tensor_out",
-            "all_gather_into_tensor_coalesced",
-            "all_to_all_single",
-        ),
-        *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+        "all_reduce",
+        "all_reduce_",
+        "all_reduce_coalesced",
+        "all_reduce_coalesced_",
+        "broadcast",
+        "broadcast_",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_out",
+        "all_gather_into_tensor_coalesced",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_out",
+        "reduce_scatter_tensor_coalesced",
     ),
     "_dtensor": ("shard_dim_alltoall",),
 }
-OnFunctional = Callable[[str], None]  # told the name with its namespace, before the op runs
+OnFunctional = Callable[[str], None]  # called with namespace::name, before the op runs
 
 
 class _Depth(threading.local):
@@ -55,12 +53,12 @@ _inside = _Depth()
 _lock = threading.RLock()
 _listeners: tuple[OnFunctional, ...] = ()
 _kernels: FunctionalKernels | None = None
-_minds_forks = False
+_resets_in_forks = False
 
 
 def is_inside() -> bool:
-    """Whether this thread is in a functional collective: the `c10d::` op that it issues now is that
-    one."""
+    """Whether this thread is in a functional collective, which then issues the `c10d::` op that
+    runs now."""
     return _inside.depth > 0
 
 
@@ -68,19 +66,19 @@ def listen(listener: OnFunctional) -> None:
     """Call `listener` for each functional collective, before it runs, until `stop_listening`."""
     global _listeners, _kernels
     with _lock:
-        _mind_forks()
+        _reset_in_forks()
         _listeners = (*_listeners, listener)
         if _kernels is None and all(
             _torch.private(key) is not None for key in ("dispatch_key", "keyset_after")
         ):
             _kernels = FunctionalKernels.take_left() or FunctionalKernels()
         if _kernels is not None:
-            _kernels.report_to(_tell)
+            _kernels.report_to(_call_listeners)
 
 
 def stop_listening(listener: OnFunctional) -> None:
-    """End `listen`. After the last listener the kernels only send calls on; `remove_unused` removes
-    them."""
+    """End `listen`. Without a listener the kernels only redispatch calls, until `remove_unused`
+    removes them."""
     global _listeners
     with _lock:
         _listeners = tuple(other for other in _listeners if other != listener)
@@ -89,8 +87,8 @@ def stop_listening(listener: OnFunctional) -> None:
 
 
 def remove_unused() -> None:
-    """Remove the kernels if there is no listener; leave them for the next one if another thread
-    calls them."""
+    """Remove the kernels if there is no listener. If another thread calls them, leave them for the
+    next listener."""
     global _kernels
     with _lock:
         if not _listeners and _kernels is not None:
@@ -105,10 +103,10 @@ class FunctionalKernels(Kernels):
 
     def __init__(self) -> None:
         super().__init__()
-        self.callers: set[int] = set()  # the threads that have called one
+        self.callers: set[int] = set()  # ids of the threads that called one
         for namespace, names in OPS.items():
             for name in names:
-                if hasattr(getattr(torch.ops, namespace), name):  # not newer than this torch
+                if hasattr(getattr(torch.ops, namespace), name):  # newer torch has more of them
                     self._register(
                         f"{namespace}::{name}", partial(self._make_kernel, f"{namespace}::{name}")
                     )
@@ -134,15 +132,15 @@ class FunctionalKernels(Kernels):
 
 
 @_torch.unseen
-def _tell(name: str) -> None:
-    """While a graph is compiled its ops run too, on tensors without data: those are no
-    collectives."""
+def _call_listeners(name: str) -> None:
+    """Call the listeners, except while a graph is compiled: its ops then run on tensors without
+    data."""
     try:
         if being_compiled() is None:
             for listener in _listeners:
                 listener(name)
     except Exception as error:
-        _trouble(error)
+        _errors(error)
 
 
 def _forget_listeners() -> None:
@@ -150,20 +148,20 @@ def _forget_listeners() -> None:
     _listeners = ()
 
 
-_trouble = ErrorLimiter("functional collectives", _forget_listeners)
+_errors = ErrorLimiter("functional collectives", _forget_listeners)
 
 
-def _mind_forks() -> None:
+def _reset_in_forks() -> None:
     """Register `_forked` once: Python has no way to unregister it."""
-    global _minds_forks
-    if not _minds_forks:
-        _minds_forks = True
+    global _resets_in_forks
+    if not _resets_in_forks:
+        _resets_in_forks = True
         os.register_at_fork(after_in_child=_forked)
 
 
 def _forked() -> None:
-    """In a child: another thread of the parent may have held the lock. The listeners are the
-    parent's."""
+    """Reset the state in a forked child: another thread of the parent may have held the lock, and
+    the listeners belong to the parent."""
     global _lock, _listeners, _kernels
     _lock, _listeners = threading.RLock(), ()
     if _kernels is not None:

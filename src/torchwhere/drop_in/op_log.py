@@ -1,11 +1,10 @@
-"""Every op that runs, in order, with its place: a dispatch mode, for those who ask for a list of
-them.
+"""Lists every op that runs, in order, with its place: a dispatch mode for `CommDebugMode`.
 
-It costs about 6 us an op, of which torch's way into Python and back takes 5, and is nothing a watch
-uses. It leaves compiling alone: what is compiled under it is compiled as ever, and in a compiled
-graph it sees the ops that the graph still calls. `ops` holds three things for each: the op, the
-word of its place (`blackbox/file_format.py`), and for an op on DTensors what they were. One flat
-list, because a tuple for each op would wake the cycle collector.
+It costs about 6 us per op; torch's way into Python and back takes 5 of them. A watch does not use
+it. Compilation is the same under it, and in a compiled graph it sees the ops that the graph still
+calls. `ops` is one flat list with three items for each op: the op, its packed place
+(`blackbox/file_format.py`), and the DTensors among its arguments. A tuple for each op would trigger
+the garbage collector.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.locate import ACCUMULATE_GRAD_SEQ, Locator
 from torchwhere.hooks.threads import BACKWARD_PLACE, FIRST_MODULE_PLACE, Track
 
-_OP = type(torch.ops.aten.add.Tensor)  # ops that take a process group have a class below it
-# namespaces of ops
-COLLECTIVES = (
+_OP = type(torch.ops.aten.add.Tensor)  # ops with a process group have a subclass of it
+COLLECTIVE_NAMESPACES = (
     "c10d",
     "_c10d_functional",
     "c10d_functional",
@@ -46,15 +44,15 @@ class OnCollective(Protocol):
     """Gets every op of a namespace of collectives, on the thread that runs it."""
 
     def begin(self, func: Any) -> None:
-        """The op is about to run."""
+        """Called before the op runs."""
 
     def end(self, *, is_done: bool) -> None:
-        """The op has returned; if not `is_done`, it has raised an exception."""
+        """Called after the op. `is_done` is false if it raised an exception."""
 
 
 class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lists the ops of the threads that are in it, unless `lists` is false, and reports collectives
-    to `on_collective`."""
+    """Lists the ops of the threads that entered it, unless `lists` is false, and reports
+    collectives to `on_collective`."""
 
     supports_higher_order_operators = True
 
@@ -65,43 +63,43 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops: list[Any] = []
         self._lists = lists
         self._on_collective = on_collective
-        self.is_paused = False  # while somebody looks at tensors for their own sake
+        self.is_paused = False  # while torchwhere itself reads tensors
         self._locator = locator
         self._local, self._here = locator.threads.local, locator.threads.here
         self._task_id: Callable[[], int] = _torch.private("graph_task_id") or (lambda: -1)
         self._node: Callable[[], Any] = _torch.private("current_node") or (lambda: None)
-        # Thread, number and word of the node that ran last: it runs several ops.
+        # Thread, sequence number and packed place of the last node: a node runs several ops.
         self._last_node: tuple[Track | None, int, int] = (None, -1, 0)
         self._fake_tensor = _torch.private("fake_tensor")
         self._fake_mode: Callable[[], Any] = _torch.private("fake_mode") or (lambda: None)
         self._modes_left: Callable[[], int] = _torch.private("dispatch_modes") or (lambda: 0)
-        self._trouble = ErrorLimiter("ops", lambda: None)
+        self._errors = ErrorLimiter("ops", lambda: None)
         for sentence in _torch.missing("ops"):
             log.warning("torchwhere: %s", sentence)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Dynamo compiles under this mode as without it, and takes it off while it does."""
+        """Tell dynamo to compile as without this mode, and to disable it meanwhile."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would keep dynamo out with a wrapper that imports it; `unseen` below does it for
-        nothing."""
+        """Decline torch's wrapper, which keeps dynamo out and imports it. `unseen` below does the
+        same at no cost."""
         return False
 
     @_torch.unseen
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_sharded = DTensor in types and isinstance(func, _OP)
-        if is_sharded:  # let it run and come back as what it does on the local tensors
+        if is_sharded:  # DTensor answers, and its ops on the local tensors come here
             self._list(func, args, is_sharded=True)
             return NotImplemented
-        is_seen, is_done = self._begin_collective(func), False
+        is_collective, is_done = self._begin_collective(func), False
         try:
             result = func(*args, **kwargs) if kwargs else func(*args)
             is_done = True
         finally:
-            if is_seen:
+            if is_collective:
                 self._end_collective(is_done=is_done)
         self._list(func, args, is_sharded=False)
         return result
@@ -111,12 +109,12 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (
                 self._on_collective is None
                 or not isinstance(func, _OP)
-                or func.namespace not in COLLECTIVES
+                or func.namespace not in COLLECTIVE_NAMESPACES
             ):
                 return False
             self._on_collective.begin(func)
         except Exception as error:
-            self._trouble(error)
+            self._errors(error)
             return False
         return True
 
@@ -125,23 +123,23 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._on_collective is not None:
                 self._on_collective.end(is_done=is_done)
         except Exception as error:
-            self._trouble(error)
+            self._errors(error)
 
     def _list(self, func: Any, args: Any, *, is_sharded: bool) -> None:
         try:
-            # A higher-order operator is none of the program's ops.
+            # A higher-order operator is not an op of the program.
             if not isinstance(func, _OP) or self.is_paused or not self._lists:
                 return
             if is_sharded:
-                self.ops.extend((func, self._word(), _sharded(args)))
+                self.ops.extend((func, self._packed_place(), _sharded(args)))
             elif not self._has_no_data(args):
-                # one call into C: threads do not mix in between
-                self.ops.extend((func, self._word(), None))
+                # one call into C, so that threads do not interleave
+                self.ops.extend((func, self._packed_place(), None))
         except Exception as error:
-            self._trouble(error)
+            self._errors(error)
 
     def _has_no_data(self, args: Any) -> bool:
-        """Whether this is a rehearsal with fake tensors."""
+        """Whether the op runs on fake tensors, to infer shapes."""
         first = args[0] if args else None
         if type(first) is list and first:
             first = first[0]
@@ -149,7 +147,7 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._modes_left() > 0 and self._fake_mode() is not None
         )
 
-    def _word(self) -> int:
+    def _packed_place(self) -> int:
         try:
             track = self._local.track
         except AttributeError:
@@ -161,12 +159,12 @@ class OpLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if node is None:
             return BACKWARD_PLACE
         seq = node._sequence_nr()
-        of_track, known_seq, word = self._last_node
-        if seq != known_seq or track is not of_track or seq == ACCUMULATE_GRAD_SEQ:
+        last_track, last_seq, place = self._last_node
+        if seq != last_seq or track is not last_track or seq == ACCUMULATE_GRAD_SEQ:
             spot = self._locator.spot_of_node(node, track)
-            word = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
-            self._last_node = track, seq, word
-        return word
+            place = spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            self._last_node = track, seq, place
+        return place
 
 
 def _sharded(args: Any) -> Sharded:

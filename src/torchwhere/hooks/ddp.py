@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from torch import nn
 from torchwhere.hooks import _torch
 from torchwhere.model.module_names import NameTable
 from torchwhere.model.tensors import Slot
+
+if TYPE_CHECKING:
+    from torchwhere.native.load import NativeExtension
 
 _DEFAULT_CAP_BYTES = 25 << 20
 _MOST_LOOKS = 8  # buckets that are not rebuilt after so many backwards are never rebuilt
@@ -171,7 +174,7 @@ def _reduced(ddp: Any) -> Iterator[Slot]:
 class Reducers:
     """Finds the DDP instance and the bucket of an all-reduce in backward."""
 
-    def __init__(self, names: NameTable, native: Any = None) -> None:
+    def __init__(self, names: NameTable, native: NativeExtension | None = None) -> None:
         self._names = names
         self._make_progress: Callable[[], Any] = (
             BucketProgress if native is None else native.Buckets

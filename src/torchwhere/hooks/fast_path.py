@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from functools import cache
 from types import CodeType, FrameType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.hooks import python_stack
 from torchwhere.hooks.threads import BACKWARD_PLACE, OPTIMIZER_PLACE
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+    from torchwhere.native.load import NativeExtension
 
 _MOST_CODES = 1 << 12  # code objects learned; Python records calls from further ones
 _NONE: tuple[str, ...] = ()
@@ -97,7 +101,7 @@ class _Learning(FastPath):
 
 
 @cache
-def _type_of(native: Any) -> Any:
+def _type_of(native: NativeExtension) -> type[extension.FastPath]:
     return type(
         "NativeFastPath",
         (native.FastPath, _Learning),
@@ -108,9 +112,9 @@ def _type_of(native: Any) -> Any:
 def make_fast_path(box: BoxWriter, *, calls: Any, steps: Any, steppers: set[int]) -> FastPath:
     """The fast path of a watch. `steps` is the phase node of the steps, `steppers` has the ids of
     the optimizers that have stepped in this training step."""
-    if box.native is None or steps.under_way is None:
+    if box.native is None or box.native_box is None or steps.under_way is None:
         return PythonFastPath()
-    lines, names = box.native.Words(), dict[str, int]()
+    lines, names = box.native.IntMap(), dict[str, int]()
     fast_path: Any = _type_of(box.native)(
         box.native_box,
         calls,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from torchwhere.hooks.threads import (
     pass_of,
 )
 from torchwhere.model.module_names import NameTable, innermost, wrapped
+
+if TYPE_CHECKING:
+    from torchwhere.native.extension import Counts, IntMap
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 _TRANSPARENT = 0  # the graph of a compiler, called as a module: not a module of the user
@@ -61,7 +64,7 @@ class ModuleHook:
         self._current_step = current_step
         self._events = events
         # The packed place of a module without a call, by its id; negative for a wrapper module.
-        self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
+        self._bases: dict[int, int] | IntMap = {} if box.native is None else box.native.IntMap()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
         self._root: weakref.ref[nn.Module] | None = None
@@ -69,7 +72,7 @@ class ModuleHook:
         self._root_is_given = False
         self._strangers = ForeignModules(locator.names)
         # how often each module was called in this step
-        self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()
+        self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
         self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
@@ -184,18 +187,21 @@ class ModuleHook:
         return module_calls.make_python_wrapper(
             rare,
             threads=threads,
-            bases=self._bases,
-            calls=self.calls,
+            bases=cast("dict[int, int]", self._bases),
+            calls=cast("dict[int, int]", self.calls),
             words=box.words,
             emit=None if record is None else _torch.unseen(record),
         )
 
     def _make_native_wrapper(self, rare: SlowPath) -> Wrapper:
         enter_kind, exit_kind = (ENTER, EXIT) if self._events else (0, 0)
-        calls = self._box.native.Calls(
-            self._box.native_box,
-            self._bases,
-            self.calls,
+        native, native_box = self._box.native, self._box.native_box
+        assert native is not None
+        assert native_box is not None
+        calls = native.Calls(
+            native_box,
+            cast("IntMap", self._bases),
+            cast("Counts", self.calls),
             RECOMPUTE_BIT,
             INHERITED,
             int(Pass.BACKWARD),

@@ -29,8 +29,10 @@ class NativeAllReduce:
     """The kernel of one watch."""
 
     def __init__(self, box: BoxWriter, *, turns: Any) -> None:
-        self._box = box
+        assert box.native is not None
+        assert box.native_box is not None
         self.native = box.native
+        self._native_box = box.native_box
         self._turns = turns
 
     def install(self, issue: Issue, errors: ErrorLimiter) -> None:
@@ -39,7 +41,7 @@ class NativeAllReduce:
         _receiver = issue, errors
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
-        self.native.begin(self._box.native_box, engine.__code__, self._turns)
+        self.native.begin(self._native_box, engine.__code__, self._turns)
 
     def switch_off(self) -> None:
         global _receiver

@@ -51,7 +51,8 @@ class OptimizerHook:
     def install(self) -> list[str]:
         before, after = _torch.private("step_pre_hook"), _torch.private("step_post_hook")
         if before is not None and after is not None:
-            self._handles = [before(self._make_before()), after(self._make_after())]
+            self._handles.append(before(self._make_before()))
+            self._handles.append(after(self._make_after()))
         return _torch.missing("optimizers")
 
     def remove(self) -> None:

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from functools import cache
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchwhere.blackbox.file_format import CURSOR_PHASE, CURSOR_RECORD, EntryType
 from torchwhere.blackbox.phase_sums import (
@@ -33,6 +33,9 @@ from torchwhere.hooks import _torch, python_stack
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
+
+if TYPE_CHECKING:
+    from torchwhere.native.load import NativeExtension
 
 _BEGIN, _END = int(Kind.PHASE_BEGIN), int(Kind.PHASE_END)
 _MOST_LINES = 1 << 12
@@ -80,7 +83,7 @@ class PythonPhaseNode(PhaseNode):
 
 
 @cache
-def _type_of_steps(native: Any) -> type[PhaseNode]:
+def _type_of_steps(native: NativeExtension | None) -> type[PhaseNode]:
     """The class of the node that counts steps: the native part writes to it, if there is one."""
     if native is None:
         return PythonPhaseNode

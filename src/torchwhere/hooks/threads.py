@@ -16,11 +16,15 @@ from _thread import get_ident
 from array import array
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_MASK, PASS_SHIFT
 from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+    from torchwhere.native.load import NativeExtension
 
 LOG_LENGTH = 1 << 16  # transitions kept per thread, a power of two: 1 MiB
 LOG_MASK = LOG_LENGTH - 1
@@ -102,12 +106,12 @@ class Track:
     def use(self, seqs: array[int] | None, marks: array[int] | None) -> None:
         """Pass the arrays of the log to the native class, which writes to them too."""
 
-    def move(self, _native_box: Any, _packed: int, _line: int = 0) -> bool:
+    def move(self, _native_box: extension.Box, _packed: int, _line: int = 0) -> bool:
         """Move to a packed place outside all modules; with a line, log it too. Returns whether it
         was done: only the native class does it."""
         return False
 
-    def is_here(self, native_box: Any) -> None:
+    def is_here(self, native_box: extension.Box) -> None:
         """Tell the native class that this is the track of the calling thread, for this box."""
 
     def log(self, seq: int, packed: int) -> None:
@@ -192,7 +196,7 @@ class PythonTrack(Track):
 
 
 @cache
-def track_type(native: Any) -> type[Track]:
+def track_type(native: NativeExtension | None) -> type[Track]:
     """The class of tracks: with the hot fields in the native class, or `PythonTrack` without the
     native part."""
     if native is None:
@@ -210,7 +214,9 @@ class Tracks(threading.local):
 class Threads:
     """All tracks of one session. A track is freed with its thread."""
 
-    def __init__(self, register: Callable[[Track], None], native: Any = None) -> None:
+    def __init__(
+        self, register: Callable[[Track], None], native: NativeExtension | None = None
+    ) -> None:
         self._track_type = track_type(native)
         self.local = Tracks()
         self._all: weakref.WeakSet[Track] = weakref.WeakSet()

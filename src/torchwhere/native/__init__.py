@@ -1,4 +1,4 @@
-"""The hot paths again in C++: built on the user's machine, optional, tested before use.
+"""The native extension: the hot paths in C++, optional and built on the user's machine.
 
-Entry point: `load.py` finds the built library.
+Entry point: `load.native` returns the built extension, or None.
 """

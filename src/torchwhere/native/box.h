@@ -1,4 +1,5 @@
-// The box as C++ writes it: the record of `blackbox/file_format.py`, its seal, and the map it goes to.
+// Writes records into a box from C++: the record of `blackbox/file_format.py` with its checksum,
+// and the memory map that contains the ring of records.
 #pragma once
 
 #include <Python.h>
@@ -25,11 +26,12 @@ static_assert(sizeof(Record) == 64, "RECORD_BYTES");
 
 constexpr int PASS_SHIFT = 32, MODULE_SHIFT = 36;
 constexpr uint64_t PASS_MASK = 0xF, CALL_MASK = 0xFFFFFFFF;
-constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2, CURSOR_LINE = 4, CURSOR_RECORD = 5;
+constexpr int CURSOR_PLACE = 0, CURSOR_TIME = 1, CURSOR_STEP = 2;
+constexpr int CURSOR_LINE = 4, CURSOR_RECORD = 5;
 constexpr int COUNTER_COUNT = 1, COUNTER_TIME = 2, COUNTER_RECORD = 3;
 
-// zlib's CRC, a byte at a time: this table is 16 cache lines. One that takes eight bytes at a time has 128 of them, and where
-// a record is written the cache is cold.
+// zlib's CRC, one byte at a time. This table takes 16 cache lines. A table for eight bytes at a
+// time takes 128, and the cache is cold when a record is written.
 struct CrcTable {
   uint32_t of[256];
   constexpr CrcTable() : of() {
@@ -44,27 +46,30 @@ inline constexpr CrcTable crc_table;
 
 inline uint32_t crc32(const void* data, size_t size) {
   uint32_t rest = ~0u;
-  for (auto* at = static_cast<const uint8_t*>(data); size--; ++at) rest = rest >> 8 ^ crc_table.of[(rest ^ *at) & 0xFF];
+  for (auto* at = static_cast<const uint8_t*>(data); size--; ++at)
+    rest = rest >> 8 ^ crc_table.of[(rest ^ *at) & 0xFF];
   return ~rest;
 }
 
-inline uint64_t now_ns() {  // what time.monotonic_ns() says
+inline uint64_t now_ns() {  // like time.monotonic_ns()
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
-// One open box. Python's writers come with the GIL; the kernel of `reductions.h` without, and only while its gate is open.
-// Every record has a slot of its own, so writers need no lock; the number of a record is the only thing they share.
+// One open box. Python writes to it with the GIL. The kernel of `reductions.h` writes without the
+// GIL, and only while its gate is open. Every record has its own slot, so writers need no lock:
+// they share only the counter that numbers the records.
 struct Box {
   PyObject_HEAD
-  uint64_t id;      // no two boxes of a process have the same; 0 in a forked child, where no thread's track is ours
-  uint64_t* words;  // null once closed
+  uint64_t id;      // unique in this process; 0 in a forked child, which has no tracks of its own
+  uint64_t* words;  // null after close
   char* ring;
   uint64_t capacity;
   std::atomic<uint64_t> next;
   unsigned long long step;
-  unsigned long long main_cursor;  // the main thread's: its line counts where a thread has none of its own; 0: not known
+  // The cursor of the main thread, or 0. A thread without a line of its own uses the line there.
+  unsigned long long main_cursor;
   Py_buffer view;
 
   uint64_t put(Record& record) {
@@ -76,7 +81,8 @@ struct Box {
 };
 
 inline uint64_t boxes_made = 0;
-void let_go_of(Box* box);  // the kernel of `reductions.h`, should it write there, has written its last
+// Waits until the kernel of `reductions.h` no longer writes to the box.
+void release_box(Box* box);
 
 inline PyObject* box_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject* map;
@@ -89,7 +95,8 @@ inline PyObject* box_new(PyTypeObject* type, PyObject* args, PyObject*) {
     Py_DECREF(self);
     return nullptr;
   }
-  if (!capacity || ring_at + capacity * sizeof(Record) > static_cast<unsigned long long>(self->view.len)) {
+  auto length = static_cast<unsigned long long>(self->view.len);
+  if (!capacity || ring_at + capacity * sizeof(Record) > length) {
     PyErr_SetString(PyExc_ValueError, "the ring is not inside the map");
     PyBuffer_Release(&self->view);
     Py_DECREF(self);
@@ -104,7 +111,7 @@ inline PyObject* box_new(PyTypeObject* type, PyObject* args, PyObject*) {
 
 inline PyObject* box_close(Box* self, PyObject*) {
   if (self->words != nullptr) {
-    let_go_of(self);
+    release_box(self);
     self->words = nullptr;
     PyBuffer_Release(&self->view);
   }
@@ -124,7 +131,7 @@ inline void box_dealloc(Box* self) {
   Py_DECREF(type);
 }
 
-// Where the fields of `BoxWriter.record` are in a record, in their order, and how many bytes they have.
+// The fields in the order of `BoxWriter.record`: offset and size in bytes of each.
 struct Field {
   uint8_t at, size;
 };
@@ -132,20 +139,24 @@ constexpr Field fields[] = {
     {16, 1}, {8, 8}, {17, 1}, {18, 1}, {19, 1}, {20, 4}, {24, 4},
     {28, 4}, {32, 4}, {36, 4}, {40, 4}, {44, 4}, {48, 4}, {52, 8}};
 constexpr Py_ssize_t FIELDS = sizeof(fields) / sizeof(Field);
-static_assert(offsetof(Record, step) == 20 && offsetof(Record, extra) == 52, "the fields are where they were");
+static_assert(offsetof(Record, step) == 20 && offsetof(Record, extra) == 52, "offsets of fields");
 
-// record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, subject, beneficiary, param, extra) -> number; from the third on
-// each may be left out. A value that does not fit is an error, as it is for struct.pack.
+// record(kind, t_ns, pass, flags, thread, step, module, call, line, graph, subject, beneficiary,
+// param, extra) -> number. Only kind and t_ns are required. A value that does not fit is an error,
+// as for struct.pack.
 inline PyObject* box_record(Box* self, PyObject* const* args, Py_ssize_t given) {
-  if (given < 2 || given > FIELDS) return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);
+  if (given < 2 || given > FIELDS)
+    return PyErr_Format(PyExc_TypeError, "a record has 2 to 14 fields, not %zd", given);
   Record record{};
   for (Py_ssize_t at = 0; at < given; ++at) {
     uint64_t value = PyLong_AsUnsignedLongLong(args[at]);
     bool is_bad = value == ~0ull && PyErr_Occurred();
     if (is_bad) PyErr_Clear();
     if (is_bad || (fields[at].size < 8 && value >> 8 * fields[at].size))
-      return PyErr_Format(PyExc_ValueError, "%R does not fit into field %zd of a record", args[at], at);
-    std::memcpy(reinterpret_cast<char*>(&record) + fields[at].at, &value, fields[at].size);  // little-endian
+      return PyErr_Format(
+          PyExc_ValueError, "%R does not fit into field %zd of a record", args[at], at);
+    auto* field = reinterpret_cast<char*>(&record) + fields[at].at;
+    std::memcpy(field, &value, fields[at].size);  // little-endian
   }
   if (self->words == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
   return PyLong_FromUnsignedLongLong(self->put(record));
@@ -171,9 +182,10 @@ inline PyType_Slot box_slots[] = {
     {Py_tp_methods, box_methods},
     {Py_tp_members, box_members},
     {0, nullptr}};
-inline PyType_Spec box_spec = {"torchwhere_native.Box", sizeof(Box), 0, Py_TPFLAGS_DEFAULT, box_slots};
+inline PyType_Spec box_spec = {
+    "torchwhere_native.Box", sizeof(Box), 0, Py_TPFLAGS_DEFAULT, box_slots};
 
-// Counts like itertools.count, for Python and for C++ at the same time.
+// Counts like itertools.count. Python and C++ share it.
 struct Count {
   PyObject_HEAD
   std::atomic<uint64_t> next;
@@ -203,6 +215,7 @@ inline PyType_Slot count_slots[] = {
     {Py_tp_iter, reinterpret_cast<void*>(PyObject_SelfIter)},
     {Py_tp_iternext, reinterpret_cast<void*>(count_next)},
     {0, nullptr}};
-inline PyType_Spec count_spec = {"torchwhere_native.Count", sizeof(Count), 0, Py_TPFLAGS_DEFAULT, count_slots};
+inline PyType_Spec count_spec = {
+    "torchwhere_native.Count", sizeof(Count), 0, Py_TPFLAGS_DEFAULT, count_slots};
 
 }  // namespace torchwhere

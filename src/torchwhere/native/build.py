@@ -1,9 +1,8 @@
-"""Compiles the native part: one call of the system's C++ compiler, with the headers that torch and
-Python bring along.
+"""Compiles the native extension: one call of a C++ compiler, with the headers of torch and Python.
 
-Takes about fifteen seconds. The finished library trains a small model in a process of its own
-before it gets its name; it gets it all at once, so that a job that starts meanwhile finds a whole
-one or none. What is missing is said in a sentence (`TorchwhereError`).
+Takes about fifteen seconds. The new library first trains a small model in a separate process. Then
+it gets its final name in one atomic step, so that a job that starts meanwhile finds a complete
+library or none. If something is missing, `TorchwhereError` says what.
 """
 
 from __future__ import annotations
@@ -32,17 +31,31 @@ from torchwhere.native.load import (
     library,
 )
 
-# Not asked of torch.utils.cpp_extension: that imports setuptools, which may not be there.
+# Not from torch.utils.cpp_extension: it imports setuptools, which may be missing.
 _TORCH = Path(torch.__file__).parent
 _HEADERS = (_TORCH / "include", _TORCH / "include" / "torch" / "csrc" / "api" / "include")
 _COMPILERS = ("c++", "g++", "clang++")
-_STANDARDS = ("c++20", "c++17")  # newer torch needs the one, older compilers know only the other
-_MOST_SAID = 4  # lines of a compiler's complaint
+_STANDARDS = ("c++20", "c++17")  # newer torch needs C++20, older compilers know only C++17
+_MAX_ERROR_LINES = 4  # of the compiler
 _TIMEOUT_S = 600
 
 
 def build(*, anew: bool = False, timeout_s: float = _TIMEOUT_S) -> tuple[Path, bool]:
-    """Where the library is, and whether it was built just now."""
+    """Build the extension, unless it is built already.
+
+    Args:
+        anew: Build it even if it is built already.
+        timeout_s: Limit for the compiler, and for the test of the result.
+
+    Returns:
+        The path of the library, and whether this call built it.
+
+    Raises:
+        TorchwhereError: If it cannot be built or does not work.
+
+    Example:
+        >>> path, is_new = build()
+    """
     path = library()
     if os.path.exists(path) and not anew:
         return path, False
@@ -50,25 +63,25 @@ def build(*, anew: bool = False, timeout_s: float = _TIMEOUT_S) -> tuple[Path, b
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=BUILDING) as caches:
-            made = Path(caches) / FOLDER / path.name
-            made.parent.mkdir()
-            _compile(compiler, made, timeout_s)
-            checksum_file(made).write_text(checksum(made))
-            _try_out(caches, timeout_s)
-            # The checksum first: in between there is an old library that does not fit it, which is
-            # refused, or none.
-            os.replace(checksum_file(made), checksum_file(path))
-            os.replace(made, path)
+            new = Path(caches) / FOLDER / path.name
+            new.parent.mkdir()
+            _compile(compiler, new, timeout_s)
+            checksum_file(new).write_text(checksum(new))
+            _test(caches, timeout_s)
+            # The checksum first: until the library follows, there is no library, or an old one that
+            # does not match the checksum and is refused.
+            os.replace(checksum_file(new), checksum_file(path))
+            os.replace(new, path)
         failure_file(path).unlink(missing_ok=True)
     except OSError as error:
         raise TorchwhereError(
-            f"the native part cannot be written to {path.parent}: {error.strerror or error}"
+            f"the native extension cannot be written to {path.parent}: {error.strerror or error}"
         ) from None
     return path, True
 
 
 def check_tools() -> list[str]:
-    """The compiler. What is missing to build with is a `TorchwhereError`."""
+    """Return the command of the compiler. Raises `TorchwhereError` if a tool is missing."""
     compiler = _compiler()
     _check_headers()
     return compiler
@@ -77,103 +90,86 @@ def check_tools() -> list[str]:
 def _compiler() -> list[str]:
     if sys.platform != "linux" or sys.byteorder != "little":
         raise TorchwhereError(
-            f"the native part is for Linux on little-endian machines; this is {sys.platform}"
+            "the native extension needs Linux on a little-endian machine; this is"
+            f" {sys.platform}, {sys.byteorder}-endian"
         )
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise TorchwhereError(
-            "the native part needs a Python with a GIL; this one is free-threaded"
+            "the native extension needs a Python with a GIL; this one is free-threaded"
         )
-    asked = shlex.split(os.environ.get("CXX", ""))
-    found = next((name for name in asked[:1] or _COMPILERS if shutil.which(name)), None)
-    if found is None:
-        looked_for = asked[0] if asked else ", ".join(_COMPILERS)
+    users = shlex.split(os.environ.get("CXX", ""))
+    names = users[:1] or _COMPILERS
+    compiler = next((name for name in names if shutil.which(name)), None)
+    if compiler is None:
         raise TorchwhereError(
-            f"no C++ compiler is there ({looked_for}): install g++, or name one in CXX"
+            f"no C++ compiler found ({', '.join(names)}): install g++, or set CXX to a compiler"
         )
-    return asked or [found]
+    return users or [compiler]
 
 
 def _check_headers() -> None:
     python = Path(sysconfig.get_path("include")) / "Python.h"
     if not python.exists():
         raise TorchwhereError(
-            f"the headers of Python are not there ({python}): install python3-dev, or what it is"
-            " called here"
+            f"Python.h not found ({python}): install the Python headers (python3-dev,"
+            " python3-devel)"
         )
     if not (_HEADERS[0] / "ATen" / "core" / "dispatch" / "Dispatcher.h").exists():
         raise TorchwhereError(
-            "this torch came without its C++ headers: the native part cannot be built for it"
+            "this torch has no C++ headers: the native extension cannot be built for it"
         )
 
 
 def _compile(compiler: list[str], to: Path, timeout_s: float) -> None:
-    said = ""
+    output = ""
     for standard in _STANDARDS:
-        done = _run(_command(compiler, standard, to), "compiling the native part", timeout_s)
+        command = _command(compiler, standard, to)
+        done = _run(command, name="compiling the native extension", timeout_s=timeout_s)
         if done.returncode == 0:
             return
-        said = said or done.stderr
-    errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+        output = output or done.stderr
+    errors = [line for line in output.splitlines() if "error" in line] or output.splitlines()
     raise TorchwhereError(
-        "the compiler could not build the native part: " + "; ".join(errors[:_MOST_SAID])
+        "the compiler could not build the native extension: " + "; ".join(errors[:_MAX_ERROR_LINES])
     )
 
 
 def _command(compiler: list[str], standard: str, to: Path) -> list[str]:
-    headers = [*map(str, _HEADERS), sysconfig.get_path("include")]
-    return [
-        *(
-            *compiler,
-            f"-std={standard}",
-            "-O2",
-            "-fPIC",
-            "-shared",
-            "-fvisibility=hidden",
-            "-Wall",
-            "-Wextra",
-        ),
-        *("-Wno-invalid-offsetof", "-Wno-missing-field-initializers"),
-        *(
-            f'-DTORCHWHERE_BUILT_FOR="{built_for()}"',
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ),
-        *(part for folder in headers for part in ("-isystem", folder)),
-        *(
-            str(SOURCES / "native.cpp"),
-            "-o",
-            str(to),
-            f"-L{_TORCH / 'lib'}",
-            "-ltorch_cpu",
-            "-lc10",
-        ),
-    ]
+    options = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    options += ["-Wno-invalid-offsetof", "-Wno-missing-field-initializers"]
+    options += [f'-DTORCHWHERE_BUILT_FOR="{built_for()}"']
+    options += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    for folder in (*_HEADERS, sysconfig.get_path("include")):
+        options += ["-isystem", str(folder)]
+    libraries = [f"-L{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
+    source = str(SOURCES / "native.cpp")
+    return [*compiler, f"-std={standard}", *options, source, "-o", str(to), *libraries]
 
 
-def _try_out(caches: str, timeout_s: float) -> None:
-    """It must have watched a small job before it gets its name, one with no GPU and torch as it is
-    by itself."""
+def _test(caches: str, timeout_s: float) -> None:
+    """Let the new library watch a small job in a separate process, without a GPU and without
+    settings of torch."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     env |= {"XDG_CACHE_HOME": caches, "CUDA_VISIBLE_DEVICES": ""}
-    done = _run(
-        [sys.executable, "-m", "torchwhere", "native", "--check"], "its trial", timeout_s, env
-    )
+    command = [sys.executable, "-m", "torchwhere", "native", "--check"]
+    done = _run(command, name="the test of the native extension", timeout_s=timeout_s, env=env)
     if done.returncode < 0:
         raise TorchwhereError(
-            "the native part was built and crashes in its trial:"
+            "the native extension was built, but crashed in its test:"
             f" {signal.Signals(-done.returncode).name}"
         )
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        why = said[-1].removeprefix("torchwhere: ") if said else "no word why"
-        raise TorchwhereError(f"the native part was built and failed its trial: {why}")
+        lines = done.stderr.strip().splitlines()
+        why = lines[-1].removeprefix("torchwhere: ") if lines else "it printed no error"
+        raise TorchwhereError(f"the native extension was built, but failed its test: {why}")
 
 
 def _run(
-    line: list[str], what: str, timeout_s: float, env: dict[str, str] | None = None
+    command: list[str], *, name: str, timeout_s: float, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            line, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=env
         )
     except subprocess.TimeoutExpired:
-        raise TorchwhereError(f"{what} took longer than {timeout_s:.0f} s") from None
+        raise TorchwhereError(f"{name} took longer than {timeout_s:.0f} s") from None

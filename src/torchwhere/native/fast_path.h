@@ -1,7 +1,9 @@
-// Backwards, optimizer steps and training steps: how they begin and end, where nothing about that is new. What `hooks/backward.py`,
-// `hooks/optimizers.py` and `Recorder.set_step` do then, without Python's share. All of it holds the GIL.
+// Begins and ends backwards, optimizer steps and training steps, if nothing about them is new. Does
+// the same as `hooks/backward.py`, `hooks/optimizers.py` and `Recorder.set_step`. All of this runs
+// with the GIL.
 //
-// Each function first finds out whether this is for it, and says so; only then it writes. What is not is done by Python, wholly.
+// Each function first decides whether it can handle the case, and returns that; only then it
+// writes. Otherwise it writes nothing, and Python does everything.
 #pragma once
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -12,7 +14,7 @@ namespace torchwhere {
 
 constexpr uint64_t NO_STEP = 0xFFFFFFFF;
 
-// How often something ran and how long: the numbers of a `phases.Node`.
+// How often and how long something ran: the numbers of a `PhaseNode`.
 struct Sum {
   PyObject_HEAD
   unsigned long long count, total_ns, max_ns, running, begun_ns;
@@ -26,66 +28,86 @@ inline PyMemberDef sum_members[] = {
     {const_cast<char*>("begun_ns"), T_ULONGLONG, offsetof(Sum, begun_ns), 0, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot sum_slots[] = {
-    {Py_tp_dealloc, reinterpret_cast<void*>(count_dealloc)}, {Py_tp_members, sum_members}, {0, nullptr}};
+    {Py_tp_dealloc, reinterpret_cast<void*>(count_dealloc)},
+    {Py_tp_members, sum_members},
+    {0, nullptr}};
 inline PyType_Spec sum_spec = {
     "torchwhere_native.Sum", sizeof(Sum), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, sum_slots};
 
+// A container of Python, and the size that it had when Python last looked at it.
 struct Sized {
   PyObject* container;
   Py_ssize_t size;
 };
-constexpr Py_ssize_t MOST_SIZED = 4;
+constexpr Py_ssize_t MAX_CONTAINERS = 4;
 
 struct FastPath {
   PyObject_HEAD
   Box* box;
-  Counts* calls;       // as in ModuleSense
-  Words* lines;        // the way out of our own frames to the user's line, see `line_of`
-  PyObject* names;     // a dict: the name of an optimizer's class to its id in the table
+  Counts* calls;       // as in ModuleHook
+  IntMap* lines;       // leads from a frame of torchwhere to the user's line, see `line_of`
+  PyObject* names;     // a dict: from the name of an optimizer's class to its id in the box
   PyObject* steppers;  // a set: the ids of the optimizers that have stepped in this step
   Sum* steps;
-  uint64_t ended, under_way;  // where the box has that sum
-  uint64_t backward_word, optimizer_word;
+  uint64_t ended, under_way;  // indices of the words that hold that sum in the box
+  uint64_t backward_place, optimizer_place;
   int optimizer_kind, step_end_kind, step_begin_kind;
-  unsigned long long resting_until;  // before that time Python need not be asked between steps, if all sizes are the same
-  bool is_paused;                     // the next backward is for Python: something may be new
-  bool ends_after_backward;          // Python wants to hear when a backward has ended: with it ends a step
-  bool counts_steps;                 // optimizers do, not the user
-  Sized looked_at[MOST_SIZED];       // what Python looks at between steps, and how much that was
+  // Until this time Python has nothing to do between steps, if all containers keep their sizes.
+  unsigned long long resting_until_ns;
+  bool is_paused;            // Python handles the next backward: something may be new
+  bool ends_after_backward;  // the step ends with the running backward: Python must be called then
+  bool counts_steps;         // optimizers count steps, not the user
+  Sized containers[MAX_CONTAINERS];
 };
 
-// FastPath(box, calls, lines, names, steppers, steps, ended, under_way, backward_word, optimizer_word, *kinds)
+// FastPath(box, calls, lines, names, steppers, steps, ended, under_way, backward_place,
+// optimizer_place, optimizer_kind, step_end_kind, step_begin_kind)
 inline PyObject* fast_path_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *box, *calls, *lines, *names, *steppers, *steps;
-  unsigned long long ended, under_way, backward_word, optimizer_word;
+  unsigned long long ended, under_way, backward_place, optimizer_place;
   int optimizer_kind, step_end_kind, step_begin_kind;
   if (!PyArg_ParseTuple(
-          args, "OOOO!O!OKKKKiii", &box, &calls, &lines, &PyDict_Type, &names, &PySet_Type, &steppers, &steps, &ended, &under_way,
-          &backward_word, &optimizer_word, &optimizer_kind, &step_end_kind, &step_begin_kind))
+          args,
+          "OOOO!O!OKKKKiii",
+          &box,
+          &calls,
+          &lines,
+          &PyDict_Type,
+          &names,
+          &PySet_Type,
+          &steppers,
+          &steps,
+          &ended,
+          &under_way,
+          &backward_place,
+          &optimizer_place,
+          &optimizer_kind,
+          &step_end_kind,
+          &step_begin_kind))
     return nullptr;
   auto* self = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
-  for (PyObject* kept : {box, calls, lines, names, steppers, steps}) Py_INCREF(kept);
+  for (PyObject* object : {box, calls, lines, names, steppers, steps}) Py_INCREF(object);
   self->box = reinterpret_cast<Box*>(box);
   self->calls = reinterpret_cast<Counts*>(calls);
-  self->lines = reinterpret_cast<Words*>(lines);
+  self->lines = reinterpret_cast<IntMap*>(lines);
   self->names = names;
   self->steppers = steppers;
   self->steps = reinterpret_cast<Sum*>(steps);
   self->ended = ended;
   self->under_way = under_way;
-  self->backward_word = backward_word;
-  self->optimizer_word = optimizer_word;
+  self->backward_place = backward_place;
+  self->optimizer_place = optimizer_place;
   self->optimizer_kind = optimizer_kind;
   self->step_end_kind = step_end_kind;
   self->step_begin_kind = step_begin_kind;
   return reinterpret_cast<PyObject*>(self);
 }
 
-// wake(): Python wants to be asked the next time.
+// wake(): Python handles the next step.
 inline PyObject* fast_path_wake(FastPath* self, PyObject*) {
-  self->resting_until = 0;
-  for (Sized& sized : self->looked_at) Py_CLEAR(sized.container);
+  self->resting_until_ns = 0;
+  for (Sized& sized : self->containers) Py_CLEAR(sized.container);
   Py_RETURN_NONE;
 }
 
@@ -102,48 +124,54 @@ inline void fast_path_dealloc(FastPath* self) {
   Py_DECREF(type);
 }
 
-// rest(until_ns, counts_steps, containers): Python has seen to all that there is to do between steps. It need not be asked again
-// before that time, while each of those has the size that it has now.
+// rest(until_ns, counts_steps, containers): Python has nothing left to do between steps. The
+// extension goes from step to step by itself until that time, as long as each container keeps the
+// size that it has now.
 inline PyObject* fast_path_rest(FastPath* self, PyObject* args) {
   unsigned long long until;
   int counts_steps;
   PyObject* containers;
-  if (!PyArg_ParseTuple(args, "KpO!", &until, &counts_steps, &PyTuple_Type, &containers)) return nullptr;
+  if (!PyArg_ParseTuple(args, "KpO!", &until, &counts_steps, &PyTuple_Type, &containers))
+    return nullptr;
   Py_DECREF(fast_path_wake(self, nullptr));
   Py_ssize_t given = PyTuple_GET_SIZE(containers);
-  if (given > MOST_SIZED) return PyErr_Format(PyExc_ValueError, "at most %zd containers, not %zd", MOST_SIZED, given);
+  if (given > MAX_CONTAINERS)
+    return PyErr_Format(
+        PyExc_ValueError, "at most %zd containers, not %zd", MAX_CONTAINERS, given);
   for (Py_ssize_t at = 0; at < given; ++at) {
     PyObject* container = PyTuple_GET_ITEM(containers, at);
     Py_ssize_t size = PyObject_Size(container);
     if (size < 0) return nullptr;
     Py_INCREF(container);
-    self->looked_at[at] = {container, size};
+    self->containers[at] = {container, size};
   }
   self->counts_steps = counts_steps;
-  self->resting_until = until;
+  self->resting_until_ns = until;
   Py_RETURN_NONE;
 }
 
-// -- whether it is for us --------------------------------------------------------------------------------------------
+// -- can the extension handle it ------------------------------------------------------------------
 
-// The user's line, found as `stack.read` does. `lines` has each code that Python has seen on such a way, by its address, and each
-// instruction of the user's that a way has led to, by the address of its code plus its own place: an object of code is longer than
-// its instructions, so none of these is the address of another.
+// Finds the user's line like `python_stack.read`: goes from frame to frame until one is the user's.
+// `lines` has every code object that Python has skipped on this way, by its address, and every
+// instruction of the user where a way ended, by the address of its code plus its offset. A code
+// object is longer than its instructions, so these keys are unique.
 inline bool line_of(FastPath* self, uint32_t* line) {
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-  Table::Slot* found = nullptr;
+  Table::Slot* slot = nullptr;
   while (frame != nullptr) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     auto address = reinterpret_cast<uint64_t>(code);
-    bool leads_out = self->lines->of.find(address) != nullptr;
-    if (!leads_out) found = self->lines->of.find(address + 1 + static_cast<uint64_t>(PyFrame_GetLasti(frame)));
-    PyFrameObject* outer = leads_out ? PyFrame_GetBack(frame) : nullptr;
+    bool is_skipped = self->lines->of.find(address) != nullptr;
+    auto instruction = static_cast<uint64_t>(PyFrame_GetLasti(frame));
+    if (!is_skipped) slot = self->lines->of.find(address + 1 + instruction);
+    PyFrameObject* outer = is_skipped ? PyFrame_GetBack(frame) : nullptr;
     Py_DECREF(code);
     Py_DECREF(frame);
     frame = outer;
   }
-  if (found != nullptr) *line = static_cast<uint32_t>(found->value);
-  return found != nullptr;
+  if (slot != nullptr) *line = static_cast<uint32_t>(slot->value);
+  return slot != nullptr;
 }
 
 inline bool is_in_engine() {
@@ -151,20 +179,22 @@ inline bool is_in_engine() {
 }
 
 inline bool is_resting(FastPath* self, uint64_t now) {
-  bool is_same = now < self->resting_until && self->box->step + 1 < NO_STEP;
-  for (Sized& sized : self->looked_at)
-    is_same = is_same && (sized.container == nullptr || PyObject_Size(sized.container) == sized.size);
+  bool is_same = now < self->resting_until_ns && self->box->step + 1 < NO_STEP;
+  for (Sized& sized : self->containers)
+    is_same =
+        is_same && (sized.container == nullptr || PyObject_Size(sized.container) == sized.size);
   if (PyErr_Occurred()) PyErr_Clear();
   return is_same;
 }
 
-// Whether the thread came into this optimizer step, and into no other, from outside everything.
+// Whether the thread is in exactly one optimizer step, and entered it from outside any pass.
 inline bool came_from_outside(ThreadTrack* track) {
   PyObject* below = track->below_optimizer;
-  return below != nullptr && PyList_GET_SIZE(below) == 1 && PyLong_AsUnsignedLongLong(PyList_GET_ITEM(below, 0)) == 0;
+  return below != nullptr && PyList_GET_SIZE(below) == 1 &&
+      PyLong_AsUnsignedLongLong(PyList_GET_ITEM(below, 0)) == 0;
 }
 
-// Whether this optimizer, and no other, has stepped in the step before: then its step ends another one.
+// Whether only this optimizer stepped in the step before: then its step ends the current one.
 inline bool is_only_stepper(FastPath* self, PyObject* optimizer) {
   if (PySet_GET_SIZE(self->steppers) != 1) return false;
   PyObject* id = PyLong_FromVoidPtr(optimizer);
@@ -175,15 +205,16 @@ inline bool is_only_stepper(FastPath* self, PyObject* optimizer) {
 
 inline bool name_of(FastPath* self, PyObject* optimizer, uint32_t* entry) {
   PyObject* name = PyType_GetName(Py_TYPE(optimizer));
-  PyObject* found = name == nullptr ? nullptr : PyDict_GetItemWithError(self->names, name);
+  PyObject* id = name == nullptr ? nullptr : PyDict_GetItemWithError(self->names, name);
   Py_XDECREF(name);
-  if (found != nullptr) *entry = static_cast<uint32_t>(PyLong_AsUnsignedLong(found));
-  return found != nullptr;
+  if (id != nullptr) *entry = static_cast<uint32_t>(PyLong_AsUnsignedLong(id));
+  return id != nullptr;
 }
 
-// -- what is written -------------------------------------------------------------------------------------------------
+// -- records --------------------------------------------------------------------------------------
 
-inline Record record_at(FastPath* self, ThreadTrack* track, int kind, uint64_t t_ns, uint32_t line) {
+inline Record record_at(
+    FastPath* self, ThreadTrack* track, int kind, uint64_t t_ns, uint32_t line) {
   Record record{};
   record.kind = static_cast<uint8_t>(kind);
   record.t_ns = t_ns;
@@ -197,7 +228,7 @@ inline void put(FastPath* self, ThreadTrack* track, Record record) {
   self->box->words[track->cursor + CURSOR_RECORD] = self->box->put(record);
 }
 
-// As `Phases.step_begins`.
+// Like `PhaseRecorder.step_begins`.
 inline void add_step(FastPath* self, uint64_t now) {
   Sum* sum = self->steps;
   if (sum->running) {
@@ -208,7 +239,8 @@ inline void add_step(FastPath* self, uint64_t now) {
   }
   sum->running = 1;
   sum->begun_ns = now;
-  uint64_t *ended = self->box->words + self->ended, *under_way = self->box->words + self->under_way;
+  uint64_t* ended = self->box->words + self->ended;
+  uint64_t* under_way = self->box->words + self->under_way;
   ended[1] = sum->count;
   ended[2] = sum->total_ns;
   ended[3] = sum->max_ns;
@@ -216,8 +248,10 @@ inline void add_step(FastPath* self, uint64_t now) {
   under_way[2] = sum->begun_ns;
 }
 
-// As `Session.next_step`, at one place and one time: the end of a step is the begin of the next.
-inline void go_to_step(FastPath* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
+// Like `Session.next_step`. The end of a step and the begin of the next one have the same place and
+// time.
+inline void go_to_step(
+    FastPath* self, ThreadTrack* track, uint64_t step, uint32_t line, uint64_t now) {
   put(self, track, record_at(self, track, self->step_end_kind, now, line));
   self->box->step = step;
   self->box->words[track->cursor + CURSOR_STEP] = step;
@@ -226,70 +260,75 @@ inline void go_to_step(FastPath* self, ThreadTrack* track, uint64_t step, uint32
   self->calls->forget();
 }
 
-// -- what Python calls -----------------------------------------------------------------------------------------------
+// -- methods for Python ---------------------------------------------------------------------------
 
-// begin_backward(args) -> where the thread was before, None: this is for Python. The arguments of the engine, without the first.
+// begin_backward(args) -> the place before; None: Python must handle it. `args` are the arguments
+// of the autograd engine without the first one.
 inline PyObject* fast_path_begin_backward(FastPath* self, PyObject* args) {
   ThreadTrack* track = track_of(self->box);
   bool creates_graph = PyTuple_GET_SIZE(args) > 2 && PyTuple_GET_ITEM(args, 2) != Py_False;
-  if (track == nullptr || creates_graph || self->is_paused || track->top == self->backward_word) Py_RETURN_NONE;
+  if (track == nullptr || creates_graph || self->is_paused || track->top == self->backward_place)
+    Py_RETURN_NONE;
   uint32_t line;
   if (!line_of(self, &line)) Py_RETURN_NONE;
   uint64_t below = track->top;
-  move(track, self->box, self->backward_word, line);
+  move(track, self->box, self->backward_place, line);
   return PyLong_FromUnsignedLongLong(below);
 }
 
-// end_backward(below) -> whether there is more to do, for Python: of one that began here.
+// end_backward(below) -> True if Python has more to do. Ends a backward that `begin_backward`
+// began.
 inline PyObject* fast_path_end_backward(FastPath* self, PyObject* below) {
-  uint64_t word = PyLong_AsUnsignedLongLong(below);
+  uint64_t place = PyLong_AsUnsignedLongLong(below);
   if (PyErr_Occurred()) return nullptr;
-  if (ThreadTrack* track = track_of(self->box)) move(track, self->box, word, 0);
+  if (ThreadTrack* track = track_of(self->box)) move(track, self->box, place, 0);
   return PyBool_FromLong(self->ends_after_backward);
 }
 
-// begin_optimizer() -> whether it was done
+// begin_optimizer() -> True if done.
 inline PyObject* fast_path_begin_optimizer(FastPath* self, PyObject*) {
   ThreadTrack* track = track_of(self->box);
   if (track == nullptr || track->below_optimizer == nullptr) Py_RETURN_FALSE;
   PyObject* below = PyLong_FromUnsignedLongLong(track->top);
-  bool is_kept = below != nullptr && PyList_Append(track->below_optimizer, below) == 0;
+  bool is_appended = below != nullptr && PyList_Append(track->below_optimizer, below) == 0;
   Py_XDECREF(below);
-  if (!is_kept) return nullptr;
-  show(track, self->box, self->optimizer_word, now_ns());
+  if (!is_appended) return nullptr;
+  set_place(track, self->box, self->optimizer_place, now_ns());
   Py_RETURN_TRUE;
 }
 
-// end_optimizer(optimizer) -> whether it was done, and with it the end of the step, if that is one
+// end_optimizer(optimizer) -> True if done, and the training step ended too if this ends one.
 inline PyObject* fast_path_end_optimizer(FastPath* self, PyObject* optimizer) {
   ThreadTrack* track = track_of(self->box);
   uint64_t now = now_ns();
   uint32_t line, entry;
-  if (track == nullptr || !is_resting(self, now) || track->top != self->optimizer_word || is_in_engine() ||
-      !came_from_outside(track) || (self->counts_steps && !is_only_stepper(self, optimizer)) ||
+  if (track == nullptr || !is_resting(self, now) || track->top != self->optimizer_place ||
+      is_in_engine() || !came_from_outside(track) ||
+      (self->counts_steps && !is_only_stepper(self, optimizer)) ||
       !name_of(self, optimizer, &entry) || !line_of(self, &line)) {
     if (PyErr_Occurred()) PyErr_Clear();
     Py_RETURN_FALSE;
   }
   Record record = record_at(self, track, self->optimizer_kind, now, line);
-  record.pass = self->optimizer_word >> PASS_SHIFT & PASS_MASK;
+  record.pass = self->optimizer_place >> PASS_SHIFT & PASS_MASK;
   record.subject = entry;
   put(self, track, record);
   if (PyList_SetSlice(track->below_optimizer, 0, 1, nullptr) < 0) return nullptr;
-  show(track, self->box, 0, now);
+  set_place(track, self->box, 0, now);
   if (self->counts_steps) go_to_step(self, track, self->box->step + 1, line, now);
   Py_RETURN_TRUE;
 }
 
-// next_step(step) -> whether it was done: the user counts them.
+// next_step(step) -> True if done: goes to a step that the user has counted.
 inline PyObject* fast_path_next_step(FastPath* self, PyObject* step) {
   ThreadTrack* track = track_of(self->box);
   uint64_t number = PyLong_AsUnsignedLongLong(step), now = now_ns();
   if (PyErr_Occurred()) return nullptr;
   uint32_t line;
-  bool is_ours = track != nullptr && is_resting(self, now) && track->top == 0 && !is_in_engine() && line_of(self, &line);
-  if (is_ours) go_to_step(self, track, number, line, now);
-  return PyBool_FromLong(is_ours);
+  bool can_do = track != nullptr && is_resting(self, now) && track->top == 0 && !is_in_engine() &&
+      line_of(self, &line);
+  if (can_do) go_to_step(self, track, number, line, now);
+  return PyBool_FromLong(can_do);
 }
 
 inline PyMethodDef fast_path_methods[] = {
@@ -303,7 +342,11 @@ inline PyMethodDef fast_path_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 inline PyMemberDef fast_path_members[] = {
     {const_cast<char*>("is_paused"), T_BOOL, offsetof(FastPath, is_paused), 0, nullptr},
-    {const_cast<char*>("ends_after_backward"), T_BOOL, offsetof(FastPath, ends_after_backward), 0, nullptr},
+    {const_cast<char*>("ends_after_backward"),
+     T_BOOL,
+     offsetof(FastPath, ends_after_backward),
+     0,
+     nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 inline PyType_Slot fast_path_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(fast_path_new)},
@@ -311,6 +354,11 @@ inline PyType_Slot fast_path_slots[] = {
     {Py_tp_methods, fast_path_methods},
     {Py_tp_members, fast_path_members},
     {0, nullptr}};
-inline PyType_Spec fast_path_spec = {"torchwhere_native.FastPath", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, fast_path_slots};
+inline PyType_Spec fast_path_spec = {
+    "torchwhere_native.FastPath",
+    sizeof(FastPath),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
+    fast_path_slots};
 
 }  // namespace torchwhere

@@ -1,10 +1,9 @@
-"""Builds the native part before a job begins, the first time on a machine: what `torchwhere run`
-does by itself.
+"""Builds the native extension before the first job on a machine: `torchwhere run` calls this.
 
-Before a job and never beside one: a compiler takes a core and 0.9 GB of memory, for which a running
-job has other uses. One process builds, on a host and on all hosts that share a cache; the others
-wait for it. What failed is written down and not tried again by itself. Nothing that goes wrong here
-reaches the job: it then runs without the native part.
+The build runs before a job and never beside one: a compiler takes a core and 0.9 GB of memory,
+which a running job needs itself. One process builds for a host, and for all hosts that share a
+cache; the others wait for it. A failed build is recorded, and not repeated automatically. No error
+here reaches the job: it then runs without the extension.
 """
 
 from __future__ import annotations
@@ -21,15 +20,21 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.build import build, check_tools
 from torchwhere.native.load import BUILDING, SWITCH, failure_file, library, log
 
-_PATIENCE_S = 120  # a job waits no longer, whether it builds or another process does
-_ASK_EVERY_S = 0.2
-_OTHERS_ASK_EVERY_S = 2.0  # the folder may be on another machine, and thousands ask
-_LEFT_S = 3600  # a folder to build in that is older was left by a process that was killed
+_MAX_WAIT_S = 120  # of a job, whether it builds or another process does
+_POLL_S = 0.2
+_OTHERS_POLL_S = 2.0  # the folder may be on another machine, and thousands of ranks poll it
+_STALE_S = 3600  # a build folder that is older belongs to a process that was killed
 
 
 def prepare(*, is_first_of_host: bool = True) -> None:
-    """Have the native part built, if it can be, and say so; where it cannot be for want of a
-    compiler, say nothing. Other ranks of a host leave it to the first one, if that is there."""
+    """Build the native extension, if that is possible and not done yet.
+
+    Logs a warning that the script starts later. Logs no warning if there is no compiler.
+
+    Args:
+        is_first_of_host: Whether this is the first rank of its host, which builds; the other ranks
+            wait for it.
+    """
     if os.environ.get(SWITCH) == "0":
         return
     try:
@@ -38,12 +43,14 @@ def prepare(*, is_first_of_host: bool = True) -> None:
             check_tools()
             _build_alone(path, is_first_of_host=is_first_of_host)
     except Exception as error:
-        log.info("torchwhere: the native part is not built: %s", error)
+        log.info("torchwhere: the native extension is not built: %s", error)
 
 
 def _is_settled(path: Path) -> bool:
-    """It is there, or was tried in vain. The folder is listed: over NFS, of a file that was not
-    there it may be believed for a minute that it is not."""
+    """Whether the extension is built, or a build has failed.
+
+    Lists the folder: NFS may cache for a minute that a file does not exist.
+    """
     try:
         names = os.listdir(path.parent)
     except FileNotFoundError:
@@ -57,39 +64,37 @@ def _build_alone(path: Path, *, is_first_of_host: bool) -> None:
         _wait(path, file.fileno(), is_first_of_host=is_first_of_host)
         if _is_settled(path):
             return
-        _tidy(path.parent)
+        _remove_stale_builds(path.parent)
         log.warning(
-            "torchwhere: builds its native part for torch %s, once on this machine. Your script"
-            " begins in about 20 s; with TORCHWHERE_NATIVE=0 at once.",
+            "torchwhere: building the native extension for torch %s, once on this machine. Your"
+            " script starts in about 20 s. Set TORCHWHERE_NATIVE=0 to start it at once.",
             torch.__version__,
         )
         try:
-            build(timeout_s=_PATIENCE_S)
+            build(timeout_s=_MAX_WAIT_S)
         except TorchwhereError as error:
             failure_file(path).write_text(f"{error}\n")
             log.warning(
-                "torchwhere: goes on without. `torchwhere native` tries again, a run does not try"
-                " again by itself: %s",
+                "torchwhere: running without the native extension: %s. Runs do not try again;"
+                " `torchwhere native` builds it.",
                 error,
             )
 
 
 def _wait(path: Path, lock: int, *, is_first_of_host: bool) -> None:
-    """Until it is built, or this process is to build it."""
-    until, pause_s = (
-        time.monotonic() + _PATIENCE_S,
-        _ASK_EVERY_S if is_first_of_host else _OTHERS_ASK_EVERY_S,
-    )
+    """Wait until the extension is built, or until this process has the lock and must build it."""
+    until = time.monotonic() + _MAX_WAIT_S
+    pause_s = _POLL_S if is_first_of_host else _OTHERS_POLL_S
     if not is_first_of_host:
         time.sleep(pause_s)
-    while not _is_settled(path) and not _is_locked(lock):
+    while not _is_settled(path) and not _take_lock(lock):
         if time.monotonic() > until:
-            raise TorchwhereError(f"another process has been building it for {_PATIENCE_S} s")
+            raise TorchwhereError(f"another process has been building it for {_MAX_WAIT_S} s")
         time.sleep(pause_s)
 
 
-def _is_locked(fd: int) -> bool:
-    """Whether this process is the only one that builds from now on."""
+def _take_lock(fd: int) -> bool:
+    """Take the lock, if it is free. Returns whether this process has it now."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -97,7 +102,7 @@ def _is_locked(fd: int) -> bool:
     return True
 
 
-def _tidy(folder: Path) -> None:
-    for left in folder.glob(f"{BUILDING}*"):
-        if time.time() - left.stat().st_mtime > _LEFT_S:
-            shutil.rmtree(left, ignore_errors=True)
+def _remove_stale_builds(folder: Path) -> None:
+    for path in folder.glob(f"{BUILDING}*"):
+        if time.time() - path.stat().st_mtime > _STALE_S:
+            shutil.rmtree(path, ignore_errors=True)

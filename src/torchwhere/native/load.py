@@ -1,9 +1,8 @@
-"""Finds the native part that was built for this very torch, Python and torchwhere, and loads it; or
-says why not.
+"""Loads the native extension that was built for exactly this torch, Python and torchwhere.
 
-Its file's name holds everything it depends on, and a second file its checksum: a library for
-something else is never found, a damaged one never loaded (mapping a file that was cut is a dead
-process, not an error). Nothing is compiled here.
+The file name contains everything that the extension depends on, and a second file its checksum. So
+an extension for another torch is never found, and a damaged one is never loaded: mapping a
+truncated file would kill the process. This module compiles nothing.
 """
 
 from __future__ import annotations
@@ -17,45 +16,82 @@ import sys
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from torchwhere.core.errors import TorchwhereError
 
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+
 log = logging.getLogger("torchwhere")
 
 SOURCES = Path(__file__).parent
-SWITCH = "TORCHWHERE_NATIVE"  # 0: never
+SWITCH = "TORCHWHERE_NATIVE"  # the environment variable; 0: never use the extension
 NAME = "torchwhere_native"
 FOLDER = "torchwhere"
-BUILDING = "building-"  # begins the name of a folder that a library is built in
+BUILDING = "building-"  # prefix of the folder of a build that is running
 
-_loaded: dict[Path, Any] = {}  # a library that was refused: None
+_loaded: dict[Path, NativeExtension | None] = {}  # None for a refused library
+
+
+class NativeExtension(Protocol):
+    """The loaded module as a value. `extension.pyi` has the signatures."""
+
+    built_for: str
+    LOG_LENGTH: int
+    Box: type[extension.Box]
+    Buckets: type[extension.Buckets]
+    Calls: type[extension.Calls]
+    Count: type[extension.Count]
+    Counts: type[extension.Counts]
+    FastPath: type[extension.FastPath]
+    IntMap: type[extension.IntMap]
+    Sum: type[extension.Sum]
+    ThreadTrack: type[extension.ThreadTrack]
+
+    def begin(self, box: extension.Box, code: CodeType, turns: extension.Count, /) -> None: ...
+    def pause(self) -> None: ...
+    def abandon(self) -> None: ...
+    def end(self) -> None: ...
+    def defer_to_python(self, whether: bool, /) -> None: ...
+    def recorded(self) -> int: ...
+    def passed(self) -> int: ...
+    def recent(self) -> list[tuple[int, int, int]]: ...
+    def check_frames(self, code: CodeType, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+
+if TYPE_CHECKING:
+    _checked: NativeExtension = extension  # mypy compares the protocol with the stub
 
 
 class RefusedLibraryError(Exception):
-    """A library that is there and is not used; the message says why."""
+    """A library exists but must not be used; the message says why."""
 
 
-def native() -> Any:
-    """The native part, or None where it was not built, is switched off, or is not what it should be
-    (said once)."""
+def native() -> NativeExtension | None:
+    """Return the native extension; None if it is not built, switched off or refused.
+
+    A refused library is logged once.
+    """
     if os.environ.get(SWITCH) == "0":
         return None
     try:
         path = library()
     except TorchwhereError:
         return None
-    # not `path.exists()`, which raises in a home that is somebody else's
+    # not `path.exists()`, which raises in the home folder of another user
     if path not in _loaded and os.path.exists(path):
         try:
             _loaded[path] = load(path)
         except Exception as error:
             _loaded[path] = None
             log.warning(
-                "torchwhere: the native part is there but not used: %s. Everything is recorded by"
-                " Python's own code; `torchwhere native --anew` builds it again.",
+                "torchwhere: the native extension is not used: %s. The Python code records"
+                " everything; `torchwhere native --anew` builds the extension again.",
                 error,
             )
     return _loaded.get(path)
@@ -63,8 +99,8 @@ def native() -> Any:
 
 @cache
 def built_for() -> str:
-    """All that a library depends on, in one word: its sources, torch and how that was built, Python
-    and its ABI."""
+    """Return everything that the extension depends on as one string: its sources, torch and how it
+    was built, Python and its ABI."""
     sources = hashlib.sha256(b"".join(path.read_bytes() for path in source_files())).hexdigest()[
         :12
     ]
@@ -74,21 +110,22 @@ def built_for() -> str:
 
 
 def source_files() -> list[Path]:
+    """Return the C++ files."""
     return sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
 
 
 def library() -> Path:
-    """Where the library is, or would be."""
+    """Return the path of the built library, whether it exists or not."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(caches):
         raise TorchwhereError(
-            "there is no home folder to keep the native part in: name another one in XDG_CACHE_HOME"
+            "there is no home folder for the native extension: set XDG_CACHE_HOME to a folder"
         )
     return Path(caches) / FOLDER / f"{NAME}-{built_for()}.so"
 
 
 def failure_file(path: Path) -> Path:
-    """Why it could not be built, if that was tried before a job."""
+    """Return the path of the file that says why an automatic build failed."""
     return path.with_name(path.name + ".failed")
 
 
@@ -100,24 +137,28 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def load(path: Path) -> Any:
-    """Load a library that is whole and was built for this. Raises `RefusedLibraryError`, or what
-    the system's loader says."""
+def load(path: Path) -> NativeExtension:
+    """Load a library.
+
+    Raises:
+        RefusedLibraryError: If it is damaged, or was built for another torch or Python.
+        ImportError: If the system cannot load it.
+    """
     try:
         expected = checksum_file(path).read_text().strip()
     except OSError:
-        raise RefusedLibraryError(f"{path} has no checksum beside it") from None
+        raise RefusedLibraryError(f"the checksum file of {path} is missing") from None
     if checksum(path) != expected:
         raise RefusedLibraryError(f"{path} is damaged")
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    module = cast(NativeExtension, importlib.util.module_from_spec(spec))
+    loader.exec_module(cast(ModuleType, module))
     if module.built_for != built_for():
         raise RefusedLibraryError(f"{path} was built for {module.built_for}, this is {built_for()}")
     if not module.check_frames(sys._getframe().f_code):
         raise RefusedLibraryError(
-            "this Python lays out its frames in another way than the native part knows"
+            "this Python stores its frames in a layout that the extension does not know"
         )
     return module

@@ -1,4 +1,4 @@
-// Which module runs, without Python's share of it: the hot path of `hooks/modules.py`. All of it holds the GIL.
+// Records which module runs: the hot path of `hooks/modules.py`. All of this runs with the GIL.
 #pragma once
 
 #include <vector>
@@ -10,14 +10,15 @@
 
 namespace torchwhere {
 
-constexpr uint64_t FIRST_MODULE_WORD = 1ull << MODULE_SHIFT;
+constexpr uint64_t FIRST_MODULE_PLACE = 1ull << MODULE_SHIFT;
 
-// Ints by ints. They stand in the order in which they came, and the one after the last that was found is tried first: modules are
-// called in the order in which they were called first, and where one is called, whatever was not used just before is far away.
+// A hash map from int to int. Entries are stored in the order of insertion, and a search first
+// tries the entry after the last hit: modules are called in the same order every step, so this
+// entry is usually the right one, and it is in the cache.
 class Table {
  public:
   struct Slot {
-    uint64_t key;  // + 1: 0 is one that is gone
+    uint64_t key;  // the key + 1; 0 for an erased entry
     int64_t value;
   };
 
@@ -30,7 +31,7 @@ class Table {
   }
 
   int64_t& operator[](uint64_t key) {
-    if (Slot* found = find(key)) return found->value;
+    if (Slot* slot = find(key)) return slot->value;
     if (holes_.empty()) {
       holes_.push_back(slots_.size());
       slots_.push_back({});
@@ -45,11 +46,11 @@ class Table {
     return slots_[at].value;
   }
 
-  // What stood behind it in the index may have to move up: a gap ends a search.
-  void erase(Slot* gone) {
-    size_t at = look_up(gone->key);
+  // Entries after the erased one in the index may have to move: a gap ends a search.
+  void erase(Slot* slot) {
+    size_t at = look_up(slot->key);
     holes_.push_back(index_[at] - 1);
-    gone->key = 0;
+    slot->key = 0;
     index_[at] = 0;
     for (at = (at + 1) & mask(); index_[at] != 0; at = (at + 1) & mask()) {
       size_t moved = index_[at];
@@ -61,7 +62,7 @@ class Table {
  private:
   size_t mask() const { return index_.size() - 1; }
 
-  // Where the index has a key (+ 1), or would.
+  // Returns the position of a key (+ 1) in the index, or the free position for it.
   size_t look_up(uint64_t key) const {
     size_t at = key * 0x9E3779B97F4A7C15u >> 32 & mask();
     while (index_[at] != 0 && slots_[index_[at] - 1].key != key) at = (at + 1) & mask();
@@ -76,49 +77,51 @@ class Table {
 
   std::vector<Slot> slots_;
   size_t next_ = 0;
-  std::vector<size_t> index_ = std::vector<size_t>(64);  // where a slot is, + 1; a power of two, at most half of it used
+  // Positions of slots + 1. The size is a power of two, and at most half of it is used.
+  std::vector<size_t> index_ = std::vector<size_t>(64);
   std::vector<size_t> holes_;
 };
 
-// A dict of ints, as far as `hooks/modules.py` uses one: for Python and for C++ at the same time.
-struct Words {
+// A dict of ints with the methods that the hooks use. Python and C++ share it.
+struct IntMap {
   PyObject_HEAD
   Table of;
 };
 
-inline PyObject* words_new(PyTypeObject* type, PyObject*, PyObject*) {
-  auto* self = reinterpret_cast<Words*>(type->tp_alloc(type, 0));
+inline PyObject* int_map_new(PyTypeObject* type, PyObject*, PyObject*) {
+  auto* self = reinterpret_cast<IntMap*>(type->tp_alloc(type, 0));
   if (self != nullptr) new (&self->of) Table();
   return reinterpret_cast<PyObject*>(self);
 }
 
-inline void words_dealloc(Words* self) {
+inline void int_map_dealloc(IntMap* self) {
   self->of.~Table();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
-// get(key, default=None); with `is_last`, pop(key, default=None)
-template <bool is_last>
-PyObject* words_get(Words* self, PyObject* const* args, Py_ssize_t given) {
-  if (given < 1 || given > 2) return PyErr_Format(PyExc_TypeError, "a key and a default, not %zd arguments", given);
+// get(key, default=None), or, with `removes`, pop(key, default=None)
+template <bool removes>
+PyObject* int_map_get(IntMap* self, PyObject* const* args, Py_ssize_t given) {
+  if (given < 1 || given > 2)
+    return PyErr_Format(PyExc_TypeError, "expected key and default, not %zd arguments", given);
   uint64_t key = PyLong_AsUnsignedLongLong(args[0]);
   if (PyErr_Occurred()) return nullptr;
-  Table::Slot* found = self->of.find(key);
-  if (found == nullptr) {
+  Table::Slot* slot = self->of.find(key);
+  if (slot == nullptr) {
     PyObject* otherwise = given == 2 ? args[1] : Py_None;
     Py_INCREF(otherwise);
     return otherwise;
   }
-  PyObject* value = PyLong_FromLongLong(found->value);
-  if (is_last) self->of.erase(found);
+  PyObject* value = PyLong_FromLongLong(slot->value);
+  if (removes) self->of.erase(slot);
   return value;
 }
 
-inline int words_set(Words* self, PyObject* key, PyObject* value) {
+inline int int_map_set(IntMap* self, PyObject* key, PyObject* value) {
   if (value == nullptr) {
-    PyErr_SetString(PyExc_TypeError, "use pop");
+    PyErr_SetString(PyExc_TypeError, "cannot delete an item; use pop");
     return -1;
   }
   uint64_t at = PyLong_AsUnsignedLongLong(key);
@@ -129,32 +132,33 @@ inline int words_set(Words* self, PyObject* key, PyObject* value) {
   return 0;
 }
 
-inline PyMethodDef words_methods[] = {
-    {"get", method(words_get<false>), METH_FASTCALL, nullptr},
-    {"pop", method(words_get<true>), METH_FASTCALL, nullptr},
+inline PyMethodDef int_map_methods[] = {
+    {"get", method(int_map_get<false>), METH_FASTCALL, nullptr},
+    {"pop", method(int_map_get<true>), METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr}};
-inline PyType_Slot words_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(words_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(words_dealloc)},
-    {Py_tp_methods, words_methods},
-    {Py_mp_ass_subscript, reinterpret_cast<void*>(words_set)},
+inline PyType_Slot int_map_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(int_map_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(int_map_dealloc)},
+    {Py_tp_methods, int_map_methods},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(int_map_set)},
     {0, nullptr}};
-inline PyType_Spec words_spec = {"torchwhere_native.Words", sizeof(Words), 0, Py_TPFLAGS_DEFAULT, words_slots};
+inline PyType_Spec int_map_spec = {
+    "torchwhere_native.IntMap", sizeof(IntMap), 0, Py_TPFLAGS_DEFAULT, int_map_slots};
 
-// How often each module was called in this step, by its word. The ids in words are small and in the order in which the modules came:
-// no need to search.
+// How often each module was called in this step, by its packed place. Module ids are small and
+// consecutive, so the id is the index and no search is needed.
 struct Counts {
   PyObject_HEAD
-  std::vector<uint64_t> of;  // by id: the step that it was counted in, as this counts them, and how often
+  std::vector<uint64_t> of;  // by id: the number of the step (upper half) and the calls in it
   uint64_t step;
 
-  uint64_t get(uint64_t word) const {
-    size_t id = word >> MODULE_SHIFT;
+  uint64_t get(uint64_t place) const {
+    size_t id = place >> MODULE_SHIFT;
     return id < of.size() && of[id] >> 32 == step ? of[id] & CALL_MASK : 0;
   }
 
-  void set(uint64_t word, uint64_t count) {
-    size_t id = word >> MODULE_SHIFT;
+  void set(uint64_t place, uint64_t count) {
+    size_t id = place >> MODULE_SHIFT;
     if (id >= of.size()) of.resize(id + id / 2 + 64);
     of[id] = step << 32 | (count & CALL_MASK);
   }
@@ -180,23 +184,25 @@ inline void counts_dealloc(Counts* self) {
   Py_DECREF(type);
 }
 
-// get(word, default): 0 where it was not called, whatever the default.
+// get(place, default): the calls in this step. The default is ignored: it is always 0.
 inline PyObject* counts_get(Counts* self, PyObject* const* args, Py_ssize_t given) {
-  if (given != 2) return PyErr_Format(PyExc_TypeError, "a word and 0, not %zd arguments", given);
-  uint64_t word = PyLong_AsUnsignedLongLong(args[0]);
-  return PyErr_Occurred() ? nullptr : PyLong_FromUnsignedLongLong(self->get(word));
+  if (given != 2)
+    return PyErr_Format(PyExc_TypeError, "expected place and 0, not %zd arguments", given);
+  uint64_t place = PyLong_AsUnsignedLongLong(args[0]);
+  return PyErr_Occurred() ? nullptr : PyLong_FromUnsignedLongLong(self->get(place));
 }
 
-// clear(): a step has begun.
+// clear(): sets all counts to 0, at the begin of a step.
 inline PyObject* counts_clear(Counts* self, PyObject*) {
   self->forget();
   Py_RETURN_NONE;
 }
 
 inline int counts_set(Counts* self, PyObject* key, PyObject* value) {
-  uint64_t word = PyLong_AsUnsignedLongLong(key), count = value == nullptr ? 0 : PyLong_AsUnsignedLongLong(value);
+  uint64_t place = PyLong_AsUnsignedLongLong(key);
+  uint64_t count = value == nullptr ? 0 : PyLong_AsUnsignedLongLong(value);
   if (PyErr_Occurred()) return -1;
-  self->set(word, count);
+  self->set(place, count);
   return 0;
 }
 
@@ -210,27 +216,40 @@ inline PyType_Slot counts_slots[] = {
     {Py_tp_methods, counts_methods},
     {Py_mp_ass_subscript, reinterpret_cast<void*>(counts_set)},
     {0, nullptr}};
-inline PyType_Spec counts_spec = {"torchwhere_native.Counts", sizeof(Counts), 0, Py_TPFLAGS_DEFAULT, counts_slots};
+inline PyType_Spec counts_spec = {
+    "torchwhere_native.Counts", sizeof(Counts), 0, Py_TPFLAGS_DEFAULT, counts_slots};
 
-// The module calls of one watch: `enter` and `leave` of every one of them, on any thread.
+// Records `enter` and `leave` of every module call of one watch, on any thread.
 struct Calls {
   PyObject_HEAD
   Box* box;
-  Words* bases;  // as in ModuleSense
+  IntMap* bases;  // places of modules without the call, as in ModuleHook
   Counts* calls;
   uint64_t recompute_bit, inherited;
-  int enter_kind, exit_kind;  // 0: no events
-  uint64_t backward_pass;     // from here on, only for calls from outside any module
-  PyObject* pipelining;       // the name of the module that is there when pipelines are
+  int enter_kind, exit_kind;  // 0: record no events
+  // Used only for a call from outside any module:
+  uint64_t backward_pass;
+  PyObject* pipelining;  // the name of a module that is imported if the job uses pipelines
 };
 
-// Calls(box, bases, calls, recompute_bit, inherited, backward_pass, pipelining, enter_kind, exit_kind)
+// Calls(box, bases, calls, recompute_bit, inherited, backward_pass, pipelining, enter_kind,
+// exit_kind)
 inline PyObject* calls_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *box, *bases, *calls, *pipelining;
   unsigned long long recompute_bit, inherited, backward_pass;
   int enter_kind, exit_kind;
   if (!PyArg_ParseTuple(
-          args, "OOOKKKUii", &box, &bases, &calls, &recompute_bit, &inherited, &backward_pass, &pipelining, &enter_kind, &exit_kind))
+          args,
+          "OOOKKKUii",
+          &box,
+          &bases,
+          &calls,
+          &recompute_bit,
+          &inherited,
+          &backward_pass,
+          &pipelining,
+          &enter_kind,
+          &exit_kind))
     return nullptr;
   auto* self = reinterpret_cast<Calls*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
@@ -239,7 +258,7 @@ inline PyObject* calls_new(PyTypeObject* type, PyObject* args, PyObject*) {
   Py_INCREF(calls);
   Py_INCREF(pipelining);
   self->box = reinterpret_cast<Box*>(box);
-  self->bases = reinterpret_cast<Words*>(bases);
+  self->bases = reinterpret_cast<IntMap*>(bases);
   self->calls = reinterpret_cast<Counts*>(calls);
   self->recompute_bit = recompute_bit;
   self->inherited = inherited;
@@ -260,86 +279,94 @@ inline void calls_dealloc(Calls* self) {
   Py_DECREF(type);
 }
 
-// The record of an enter or exit. Which call a recomputed one was in the forward is for Python to find out.
-inline bool tell(Calls* self, ThreadTrack* track, int kind, uint64_t t_ns, uint64_t word) {
-  uint64_t call = word & CALL_MASK;
-  if (word & self->recompute_bit) {
-    PyObject* found = PyObject_CallMethod(reinterpret_cast<PyObject*>(track), "call_of", "K", word);
-    call = found == nullptr ? 0 : PyLong_AsUnsignedLongLong(found);
-    Py_XDECREF(found);
+// Writes the record of an enter or exit. In a recomputation, Python finds the call of the forward.
+inline bool write_record(Calls* self, ThreadTrack* track, int kind, uint64_t t_ns, uint64_t place) {
+  uint64_t call = place & CALL_MASK;
+  if (place & self->recompute_bit) {
+    auto* python_track = reinterpret_cast<PyObject*>(track);
+    PyObject* answer = PyObject_CallMethod(python_track, "call_of", "K", place);
+    call = answer == nullptr ? 0 : PyLong_AsUnsignedLongLong(answer);
+    Py_XDECREF(answer);
     if (PyErr_Occurred()) return false;
   }
   if (self->box->words == nullptr || self->box->step >> 32) {
-    PyErr_SetString(PyExc_ValueError, "the box is closed, or the step does not fit into a record");
+    PyErr_SetString(PyExc_ValueError, "the box is closed, or the step number is too large");
     return false;
   }
   Record record{};
   record.kind = static_cast<uint8_t>(kind);
   record.t_ns = t_ns;
-  record.pass = word >> PASS_SHIFT & PASS_MASK;
+  record.pass = place >> PASS_SHIFT & PASS_MASK;
   record.thread = static_cast<uint8_t>(track->number);
   record.step = static_cast<uint32_t>(self->box->step);
-  record.module = static_cast<uint32_t>(word >> MODULE_SHIFT);
+  record.module = static_cast<uint32_t>(place >> MODULE_SHIFT);
   record.call = static_cast<uint32_t>(call);
   self->box->put(record);
   return true;
 }
 
-inline PyObject* entered(Calls* self, ThreadTrack* track, uint64_t word, uint64_t below) {
+inline PyObject* entered(Calls* self, ThreadTrack* track, uint64_t place, uint64_t below) {
   uint64_t t_ns = now_ns();
-  note(track, word);
-  show(track, self->box, word, t_ns);
-  if (self->enter_kind && word != below && !tell(self, track, self->enter_kind, t_ns, word)) return nullptr;
+  append_to_log(track, place);
+  set_place(track, self->box, place, t_ns);
+  bool has_record = self->enter_kind && place != below;
+  if (has_record && !write_record(self, track, self->enter_kind, t_ns, place)) return nullptr;
   return PyLong_FromUnsignedLongLong(below);
 }
 
-// Whether a call from outside any module may be no ordinary one: a recomputation, or a rehearsal. Then it is for Python.
-inline bool may_be_odd(const Calls* self, uint64_t below) {
-  return (below >> PASS_SHIFT & PASS_MASK) == self->backward_pass || torch::autograd::get_current_graph_task_id() != -1 ||
+// Whether a call from outside any module may be a recomputation or shape inference, which Python
+// handles. A pipeline infers shapes by calling its module.
+inline bool needs_python(const Calls* self, uint64_t below) {
+  return (below >> PASS_SHIFT & PASS_MASK) == self->backward_pass ||
+      torch::autograd::get_current_graph_task_id() != -1 ||
       c10::impl::TorchDispatchModeTLS::any_modes_set() ||
-      PyDict_Contains(PyImport_GetModuleDict(), self->pipelining) != 0;  // a pipeline infers shapes by calling its module
+      PyDict_Contains(PyImport_GetModuleDict(), self->pipelining) != 0;
 }
 
-// enter(module) -> where the thread was before; None: this is not for us, but for `ModuleSense._enter_slowly`.
+// enter(module) -> the place before the call; None: `ModuleHook._enter_slowly` must handle it.
 inline PyObject* calls_enter(Calls* self, PyObject* module) {
   ThreadTrack* track = track_of(self->box);
   if (track == nullptr) Py_RETURN_NONE;
   uint64_t below = track->top;
-  Table::Slot* found = self->bases->of.find(reinterpret_cast<uint64_t>(module));
-  if (found == nullptr || found->value == 0) Py_RETURN_NONE;
-  if (below < FIRST_MODULE_WORD && may_be_odd(self, below)) Py_RETURN_NONE;
-  bool is_wrapper = found->value < 0;  // its call is that of the module inside it
-  auto word = static_cast<uint64_t>(is_wrapper ? -found->value : found->value);
-  if (below >= FIRST_MODULE_WORD && below & self->recompute_bit) return entered(self, track, word | (below & self->inherited), below);
-  uint64_t call = self->calls->get(word);
-  if (!is_wrapper) self->calls->set(word, call + 1);
-  return entered(self, track, word | call, below);
+  Table::Slot* base = self->bases->of.find(reinterpret_cast<uint64_t>(module));
+  if (base == nullptr || base->value == 0) Py_RETURN_NONE;
+  if (below < FIRST_MODULE_PLACE && needs_python(self, below)) Py_RETURN_NONE;
+  bool is_wrapper = base->value < 0;  // its call is that of the module inside it
+  auto place = static_cast<uint64_t>(is_wrapper ? -base->value : base->value);
+  if (below >= FIRST_MODULE_PLACE && below & self->recompute_bit)
+    return entered(self, track, place | (below & self->inherited), below);
+  uint64_t call = self->calls->get(place);
+  if (!is_wrapper) self->calls->set(place, call + 1);
+  return entered(self, track, place | call, below);
 }
 
-// entered(word, below) -> below: what `_enter_slowly` has found.
+// entered(place, below) -> below: enters the place that `_enter_slowly` has found.
 inline PyObject* calls_entered(Calls* self, PyObject* const* args, Py_ssize_t given) {
-  if (given != 2) return PyErr_Format(PyExc_TypeError, "a word and the one below, not %zd arguments", given);
-  uint64_t word = PyLong_AsUnsignedLongLong(args[0]), below = PyLong_AsUnsignedLongLong(args[1]);
+  if (given != 2)
+    return PyErr_Format(PyExc_TypeError, "expected place and below, not %zd arguments", given);
+  uint64_t place = PyLong_AsUnsignedLongLong(args[0]);
+  uint64_t below = PyLong_AsUnsignedLongLong(args[1]);
   if (PyErr_Occurred()) return nullptr;
   ThreadTrack* track = track_of(self->box);
   if (track == nullptr) return PyErr_Format(PyExc_ValueError, "the box is closed");
-  return entered(self, track, word, below);
+  return entered(self, track, place, below);
 }
 
-// leave(below): a call that began there has ended. Does nothing once the watch is over.
+// leave(below): ends a call that began at the place `below`. Does nothing after the watch.
 inline PyObject* calls_leave(Calls* self, PyObject* under) {
   uint64_t below = PyLong_AsUnsignedLongLong(under);
   if (PyErr_Occurred()) return nullptr;
   ThreadTrack* track = track_of(self->box);
   if (track == nullptr) Py_RETURN_NONE;
-  uint64_t t_ns = now_ns(), word = track->top;
-  // A wrapper and what it wraps are one call.
-  bool is_told = !self->exit_kind || word == below || tell(self, track, self->exit_kind, t_ns, word);
+  uint64_t t_ns = now_ns(), place = track->top;
+  // A wrapper and the module inside it are one call, with one record.
+  bool has_record = self->exit_kind && place != below;
+  bool is_written = !has_record || write_record(self, track, self->exit_kind, t_ns, place);
   if ((track = track_of(self->box)) != nullptr) {
-    note(track, below);
-    show(track, self->box, below, t_ns);
+    append_to_log(track, below);
+    set_place(track, self->box, below, t_ns);
   }
-  if (!is_told) return nullptr;
+  if (!is_written) return nullptr;
   Py_RETURN_NONE;
 }
 
@@ -353,6 +380,7 @@ inline PyType_Slot calls_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(calls_dealloc)},
     {Py_tp_methods, calls_methods},
     {0, nullptr}};
-inline PyType_Spec calls_spec = {"torchwhere_native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
+inline PyType_Spec calls_spec = {
+    "torchwhere_native.Calls", sizeof(Calls), 0, Py_TPFLAGS_DEFAULT, calls_slots};
 
 }  // namespace torchwhere

@@ -1,6 +1,7 @@
-// The native part of torchwhere: the hot paths of `blackbox/writer.py` and of the senses once more, for those whose step waits for
-// them. Python's own code stays the reference: here is only what it has met before, and everything
-// else is handed back to it. Built by `torchwhere native` against one torch and one Python; see `docs/overhead.md`.
+// The native extension of torchwhere: the hot paths of `blackbox/writer.py` and of `hooks/` in C++.
+// The Python code is the reference. The extension handles only what Python has handled before, and
+// leaves everything else to Python. `torchwhere native` builds it for one torch and one Python; see
+// `docs/overhead.md`. `extension.pyi` describes it to the type checker.
 #include "box.h"
 #include "modules.h"
 #include "fast_path.h"
@@ -22,11 +23,20 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "torchwhere_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+    PyModuleDef_HEAD_INIT,
+    "torchwhere_native",
+    nullptr,
+    -1,
+    functions,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr};
 
 bool add(PyObject* module, PyType_Spec* spec) {
   PyObject* type = PyType_FromSpec(spec);
-  bool is_added = type != nullptr && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type)) == 0;
+  bool is_added =
+      type != nullptr && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type)) == 0;
   Py_XDECREF(type);
   return is_added;
 }
@@ -41,7 +51,7 @@ PyMODINIT_FUNC PyInit_torchwhere_native() {
         &torchwhere::count_spec,
         &torchwhere::track_spec,
         &torchwhere::buckets_spec,
-        &torchwhere::words_spec,
+        &torchwhere::int_map_spec,
         &torchwhere::counts_spec,
         &torchwhere::calls_spec,
         &torchwhere::sum_spec,
@@ -51,8 +61,9 @@ PyMODINIT_FUNC PyInit_torchwhere_native() {
       return nullptr;
     }
   }
+  constexpr long log_length = static_cast<long>(torchwhere::LOG_MASK) + 1;
   if (PyModule_AddStringConstant(module, "built_for", TORCHWHERE_BUILT_FOR) < 0 ||
-      PyModule_AddIntConstant(module, "LOG_LENGTH", static_cast<long>(torchwhere::LOG_MASK) + 1) < 0) {
+      PyModule_AddIntConstant(module, "LOG_LENGTH", log_length) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -1,9 +1,8 @@
-"""Tries the native part out: a small DDP job is trained unwatched, watched by Python's code and
-watched natively.
+"""Tests the native extension: trains a small DDP job without a watch, with a watch in Python, and
+with a watch that uses the extension.
 
-The parameters must come out the same in all three, and the same events be recorded in both watches.
-Runs in a process of its own (`torchwhere native --check`): a library that crashes takes this
-process with it, and no job.
+All three must give the same parameters, and both watches must record the same events. Runs in a
+separate process (`torchwhere native --check`): a library that crashes ends this process and no job.
 """
 
 from __future__ import annotations
@@ -23,52 +22,57 @@ import torchwhere
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.native.load import SWITCH, library, native
 
-_STEPS = 8  # the native part learns from the first ones
+_STEPS = 8  # the extension learns from the first steps
 _WIDTH = 8
 _LAYERS = 4
 _TIMES = ("t_ns", "duration_ns")
 
 
 def try_out() -> None:
-    """Raises `TorchwhereError` where the native part is not there, or does not do what Python's
-    code does."""
+    """Test the native extension.
+
+    Raises:
+        TorchwhereError: If it is missing, or does not do the same as the Python code.
+    """
     torch.set_num_threads(1)
     os.environ[SWITCH] = "1"
-    part = native()
-    if part is None:
+    extension = native()
+    if extension is None:
         raise TorchwhereError(
-            f"there is no native part to check at {library()}: `torchwhere native` builds it"
+            f"the native extension is missing ({library()}): build it with `torchwhere native`"
         )
     with tempfile.TemporaryDirectory() as folder:
         expected = _train(nullcontext())
-        plainly, by_python = _watched(Path(folder) / "python", is_native=False)
-        natively, by_native = _watched(Path(folder) / "native", is_native=True)
-    if not _are_equal(expected, plainly) or not _are_equal(expected, natively):
-        raise TorchwhereError("the native part changes what is trained")
-    if _has_gloo() and not part.recorded():
-        raise TorchwhereError("the native part does not see DDP's reductions")
-    if by_python != by_native:
+        with_python, python_events = _watched(Path(folder) / "python", is_native=False)
+        with_native, native_events = _watched(Path(folder) / "native", is_native=True)
+    if not _are_equal(expected, with_python) or not _are_equal(expected, with_native):
+        raise TorchwhereError("the native extension changes the trained parameters")
+    if _has_gloo() and not extension.recorded():
+        raise TorchwhereError("the native extension does not record the all-reduces of DDP")
+    if python_events != native_events:
         raise TorchwhereError(
-            "the native part records something else than Python:"
-            f" {_first_difference(by_python, by_native)}"
+            "the native extension does not record the same as Python:"
+            f" {_first_difference(python_events, native_events)}"
         )
 
 
-def _first_difference(by_python: list[dict[str, Any]], by_native: list[dict[str, Any]]) -> str:
-    """What differs in the first event that does, and which that is."""
-    for expected, found in zip(by_python, by_native, strict=False):
-        if expected != found:
-            differs = {
-                key: (expected.get(key), found.get(key))
-                for key in expected | found
-                if expected.get(key) != found.get(key)
+def _first_difference(
+    python_events: list[dict[str, Any]], native_events: list[dict[str, Any]]
+) -> str:
+    """Return the fields that differ in the first event that differs, and its kind."""
+    for expected, actual in zip(python_events, native_events, strict=False):
+        if expected != actual:
+            fields = {
+                key: (expected.get(key), actual.get(key))
+                for key in expected | actual
+                if expected.get(key) != actual.get(key)
             }
-            return f"({differs}, {expected['kind']})"
-    return "more, or less"
+            return f"({fields}, {expected['kind']})"
+    return f"{len(python_events)} events in Python, {len(native_events)} natively"
 
 
 def _watched(folder: Path, *, is_native: bool) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-    """The trained parameters, and what was recorded, apart from its time."""
+    """Return the trained parameters, and the recorded events without their times."""
     os.environ[SWITCH] = str(int(is_native))
     trained = _train(torchwhere.watch(out=folder, module_events=True))
     events = [event.to_dict() for event in torchwhere.read_run(folder).events()]
@@ -94,13 +98,13 @@ def _train(watch: AbstractContextManager[Any]) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def _are_equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+def _are_equal(params: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return all(torch.equal(param, other) for param, other in zip(params, others, strict=True))
 
 
 @contextmanager
 def _process_group() -> Iterator[None]:
-    """One of this process alone, where torch has one to offer."""
+    """A process group with this process as its only rank, if torch has gloo."""
     if not _has_gloo():
         yield
         return

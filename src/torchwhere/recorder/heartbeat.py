@@ -1,13 +1,13 @@
-"""The heart of a watched rank: a thread that wakes once a second and writes into the box that the
-process is there.
+"""The heartbeat of a watched rank: a thread that writes into the box once a second that the process
+is alive.
 
-When all processes of a job have been killed, the boxes alone tell whether it hung or was only
-passing through: by how long the last beat came after the last thing that was recorded. A process
-whose main thread waits, in a collective or a lock, beats on; one that is stopped, or holds the GIL
-in C, does not. A rank that has come to rest has time to do more: `on_stall`.
+After all processes of a job were killed, the heartbeats tell whether the job hung: then the last
+heartbeat is much later than the last recorded event. A process whose main thread waits, in a
+collective or for a lock, still has a heartbeat; a process that is stopped, or holds the GIL in C,
+has none. A stalled rank has time for more: `on_stall`.
 
-Beside each beat it writes for how long the main thread was ready to run and had no CPU: who is late
-for that is not to blame.
+Each heartbeat also says how long the main thread was ready to run but had no CPU. A rank that is
+late for this reason is not to blame.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.processes.cpu_delay import cpu_delay_ns
 
 BEAT_S = 1.0
-_REST_BEATS = 2  # without anything recorded: the job may have come to rest
+_STALL_BEATS = 2  # heartbeats without a recorded event, after which the job may have stalled
 _JOIN_S = 5.0
-_LAST_LOOK_S = 1.0  # a folder that does not answer must not hold back an exception
-_FORK_S = 2.0  # a fork is held up for at most so long
-# faults of its own
-_KEPT_OPEN = {
+_JOIN_FAILED_S = 1.0  # a slow file system must not delay an exception of the job for long
+_FORK_S = 2.0  # the longest time that a fork waits
+# faults in the heartbeat thread itself, which must not be blocked
+_NEVER_BLOCKED = {
     signal.SIGBUS,
     signal.SIGSEGV,
     signal.SIGFPE,
@@ -39,88 +39,92 @@ _KEPT_OPEN = {
 
 
 class Heartbeat:
-    """Beats from `start` to `stop`. While nothing moves, `on_stall` is called, in its thread: after
-    2 beats, 4, 8 and so on."""
+    """Writes heartbeats from `start` to `stop`. While no event is recorded, its thread calls
+    `on_stall`: after 2 heartbeats, 4, 8 and so on."""
 
     def __init__(self, box: BoxWriter, *, on_stall: Callable[[], None]) -> None:
         self._box = box
-        self._on_rest = on_stall
+        self._on_stall = on_stall
         self._over = threading.Event()
-        # Held while it does more than beat: it may import, and a child must not inherit half of
-        # that. A thread that has forked lets go of it if it has it, which this kind of lock knows.
+        # Held while `on_stall` runs: it may import modules, and a forked child must not inherit a
+        # half-finished import. Reentrant, so that the thread that forks may release it if it has
+        # it.
         self._busy = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._rests, self._looks = True, False
-        self._queued_ns = 0
-        self._trouble = ErrorLimiter("the heartbeat", self._over.set)
-        self._trouble_at_rest = ErrorLimiter(
-            "what a rank leaves that stands still", self._rest_no_more
-        )
+        self._calls_on_stall = True
+        self._failed = False
+        self._cpu_delay_ns = 0
+        self._errors = ErrorLimiter("the heartbeat", self._over.set)
+        self._stall_errors = ErrorLimiter("stalls", self._stop_calling_on_stall)
 
     def start(self) -> None:
-        """Once; a second time changes nothing."""
+        """Start the thread, if it does not run yet."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="torchwhere", daemon=True)
             try:
                 thread.start()
                 self._thread = thread
-            except Exception as error:  # no more threads for this process: it is watched without
-                self._trouble(error)
+            except Exception as error:  # the process may have too many threads: watch without it
+                self._errors(error)
 
-    def stop(self, *, looks: bool = False) -> None:
-        """No beat after this. With `looks`, a last `on_stall`: a rank that has failed leaves what
-        one that stands still does."""
-        self._looks = looks
+    def stop(self, *, failed: bool = False) -> None:
+        """Stop the heartbeat. If the rank has failed, `on_stall` runs once more: a failed rank
+        leaves the same files as a stalled one."""
+        self._failed = failed
         self._over.set()
         if self._thread is not None:
-            self._thread.join(_LAST_LOOK_S if looks else _JOIN_S)
-        self._trouble.is_over = self._trouble_at_rest.is_over = True
+            self._thread.join(_JOIN_FAILED_S if failed else _JOIN_S)
+        self._errors.is_over = self._stall_errors.is_over = True
         self._thread = None
 
     def before_fork(self) -> None:
+        """Wait until `on_stall` is not running."""
         self._busy.acquire(timeout=_FORK_S)
 
     def after_fork(self) -> None:
+        """Let `on_stall` run again."""
         with contextlib.suppress(RuntimeError):
             self._busy.release()
 
     def abandon(self) -> None:
-        """In a forked child, which has no such thread."""
+        """Forget the thread in a forked child, which does not have it."""
         self._thread = None
 
     def _run(self) -> None:
-        # The job's signals are for the job's threads: one that waits for a signal counts on all
-        # others not to take it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _KEPT_OPEN)
-        resting, seen = 0, b""
+        # Signals of the job are for its own threads: a thread that waits for a signal relies on
+        # all other threads to block it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _NEVER_BLOCKED)
+        unchanged, state = 0, b""
         while True:
             try:
                 self._beat()
-                before, seen = seen, self._box.present()
-                resting = resting + 1 if seen == before else 0
+                before, state = state, self._box.present()
+                unchanged = unchanged + 1 if state == before else 0
             except Exception as error:
-                self._trouble(error)
-            if self._rests and resting >= _REST_BEATS and resting & (resting - 1) == 0:
-                self._rest()
+                self._errors(error)
+            is_power_of_two = unchanged & (unchanged - 1) == 0
+            if self._calls_on_stall and unchanged >= _STALL_BEATS and is_power_of_two:
+                self._call_on_stall()
             if self._over.wait(BEAT_S):
                 break
-        if self._looks:
-            self._rest()
+        if self._failed:
+            self._call_on_stall()
 
     def _beat(self) -> None:
-        queued = cpu_delay_ns()
-        if queued is not None:
-            waited, self._queued_ns = queued - (self._queued_ns or queued), queued
-            self._box.beat(time.monotonic_ns(), cpu_delay_ns=waited)
-        else:
+        total_ns = cpu_delay_ns()
+        if total_ns is None:
             self._box.beat(time.monotonic_ns())
+        else:
+            since_last_ns = total_ns - (self._cpu_delay_ns or total_ns)
+            self._cpu_delay_ns = total_ns
+            self._box.beat(time.monotonic_ns(), cpu_delay_ns=since_last_ns)
 
-    def _rest(self) -> None:
+    def _call_on_stall(self) -> None:
         try:
             with self._busy:
-                self._on_rest()
-        except Exception as error:  # as on a full disk: it beats on, which takes no room
-            self._trouble_at_rest(error)
+                self._on_stall()
+        except Exception as error:  # for example a full disk, which heartbeats do not need
+            self._stall_errors(error)
 
-    def _rest_no_more(self) -> None:
-        self._rests = False
+    def _stop_calling_on_stall(self) -> None:
+        self._calls_on_stall = False

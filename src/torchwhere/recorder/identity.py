@@ -1,4 +1,4 @@
-"""Who this process is: rank, world, run, host. Goes into the header of its box."""
+"""Identifies this process: rank, world size, run, host. The header of the box contains it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from torchwhere.processes.namespace import pid_namespace
 
 
 def rank_and_world() -> tuple[int, int]:
-    """From the process group if there is one, else from the launcher's environment, else a world of
-    one."""
+    """Return rank and world size: of the process group, otherwise from the environment that the
+    launcher set, otherwise 0 and 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    said = launch()
-    rank = said.rank or 0
-    return rank, max(said.world_size or 1, rank + 1)
+    launched = launch()
+    rank = launched.rank or 0
+    return rank, max(launched.world_size or 1, rank + 1)
 
 
 def _number(variable: str, default: int) -> int:
@@ -38,7 +38,7 @@ def _number(variable: str, default: int) -> int:
 
 
 def run_id() -> str:
-    """The same on all ranks of one launch, as far as the launcher says so."""
+    """Return an id that all ranks of one launch share, as far as the launcher gives one."""
     elastic = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if elastic != "none":
         return elastic
@@ -46,12 +46,13 @@ def run_id() -> str:
 
 
 def store() -> str:
-    """Where the job's own store is, as far as the launcher says so, or the script has by now."""
+    """Return the address of the job's store, if the launcher or the script has set it."""
     return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")
 
 
 def _started() -> int | None:
-    """When this process began, in the kernel's ticks: with its number, its name for good."""
+    """Return when this process began, in ticks of the kernel. Together with the pid this identifies
+    it for good."""
     try:
         return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -59,8 +60,8 @@ def _started() -> int | None:
 
 
 def _flight_recorder() -> dict[str, str]:
-    """Where PyTorch's flight recorder writes its dumps (the rank follows), and the pipe on which it
-    is asked for one."""
+    """Return where PyTorch's flight recorder writes its dumps (without the rank at the end), and
+    the pipe that triggers a dump."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(
         os.environ.get("HOME") or "/tmp", ".cache"
     )
@@ -72,14 +73,18 @@ def _flight_recorder() -> dict[str, str]:
     )
     pipe = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
     folder = current_folder()
-    found = {"dump": os.path.join(folder, dump)}
-    return found | {"pipe": os.path.join(folder, pipe)} if pipe else found
+    paths = {"dump": os.path.join(folder, dump)}
+    if pipe:
+        paths["pipe"] = os.path.join(folder, pipe)
+    return paths
 
 
 def describe() -> dict[str, Any]:
-    """Everything about this process that a reader may want, short facts first."""
+    """Return everything about this process that a reader of the box may need, short fields
+    first."""
     rank, world = rank_and_world()
     wall, monotonic = time.time_ns(), time.monotonic_ns()
+    counter = oom_counter()
     return {
         "rank": rank,
         "world_size": world,
@@ -91,7 +96,7 @@ def describe() -> dict[str, Any]:
         "pid": os.getpid(),
         "pid_started": _started(),
         "pid_namespace": pid_namespace(),
-        "oom_counter": (counter := oom_counter()),
+        "oom_counter": counter,
         "oom_kills": oom_kills(counter) if counter is not None else None,
         "flight_recorder": _flight_recorder(),
         "started_ns": wall,

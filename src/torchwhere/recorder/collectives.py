@@ -1,0 +1,257 @@
+"""Records collectives: place, beneficiary and number of each call.
+
+Takes calls from the collective hook, on any thread. Writes one record per call, and updates the
+counter of the call's stream and the cursor of the thread. Remembers the last collectives for the
+note on an exception. Hot: the step of a small model waits for `bucket`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from torchwhere.blackbox.file_format import (
+    CALL_MASK,
+    COUNTER_COUNT,
+    COUNTER_RECORD,
+    COUNTER_TIME,
+    CURSOR_LINE,
+    CURSOR_RECORD,
+    CURSOR_TIME,
+    FLAG_INFERRED,
+    FLAG_UNKNOWN,
+    MODULE_SHIFT,
+    NO_CALL,
+    PASS_SHIFT,
+    EntryType,
+)
+from torchwhere.blackbox.writer import BoxWriter
+from torchwhere.core.events import Kind
+from torchwhere.core.place import Pass
+from torchwhere.hooks import _torch, compiled_graphs
+from torchwhere.hooks.collectives import CollectiveCall
+from torchwhere.hooks.ddp import Bucket
+from torchwhere.hooks.locate import Locator, PlaceIds
+from torchwhere.hooks.threads import Track
+from torchwhere.recorder.graph_ids import GraphIds
+
+if TYPE_CHECKING:
+    from torchwhere.native import extension
+
+Tap = Callable[[int, CollectiveCall], None]  # called with the number of the record, and the call
+
+_COLLECTIVE = int(Kind.COLLECTIVE)
+_REMEMBERED = 3  # collectives, for the note on an exception
+
+
+class CollectiveRecorder:
+    """Writes one record for each collective that this process issues."""
+
+    def __init__(self, box: BoxWriter, locator: Locator, graphs: GraphIds) -> None:
+        self._box = box
+        self._locator = locator
+        self._graphs = graphs
+        self._counter = box.counter
+        self._native = box.native
+        # number of the record, op, index, group
+        self._last: deque[tuple[int, str, int, str]] = deque(maxlen=_REMEMBERED)
+        # op and group of the all-reduces that the native extension records by itself
+        self._labels: list[tuple[str, str]] = []
+        self._unit_ids: dict[str, int] = {}
+        self._taps: list[Tap] = []
+        self._here = locator.threads.here
+        self._node = _torch.private("current_node") or (lambda: None)
+
+    @property
+    def taps(self) -> list[Tap]:
+        """Functions that are called for every collective, after its record is written."""
+        return self._taps
+
+    @taps.setter
+    def taps(self, taps: list[Tap]) -> None:
+        self._taps = taps
+        if self._native is not None:
+            self._native.defer_to_python(bool(taps))
+
+    def last(self) -> list[str]:
+        """Return the last collectives of this process as text, the oldest first."""
+        last = list(self._last)
+        if self._native is not None:  # those that the extension recorded without Python
+            last += [
+                (number, self._labels[label][0], index, self._labels[label][1])
+                for number, index, label in self._native.recent()
+            ]
+        return [f"{op} #{index} on {group}" for _, op, index, group in sorted(last)[-_REMEMBERED:]]
+
+    def collective(self, call: CollectiveCall) -> None:
+        """Record a collective that is about to be launched."""
+        locator = self._locator
+        stack = call.stack
+        track = self._here()
+        track.may_issue = True
+        if call.bucket is not None:
+            spot = self._spot_of_bucket(call.bucket, track)
+        else:
+            spot = locator.spot(track)
+        if spot.flags & FLAG_UNKNOWN and stack.unit is not None:
+            spot = self._spot_of_unit(stack.unit, spot)
+        graph = stack.graph
+        if graph is None and spot.pass_ == Pass.BACKWARD and not spot.param:
+            graph = compiled_graphs.backward_graph(self._node())
+        line = locator.line_id(stack.file, stack.line) or self._line_of_backward(track, spot)
+        graph_id = 0
+        if graph is not None or self._graphs.compiling:
+            graph_id = self._graphs.id_of(graph)
+        self._record(call, track, spot, line, graph_id, self._beneficiary(call))
+
+    def bucket(self, bucket: Bucket) -> None:
+        """Record that DDP reduces a bucket again: only the number of the call is new.
+
+        Costs about half as much as `collective`.
+        """
+        track = self._here()
+        spot = bucket.spot or self._spot_of_bucket(bucket, track)
+        self._record(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+        if self._native is not None and bucket.spot is not None:
+            self._teach(bucket, bucket.call, bucket.spot)
+
+    def _record(
+        self,
+        call: CollectiveCall,
+        track: Track,
+        spot: PlaceIds,
+        line: int,
+        graph: int,
+        beneficiary: int,
+    ) -> None:
+        """Write the record and count the call. Touches little: cold Python code is slow."""
+        stream = call.stream
+        t_ns = time.monotonic_ns()
+        words = self._box.words
+        index = next(stream.numbers)
+        number = self._box.record(
+            _COLLECTIVE,
+            t_ns,
+            spot.pass_,
+            spot.flags | call.flags,
+            track.number,
+            self._counter.step,
+            spot.module,
+            spot.call,
+            line,
+            graph,
+            call.signature,
+            beneficiary,
+            spot.param,
+            index,
+        )
+        counter = stream.counter
+        cursor = track.cursor
+        if counter is not None:
+            words[counter + COUNTER_COUNT] = index + 1
+            words[counter + COUNTER_TIME] = t_ns
+            words[counter + COUNTER_RECORD] = number
+        words[cursor + CURSOR_RECORD] = number
+        # In backward nothing else writes the place of the thread: readers of the cursor need it.
+        if spot.pass_ == Pass.BACKWARD:
+            words[cursor] = (
+                spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK
+            )
+            words[cursor + CURSOR_TIME] = t_ns
+        self._last.append((number, call.op.name, index, call.group.desc))
+        for tap in self._taps:
+            tap(number, call)
+
+    def _teach(self, bucket: Bucket, call: CollectiveCall, spot: PlaceIds) -> None:
+        """Let the native extension record the next all-reduce of this bucket by itself."""
+        label = (call.op.name, call.group.desc)
+        if label not in self._labels:
+            self._labels.append(label)
+        stream = call.stream
+        buckets: extension.Buckets = bucket.progress
+        buckets.learn(
+            bucket.index,
+            self._labels.index(label),
+            cast("extension.Count", stream.numbers),
+            -1 if stream.counter is None else stream.counter,
+            _COLLECTIVE,
+            spot.pass_,
+            spot.flags | call.flags,
+            spot.module,
+            spot.call & CALL_MASK,
+            call.signature,
+            bucket.entry,
+            spot.param,
+        )
+
+    # -- places ------------------------------------------------------------------------------------
+
+    def _spot_of_bucket(self, bucket: Bucket, track: Track) -> PlaceIds:
+        param, bucket.param = bucket.param, None
+        if param is None:  # launched at the end of the backward, not by a parameter
+            return self._locator.spot(track)
+        spot = bucket.spot = self._locator.spot_of_param(param)
+        return spot
+
+    def _spot_of_unit(self, unit: torch.nn.Module, spot: PlaceIds) -> PlaceIds:
+        """Return the place of an FSDP1 reduction: only the unit knows the flat parameter whose
+        gradient starts it."""
+        names = self._locator.names.module_names(unit)
+        if not names:
+            return spot
+        return PlaceIds(spot.pass_, self._locator.module_id(names[0]), NO_CALL, 0, FLAG_INFERRED)
+
+    def _line_of_backward(self, track: Track, spot: PlaceIds) -> int:
+        """Return the line that called backward: a thread of the engine has no useful Python
+        stack."""
+        if spot.pass_ != Pass.BACKWARD:
+            return 0
+        words, main = self._box.words, self._locator.threads.main
+        line: int = words[track.cursor + CURSOR_LINE]
+        return line or (words[main.cursor + CURSOR_LINE] if main is not None else 0)
+
+    # -- beneficiaries -----------------------------------------------------------------------------
+
+    def _beneficiary(self, call: CollectiveCall) -> int:
+        """Return the id of what the call serves: an FSDP unit, parameters, or a DDP bucket."""
+        stack = call.stack
+        if stack.unit is not None:
+            names = self._locator.names.module_names(stack.unit)
+            return self._unit_id(names[0]) if names else 0
+        if stack.variables is not None:
+            return self._id_of_params(_params_in(stack.variables))
+        if call.bucket is None:
+            return 0
+        bucket = call.bucket
+        bucket.entry = bucket.entry or self._box.intern(
+            EntryType.BENEFICIARY, json.dumps(bucket.names)
+        )
+        return bucket.entry
+
+    def _unit_id(self, unit: str) -> int:
+        unit_id = self._unit_ids.get(unit)
+        if unit_id is None:
+            unit_id = self._box.intern(EntryType.BENEFICIARY, json.dumps(unit))
+            self._unit_ids[unit] = unit_id
+        return unit_id
+
+    def _id_of_params(self, params: list[torch.Tensor]) -> int:
+        all_names = [self._locator.names.params.of(param) for param in params]
+        names = [names[0] for names in all_names if names]
+        return self._box.intern(EntryType.BENEFICIARY, json.dumps(names)) if names else 0
+
+
+def _params_in(variables: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the parameters in the variables of a frame: those of a DDP bucket that a communication
+    hook got, or a list of them."""
+    bucket, params = variables.get("bucket"), variables.get("params")
+    if bucket is not None and hasattr(bucket, "parameters"):
+        return list(bucket.parameters())
+    if not isinstance(params, (list, tuple)):
+        return []
+    return [param for param in params if isinstance(param, torch.Tensor)]

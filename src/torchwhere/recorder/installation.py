@@ -1,0 +1,105 @@
+"""Installs the parts of a watch in order, and removes them in the reverse order.
+
+If one part cannot be installed, all parts that are installed by then are removed. If one part
+cannot be removed, the log says so, and all other parts are removed all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple, Protocol
+
+from torchwhere.hooks.error_limiter import log
+
+
+def do_nothing() -> None:
+    """Fill in for a step that a part does not need."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstallablePart:
+    """One part of a watch, for example a hook.
+
+    Attributes:
+        name: The part as a log line names it.
+        install: Installs the part. It may return sentences for the log: what this torch lacks.
+        remove: Removes the part. It also runs after an `install` that raised.
+        abandon: Runs instead of `remove` in a forked child. None means that `remove` works there.
+    """
+
+    name: str
+    _: KW_ONLY
+    install: Callable[[], list[str] | None] = do_nothing
+    remove: Callable[[], object] = do_nothing
+    abandon: Callable[[], object] | None = None
+
+
+class _Hook(Protocol):
+    def install(self) -> list[str] | None: ...
+    def remove(self) -> None: ...
+
+
+def hook_part(name: str, *, hook: _Hook) -> InstallablePart:
+    """Return the part of a hook that a forked child removes like its parent."""
+    return InstallablePart(name, install=hook.install, remove=hook.remove)
+
+
+class _Removal(NamedTuple):
+    name: str
+    remove: Callable[[], object]
+    abandon: Callable[[], object]
+
+
+class Installation:
+    """The installed parts of one watch.
+
+    Keeps only what removes them: a step that installs may refer to the model, which a watch must
+    not keep alive.
+    """
+
+    def __init__(self) -> None:
+        self._removals: list[_Removal] = []
+
+    def install(self, parts: Iterable[InstallablePart]) -> list[str]:
+        """Install all parts, or none.
+
+        Returns:
+            Sentences for the log: what this torch lacks, and what is not recorded for that reason.
+        """
+        sentences: list[str] = []
+        try:
+            for part in parts:
+                self._removals.append(_Removal(part.name, part.remove, part.abandon or part.remove))
+                sentences += part.install() or []
+        except BaseException:
+            self.remove()
+            raise
+        return sentences
+
+    def remove(self) -> None:
+        """Remove everything that is installed."""
+        self._run_all([(removal.name, removal.remove) for removal in self._removals])
+
+    def abandon(self) -> None:
+        """Remove everything in a forked child, which must not touch what belongs to its parent."""
+        self._run_all([(removal.name, removal.abandon) for removal in self._removals])
+
+    def _run_all(self, steps: list[tuple[str, Callable[[], object]]]) -> None:
+        self._removals = []
+        # An exit stack runs all steps, the last one first, also if one is interrupted by Ctrl-C.
+        with contextlib.ExitStack() as stack:
+            for name, step in steps:
+                stack.callback(_run_or_log, name, step)
+
+
+def _run_or_log(name: str, step: Callable[[], object]) -> None:
+    try:
+        step()
+    except Exception as error:
+        # the job's own logging handlers may raise
+        with contextlib.suppress(Exception):
+            log.warning(
+                "torchwhere: could not remove %s: %s: %s", name, type(error).__name__, error
+            )
