@@ -1,18 +1,24 @@
-"""Sphinx extension: shows the code in docstrings as code.
+"""Sphinx extension: shows the code in docstrings as code, and result classes without a signature.
 
 The docstrings use three habits that reStructuredText reads differently: `x` is code, an indented
 block after a blank line is code, and the body of an `Example:` section is code. This extension
 rewrites the three before napoleon parses the docstring.
+
+Programs do not create results and enumerations, so their long signatures are left out: the
+docstrings describe the fields.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from itertools import groupby
 from typing import Any
 
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 
 _EXAMPLE = re.compile(r"Examples?:")
 _NO_CODE_AFTER = re.compile(
@@ -66,12 +72,27 @@ def _indent(line: str) -> int:
 
 
 def _process(
-    _app: Sphinx, _what: str, _name: str, _thing: object, _options: object, lines: list[str]
+    _app: Sphinx, what: str, _name: str, _thing: object, _options: object, lines: list[str]
 ) -> None:
     lines[:] = mark_code(lines)
+    if what in ("attribute", "data", "property"):
+        lines.insert(0, "")  # napoleon reads a colon in the first line as "type: description"
+
+
+def _without_signature(
+    _app: Sphinx, _what: str, _name: str, thing: object, *_details: object
+) -> tuple[str, None] | None:
+    is_plain_data = isinstance(thing, type) and (
+        dataclasses.is_dataclass(thing) or issubclass(thing, Enum)
+    )
+    return ("", None) if is_plain_data else None
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", _without_signature)
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # instead of Variables
     return {"parallel_read_safe": True}
