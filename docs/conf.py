@@ -47,6 +47,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # one list of attributes, not a heading for each
 napoleon_use_rtype = False
 python_use_unqualified_type_names = True
+strip_signature_backslash = True  # napoleon then escapes names like `pass_`
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
