@@ -77,9 +77,8 @@ $(VENV)/upstream: $(VENV)/tested
 	$(BIN)/python -m pip install -q -e ".[upstream]"
 	touch $@
 
-# For the docs: the packages that build the site. Torch is not needed.
-$(VENV)/documented: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+# What builds the site. The reference pages import torchwhere, which needs torch.
+$(VENV)/documented: $(VENV)/ready
 	$(BIN)/python -m pip install -q -e ".[docs]"
 	touch $@
 

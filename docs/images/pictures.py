@@ -1,10 +1,10 @@
-"""Makes the pictures of the report page: of a real run with a planted hang, and of boxes of jobs
-that never ran.
+"""Makes the pictures of the report page: from a real run with a planted hang, and from synthetic
+boxes.
 
     python docs/images/pictures.py
 
-It needs what the tests need: Chromium and playwright. `pngquant` makes them smaller where it is at
-hand.
+It needs what the tests need: Chromium and playwright. If `pngquant` is installed, it makes the
+pictures smaller.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_schem
 
 
 def hang(folder: Path) -> Path:
-    """The run of `make demo`."""
+    """Run the job of `make demo` and return the folder of its run."""
     shutil.copytree(ROOT / "examples", folder / "examples")
     command = [
         Path(sys.executable).with_name("torchrun"),

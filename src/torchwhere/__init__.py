@@ -1,11 +1,14 @@
-"""torchwhere: where is it? Step, pass, module, line, collective and compiled graph of a PyTorch
-job, on every rank.
+"""Records where a PyTorch job is, on every rank: step, pass, module, line, collective and compiled
+graph.
 
+Example:
     import torchwhere
+
     with torchwhere.watch(model, out="run/"):
         train(model)
 
-Importing this imports neither torch nor anything else that costs time, and changes nothing.
+`import torchwhere` changes nothing and does not import torch: each public name is imported when it
+is first used.
 """
 
 from __future__ import annotations

@@ -48,7 +48,8 @@ COMMANDS = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """Build the parser of `torchwhere` with all its subcommands."""
     parser = argparse.ArgumentParser(
         prog="torchwhere",
         description="Show where a PyTorch job is, on every rank, and why it hangs.",
@@ -57,5 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = build_parser().parse_args(argv)
     return int(arguments.command(arguments))

@@ -43,6 +43,7 @@ class RunSummary(Shown, Generic[B]):
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the job."""
         sizes = [box.meta.get("world_size") for box in self.summaries.values()]
         return max([*(size for size in sizes if isinstance(size, int)), len(self.boxes)])
 
@@ -55,7 +56,8 @@ class RunSummary(Shown, Generic[B]):
     def checked_ranks(self, ranks: Iterable[int] | None) -> set[int] | None:
         """Return the chosen ranks as a set, None for all of them.
 
-        Raises `TorchwhereError` if the run has no box of one of them.
+        Raises:
+            TorchwhereError: The run has no box of one of them.
         """
         if ranks is None:
             return None
@@ -69,16 +71,17 @@ class RunSummary(Shown, Generic[B]):
         return chosen
 
     def in_order(self) -> Iterator[tuple[int, B]]:
-        """The boxes by rank, one at a time."""
+        """Yield the boxes by rank, one at a time."""
         for rank in sorted(self.boxes):
             yield rank, self.boxes[rank]
 
     @property
     def missing(self) -> list[int]:
+        """The ranks without a box."""
         return [rank for rank in range(self.world_size) if rank not in self.boxes]
 
     def caveats(self) -> list[str]:
-        """What to know before trusting the rest: missing ranks, torn records, unreadable files."""
+        """Return sentences about missing ranks, torn records and unreadable files."""
         caveats = []
         missing = self.missing
         if missing:
@@ -111,8 +114,15 @@ class BoxRun(RunSummary[Box]):
         kinds: set[str] | None = None,
         last: int | None = None,
     ) -> Iterator[Event]:
-        """Events rank by rank, each rank's in order. Clocks of different hosts do not order
-        them."""
+        """Yield events rank by rank, each rank's in order.
+
+        Clocks of different hosts do not order them.
+
+        Args:
+            ranks: Only these ranks.
+            kinds: Only events of these kinds.
+            last: Only the last events of each rank.
+        """
         for rank, box in self.in_order():
             if ranks is None or rank in ranks:
                 yield from box.events(kinds=kinds, last=last)

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 
 class TorchwhereError(Exception):
-    """A run cannot be recorded or read. The message says what happened and what to do."""
+    """A run cannot be recorded or read. The message says what happened and what to do.
+
+    Wrong arguments raise `ValueError` or `TypeError` instead.
+
+    Example:
+        try:
+            verdict = torchwhere.doctor("run/")
+        except torchwhere.TorchwhereError as error:
+            print(error)
+    """
 
 
 def nothing_recorded(problem: str, folder: object) -> TorchwhereError:

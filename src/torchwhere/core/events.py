@@ -85,11 +85,23 @@ def _finite(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Event(Shown):
-    """One recorded event: its kind, time and place, and the fields of its kind."""
+    """One recorded event.
+
+    Attributes:
+        kind: What happened: `collective`, `step_begin`, `note`, ...
+        number: The number of its record in the box: the order of events on one rank.
+        t_ns: The time by the wall clock of the rank's host, in ns since 1970.
+        place: Where it happened.
+        fields: The fields of its kind, for example `op` and `number` of a collective.
+
+    Example:
+        for event in torchwhere.read_run("run/").events(kinds={"collective"}):
+            print(event.place, event.fields["op"])
+    """
 
     kind: str
-    number: int  # of its record in the box: the order of events on one rank
-    t_ns: int  # wall clock of the rank's host
+    number: int
+    t_ns: int
     place: Place
     fields: dict[str, Any] = field(default_factory=dict)
 
@@ -99,8 +111,10 @@ class Event(Shown):
         return next((str(self.fields[name]) for name in DETAIL_FIELDS if self.fields.get(name)), "")
 
     def to_dict(self) -> dict[str, Any]:
-        """The event as one JSON object. A user's field with a name that torchwhere uses gets an
-        underscore at its end."""
+        """Return the event as values for JSON.
+
+        A field of the user whose name torchwhere uses gets an underscore at its end.
+        """
         common = {"kind": self.kind, **self.place.to_dict(), "t_ns": self.t_ns}
         return common | {
             f"{key}_" if key in common else key: value for key, value in self.fields.items()

@@ -21,22 +21,27 @@ FLAT = "Shard(flat)"  # FSDP1 and ZeRO-3 shard the flattened parameters at any e
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a grid. `ranks` and `groups` are texts like `0-3` or `0-12:4` (every fourth rank);
-    empty if unknown.
+    """A device mesh: ranks in a grid.
 
-    `groups` holds, for each dimension, the ranks in this rank's group.
+    Attributes:
+        shape: The number of ranks along each dimension.
+        dims: The names of the dimensions; an empty string for a dimension without a name.
+        device: The type of the devices.
+        ranks: The ranks as text, like `0-3` or `0-12:4` (every fourth rank); empty if unknown.
+        groups: For each dimension, the ranks in this rank's group, as text.
+        is_gone: Whether its process groups were destroyed.
     """
 
     shape: tuple[int, ...]
-    dims: tuple[str, ...]  # names; empty strings for dimensions without a name
+    dims: tuple[str, ...]
     device: str = ""
     ranks: str = ""
     groups: tuple[str, ...] = ()
-    is_gone: bool = False  # its process groups were destroyed
+    is_gone: bool = False
 
     @property
     def label(self) -> str:
-        """`dp=2 x tp=4`; `4 ranks` for a group without a name."""
+        """The mesh as text: `dp=2 x tp=4`, or `4 ranks` for a group without a name."""
         if not any(self.dims):
             noun = "rank" if self.shape == (1,) else "ranks"
             return f"{' x '.join(map(str, self.shape))} {noun}"
@@ -51,10 +56,22 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a module. `shape` is the global shape, `local_shape` the shape on this rank.
+    """A parameter of a module.
 
-    `unit` says which unit manages it: 0 for the innermost unit around it, 1 for the next one, None
-    for no unit. A tied parameter is counted under its first name; elsewhere `tied` is that name.
+    Attributes:
+        name: Its name in the module.
+        shape: The shape of the whole parameter.
+        local_shape: The shape of the shard on this rank.
+        dtype: The data type, without `torch.`.
+        bytes: The bytes of the whole parameter.
+        local_bytes: The bytes of the shard on this rank.
+        requires_grad: Whether it requires a gradient.
+        device: The type of its device.
+        mesh: The index of its mesh in the meshes of the layout.
+        placements: Its placement along each dimension of the mesh.
+        unit: Which unit manages it: 0 is the innermost one around it, 1 the next one, None none.
+        tied: A tied parameter counts under its first name; elsewhere this is that name.
+        note: A remark.
     """
 
     name: str
@@ -65,7 +82,7 @@ class Param:
     local_bytes: int = 0
     requires_grad: bool = True
     device: str = ""
-    mesh: int | None = None  # index into the meshes of the layout
+    mesh: int | None = None
     placements: tuple[str, ...] = ()
     unit: int | None = None
     tied: str | None = None
@@ -77,26 +94,38 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Manages parameters together (an FSDP unit, DDP, ZeRO) or holds a part of the model (a
-    pipeline stage).
+    """Parameters that are managed together: an FSDP unit, DDP, ZeRO, or a pipeline stage.
 
-    `params`, `bytes` and `local_bytes` cover the parameters that it manages itself, without those
-    of nested units.
+    Attributes:
+        kind: `FSDP1`, `FSDP2`, `replicate`, `DDP`, `DataParallel`, `DeepSpeed`, `ZeRO-1`, `ZeRO-2`,
+            `ZeRO-3` or `pipeline stage`.
+        mesh: The index of its mesh in the meshes of the layout.
+        placements: The placements of its parameters, one for each dimension of its mesh.
+        dtypes: The data types of mixed precision: param, reduce, output, buffer, master.
+        reshard: When it reshards gathered parameters.
+        offload: Where it offloads parameters.
+        settings: Settings of this kind of unit.
+        also: The names of other modules in this unit.
+        params: The number of parameters that it manages itself, without those of nested units.
+        bytes: The bytes of these parameters.
+        local_bytes: The bytes of their shards on this rank.
+        padding_bytes: The bytes allocated on this rank beyond its shards.
+        state_bytes: The bytes of the optimizer state on this rank, if the unit holds it.
     """
 
-    kind: str  # FSDP1, FSDP2, replicate, DDP, DataParallel, ZeRO-1, ZeRO-2, ZeRO-3, pipeline stage
+    kind: str
     mesh: int | None = None
-    placements: tuple[str, ...] = ()  # of its parameters, one for each dimension of its mesh
-    dtypes: Facts = ()  # mixed precision: param, reduce, output, buffer, master
-    reshard: str | None = None  # how it reshards gathered parameters after forward
+    placements: tuple[str, ...] = ()
+    dtypes: Facts = ()
+    reshard: str | None = None
     offload: str | None = None
-    settings: Facts = ()  # of this kind only
-    also: tuple[str, ...] = ()  # names of other modules in this unit
+    settings: Facts = ()
+    also: tuple[str, ...] = ()
     params: int = 0
     bytes: int = 0
     local_bytes: int = 0
-    padding_bytes: int = 0  # allocated on this rank beyond its shard
-    state_bytes: int | None = None  # optimizer state on this rank, if the unit holds it
+    padding_bytes: int = 0
+    state_bytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return fields_of(self)
@@ -191,37 +220,53 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Layout(Shown, Tabular):
-    """How a model is distributed over the ranks, as `rank` sees it. `str()` returns the tree as
-    text, notebooks show it as HTML."""
+    """How a model is laid out over the ranks, as one rank sees it.
+
+    `str()` returns the tree as text; notebooks show it as HTML.
+
+    Attributes:
+        rank: The rank that describes its model.
+        world_size: The number of ranks.
+        roots: The model, or all models and pipeline stages on this rank.
+        meshes: The meshes that parameters and units refer to by index.
+        notes: Remarks about the whole layout.
+
+    Example:
+        layout = torchwhere.layout(model)
+        for name, param in layout.params():
+            print(name, param.shape, param.local_shape, param.placements)
+    """
 
     rank: int
     world_size: int
-    roots: tuple[Branch, ...]  # one model, or all models and pipeline stages on this rank
+    roots: tuple[Branch, ...]
     meshes: tuple[Mesh, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
+        """The bytes of all parameters."""
         return sum(root.node.bytes for root in self.roots)
 
     @property
     def local_bytes(self) -> int:
+        """The bytes of the shards on this rank."""
         return sum(root.node.local_bytes for root in self.roots)
 
     def params(self) -> Iterator[tuple[str, Param]]:
-        """Every parameter with its full name, unfolded, in the order of the model."""
+        """Yield every parameter with its full name, in the order of the model."""
         for name, node in self.modules():
             for param in node.params:
                 yield f"{name}.{param.name}" if name else param.name, param
 
     def units(self) -> Iterator[tuple[str, Unit]]:
-        """Every unit with the full name of the module it starts at, unfolded."""
+        """Yield every unit with the full name of the module at which it starts."""
         for name, node in self.modules():
             for unit in node.units:
                 yield name, unit
 
     def modules(self) -> Iterator[tuple[str, Node]]:
-        """Every module with its full name, unfolded."""
+        """Yield every module with its full name. Equal siblings appear one by one."""
         pending = [("", _unfolded(self.roots))]
         while pending:
             parent, children = pending[-1]
@@ -235,7 +280,7 @@ class Layout(Shown, Tabular):
             pending.append((full_name, _unfolded(node.children)))
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One row for each parameter, with its full name and its mesh."""
+        """Return one row for each parameter, with its full name and its mesh."""
         return [self._as_row(name, param) for name, param in self.params()]
 
     def _as_row(self, name: str, param: Param) -> dict[str, Any]:
@@ -244,6 +289,7 @@ class Layout(Shown, Tabular):
         return {"rank": self.rank} | param.to_dict() | {"name": name, "mesh": mesh}
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the layout as values for JSON; `from_dict` reads them."""
         return {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -256,8 +302,13 @@ class Layout(Shown, Tabular):
 
     @classmethod
     def from_dict(cls, data: Any) -> Layout:
-        """Read the result of `to_dict`. Skips unknown keys; missing keys count as empty. Raises
-        ValueError for anything else."""
+        """Make a layout from the result of `to_dict`.
+
+        Unknown keys are skipped, and missing keys count as empty.
+
+        Raises:
+            ValueError: `data` is not the result of `to_dict`.
+        """
         try:
             return cls(
                 rank=int(data["rank"]),

@@ -38,7 +38,13 @@ PASS_LABELS = {int(pass_): pass_.label for pass_ in Pass}
 
 
 class Certainty(StrEnum):
-    """How torchwhere knows a place: read from the program, inferred from it, or not at all."""
+    """How torchwhere knows a place or a verdict.
+
+    Attributes:
+        EXACT: It was read from the program.
+        INFERRED: It was concluded from other facts, and could be wrong.
+        UNKNOWN: It is not known.
+    """
 
     EXACT = "exact"
     INFERRED = "inferred"
@@ -64,11 +70,24 @@ def shown(module: str | None) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Place(Shown):
-    """Where one thread of one rank is, or was.
+    """Where one thread of one rank is, or was. `str()` gives it on one line.
 
-    `module` is `None` outside any module and `""` in the root module. `call` counts the calls of
-    that module within the step. `param` is set while a parameter's gradient is accumulated. `line`
-    is the `file:line` of user code that led here.
+    Attributes:
+        rank: The global rank.
+        step: The step; None if it is not known.
+        pass_: `forward`, `backward`, `recompute`, `optimizer` or `outside`.
+        module: The name of the module, as in `state_dict`. None outside any module, `""` in the
+            root module.
+        call: Which call of that module within the step, from 0.
+        line: The `file:line` of user code that led here.
+        graph: The id of the compiled graph that runs or is being compiled.
+        thread: The name of the thread.
+        certainty: How torchwhere knows the place.
+        param: The parameter whose gradient is being accumulated, if any.
+
+    Example:
+        place = torchwhere.where()
+        print(place.step, place.module, place.line)
     """
 
     rank: int
@@ -116,7 +135,7 @@ class Place(Shown):
         return f"{self.pass_} of {name}{call}"
 
     def to_dict(self) -> dict[str, object]:
-        """The place as JSON; the field `pass_` is called `pass` there."""
+        """Return the place as values for JSON. The field `pass_` is called `pass` there."""
         return {
             "rank": self.rank,
             "step": self.step,

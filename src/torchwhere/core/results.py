@@ -41,8 +41,10 @@ def renderer() -> Renderer:
 
 
 class Shown:
-    """A result that shows itself: `repr()` on one line, `str()` as its command prints it, and HTML
-    for notebooks."""
+    """A result that shows itself.
+
+    `repr()` gives one line, `str()` the text that its command prints, and notebooks show HTML.
+    """
 
     __slots__ = ()
 
@@ -67,16 +69,24 @@ class Fact(Shown):
 
 
 class Tabular:
-    """A result that is a table."""
+    """A result that is a table.
+
+    Example:
+        torchwhere.doctor("run/").to_pandas()
+    """
 
     __slots__ = ()
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """The table as a list of dictionaries, one for each row."""
+        """Return the table as a list of dictionaries, one for each row."""
         raise NotImplementedError
 
     def to_pandas(self) -> Any:
-        """The table as a `pandas.DataFrame`."""
+        """Return the table as a `pandas.DataFrame`.
+
+        Raises:
+            TorchwhereError: pandas is not installed.
+        """
         return frame(self.as_rows())
 
 

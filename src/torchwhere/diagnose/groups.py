@@ -15,8 +15,15 @@ from torchwhere.core.results import Shown, Tabular
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Groups(Shown, Tabular):
-    """Process groups in the order of their names; each is `{name, desc, ranks, backend,
-    mesh_dim}`."""
+    """The process groups of a run, in the order of their names.
+
+    Attributes:
+        groups: One dictionary for each group: `name`, `desc`, `ranks`, `backend`, `mesh_dim`.
+
+    Example:
+        for group in torchwhere.read_run("run/").groups():
+            print(group["name"], group["ranks"])
+    """
 
     groups: tuple[dict[str, Any], ...]
 
@@ -27,16 +34,18 @@ class Groups(Shown, Tabular):
         return len(self.groups)
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """The group of that name."""
+        """Return the group of that name."""
         for group in self.groups:
             if group.get("name") == name:
                 return group
         raise KeyError(name)
 
     def as_rows(self) -> list[dict[str, Any]]:
+        """Return one row for each group."""
         return list(self.groups)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the groups as values for JSON."""
         return {"groups": list(self.groups)}
 
 

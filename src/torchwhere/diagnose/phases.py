@@ -22,19 +22,29 @@ STEPS = PhaseKey((), True)
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """The time of one phase on one rank. `total_ns` includes phases that still run; `count` and
-    `max_ns` do not."""
+    """The time of one phase on one rank, or on all.
+
+    Attributes:
+        count: How often the phase ended.
+        total_ns: The time in it, including runs that have not ended.
+        max_ns: The longest run that ended.
+        self_ns: The time in it without the phases inside it.
+        share: Its share of the watched time; None if that is unknown.
+        running: How many runs have not ended.
+        running_ns: The time of these runs.
+    """
 
     count: int
     total_ns: int
     max_ns: int
-    self_ns: int  # without the phases inside it
-    share: float | None  # of the watched time; None if that is unknown
+    self_ns: int
+    share: float | None
     running: int = 0
     running_ns: int = 0
 
     @property
     def mean_ns(self) -> float:
+        """The mean time of a run that ended."""
         return (self.total_ns - self.running_ns) / self.count if self.count else 0.0
 
     def to_dict(self) -> dict[str, Any]:
@@ -52,15 +62,23 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PhaseRow(Shown):
-    """One phase on all ranks that ran it."""
+    """One phase on all ranks that ran it.
+
+    Attributes:
+        path: The names of the phases around it, outermost first, and its own.
+        is_main: Whether it ran on the main thread. All other threads of a rank count together.
+        by_rank: Its times on each rank.
+        all: The sum over all ranks; `share` is the share of the watched time of all ranks.
+    """
 
     path: tuple[str, ...]
-    is_main: bool  # on the main thread; the other threads of a rank are counted together
+    is_main: bool
     by_rank: dict[int, PhaseTimes]
-    all: PhaseTimes  # the sum over all ranks; `share` is of the watched time of all ranks
+    all: PhaseTimes
 
     @property
     def name(self) -> str:
+        """The name of the phase, without the phases around it."""
         return self.path[-1]
 
     @property
@@ -86,16 +104,25 @@ class PhaseRow(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Phases(Shown, Tabular):
-    """The phases of one rank or many. Rows are in program order; a phase precedes the phases
-    inside it."""
+    """The phases of one rank or many.
+
+    Attributes:
+        rows: The phases in program order; a phase precedes the phases inside it.
+        steps: For each rank, all steps as one phase; `count` leaves out the running step.
+        remarks: Sentences about missing or uncertain data.
+
+    Example:
+        phases = torchwhere.phases("run/")
+        print(phases["forward", "attention"].all.total_ns)
+    """
 
     rows: tuple[PhaseRow, ...]
-    # by rank: all steps as one phase; `count` leaves out the running step
     steps: dict[int, PhaseTimes]
     remarks: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
+        """The ranks in the table."""
         return tuple(self.steps)
 
     @property
@@ -119,12 +146,15 @@ class Phases(Shown, Tabular):
         raise KeyError(path)
 
     def inside(self, row: PhaseRow | None, *, is_main: bool = True) -> list[PhaseRow]:
-        """The rows directly inside a phase; the outermost ones for None."""
+        """Return the rows directly inside a phase; the outermost ones for None."""
         path, main = (row.path, row.is_main) if row is not None else ((), is_main)
         return [inner for inner in self.rows if inner.path[:-1] == path and inner.is_main == main]
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One row for each phase and rank; the name of a phase is its path from the outermost."""
+        """Return one row for each phase and rank.
+
+        The name of a phase is its path from the outermost phase.
+        """
         return [
             {
                 "phase": " > ".join(row.path),
@@ -137,6 +167,7 @@ class Phases(Shown, Tabular):
         ]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the table as values for JSON."""
         return {
             "ranks": list(self.ranks),
             "steps": {str(rank): times.to_dict() for rank, times in self.steps.items()},

@@ -34,14 +34,20 @@ _WHY_EMPTY = (
 
 
 def consult_dumps(folder: str | Path, *, on_progress: Progress | None = None) -> Verdict:
-    """The verdict on the dumps in a folder.
+    """Diagnose the flight recorder dumps in a folder.
 
     Args:
         folder: The folder with the dumps.
         on_progress: Called with the number of dumps read so far, and of all.
 
+    Returns:
+        The same verdict as `torchwhere doctor --flight-recorder`.
+
     Raises:
         TorchwhereError: The folder has no dump that can be used.
+
+    Example:
+        print(consult_dumps("dumps/"))
     """
     run = read_dumps(folder, on_progress=on_progress)
     if not any(len(box.records) for box in run.boxes.values()):

@@ -42,12 +42,19 @@ StreamOfRanks = tuple[StreamName, tuple[int, ...]]  # with the members of the gr
 
 @dataclass(frozen=True, slots=True)
 class WrittenDumps:
-    """The written dumps, and the collectives left out."""
+    """A summary of written dumps.
+
+    Attributes:
+        folder: The folder with the dumps.
+        ranks: The ranks that have a dump.
+        entries: The number of entries in all dumps.
+        left_out: The number of collectives that were left out, by reason.
+    """
 
     folder: Path
     ranks: tuple[int, ...]
     entries: int
-    left_out: dict[str, int] = field(default_factory=dict)  # number of collectives by reason
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         count = len(self.ranks)
@@ -59,6 +66,7 @@ class WrittenDumps:
         return text + "".join(left_out)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the summary as values for JSON."""
         return {
             "folder": str(self.folder),
             "ranks": list(self.ranks),
@@ -68,7 +76,18 @@ class WrittenDumps:
 
 
 def write_dumps(run: BoxRun, *, folder: str | Path) -> WrittenDumps:
-    """Write a run into a folder, which must be new or empty."""
+    """Write a run as flight recorder dumps, which `torchfrtrace` reads.
+
+    Args:
+        run: The run, from `torchwhere.read_run`.
+        folder: The folder for the dumps. It must be new or empty.
+
+    Raises:
+        TorchwhereError: The folder is not empty.
+
+    Example:
+        print(write_dumps(torchwhere.read_run("run/"), folder="dumps/"))
+    """
     folder = Path(folder)
     check_empty(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -117,19 +117,31 @@ class CommsNode(Shown):
 
 @dataclass(slots=True, repr=False)
 class Comms(Shown, Tabular):
-    """The collectives of a run: below the model's root, and outside any module."""
+    """The collectives of a run or of a block, as a tree of modules. `str()` shows the tree.
+
+    Attributes:
+        root: The root module of the model, with the modules below it.
+        outside: The collectives outside any module.
+        ranks: The ranks that were counted.
+        steps: The first and the last step with a collective.
+        groups: The size of each process group, by its label.
+        overwritten: For each rank, the number of events that its ring has overwritten. They are not
+            counted.
+
+    Example:
+        comms = torchwhere.read_run("run/").comms()
+        print(comms.counts["all_reduce"], comms.bytes)
+    """
 
     root: CommsNode = field(default_factory=lambda: CommsNode(name=""))
     outside: CommsNode = field(default_factory=lambda: CommsNode(name=None))
     ranks: set[int] = field(default_factory=set)
-    steps: tuple[int, int] | None = None  # first and last step with a collective
-    # size of each group, by the label used in the keys
+    steps: tuple[int, int] | None = None
     groups: dict[str, int] = field(default_factory=dict)
-    # by rank: events older than its ring, not counted here
     overwritten: dict[int, int] = field(default_factory=dict)
 
     def walk(self) -> Iterator[tuple[str | None, CommsKey, CommsSum]]:
-        """All totals in tree order, each with the module that issued the calls and their key."""
+        """Yield all totals in tree order, with the module that issued the calls and their key."""
         pending = [self.outside, self.root]
         while pending:
             node = pending.pop()
@@ -148,10 +160,12 @@ class Comms(Shown, Tabular):
 
     @property
     def by_pass(self) -> dict[str, Counter[str]]:
+        """Calls by pass."""
         return self._by(lambda module, key: key.pass_)
 
     @property
     def by_group(self) -> dict[str, Counter[str]]:
+        """Calls by process group: its mesh dimension, or else its description."""
         return self._by(lambda module, key: key.group)
 
     @property
@@ -175,6 +189,7 @@ class Comms(Shown, Tabular):
 
     @property
     def bytes(self) -> int:
+        """Bytes of all collectives, summed over all ranks."""
         return self.root.total().bytes + self.outside.total().bytes
 
     def only(
@@ -185,7 +200,14 @@ class Comms(Shown, Tabular):
         group: str | None = None,
         for_: str | None = None,
     ) -> Comms:
-        """The collectives issued in `module` or below it, in `pass_`, on `group`, for `for_`."""
+        """Return some of the collectives. Without arguments it returns all of them.
+
+        Args:
+            module: Only collectives issued in this module or below it.
+            pass_: Only collectives of this pass.
+            group: Only collectives on this process group.
+            for_: Only collectives that move parameters of this module.
+        """
         chosen = Comms(
             ranks=self.ranks, steps=self.steps, groups=self.groups, overwritten=self.overwritten
         )
@@ -201,8 +223,10 @@ class Comms(Shown, Tabular):
         return chosen
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One row for each module and key: calls and bytes summed over all ranks, and the number
-        of ranks and steps."""
+        """Return one row for each module, pass, op, group and beneficiary.
+
+        A row has the calls and bytes summed over all ranks, and the number of ranks and steps.
+        """
         return [
             {
                 "module": module,
@@ -219,6 +243,7 @@ class Comms(Shown, Tabular):
         ]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the tree as values for JSON."""
         return {
             "ranks": sorted(self.ranks),
             "steps": list(self.steps) if self.steps else None,

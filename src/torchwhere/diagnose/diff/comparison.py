@@ -24,16 +24,27 @@ _LOG_ENDINGS = (".txt", ".log", ".out", ".err")
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Diff(Shown):
-    """The comparisons of logs and of events; None for the one that had nothing to compare."""
+    """Where the ranks of a run diverge. `str()` shows the first place.
+
+    Attributes:
+        logs: The comparison of the logs; None if there was nothing to compare.
+        events: The comparison of the events; None if there was nothing to compare.
+
+    Example:
+        diff = torchwhere.read_run("run/").diff()
+        print("equal" if diff.is_equal else diff)
+    """
 
     logs: Comparison | None
     events: Comparison | None
 
     @property
     def is_equal(self) -> bool:
+        """Whether neither the logs nor the events diverge."""
         return not any(side.divergences for side in (self.logs, self.events) if side is not None)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the comparisons as values for JSON."""
         return {
             "equal": self.is_equal,
             "logs": self.logs.to_dict() if self.logs is not None else None,

@@ -13,19 +13,38 @@ from torchwhere.diagnose.doctor.compact_json import folded
 
 
 class VerdictKind(StrEnum):
-    """The fault of a job."""
+    """What is wrong with a job.
 
-    MISSING = "missing"  # some ranks never issued what the others wait for
-    MISMATCH = "mismatch"  # at one number ranks issued different calls
-    DEADLOCK = "deadlock"  # ranks wait for each other in a cycle
-    DEAD = "dead"  # a rank exited while others wait
-    STRAGGLER = "straggler"  # progressing, but ranks are late repeatedly
-    TOGETHER = "together"  # all are in the same place, none is missing: network or device
+    Attributes:
+        MISSING: Some ranks never issued a call that the others wait for.
+        MISMATCH: Ranks issued different calls at the same number of a group.
+        DEADLOCK: Ranks wait for each other in a cycle.
+        DEAD: A rank exited while others wait for it.
+        STRAGGLER: The job progresses, but some ranks are late repeatedly.
+        TOGETHER: All ranks are blocked in the same place, and none is missing: suspect the network
+            or a device.
+        HEALTHY: None of these.
+    """
+
+    MISSING = "missing"
+    MISMATCH = "mismatch"
+    DEADLOCK = "deadlock"
+    DEAD = "dead"
+    STRAGGLER = "straggler"
+    TOGETHER = "together"
     HEALTHY = "healthy"
 
 
 class State(StrEnum):
-    """What one rank is doing."""
+    """What one rank is doing.
+
+    Attributes:
+        RUNNING: It is not waiting in a collective.
+        WAITING: It has issued a collective and waits for other ranks.
+        STOPPED: A signal has stopped its process.
+        DEAD: Its process has exited before the job finished.
+        FINISHED: Its process has ended successfully.
+    """
 
     RUNNING = "running"
     WAITING = "waiting"
@@ -36,13 +55,21 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankReport(Shown):
-    """One rank in a verdict."""
+    """One rank in a verdict.
+
+    Attributes:
+        state: What the rank is doing.
+        place: Where it is, or was last.
+        last: Its last collective.
+        detail: How it exited, or what blocks it.
+        stack: Its Python stack, innermost line first, if available.
+    """
 
     state: State
     place: Place
-    last: dict[str, Any] | None = None  # its last collective
-    detail: str | None = None  # how it exited, or what blocks it
-    stack: tuple[str, ...] = ()  # its Python stack, innermost line first, if available
+    last: dict[str, Any] | None = None
+    detail: str | None = None
+    stack: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         place = self.place.to_dict()
@@ -54,13 +81,30 @@ class RankReport(Shown):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Shown, Tabular):
-    """The culprits, the place and the cause.
+    """The result of the doctor. `str()` explains it.
 
-    `ranks` has every rank with data. As JSON it is `{rank: {state, step, pass, module, call, line,
-    last, detail, stack}}`, complete for up to 256 ranks. Beyond that, the culprits and one rank of
-    each kind are complete, and all others have `{state, step, like}`: `like` is the rank whose
-    report represents theirs, and `alike_in` lists the fields in which they are equal (16,384 ranks:
-    about 1 MB). In Python all reports are always complete.
+    Attributes:
+        kind: What is wrong.
+        culprits: The ranks that caused it; empty if no rank is to blame.
+        collective: The collective that ranks wait for, or in which they differ.
+        ranks: The state and place of every rank with data.
+        last_common: The last collective before it that all ranks issued.
+        missing_data: Data that the verdict lacks.
+        certainty: `exact`, `inferred` or `unknown`.
+        stalled_s: How long the job has been waiting, in seconds, if known.
+        explanation: Sentences: the fault, the cause, what to look at.
+        facts: Data of this kind of verdict: cohorts, the cycle of waits, lateness.
+
+    As JSON, `ranks` is `{rank: {state, step, pass, module, call, line, last, detail, stack}}`,
+    complete for up to 256 ranks. Beyond that, the culprits and one rank of each kind are complete,
+    and all others have `{state, step, like}`: `like` is the rank whose report represents theirs,
+    and `alike_in` lists the fields in which they are equal (16,384 ranks: about 1 MB). In Python
+    all reports are always complete.
+
+    Example:
+        verdict = torchwhere.doctor("run/")
+        if verdict.kind != "healthy":
+            print(verdict, verdict.culprits)
     """
 
     kind: VerdictKind
@@ -71,11 +115,11 @@ class Verdict(Shown, Tabular):
     missing_data: tuple[str, ...] = ()
     certainty: Certainty = Certainty.EXACT
     stalled_s: float | None = None
-    explanation: tuple[str, ...] = ()  # sentences: the fault, the cause, what to look at
-    # data of this kind: cohorts, circle, lateness, pace
+    explanation: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as values for JSON."""
         return {
             "kind": str(self.kind),
             "culprits": list(self.culprits),
@@ -89,7 +133,7 @@ class Verdict(Shown, Tabular):
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One row per rank: state, place, last collective."""
+        """Return one row for each rank: state, place, last collective."""
         return [_as_row(rank, report) for rank, report in sorted(self.ranks.items())]
 
 

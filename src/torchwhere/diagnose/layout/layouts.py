@@ -53,14 +53,26 @@ class LayoutCohort(Shown):
 
 @dataclass(slots=True, repr=False)
 class Layouts(Shown, Tabular):
-    """The layouts of the ranks of a run."""
+    """The layouts of all ranks of a run, compared.
 
-    cohorts: list[LayoutCohort]  # by pipeline stage, the largest first
-    by_design: list[Fact]  # differences that the parallelism implies
-    group_facts: list[Fact]  # ranks that disagree about the members of a group
-    shard_facts: list[Fact]  # shards that differ from their placements
-    missing: list[int] = field(default_factory=list)  # ranks without a layout
-    # ranks whose layout changed after the first step; the last layout counts
+    Attributes:
+        cohorts: Ranks with equal layouts, by pipeline stage, the largest cohort first.
+        by_design: Differences that the parallelism implies.
+        group_facts: Ranks that disagree about the members of a group.
+        shard_facts: Shards that differ from their placements.
+        missing: Ranks without a layout.
+        changed: Ranks whose layout changed after the first step; the last layout counts.
+
+    Example:
+        layouts = torchwhere.read_run("run/").layout()
+        print("all ranks are alike" if layouts.is_alike else layouts)
+    """
+
+    cohorts: list[LayoutCohort]
+    by_design: list[Fact]
+    group_facts: list[Fact]
+    shard_facts: list[Fact]
+    missing: list[int] = field(default_factory=list)
     changed: list[int] = field(default_factory=list)
 
     @property
@@ -86,10 +98,11 @@ class Layouts(Shown, Tabular):
 
     @property
     def is_alike(self) -> bool:
+        """Whether the layouts differ only by design."""
         return not self.group_facts and not any(cohort.differences for cohort in self.cohorts)
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """One row for each parameter of each cohort, with the values of its first rank."""
+        """Return one row for each parameter of each cohort, with the values of its first rank."""
         return [
             {"cohort": at} | row
             for at, cohort in enumerate(self.cohorts)
@@ -97,6 +110,7 @@ class Layouts(Shown, Tabular):
         ]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the comparison as values for JSON."""
         return {
             "is_alike": self.is_alike,
             "expected": self.expected,
