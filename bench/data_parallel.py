@@ -96,7 +96,9 @@ def _workload(wrap: Callable[[GPT2, str], nn.Module], batch: int) -> Workload:
 
 CPU = (
     Workload(
-        *("buckets", "DDP bucket, us each", _buckets),
+        "buckets",
+        "DDP bucket, us each",
+        _buckets,
         steps=50,
         units=BUCKETS,
         contenders=(

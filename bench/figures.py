@@ -132,9 +132,9 @@ class Target:
 
     def measured(self, columns: Sequence[Column]) -> float | None:
         figure = next((c.of(self.contender) for c in columns if c.key == self.workload), None)
-        return (
-            None if figure is None else figure.times_torchwhere if self.as_ratio else figure.median
-        )
+        if figure is None:
+            return None
+        return figure.times_torchwhere if self.as_ratio else figure.median
 
 
 TARGETS = (

@@ -50,7 +50,9 @@ def number(value: float | None) -> str:
     """Three digits or so."""
     if value is None:
         return "-"
-    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+    if abs(value) < 10:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

@@ -122,7 +122,9 @@ CPU = (
     ),
     Workload("gpt2", "GPT-2, % of a step", _gpt2, steps=4, budget_s=50),
     Workload(
-        *("collectives", "all_reduce, us each", _collectives),
+        "collectives",
+        "all_reduce, us each",
+        _collectives,
         steps=3,
         units=COLLECTIVES,
         contenders=(UNWATCHED, TORCHWHERE, MODULE_EVENTS, PYTHON, COMM_DEBUG, AGAIN),

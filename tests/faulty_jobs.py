@@ -338,8 +338,9 @@ def shared_by_two_groups(victim: int) -> None:
     """Two groups that have two ranks in common, of which one takes them in the other order."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (1, 2, 3))}
     own = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
+    culprit = victim if victim in (1, 2) else 1
     for step in range(STEPS):
-        for group in reversed(own) if is_faulty(victim if victim in (1, 2) else 1, step) else own:
+        for group in reversed(own) if is_faulty(culprit, step) else own:
             dist.all_reduce(torch.ones(4), group=group)
 
 

@@ -136,7 +136,7 @@ def _signature(job: Job, rank: int, what: str) -> str:
         "bytes": 4 if what == "norm" else 2 * shape[0] * shape[-1],
         "peer": peer,
         "reduce_op": None if peer is not None else "sum",
-        "api": op if peer is None else f"i{op}" if op == "send" else op,
+        "api": "isend" if op == "send" and peer is not None else op,
     }
     return json.dumps(fields)
 

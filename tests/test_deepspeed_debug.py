@@ -295,10 +295,14 @@ def test_zero(two_ranks: Pool, stage: int) -> None:
         for moment, now in seen.items():
             assert now["same"], moment
             is_whole = not partitioned or moment in ("gathered", "in forward")
-            status = ("AVAILABLE" if is_whole else "NOT_AVAILABLE") if partitioned else None
+            availability = "AVAILABLE" if is_whole else "NOT_AVAILABLE"
+            status = availability if partitioned else None
             facts = now["facts"]
             assert (facts["name"], facts["shape"], facts["numel"], facts["zero_status"]) == (
-                *("layers.0.up.weight", (8, 8), 64, status),
+                "layers.0.up.weight",
+                (8, 8),
+                64,
+                status,
             ), moment
             assert facts["local_numel"] == (32 if partitioned else 64)
             number = facts["id"] if partitioned else "none"

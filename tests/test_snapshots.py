@@ -256,15 +256,11 @@ HOSTILE = st.one_of(
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    children = value.items() if isinstance(value, dict) else ()
     return [path] * bool(path) + [
-        found for name, each in inside for found in paths(each, (*path, name))
+        below for name, child in children for below in paths(child, (*path, name))
     ]
 
 

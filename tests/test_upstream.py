@@ -218,11 +218,9 @@ def test_what_is_run_again() -> None:
         asked.append((mode, list(names)))
         if mode == "plain":
             return ran(dict.fromkeys(names, PASSED))
-        return (
-            ran({}, timed_out=True)
-            if "hangs" in names
-            else ran({name: PASSED if name == "varies" else FAILED for name in names})
-        )
+        if "hangs" in names:
+            return ran({}, timed_out=True)
+        return ran({name: PASSED if name == "varies" else FAILED for name in names})
 
     first = {
         "plain": ran({"same": PASSED, "hangs": PASSED, "fails": PASSED, "varies": PASSED}),
