@@ -61,13 +61,16 @@ def nothing_outlives_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
 def building(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[subprocess.Popen[str] | None]:
-    """`torchwhere native`, if a test needs what it builds. It takes a while: it is begun before the
-    first test."""
+    """`torchwhere native`, if a test needs the library. The build takes a while, so it starts
+    before the first test. Test processes of one run share a cache: one builds, the others wait."""
     if not any("library" in getattr(item, "fixturenames", ()) for item in request.session.items):
         yield None
         return
-    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    line = [sys.executable, "-m", "torchwhere", "native"]
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    env = os.environ | {"XDG_CACHE_HOME": str(shared / "cache")}
+    line = ["flock", str(shared / "building"), sys.executable, "-m", "torchwhere", "native"]
     with subprocess.Popen(
         line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
     ) as process:
@@ -76,11 +79,12 @@ def building(
 
 @pytest.fixture(scope="session")
 def library(building: subprocess.Popen[str]) -> Path:
-    """The native part, in a cache of its own."""
+    """The native part, in a cache of this test run."""
     out, err = building.communicate(timeout=300)
     assert building.returncode == 0, err
-    assert out.startswith("built: ")
-    return Path(out.removeprefix("built: ").strip())
+    state, _, path = out.strip().partition(": ")
+    assert state in ("built", "there already")
+    return Path(path)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
-"""The heart: a rank among several says that it is there, and where it stands still; and nothing of
-it is ever in the way."""
+"""The heartbeat thread: each rank of a job reports that it is alive and where it stalls, and the
+thread never disturbs the job."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ from torchwhere.snapshots.on_stall import StallSnapshot
 HEART = "torchwhere"
 
 
-def hearts() -> list[str]:
+def heartbeats() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == HEART]
 
 
-def rest_while_watched(folder: str) -> tuple[list[str], list[str], str]:
+def stall_while_watched(folder: str) -> tuple[list[str], list[str], str]:
     with torchwhere.watch(out=folder):
         dist.all_reduce(torch.ones(1))
-        time.sleep(3.5 * BEAT_S)  # it stands still here
-        during = hearts()
+        time.sleep(3.5 * BEAT_S)  # the main thread stalls here
+        during = heartbeats()
         told = Path(f"{folder}/rank{dist.get_rank()}.stall").read_text()
         dist.barrier()
-    return during, hearts(), told
+    return during, heartbeats(), told
 
 
-def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -> None:
-    """While the main thread waits the box is told that the process is there; its stack is left;
-    others are seen; and when the watch is over, thread and stack are gone."""
-    for during, after, told in two_ranks.run(rest_while_watched, str(tmp_path)):
+def test_a_rank_beats_and_writes_its_stall_stack(two_ranks: Pool, tmp_path: Path) -> None:
+    """While the main thread waits, the box gets heartbeats and the rank writes its stack and a
+    snapshot of its neighbours; after the watch, thread and stack file are gone."""
+    for during, after, told in two_ranks.run(stall_while_watched, str(tmp_path)):
         assert (during, after) == ([HEART], [])
         assert told.startswith(STALL_MARK)
-        assert "in rest_while_watched" in told
+        assert "in stall_while_watched" in told
     for rank in (0, 1):
         box = read_box(tmp_path / f"rank{rank}.box")
         (collective, *_) = box.events(kinds={"collective"})
@@ -74,21 +74,21 @@ def test_a_rank_beats_and_says_where_it_rests(two_ranks: Pool, tmp_path: Path) -
     }
 
 
-def test_one_rank_has_no_heart(one_rank: None, tmp_path: Path) -> None:
-    """A process that nobody waits for needs no thread."""
+def test_one_rank_has_no_heartbeat_thread(one_rank: None, tmp_path: Path) -> None:
+    """A job of one process needs no heartbeat thread."""
     with torchwhere.watch(out=tmp_path):
         dist.all_reduce(torch.ones(1))
-        assert hearts() == []
+        assert heartbeats() == []
     assert read_box(tmp_path / "rank0.box").beat_ns == 0
 
 
 def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
     with torchwhere.watch(out=folder):
         dist.all_reduce(torch.ones(1))
-        assert hearts() == [HEART]
+        assert heartbeats() == [HEART]
         child = os.fork()
         if child == 0:
-            os._exit(len(hearts()))
+            os._exit(len(heartbeats()))
         left = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         time.sleep(2 * BEAT_S)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
@@ -99,14 +99,13 @@ def waits_for_a_signal_and_forks(folder: str) -> tuple[int, int]:
 
 
 def test_signals_and_children_are_the_jobs(two_ranks: Pool, tmp_path: Path) -> None:
-    """A signal that the main thread waits for is not taken by the heart, which would end the
-    process; a child has no heart."""
+    """The heartbeat thread takes no signal that the main thread waits for, because that would end
+    the process; a forked child has no heartbeat thread."""
     assert two_ranks.run(waits_for_a_signal_and_forks, str(tmp_path)) == [(signal.SIGUSR1, 0)] * 2
 
 
-def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it looks around it may import: a child is made before or after that, not in the
-    middle."""
+def test_a_fork_waits_for_a_busy_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot may import modules: a fork happens before or after it, never in the middle."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     began, done = threading.Event(), list[bool]()
@@ -126,10 +125,10 @@ def test_a_fork_waits_for_a_busy_heart(tmp_path: Path, monkeypatch: pytest.Monke
     box.close()
 
 
-def test_a_failing_heart_stops(
+def test_a_failing_heartbeat_stops(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error of its own is said once, and after a few it beats no more."""
+    """The heartbeat logs an error of its own once, and stops after a few errors."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.01)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats: list[int] = []
@@ -151,11 +150,11 @@ def test_a_failing_heart_stops(
     ]
 
 
-def test_it_beats_on_where_there_is_no_room(
+def test_it_beats_on_a_full_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a rank at rest cannot write, as on a full disk, is tried three times and said once; the
-    beat needs no room."""
+    """If a stalled rank cannot write its stack, for example on a full disk, it tries three times
+    and logs once; heartbeats need no disk space."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.005)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     rests: list[int] = []
@@ -177,8 +176,11 @@ def test_it_beats_on_where_there_is_no_room(
     assert len(caplog.records) == 1
 
 
-def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its last breath; but a folder that does not answer holds nobody back for long."""
+def test_a_failed_rank_takes_a_last_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failing rank takes a last snapshot; a folder that does not respond delays it only for a
+    short time."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat._LAST_LOOK_S", 0.2)
     for lasts_s, is_done in ((0.0, True), (1.0, False)):
         box, done = BoxWriter(tmp_path / f"rank{int(lasts_s)}.box", meta={"rank": 0}), list[bool]()
@@ -195,11 +197,11 @@ def test_a_failed_rank_looks_once_more(tmp_path: Path, monkeypatch: pytest.Monke
         box.close()
 
 
-def test_rests_are_told_less_and_less_often(
+def test_stalls_are_reported_less_and_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While nothing moves: after 2 beats, 4, 8 and so on; and from the start again when something
-    has moved."""
+    """While nothing moves, reports come after 2 beats, 4, 8 and so on; progress starts the series
+    again."""
     monkeypatch.setattr("torchwhere.recorder.heartbeat.BEAT_S", 0.002)
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0})
     beats, rests = 0, list[int]()
@@ -209,7 +211,7 @@ def test_rests_are_told_less_and_less_often(
         nonlocal beats
         beats += 1
         if beats == 20:
-            box.words[box.cursor_at(1)] = 7  # a cursor moves
+            box.words[box.cursor_at(1)] = 7  # the rank makes progress
         beat(t_ns, cpu_delay_ns=cpu_delay_ns)
 
     monkeypatch.setattr(box, "beat", counted)
@@ -220,7 +222,7 @@ def test_rests_are_told_less_and_less_often(
         time.sleep(0.01)
     heartbeat.stop()
     box.close()
-    # the first beat has nothing to compare with; the 20th saw a move after it
+    # the first beat has nothing to compare with; after the 20th the rank made progress
     assert rests[:7] == [3, 5, 9, 17, 22, 24, 28]
 
 
@@ -244,8 +246,9 @@ for hog in hogs:
 """
 
 
-def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
-    """Of three that share a core each waits most of the time, and the box says so, beat by beat."""
+def test_waiting_for_a_cpu_is_recorded(tmp_path: Path) -> None:
+    """Three processes that share a core each wait most of the time, and the box records it with
+    each beat."""
     path = tmp_path / "rank0.box"
     subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=60)
     beats = read_box(path).cpu_delays()
@@ -256,10 +259,10 @@ def test_waiting_for_a_cpu_is_told(tmp_path: Path) -> None:
 
 
 def test_the_last_waits_are_kept(tmp_path: Path) -> None:
-    """As many as there is room for, in their order, whatever the monotonic clock shows; and none
-    where nothing is told."""
+    """The box stores the last waits in order, as many as fit, whatever the monotonic clock shows;
+    without any report it stores none."""
     box = BoxWriter(tmp_path / "rank0.box", meta={"rank": 0, "clock_offset_ns": WALL_NS})
-    begin = (1 << 32) * 10**6 - 20 * 10**9  # in ms it goes round meanwhile
+    begin = (1 << 32) * 10**6 - 20 * 10**9  # the clock in ms wraps around meanwhile
     for beat in range(40):
         box.beat(begin + beat * 10**9, cpu_delay_ns=beat * 10**6)
     expected = [(WALL_NS + begin + beat * 10**9, beat * 10**6) for beat in range(25, 40)]
@@ -278,7 +281,7 @@ RANKS, VICTIM = 8, 5
 
 @pytest.fixture
 def afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is later than everything that synthetic boxes tell."""
+    """Sets the clock later than every record of synthetic boxes."""
     monkeypatch.setattr(time, "time_ns", lambda: WALL_NS + 10**12)
 
 
@@ -289,8 +292,8 @@ def beat_at(box: Path, t_ns: int) -> None:
 
 
 def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> Path:
-    """A job in which one rank has not come to a collective; all were killed so long after the last
-    record."""
+    """A job in which one rank did not reach a collective; all ranks were killed some time after the
+    last record."""
     make(Job(RANKS, steps=4, records=180, fault="missing", victim=VICTIM), folder)
     boxes = read_run(folder).boxes
     last_ns = max(int(box.records["t_ns"].max()) for box in boxes.values())
@@ -300,20 +303,19 @@ def killed_job(folder: Path, *, after_s: float, beat_ns: int | None = None) -> P
 
 
 def test_a_hang_and_a_job_that_passed_through(tmp_path: Path, afterwards: None) -> None:
-    """Of a job that nobody watched and that was killed, the hearts tell for how long the others had
-    waited."""
+    """In a killed job without a monitor, the heartbeats show how long the other ranks waited."""
     hung = diagnose_folder(killed_job(tmp_path / "hung", after_s=40))
     assert (hung.kind, hung.culprits, hung.certainty) == ("missing", (VICTIM,), "exact")
     assert hung.stalled_s is not None
     assert 40 <= hung.stalled_s < 41
     passing = diagnose_folder(killed_job(tmp_path / "passing", after_s=0.05))
-    # killed, and nobody saw how
+    # killed, and no process recorded how
     assert (passing.kind, passing.culprits, passing.certainty) == ("dead", (), "unknown")
     assert passing.facts["may_have_gone_first"] == [VICTIM]
 
 
 def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
-    """A damaged box may say anything: a moment that has not come is as good as none."""
+    """A damaged box may contain any time: a heartbeat in the future is ignored."""
     said = diagnose_folder(killed_job(tmp_path, after_s=0, beat_ns=(1 << 63) - 1))
     assert (said.kind, said.culprits, said.certainty, said.stalled_s) == (
         "missing",
@@ -323,8 +325,8 @@ def test_a_beat_of_tomorrow_is_none(tmp_path: Path, afterwards: None) -> None:
     )
 
 
-def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None:
-    """The stack that a rank left when it came to rest is its place, on any machine, unless it has
+def test_the_stack_of_a_stalled_rank(tmp_path: Path, afterwards: None) -> None:
+    """The stack that a rank wrote when it stalled is its place, on any machine, unless the rank has
     moved since."""
     killed_job(tmp_path, after_s=40)
     boxes = read_run(tmp_path).summaries
@@ -345,11 +347,11 @@ def test_a_stack_of_a_rank_that_rested(tmp_path: Path, afterwards: None) -> None
     assert diagnose_folder(tmp_path).ranks[VICTIM].place.line == "/home/me/train.py:7"
 
 
-def test_a_witness_sees_its_neighbours(
+def test_a_stalled_rank_sees_its_neighbours(
     tmp_path: Path, afterwards: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What one rank has read of the others stands in for a box that is gone; once one is gone, what
-    was written stays."""
+    """The snapshot that a rank took of the others replaces a deleted box; after a rank exits, the
+    snapshot is not overwritten."""
     killed_job(tmp_path, after_s=40)
     whole = diagnose_folder(tmp_path)
     host = str(read_run(tmp_path).summaries[0].meta["host"])
@@ -369,9 +371,9 @@ def test_a_witness_sees_its_neighbours(
     assert f"calls of rank {VICTIM} come from a snapshot of its box" in verdict.missing_data
 
 
-def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who finds that another rank has just written does not write; nor does one that is alone, or
-    whose own box is gone."""
+def test_one_stall_snapshot_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank does not write if another rank has just written, if it is alone, or if its own box is
+    gone."""
     killed_job(tmp_path, after_s=40)
     host = str(read_run(tmp_path).summaries[0].meta["host"])
     monkeypatch.setattr(socket, "gethostname", lambda: host)
@@ -386,18 +388,18 @@ def test_one_witness_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_pause_that_is_usual(tmp_path: Path, afterwards: None) -> None:
-    """A wait as long as one at the same place that passed is held against nobody; it is told."""
+    """A wait as long as an earlier one at the same place blames no rank; the verdict mentions
+    it."""
     killed_job(tmp_path, after_s=8)
     assert diagnose_folder(tmp_path, stall_s=10).culprits == (VICTIM,)
-    shift_times(tmp_path, by_s=7)  # the same wait, a step before: it lasted 7 s, and passed
+    shift_times(tmp_path, by_s=7)  # the same wait one step earlier: it lasted 7 s and ended
     verdict = diagnose_folder(tmp_path, stall_s=10)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("dead", (), "unknown")
     assert any("A normal pause looks the same." in line for line in verdict.explanation)
 
 
 def shift_times(folder: Path, *, by_s: float) -> None:
-    """Make a pause in the middle of a synthetic job: what comes after the first half happened so
-    much later."""
+    """Insert a pause in the middle of a synthetic job: the second half happens later."""
     for path in folder.glob("rank*.box"):
         box = read_box(path)
         assert box.geometry is not None
@@ -418,8 +420,8 @@ def shift_times(folder: Path, *, by_s: float) -> None:
 
 
 def test_a_quiet_end_is_not_called_well(tmp_path: Path, afterwards: None) -> None:
-    """Where no rank waits for another, and none has done anything for long, it is said where they
-    stood, and no more."""
+    """If no rank waits for another and none has done anything for long, the verdict says only where
+    they stopped."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     for path in tmp_path.glob("rank*.box"):
         move_cursor(path)  # they have left their last collective
@@ -446,8 +448,8 @@ def move_cursor(box: Path) -> None:
 def test_another_container_is_not_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process of another PID namespace cannot be seen from here: that its number is not found
-    does not mean it is gone."""
+    """A process of another PID namespace is invisible: a missing process number does not mean that
+    the process exited."""
     with torchwhere.watch(out=tmp_path):
         (box,) = read_run(tmp_path).summaries.values()
         assert look({0: box})[0].alive is True

@@ -1,5 +1,5 @@
-"""Several hosts: two torchrun agents, one verdict; with folders of their own, with one folder, and
-in networks of their own."""
+"""Several hosts: two torchrun agents and one verdict; with separate folders, with a shared folder,
+and in separate networks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ for step in range(6):
     dist.all_reduce(torch.ones(4))
 """
 
-# In its first life rank 1 fails at once, and rank 0 does not notice; in the second rank 1 is stuck
-# until it is told to go on.
+# In the first attempt rank 1 fails at once, and rank 0 does not notice; in the second, rank 1
+# blocks until a file appears.
 LIVES = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -71,7 +71,7 @@ for step in range(6):
         time.sleep(600)
 """
 
-# As srun starts it: ranks by its variables, the address by the script.
+# As srun starts it: the variables give the ranks, the script gives the address.
 TASKS = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -88,14 +88,14 @@ for step in range(6):
 
 @dataclass
 class Scene:
-    """A job of two agents, as it went."""
+    """The result of a job with two agents."""
 
     folder: Path
     said: list[str]
 
     @property
-    def speakers(self) -> list[int]:
-        """The agents whose stderr has a verdict."""
+    def reporting_agents(self) -> list[int]:
+        """The agents whose stderr contains a verdict."""
         return [agent for agent, text in enumerate(self.said) if "--- torchwhere ---" in text]
 
     @property
@@ -110,9 +110,9 @@ class Scene:
 
 
 @dataclass
-class Stage:
-    """Where two agents run: what stands before their commands, how they find each other, and in
-    which folders they record."""
+class Setup:
+    """How two agents run: the prefix of their commands, how they find each other, and where they
+    record."""
 
     name: str
     ranks: int  # of each agent
@@ -157,8 +157,8 @@ class Stage:
             *self.arguments,
         ]
         restarts = ["--max-restarts", str(self.restarts)]
-        # With a store for all its lives torchrun cannot restart a job over gloo: ranks find the
-        # addresses of the life before.
+        # With one store for all attempts, torchrun cannot restart a job over gloo: ranks find the
+        # addresses of the attempt before.
         stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.restarts else {}
         interface = {"GLOO_SOCKET_IFNAME": f"twv{number}"} if self.before[number] else {}
         return started(
@@ -181,7 +181,7 @@ def started(command: list[str], folder: Path, variables: dict[str, str]) -> subp
 
 
 def start_tasks(folder: Path) -> list[subprocess.Popen[str]]:
-    """Four processes, two of each of two hosts, as srun would start them."""
+    """Four processes, two for each of two hosts, as srun would start them."""
     folder.mkdir()
     (folder / "train.py").write_text(TASKS)
     port, found = str(free_port()), []
@@ -226,7 +226,8 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_networks() -> Iterator[str | None]:
-    """Two network namespaces joined by a cable, with names of their own; or why there are none."""
+    """Two network namespaces joined by a virtual cable, with their own names; or the reason why
+    they cannot be created."""
     if os.geteuid() != 0:
         yield "not root"
         return
@@ -265,7 +266,7 @@ def two_networks() -> Iterator[str | None]:
 
 
 def inside(number: int) -> tuple[str, ...]:
-    """Before a command: in one of these networks, as a host with a name of its own that both
+    """The prefix of a command that runs it in one of these networks, on a host name that both
     know."""
     names = (
         r'printf "127.0.0.1 localhost\n10.213.7.1 node0\n10.213.7.2 node1\n" > hosts && mount'
@@ -291,12 +292,12 @@ def inside(number: int) -> tuple[str, ...]:
 
 ENDED = ("--stall", "3", "--end-with", "SIGKILL")
 STAGES = [
-    Stage("apart", 2, ("3", "stuck"), ENDED),
-    Stage("killed", 1, ("1", "killed"), ("--stall", "60")),
-    Stage("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
+    Setup("apart", 2, ("3", "stuck"), ENDED),
+    Setup("killed", 1, ("1", "killed"), ("--stall", "60")),
+    Setup("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
 ]
-SHARED = Stage("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
-NETWORKS = Stage(
+SHARED = Setup("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
+NETWORKS = Setup(
     "networks",
     1,
     ("1", "stuck"),
@@ -308,7 +309,7 @@ NETWORKS = Stage(
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene | str]]:
-    """All jobs at once: mostly they import torch, and wait."""
+    """All jobs at once: they mostly import torch and wait."""
     root = tmp_path_factory.mktemp("hosts")
     with two_networks() as problem:
         shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
@@ -317,9 +318,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
             "tasks": start_tasks(root / "tasks")
         }
         try:
-            wait_until_heard(root / "killed")
+            wait_until_connected(root / "killed")
             (root / "killed" / "go").touch()
-            wait_until_told(root / "lives", "missing")
+            wait_for_verdict(root / "lives", "missing")
             (root / "lives" / "over").touch()
             found: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
@@ -333,8 +334,8 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
                     os.killpg(agent.pid, 9)
 
 
-def wait_until_heard(folder: Path) -> None:
-    """Until a monitor says that it hears another host's: it keeps that with what it sees."""
+def wait_until_connected(folder: Path) -> None:
+    """Wait until a monitor records that it receives data from another host's monitor."""
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
@@ -343,7 +344,7 @@ def wait_until_heard(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def wait_until_told(folder: Path, kind: str) -> None:
+def wait_for_verdict(folder: Path, kind: str) -> None:
     deadline = time.monotonic() + 90
     while time.monotonic() < deadline:
         if any(
@@ -360,13 +361,13 @@ def scene(scenes: dict[str, Scene | str], name: str) -> Scene:
     return found
 
 
-def speaker(found: Scene, outs: tuple[str, str]) -> int:
+def index_of_lead(found: Scene, outs: tuple[str, str]) -> int:
     return outs.index(found.lead.name)
 
 
-def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host hangs: the monitor of host 0 says so of all four ranks, with its
-    line and stack, and alone."""
+def test_separate_folders(scenes: dict[str, Scene | str]) -> None:
+    """If a rank of the other host hangs, only the monitor of host 0 reports it, for all four ranks,
+    with line and stack."""
     found = scene(scenes, "apart")
     verdict = found.verdict()
     culprit = verdict["culprits"][0]
@@ -389,16 +390,16 @@ def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
     }
     assert verdict["ranks"][str(culprit)]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["3"]["stack"])
-    assert found.speakers == [speaker(found, ("a", "b"))]
+    assert found.reporting_agents == [index_of_lead(found, ("a", "b"))]
     other = found.folder / ({"a", "b"} - {found.lead.name}).pop()
     assert not (other / "verdict.json").exists()
     assert sorted(path.name for path in other.glob("*.box")) == ["rank2.box", "rank3.box"]
 
 
 def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
-    """Asked to end the job, each host's monitor ends the ranks of its host."""
+    """When the monitors are asked to end the job, each ends the ranks of its own host."""
     found = scene(scenes, "apart")
-    lead = speaker(found, ("a", "b"))
+    lead = index_of_lead(found, ("a", "b"))
     for rank in range(4):
         host = lead if rank < 2 else 1 - lead
         assert f"torchwhere: ending rank {rank} " not in found.said[1 - host]
@@ -406,15 +407,15 @@ def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
 
 
 def was_ended(rank: int, said: str, *, is_lead: bool) -> bool:
-    """By its monitor; or, where that of host 0 was faster and the agent there gone, by the agent of
-    its own host."""
+    """Whether its monitor ended a rank; or the agent of its host did, if host 0 was faster and its
+    agent exited."""
     return said.count(f"torchwhere: ending rank {rank} ") == 1 or (
         not is_lead and "RendezvousConnectionError" in said
     )
 
 
 def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host is killed: host 0 says who died, at once, though it never saw that
+    """If a rank of the other host is killed, host 0 reports it at once, although it never saw that
     process."""
     found = scene(scenes, "killed")
     verdict = found.verdict()
@@ -424,15 +425,15 @@ def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
         ["0", "1"],
     )
     assert verdict["ranks"]["1"]["state"] == "dead"
-    # by its exit code, where the kernel shows it
+    # from its exit code, if the kernel shows it
     known = ("killed by SIGKILL", "left no exit record")
     assert verdict["ranks"]["1"]["detail"].startswith(known)
-    assert found.speakers == [speaker(found, ("a", "b"))]
+    assert found.reporting_agents == [index_of_lead(found, ("a", "b"))]
 
 
 def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
-    """With one folder for all, one monitor speaks; where hosts have names of their own, with the
-    stack from the other one."""
+    """With one folder for all, one monitor reports; if hosts have different names, with the stack
+    from the other host."""
     found = scene(scenes, "shared")
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
@@ -446,15 +447,15 @@ def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
     assert all(was_ended(rank, "".join(found.said), is_lead=rank == 0) for rank in (0, 1))
 
 
-def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """Two hosts of different names that share nothing but a cable: the same verdict, with the stack
-    from the other end."""
+def test_separate_networks(scenes: dict[str, Scene | str]) -> None:
+    """Two hosts with different names that share only a cable give the same verdict, with the stack
+    from the other host."""
     found = scene(scenes, "networks")
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
-    assert len(found.speakers) == 1
+    assert len(found.reporting_agents) == 1
     assert {path.name for path in found.folder.rglob("monitor-*.json")} == {
         "monitor-node0.json",
         "monitor-node1.json",
@@ -464,13 +465,13 @@ def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
     assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
 
 
-def test_lives(scenes: dict[str, Scene | str]) -> None:
-    """A job that fails in its first second and is restarted: host 0 names the rank of host 1, and
-    in the next life the one that hangs. Monitors find each other anew, though the hosts have
-    counted differently; boxes of both lives are kept."""
+def test_restarted_job(scenes: dict[str, Scene | str]) -> None:
+    """When a job fails in its first second and restarts, host 0 names the failed rank of host 1,
+    and in the next attempt the rank that hangs. Monitors find each other again, although the hosts
+    count attempts differently; boxes of both attempts are kept."""
     found = scene(scenes, "lives")
-    lead = speaker(found, ("a", "b"))
-    assert found.speakers == [lead]
+    lead = index_of_lead(found, ("a", "b"))
+    assert found.reporting_agents == [lead]
     first, second = found.said[lead].split("--- torchwhere ---")[1:]
     assert "Rank 1 exited: exception: ValueError: so early." in first
     assert "Rank 1 never issued all_reduce of float32 [4]" in second
@@ -486,13 +487,13 @@ def test_lives(scenes: dict[str, Scene | str]) -> None:
 
 
 def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
-    """Four processes with srun's variables, no torchrun: ranks and world are right, each host has
-    one monitor, one speaks."""
+    """Four processes with srun's variables and without torchrun have the right ranks and world
+    size, each host has one monitor, and one monitor reports."""
     found = scene(scenes, "tasks")
     verdict = found.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [3], [])
     assert sorted(verdict["ranks"]) == ["0", "1", "2", "3"]
-    assert found.speakers == [0]
+    assert found.reporting_agents == [0]
     boxes = {name: read_run(found.folder / name).boxes for name in "ab"}
     assert {name: sorted(ranks) for name, ranks in boxes.items()} == {"a": [0, 1], "b": [2, 3]}
     assert {
@@ -509,7 +510,7 @@ def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
 
 
 def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None:
-    """The folders of all hosts copied into one are one run: the doctor says the same of it."""
+    """The folders of all hosts, copied into one, are one run: the doctor gives the same verdict."""
     found = scene(scenes, "apart")
     for path in found.folder.glob("[ab]/*"):
         shutil.copy(
@@ -533,8 +534,8 @@ def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of them
-    each."""
+    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of the
+    ranks each."""
     root = tmp_path_factory.mktemp("job")
     (root / "whole").mkdir()
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), root / "whole")

@@ -1,5 +1,5 @@
-"""The drop-in for ModTracker and ModuleTracker: what the originals do, and the right answer where
-they do not give it."""
+"""The drop-in for ModTracker and ModuleTracker: it does what the originals do, and gives the right
+answer where the originals do not."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class Probe(nn.Module):
 
 
 class Notes:
-    """What a tracker said, without "Global": `notes.tracker` is asked whenever `notes` is
-    called."""
+    """What a tracker reports, without "Global": each call of `notes` asks `notes.tracker`."""
 
     def __init__(self, kind: type = ModTracker) -> None:
         self.tracker = kind()
@@ -106,8 +105,8 @@ class Mod(nn.Module):
 
 
 def test_module_hierarchy() -> None:
-    """Nested containers, dicts and operations in place: the modules of each operation, in forward
-    and in backward."""
+    """With nested containers, dicts and in-place operations, each operation has the right modules,
+    in forward and in backward."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker = kind()
         forward: Seen = []
@@ -122,8 +121,8 @@ def test_module_hierarchy() -> None:
 
 
 def test_backward_detection() -> None:
-    """After a backward nothing is left: not in backward, in no module; before, inside and after the
-    tracker's time."""
+    """Before, inside and after the tracker's context, nothing is left after a backward: `is_bw` is
+    false and no module is active."""
     for tracker in (ModTracker(), ModuleTracker()):
         assert (tracker.parents, tracker.is_bw) == ({"Global"}, False)
         with tracker as entered:
@@ -145,7 +144,8 @@ class Recursive(nn.Module):
 
 
 def test_a_module_that_calls_itself() -> None:
-    """Also when recomputed: the module and its part, nothing raised."""
+    """A recursive module has itself and its child as parents, also when it is recomputed; nothing
+    raises."""
     for kind, reentrant in itertools.product((ModTracker, ModuleTracker), (None, False, True)):
         notes = Notes(kind)
         model, x = Recursive(notes), torch.rand(1, 2, requires_grad=True)
@@ -169,8 +169,8 @@ class Bar(nn.Module):
 
 
 def hooked(tracker: Any) -> list[tuple[str, str | None, bool, bool]]:
-    """Register all four user hooks; what they are told: hook, name, whether it is in parents,
-    whether in backward."""
+    """Register all four user hooks. Each call notes the hook, the name, whether the name is among
+    the parents, and whether a backward runs."""
     told: list[tuple[str, str | None, bool, bool]] = []
 
     def hook(name: str) -> Any:
@@ -193,8 +193,8 @@ FORWARD_OF_BAR = [
 
 
 def test_user_hooks() -> None:
-    """The four hooks, in order, with the module's name among the parents; None for a module that is
-    gone."""
+    """The four hooks run in order, and the parents contain the module's name; the name of a deleted
+    module is None."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         told = hooked(tracker)
@@ -218,7 +218,8 @@ def test_user_hooks() -> None:
 
 
 def test_a_second_hook_is_refused() -> None:
-    """One of each at a time, until they are cleared; the text is that of the original."""
+    """A tracker accepts one hook of each kind until the hooks are cleared; the error has the
+    original's text."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
         tracker.register_user_hooks(None, lambda *_: None)
@@ -244,7 +245,7 @@ class Foo(nn.Module):
 
 
 def test_activation_checkpointing() -> None:
-    """A recomputed forward has its hooks called in backward; one whose inputs need no gradient ends
+    """A recomputed forward calls its hooks in backward; if its inputs need no gradient, it ends
     with the backward."""
     for kind in (ModTracker, OriginalModTracker):
         tracker = kind()
@@ -271,8 +272,8 @@ def test_activation_checkpointing() -> None:
 
 
 def test_what_user_hooks_are_given() -> None:
-    """The same arguments as the original gives: positional inputs, the output, a gradient, a list
-    of gradients, nothing."""
+    """Hooks get the same arguments as from the original: positional inputs, the output, a gradient,
+    a list of gradients, nothing."""
     for kind in (ModTracker, OriginalModTracker):
         given: dict[str, list[Any]] = collections.defaultdict(list)
         tracker = kind()
@@ -322,8 +323,8 @@ def fresh_dynamo() -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_compile_safe_hooks(compiled: bool, fresh_dynamo: None) -> None:
-    """All four hooks at every module but the root, in a whole compiled graph as in eager; the same
-    gradients; none left."""
+    """All four hooks run at every module but the root, in a fully compiled graph as in eager mode;
+    gradients are equal, and no hook remains."""
     model, x, told = Tiny(), torch.randn(3, 4, requires_grad=True), []
     model(x).sum().backward()
     expected, x.grad = x.grad, None
@@ -352,7 +353,7 @@ def test_compile_safe_hooks(compiled: bool, fresh_dynamo: None) -> None:
 
 
 def test_compile_safe_filter(fresh_dynamo: None) -> None:
-    """Only modules that the filter wants have hooks; any one hook alone will do."""
+    """Only modules that the filter selects get hooks; each hook also works alone."""
     told: list[str] = []
     model = Tiny()
     with ModTracker.compile_safe_hooks(
@@ -386,8 +387,8 @@ def in_block(index: int) -> tuple[str, ...]:
 
 
 def test_c6_c7_checkpoint() -> None:
-    """Recomputed, and in the backward of it, a block is in its own modules and those around, and in
-    no sibling."""
+    """A recomputed block, and its backward, have the block's own modules and the enclosing ones as
+    parents, and no sibling."""
     for kind, reentrant in itertools.product((ModTracker, ModuleTracker), (True, False)):
         notes = Notes(kind)
         model = Checkpointed(notes, reentrant=reentrant)
@@ -395,7 +396,7 @@ def test_c6_c7_checkpoint() -> None:
             model(batch()).sum().backward()
         before, after = (("Checkpointed", f"Checkpointed.{name}") for name in ("before", "after"))
         assert notes.seen[:4] == [before, in_block(0), in_block(1), after]
-        if reentrant:  # all is recomputed, then all of it is differentiated
+        if reentrant:  # the whole block is recomputed first, then its backward runs
             assert notes.seen[4:] == [
                 after,
                 in_block(0),
@@ -421,8 +422,8 @@ class Lambda(nn.Module):
 
 
 def test_c7_a_recomputed_function_of_several_modules() -> None:
-    """Each module recomputed is in itself and in the one around both, although another one asked
-    for it."""
+    """Each recomputed module has itself and the module around both as parents, although another
+    module triggered the recomputation."""
     notes = Notes()
     model = Lambda(notes)
     with notes.tracker:
@@ -450,8 +451,8 @@ class OnlyKeyword(nn.Module):
 
 
 def test_c8_keyword_only_tensors() -> None:
-    """Its backward belongs to it, the layer before does not belong to both; and its post_bw_hook is
-    given its gradient."""
+    """A module with keyword-only tensors owns its backward, the layer before owns only its own, and
+    `post_bw_hook` gets the gradient."""
     notes = Notes()
     model, ended = Keyword(notes), []
     notes.tracker.register_user_hooks(
@@ -468,7 +469,7 @@ def test_c8_keyword_only_tensors() -> None:
 
 
 def test_c9_one_module_used_twice() -> None:
-    """Each of its calls has its own backward hooks, in the order of the backward."""
+    """Each call of a shared module runs its own backward hooks, in the order of the backward."""
     tracker, told = ModTracker(), []
     shared = nn.Linear(8, 8)
     tracker.register_user_hooks(
@@ -504,7 +505,7 @@ class Broken(nn.Module):
 
 
 def test_c10_a_backward_that_raises() -> None:
-    """No name and no hook of it is left in later steps."""
+    """A backward that raises leaves no name and no hook for later steps."""
     notes, broken, late = Notes(), [True], []
     model = nn.Sequential(Probe(notes), Broken(broken), Probe(notes))
     notes.tracker.register_user_hooks(post_bw_hook=lambda module, grads: late.append(module))
@@ -521,7 +522,7 @@ def test_c10_a_backward_that_raises() -> None:
 
 
 def test_c2_a_forward_that_raises() -> None:
-    """It is left all the same, and its post_fw_hook is given no output."""
+    """The tracker leaves a forward that raises, and its `post_fw_hook` gets no output."""
     tracker, told = ModTracker(), []
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(9, 9))
     tracker.register_user_hooks(
@@ -535,8 +536,8 @@ def test_c2_a_forward_that_raises() -> None:
 
 
 def test_c11_names() -> None:
-    """A part called before its model, a tied part, a wrapped model, another model, a module in a
-    plain list."""
+    """Names are right for a child called before its model, a tied child, a wrapped model, a second
+    model, and a module in a plain list."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     notes = Notes()
@@ -576,7 +577,7 @@ class PlainList(nn.Module):
 
 
 def test_c11_a_module_in_a_plain_list() -> None:
-    """It has its class as its name, inside the module that calls it."""
+    """A module in a plain list is named by its class, below the module that calls it."""
     for kind in (ModTracker, OriginalModTracker):
         notes = Notes(kind)
         with notes.tracker:
@@ -609,7 +610,7 @@ class Odd(nn.Module):
 
 
 def test_c12_unusual_outputs() -> None:
-    """Whatever a module returns, its backward is found; its hooks are called wherever it returns a
+    """The backward of a module is found for every kind of output; its hooks run if it returns a
     tensor."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad"):
         notes = Notes()
@@ -628,8 +629,8 @@ def test_c12_unusual_outputs() -> None:
 
 
 def test_c13_several_backwards() -> None:
-    """`autograd.grad` and two backwards over one graph: the modules of each node, and the hooks
-    once for each backward."""
+    """With `autograd.grad` and two backwards over one graph, each node has its modules, and hooks
+    run once for each backward."""
     notes, told = Notes(), []
     model = nn.Sequential(Probe(notes), Probe(notes))
     notes.tracker.register_user_hooks(
@@ -656,7 +657,7 @@ def test_c13_several_backwards() -> None:
 
 
 def test_c13_double_backward() -> None:
-    """A node that a backward made is in the modules of the node it differentiates."""
+    """A node that a backward created has the modules of the node that it differentiates."""
 
     class Cubing(torch.autograd.Function):
         @staticmethod
@@ -709,7 +710,8 @@ def test_a_forward_without_a_backward() -> None:
 
 
 def test_each_thread_is_in_its_own_modules() -> None:
-    """Two threads in different models at once: each is told its own, in forward and in backward."""
+    """Two threads that run different models at once each see their own modules, in forward and in
+    backward."""
     notes = {name: Notes() for name in ("a", "b")}
     meet = threading.Barrier(2, timeout=20)
 
@@ -747,7 +749,7 @@ def test_each_thread_is_in_its_own_modules() -> None:
 
 
 def test_a_gradient_is_accumulated_in_the_module_that_holds_it() -> None:
-    """In a hook of a parameter, the modules are those of the last call of its module."""
+    """In a hook of a parameter, the parents are those of the last call of its module."""
     tracker, seen = ModuleTracker(), []
     model = Model(depth=1)
     model.layers[0].up.bias.register_post_accumulate_grad_hook(
@@ -759,8 +761,8 @@ def test_a_gradient_is_accumulated_in_the_module_that_holds_it() -> None:
 
 
 def test_a_forward_longer_than_the_log() -> None:
-    """Of more module calls than the engine remembers the innermost is right, those around may be
-    missing, none is wrong."""
+    """With more module calls than the engine stores, the innermost module is right, outer ones may
+    be missing, and none is wrong."""
 
     class Long(nn.Module):
         def __init__(self) -> None:
@@ -783,8 +785,8 @@ def test_a_forward_longer_than_the_log() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither a hook on a module, a tensor or torch, nor another way for warnings to look; nothing
-    is warned."""
+    """No hook remains on a module, a tensor or torch, `warnings` is unchanged, and nothing
+    warns."""
     model, x = Model(), batch().requires_grad_()
     looks = warnings.formatwarning
     with warnings.catch_warnings():
@@ -801,8 +803,8 @@ def test_nothing_is_left_behind() -> None:
 
 
 def test_hooks_that_come_and_go() -> None:
-    """Hooks registered and cleared while it tracks; those that are there stay when another kind is
-    added."""
+    """Hooks can be registered and cleared while the tracker is active; adding one kind keeps the
+    others."""
     tracker, told = ModTracker(), []
     model = nn.Linear(8, 8)
     with tracker:
@@ -818,7 +820,7 @@ def test_hooks_that_come_and_go() -> None:
 
 
 def test_nested_and_repeated() -> None:
-    """A tracker in a tracker, in a watch, and the same one again."""
+    """Trackers work inside a tracker, inside a watch, and when entered again."""
     notes = Notes()
     model = nn.Sequential(Probe(notes))
     with torchwhere.watch(model), notes.tracker, ModuleTracker(), notes.tracker:
@@ -830,8 +832,8 @@ def test_nested_and_repeated() -> None:
 
 
 def test_an_exception_of_a_hook_propagates() -> None:
-    """What a user's hook raises comes out of the forward, or the backward, that it was called
-    in."""
+    """An exception of a user hook propagates out of the forward or the backward that called the
+    hook."""
 
     def raises(*_args: Any) -> None:
         raise KeyError("mine")
@@ -846,7 +848,8 @@ def test_an_exception_of_a_hook_propagates() -> None:
 
 
 def test_compiled_as_ever(fresh_dynamo: None) -> None:
-    """Under a tracker with hooks a model is compiled as without one; no hook is called for it."""
+    """A tracker with hooks does not change how a model is compiled; no hook runs for the compiled
+    model."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -873,7 +876,7 @@ def test_compiled_as_ever(fresh_dynamo: None) -> None:
 
 
 class Breaking(nn.Module):
-    """Breaks a compiled graph, so that its part is called in eager mode."""
+    """Breaks a compiled graph, so that its child runs in eager mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -886,8 +889,8 @@ class Breaking(nn.Module):
 
 @pytest.mark.parametrize("child", [lambda: nn.Linear(8, 8), Breaking])
 def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
-    """No hook is called for a compiled part or what it calls; its model and the other parts have
-    theirs, as in the original."""
+    """No hook runs for a compiled child or for what it calls; hooks run for its model and the other
+    children, as in the original."""
     told = {}
     for kind in (ModTracker, OriginalModTracker):
         torch._dynamo.reset()
@@ -912,7 +915,7 @@ def test_a_compiled_child(child: Any, fresh_dynamo: None) -> None:
 
 def test_the_name_of_any_module() -> None:
     """`_get_mod_name`, which torch's tools call, names a module that was never called by its class,
-    and its parts too."""
+    and names its children too."""
     for kind in (ModTracker, ModuleTracker, OriginalModTracker, OriginalModuleTracker):
         tracker, model = kind(), nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU()))
         assert [tracker._get_mod_name(m) for m in (model, model[0], model[1][0])] == [
@@ -931,8 +934,8 @@ def test_the_name_of_any_module() -> None:
 
 
 class Subclass:
-    """What torch's CommDebugMode makes of ModTracker: hooks of its own that call the private
-    methods of the tracker."""
+    """A subclass like the one in torch's CommDebugMode: its own hooks call the private methods of
+    the tracker."""
 
     def _before(self, mod: nn.Module, args: Any) -> None:
         name, w_mod = self._get_mod_name(mod), weakref.ref(mod)
@@ -947,8 +950,8 @@ class Subclass:
 
 
 def test_a_subclass_with_hooks_of_its_own() -> None:
-    """It has the parents that it entered, and its user hooks, as with the original; nothing of it
-    is left afterwards."""
+    """A subclass with its own hooks gets the parents that it entered and its user hooks, as with
+    the original; nothing remains afterwards."""
     seen, told = {}, {}
     for kind in (ModTracker, OriginalModTracker):
         notes = Notes(type("Own", (Subclass, kind), {}))
@@ -970,7 +973,7 @@ def test_a_subclass_with_hooks_of_its_own() -> None:
 
 
 def test_a_backward_that_raises_in_a_subclass() -> None:
-    """The names that a subclass was in when a backward raised are gone after the next backward."""
+    """Names that a subclass entered before a backward raised are gone after the next backward."""
     notes, broken = Notes(type("Own", (Subclass, ModTracker), {})), [True]
     model = nn.Sequential(Probe(notes), Broken(broken), Probe(notes))
     with notes.tracker:
@@ -982,7 +985,8 @@ def test_a_backward_that_raises_in_a_subclass() -> None:
 
 
 def test_bad_input() -> None:
-    """A module that is none, hooks that are none: errors of the right type that say so."""
+    """An object that is not a module, and hooks that are not callable, raise errors of the right
+    type that name the problem."""
     tracker = ModTracker()
     with pytest.raises(
         TypeError, match=r"^get_known_fqn\(mod\): expected a torch.nn.Module, got NoneType$"
@@ -1036,7 +1040,7 @@ def _sharded(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_ranks(two_ranks: Pool, kind: str) -> None:
-    """Under DDP and FSDP2 the names are those of the user's own model, on every rank."""
+    """Under DDP and FSDP2 every rank reports the names of the user's own model."""
     prefix = "FSDPModel" if kind == "fsdp2" else "Model"
     inside = tuple(f"{prefix}{rest}" for rest in ("", ".layers.0", ".layers.0.probe"))
     names = {
@@ -1051,8 +1055,8 @@ def test_ranks(two_ranks: Pool, kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and
-    with both originals."""
+    """The program in the migration page prints the output shown below it, with the drop-in and with
+    both originals."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## torch's `ModTracker`")
     section, end, after = section.partition("\n## ")
@@ -1063,7 +1067,7 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.utils.module_tracker import ModuleTracker as ModTracker",
     )
     assert program.count(ours) == 1
-    # the original puts one of its own there
+    # the original sets its own handler there
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     printed = [_printed(program), *(_printed(program.replace(ours, one)) for one in theirs)]
     assert printed[1] == printed[2]

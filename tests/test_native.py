@@ -1,5 +1,4 @@
-"""The native part: built for real into a cache of its own, and compared with the Python code that
-it stands in for.
+"""The native part: built into its own cache and compared with the Python code that it replaces.
 
 `library` (in `conftest.py`) builds it once. `watched(job, native=...)` gives what the same job
 records in either way.
@@ -51,7 +50,7 @@ PATIENCE_S = 120
 
 @pytest.fixture
 def cache(library: Path, children: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """This process finds that library, and uses it."""
+    """Makes this process find the library and use it."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
         patch.setenv(loading.SWITCH, "1")
@@ -71,7 +70,7 @@ def part(cache: Path) -> Any:
 def test_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No compiler: one line that says so, and what to do."""
+    """Without a compiler, one line says so and what to do."""
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -84,7 +83,7 @@ def test_without_a_compiler(
 
 
 def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler complains of is said, and nothing is left behind."""
+    """The error contains the compiler's message, and no file is left behind."""
     compiler = tmp_path / "cxx"
     compiler.write_text("#!/bin/sh\necho 'native.cpp:1: error: boom' >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -101,7 +100,7 @@ def test_with_a_compiler_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Python.h: said, with where it was looked for."""
+    """Without Python.h, the error says where it was looked for."""
     real = sysconfig.get_path
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -118,7 +117,7 @@ def test_without_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache that is a file: said in a sentence."""
+    """If the cache is a file, the error is one sentence."""
     (tmp_path / "torchwhere").write_text("")
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -133,7 +132,7 @@ def test_where_it_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_it_is_built_once(
     library: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command says where it built the library; asked again, it leaves it alone."""
+    """The command prints where the library is; a second call does not build it again."""
     before = library.stat().st_mtime_ns
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
@@ -147,8 +146,8 @@ def test_it_is_built_once(
 
 
 def test_its_name_says_what_it_is_for(library: Path) -> None:
-    """Torch's version and commit, Python's ABI and the sources are in the name: another one of them
-    finds another name."""
+    """The file name contains torch's version and commit, Python's ABI and a hash of the sources: a
+    change of one gives another name."""
     assert torch.version.git_version is not None
     for part in (
         torch.__version__,
@@ -194,7 +193,8 @@ def test_a_spoiled_library_is_not_used(
     spoil: Callable[[Path], None],
     why: str,
 ) -> None:
-    """Damaged, cut, or something else under its name: said once, and Python's own code records."""
+    """A damaged or cut library, or another file under its name, is logged once, and the Python code
+    records."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(loading.SWITCH, "1")
     path = loading.library()
@@ -218,7 +218,7 @@ def test_a_spoiled_library_is_not_used(
 def test_a_library_for_another_torch_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that got a name which is not its own is told by what is inside it."""
+    """A library under a wrong name is recognized by its content."""
     with monkeypatch.context() as patch:
         patch.setattr(loading, "built_for", lambda: "another")
         with pytest.raises(loading.RefusedLibraryError, match=r"was built for .*, this is another"):
@@ -226,7 +226,7 @@ def test_a_library_for_another_torch_is_refused(
 
 
 def test_it_can_be_switched_off(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TORCHWHERE_NATIVE=0 keeps a watch from using it."""
+    """TORCHWHERE_NATIVE=0 keeps a watch from using the library."""
     with monkeypatch.context() as patch:
         patch.setenv(loading.SWITCH, "0")
         assert loading.native() is None
@@ -234,7 +234,7 @@ def test_it_can_be_switched_off(part: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_watch_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no library, a watch leaves it at that."""
+    """A watch does not build a missing library."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         patch.setenv(loading.SWITCH, "1")
@@ -250,8 +250,8 @@ BUILDS = "torchwhere: builds its native part"
 
 
 def compiler_that(folder: Path, does: str) -> str:
-    """A command that is called like a compiler; `$to` is what it has to make. Each call leaves a
-    line in `calls`."""
+    """A command in place of a compiler; `$to` is the output file. Each call appends a line to
+    `calls`."""
     path = folder / "cxx"
     lines = [
         "#!/bin/sh",
@@ -270,7 +270,7 @@ def calls(folder: Path) -> int:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache with nothing in it, for this process and those it starts."""
+    """An empty cache for this process and its children."""
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         patch.setenv(loading.SWITCH, "1")
@@ -279,8 +279,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_run_builds_it_before_the_script(library: Path, home: Path) -> None:
-    """Of two ranks one builds, and says so; the other waits; both use it. What a killed build has
-    left is cleared."""
+    """One of two ranks builds and says so, the other waits, and both use the library. Leftovers of
+    a killed build are deleted."""
     script, left, fresh = (
         home / "script.py",
         home / "torchwhere" / "building-left",
@@ -321,8 +321,8 @@ CRASHES = "int PyInit_torchwhere_native(void) { return *(volatile int *)0; }"
 def test_a_library_that_crashes_gets_no_name(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """It takes its trial's process with it, and not the job. It is said, and not tried again before
-    `torchwhere native`."""
+    """A library that crashes ends the process of its self-test, not the job. The failure is logged,
+    and the build is not repeated before `torchwhere native`."""
     monkeypatch.setenv(
         "CXX", compiler_that(home, f"echo '{CRASHES}' | cc -shared -fPIC -x c - -o $to")
     )
@@ -346,8 +346,8 @@ def test_a_library_that_crashes_gets_no_name(
 def test_what_failed_may_succeed_later(
     library: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`torchwhere native` tries again, and what it builds is used from then on. Tried is it by any
-    rank of a host."""
+    """`torchwhere native` builds again after a failure, and the new library is used from then on.
+    Any rank of a host may build it."""
     prepare(is_first_of_host=False)
     failure = loading.failure_file(loading.library())
     assert failure.exists()
@@ -356,11 +356,11 @@ def test_what_failed_may_succeed_later(
     assert not failure.exists()
 
 
-def test_where_it_cannot_be_built_nothing_is_said(
+def test_no_output_where_it_cannot_be_built(
     home: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    """No compiler, no folder, a folder that is a file, switched off: a job begins at once, and
-    nothing is tried."""
+    """Without a compiler or a folder, with a file in place of the folder, or switched off: a job
+    starts at once, without output."""
     for name, value in (
         ("CXX", "no-such-compiler"),
         ("XDG_CACHE_HOME", "not/absolute"),
@@ -379,7 +379,7 @@ def test_where_it_cannot_be_built_nothing_is_said(
 
 
 def test_a_job_does_not_wait_for_ever(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever builds it and does not come to an end keeps no other job from beginning."""
+    """A build that does not end keeps no other job from starting."""
     monkeypatch.setattr(first_run, "_PATIENCE_S", 0.3)
     path = loading.library()
     path.parent.mkdir()
@@ -413,13 +413,13 @@ Recorded = tuple[list[torch.Tensor], list[dict[str, Any]]]
         (lambda trained, events: ([one + 1 for one in trained], events), "changes what is trained"),
     ],
 )
-def test_its_trial(
+def test_its_self_test(
     part: Any,
     monkeypatch: pytest.MonkeyPatch,
     spoil: Callable[[Any, Any], Recorded],
     why: str | None,
 ) -> None:
-    """A small job, watched in both ways: what differs from Python's is told."""
+    """The self-test watches a small job with and without the library and reports the difference."""
     real = self_test._watched
 
     def watched(folder: Path, *, is_native: bool) -> Recorded:
@@ -429,7 +429,7 @@ def test_its_trial(
     with monkeypatch.context() as patch:
         patch.setattr(self_test, "_watched", watched)
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        # torch installs one of its own and leaves it
+        # torch installs its own hook and leaves it there
         patch.setattr(sys, "excepthook", sys.excepthook)
         with (
             pytest.raises(TorchwhereError, match=re.escape(why))
@@ -451,7 +451,7 @@ def test_there_is_nothing_to_check(home: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_records_are_pythons(part: Any) -> None:
-    """The same fields make the same bytes, checksum and all; and the same record of a place."""
+    """Equal fields give equal bytes, including the checksum, and equal records of a place."""
     chance = random.Random(0)
     ends = [1 << 8, 1 << 64, *[1 << 8] * 3, *[1 << 32] * 8, 1 << 64]
     natively, plainly = (BoxWriter(None, meta={}, records=16, native=used) for used in (part, None))
@@ -474,7 +474,7 @@ def test_records_are_pythons(part: Any) -> None:
     "fields", [(1,), (1,) * 15, (256, 0), (0, -1), (0, 0, 0, 0, 0, 1 << 32), (0, "now")]
 )
 def test_what_does_not_fit_is_no_record(part: Any, fields: tuple[Any, ...]) -> None:
-    """Too many fields, or one that does not fit: an exception and no record, as ever."""
+    """Too many fields, or a value that is too large, raise an exception and write no record."""
     box = BoxWriter(None, meta={}, records=16, native=part)
     with pytest.raises((TypeError, ValueError)):
         box.record(*fields)
@@ -483,7 +483,7 @@ def test_what_does_not_fit_is_no_record(part: Any, fields: tuple[Any, ...]) -> N
 
 
 def test_a_closed_box_takes_nothing(part: Any) -> None:
-    """Nothing is written to a map that is gone."""
+    """Nothing is written to an unmapped file."""
     box = BoxWriter(None, meta={}, records=16, native=part)
     box.close()
     with pytest.raises(ValueError, match="the box is closed"):
@@ -491,7 +491,7 @@ def test_a_closed_box_takes_nothing(part: Any) -> None:
 
 
 def test_its_dict_is_a_dict(part: Any) -> None:
-    """What it keeps numbers in answers as Python's dict does."""
+    """The native table of numbers behaves like a Python dict."""
     chance, plain, words = random.Random(1), {}, part.Words()
     for _ in range(4000):
         key, value = chance.randrange(300) << 36, chance.randrange(-(1 << 62), 1 << 62)
@@ -503,7 +503,7 @@ def test_its_dict_is_a_dict(part: Any) -> None:
 
 
 def test_its_counts_are_a_dict(part: Any) -> None:
-    """Calls are counted by their words as in Python's dict, and forgotten at once."""
+    """Calls are counted by packed place as in a Python dict, and cleared all at once."""
     chance, plain, counts = random.Random(2), {}, part.Counts()
     for _ in range(20):
         for _ in range(200):
@@ -515,12 +515,13 @@ def test_its_counts_are_a_dict(part: Any) -> None:
 
 
 def test_both_sides_have_the_same_log(part: Any) -> None:
-    """The length of a track's log stands in both languages."""
+    """Both languages have the same length for the log of a track."""
     assert part.LOG_LENGTH == LOG_LENGTH
 
 
 def test_it_knows_pythons_frames(part: Any) -> None:
-    """Which code runs is read off the interpreter: right here, and not mistaken for another."""
+    """The native part reads the running code object from the interpreter: it recognizes this one
+    and does not mistake it for another."""
     assert part.check_frames(sys._getframe().f_code)
     assert not part.check_frames(train.__code__)
 
@@ -558,7 +559,8 @@ def plain_ddp() -> None:
 
 
 def mixed_with_other_calls() -> None:
-    """Calls from Python on the same group, between the buckets' and inside a hook of a backward."""
+    """Python calls on the same group, between the bucket reductions and inside a hook of a
+    backward."""
     model = stacked()
     handle = model.module[2].weight.register_post_accumulate_grad_hook(
         lambda _p: dist.all_reduce(torch.ones(2))
@@ -580,7 +582,7 @@ def accumulated() -> None:
 
 
 def unused_parameters() -> None:
-    """Another parameter completes the bucket, from time to time: what is recorded follows it."""
+    """A different parameter completes the bucket from time to time: the records follow it."""
 
     class Choosing(nn.Module):
         def __init__(self) -> None:
@@ -604,7 +606,7 @@ def static_graph() -> None:
 
 
 def two_models() -> None:
-    """Two instances in one backward, and the second alone."""
+    """Two instances in one backward, then the second alone."""
     first, second = stacked(), stacked()
     with torchwhere.watch(first):
         for step in range(12):
@@ -613,8 +615,8 @@ def two_models() -> None:
 
 
 def hooked() -> None:
-    """A communication hook in Python, given when the buckets are known already: from then on Python
-    calls."""
+    """A Python communication hook, registered after the buckets are built: from then on Python
+    calls the collectives."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 8)
@@ -636,7 +638,7 @@ def recomputed() -> None:
 
 
 def failing() -> None:
-    """The note on an exception names the last collectives, whoever recorded them."""
+    """The note on an exception lists the last collectives, whichever code recorded them."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 8)
@@ -660,7 +662,8 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 
 def optimized() -> None:
-    """One optimizer, from two lines; then two, which count once; then the first alone again."""
+    """One optimizer, called from two lines; then two optimizers, counted once; then the first alone
+    again."""
     model = stacked()
     first, second = sgd(model), sgd(model)
     with torchwhere.watch(model):
@@ -672,8 +675,8 @@ def optimized() -> None:
 
 
 def optimized_in_backward() -> None:
-    """The optimizer steps out of a hook: its step ends with the backward, which the native part may
-    have begun."""
+    """The optimizer steps in a hook: its step ends with the backward, which the native part may
+    have started."""
     model = stacked()
     optimizer = sgd(model)
     with torchwhere.watch(model):
@@ -687,7 +690,7 @@ def optimized_in_backward() -> None:
 
 
 def counted_by_the_user() -> None:
-    """First the optimizer counts, then the user does, with numbers of their own too."""
+    """First the optimizer counts steps, then the user does, with explicit numbers too."""
     model = stacked()
     optimizer = sgd(model)
     with torchwhere.watch(model):
@@ -703,7 +706,7 @@ def counted_by_the_user() -> None:
 
 
 def optimizer_failing() -> None:
-    """A step that raises never reaches the hook after it: the next ones are told as ever."""
+    """A step that raises never reaches the post hook: the next steps are recorded as usual."""
 
     class Failing(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
@@ -722,8 +725,8 @@ def optimizer_failing() -> None:
 
 
 def backwards_of_all_kinds() -> None:
-    """One that makes a graph, one inside another, gradients without a backward, one from inside a
-    module, one that fails."""
+    """Backwards that create a graph, nest, compute gradients only, start inside a module, or
+    fail."""
 
     class Inside(torch.autograd.Function):
         @staticmethod
@@ -756,9 +759,9 @@ def backwards_of_all_kinds() -> None:
                 inner[1](x)
 
 
-def others_come() -> None:
+def changes_between_steps() -> None:
     """Between steps: a listener, a group, a second model, a forward under fake tensors, a
-    compilation, a reset of compilers."""
+    compilation, a compiler reset."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     torch.compiler.reset()  # compilations are numbered from 0
@@ -769,7 +772,7 @@ def others_come() -> None:
         with torchwhere.on_module(backward_enter=lambda _module, call: torchwhere.note(call.name)):
             optimize(model, optimizer, steps=2)
 
-    def rehearsed() -> None:
+    def under_fake_tensors() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.module[0](torch.ones(2, 64))
 
@@ -784,7 +787,7 @@ def others_come() -> None:
             listened,
             lambda: dist.new_group([0]),
             another,
-            rehearsed,
+            under_fake_tensors,
             compiled,
             torch.compiler.reset,
             compiled,
@@ -810,13 +813,13 @@ JOBS = (
     counted_by_the_user,
     optimizer_failing,
     backwards_of_all_kinds,
-    others_come,
+    changes_between_steps,
 )
 
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """A new one for every job: collectives are counted from 0."""
+    """A new group for each job: collectives are counted from 0."""
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -849,7 +852,7 @@ def events_of(
 def test_the_same_is_recorded(
     job: Callable[[], None], part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every event of a job is the same with the native part and without, apart from its time."""
+    """Every event of a job is the same with and without the native part, apart from its time."""
     notes.clear()
     natively = events_of(job, tmp_path / "native", monkeypatch, native=True)
     recorded = part.recorded()
@@ -859,7 +862,7 @@ def test_the_same_is_recorded(
     assert notes[:1] == notes[1:]
 
 
-STEP = {  # what of ours in Python a step takes that is like the one before
+STEP = {  # our Python functions that run in a step that equals the one before
     "make_wrapper.<locals>.__call__",
     "BackwardHook._make_wrapper.<locals>._engine_run_backward",
     "OptimizerHook._make_before.<locals>.before",
@@ -870,9 +873,8 @@ STEP = {  # what of ours in Python a step takes that is like the one before
 def test_a_step_needs_no_more_python(
     part: Any, one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a step that is like the one before, all of ours that is Python are the hooks
-    themselves."""
-    # in its presence a call from outside may be a rehearsal
+    """In a step that equals the one before, the only Python code of ours that runs is the hooks."""
+    # if it is imported, an outermost call may be shape inference
     monkeypatch.delitem(sys.modules, PIPELINING, raising=False)
     model, home = stacked(), str(Path(torchwhere.__file__).parent)
     optimizer, found = sgd(model), []
@@ -883,7 +885,7 @@ def test_a_step_needs_no_more_python(
 
     with torchwhere.watch(model, out=tmp_path):
         optimize(model, optimizer, steps=12)
-        # once a second Python looks whether the file is there: not three times in a row
+        # once a second Python checks whether the file exists: not three times in a row
         for _ in range(3):
             found.append(set())
             sys.setprofile(look)
@@ -892,9 +894,9 @@ def test_a_step_needs_no_more_python(
     assert min(found, key=len) == STEP
 
 
-def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
-    """`comms()` is told of the buckets too, though the kernel knows them; when it is over they are
-    the kernel's again."""
+def test_comms_gets_every_collective(part: Any, one_rank: None) -> None:
+    """`comms()` gets the buckets too, although the kernel handles them; afterwards the kernel
+    handles them again."""
     model = stacked()
     with torchwhere.watch(model):
         train(model, 6)
@@ -913,17 +915,16 @@ def test_a_tap_hears_every_collective(part: Any, one_rank: None) -> None:
 
 @pytest.fixture
 def ddp_on_threads(one_rank: None) -> Iterator[None]:
-    """DDP notes in its class which instance is in its forward, and puts back what it found: threads
-    put back each other's."""
+    """DDP stores in its class which instance runs its forward, and restores the old value: threads
+    would restore each other's."""
     yield
     DDP._active_ddp_module = None
 
 
 def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> None:
-    """Sixteen backwards at once, none of them holding the GIL: no record is lost, torn or counted
-    twice."""
+    """Sixteen concurrent backwards that do not hold the GIL lose, tear or repeat no record."""
     models = [stacked() for _ in range(16)]
-    [train(model, 3) for model in models]  # their buckets are what they will be
+    [train(model, 3) for model in models]  # the buckets have their final form
     steps, failed = 25, []
 
     def work(model: nn.Module) -> None:
@@ -947,14 +948,12 @@ def test_sixteen_threads(part: Any, ddp_on_threads: None, tmp_path: Path) -> Non
     numbers = sorted(event.fields["number"] for event in collectives)
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     assert len(collectives) == 16 * steps * BUCKETS
-    # Alone Python sees a bucket twice; with others reducing meanwhile it may have to look once
-    # more.
+    # A single thread sees a bucket twice in Python; while others reduce, it may need one more look.
     assert 2 * recorded > 16 * steps * BUCKETS, recorded
 
 
 def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
-    """A hundred watches leave nothing: no track, no map, no kernel; the model trains on between
-    them."""
+    """A hundred watches leave no track, no map and no kernel; the model trains on between them."""
     model, kinds = stacked(), (part.Box, part.Buckets, part.Calls, part.ThreadTrack, part.Words)
 
     def left() -> int:
@@ -970,17 +969,17 @@ def test_started_and_stopped_a_hundred_times(part: Any, one_rank: None) -> None:
         return recorded
 
     assert sum(watch_once() for _ in range(3)) > 0
-    # torch keeps the last Python kernels that were taken off, and with them what they need
+    # torch keeps the last Python kernels that were removed, and what they refer to
     before = left()
     assert sum(watch_once() for _ in range(100)) > 100
     assert left() <= before
 
 
 def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
-    """A watch may end at any moment of a backward that runs on other threads: nobody writes to a
-    map that is gone."""
+    """A watch may end at any moment of a backward on other threads: no thread writes to an unmapped
+    file."""
     models, failed, over = [stacked() for _ in range(3)], [], threading.Event()
-    # DDP has built its buckets anew, for which it broadcasts: not through our kernel
+    # DDP has rebuilt its buckets; the broadcasts for that do not pass through our kernel
     [train(model, 3) for model in models]
 
     def work(model: nn.Module) -> None:
@@ -998,7 +997,7 @@ def test_stopped_while_others_run(part: Any, ddp_on_threads: None) -> None:
     over.set()
     [thread.join() for thread in threads]
     assert failed == []
-    with torchwhere.watch():  # takes back the kernels that were left
+    with torchwhere.watch():  # removes the kernels that were left registered
         pass
 
 
@@ -1066,8 +1065,8 @@ Child = tuple[Path, subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Child]]:
-    """A process for each of these, with its folder. All are begun as soon as there is a library:
-    they take a while."""
+    """One process for each of these programs, with its folder. All start as soon as the library is
+    built, because they take a while."""
     env = os.environ | {"XDG_CACHE_HOME": str(library.parent.parent), loading.SWITCH: "1"}
     started: dict[str, Child] = {}
     for code in (KILLED, TRUNCATED, FORKED):
@@ -1083,7 +1082,7 @@ def children(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def test_killed(children: dict[str, Child]) -> None:
-    """Killed while it writes: every record up to the last is there and whole."""
+    """After a kill during a write, every record up to the last is there and complete."""
     folder, process = children[KILLED]
     assert process.stdout is not None
     assert process.stdin is not None
@@ -1101,8 +1100,8 @@ def test_killed(children: dict[str, Child]) -> None:
 
 
 def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
-    """Somebody cuts the file while the kernel stores to it, without the GIL: the job goes on, and
-    says that it lost its box."""
+    """If the file is truncated while the kernel writes without the GIL, the job goes on and reports
+    that it lost its box."""
     _, process = children[TRUNCATED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
@@ -1114,8 +1113,8 @@ def test_truncated_under_the_kernel(children: dict[str, Child]) -> None:
 
 
 def test_forked(children: dict[str, Child]) -> None:
-    """A forked child leaves the parent's box alone and watches natively by itself; the parent goes
-    on."""
+    """A forked child leaves the parent's box alone and records natively into its own; the parent
+    goes on."""
     folder, process = children[FORKED]
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
