@@ -66,6 +66,34 @@ class Expected:
 FAULTS: dict[str, tuple[Callable[[int], None], Expected]] = {}
 
 
+# One fault of each sort. `make test` plants these; `make test-all` plants all of `FAULTS`.
+REPRESENTATIVE = {
+    "branch",  # mismatch: a collective is left out
+    "wrong_order",  # mismatch: different operations
+    "swapped",  # mismatch that fails nowhere
+    "skipped_by_one_of_two",  # mismatch without a majority
+    "skipped_layer",  # FSDP2
+    "opposite_groups",  # deadlock of groups
+    "wrong_peer",  # point to point
+    "microbatches",  # pipeline
+    "leaves_loop_early",  # mesh
+    "uneven_data",
+    "barrier_on_one",  # all ranks but one are missing
+    "others_give_up",  # timeout
+    "data_loader",  # missing: waits for data
+    "lock",
+    "gil",
+    "sigstop",
+    "sigkill",  # dead
+    "exception",
+    "oom_kill",
+    "straggler",
+    "cable_pulled",
+    "healthy_ddp",
+    "healthy_mesh",
+}
+
+
 def everyone(_victim: int) -> set[int]:
     return set(range(WORLD))
 

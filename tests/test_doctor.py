@@ -20,7 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from faulty_jobs import FAULTS, STALL_S, WORLD, Expected, around_name, marked
+from faulty_jobs import (
+    FAULTS,
+    REPRESENTATIVE,
+    STALL_S,
+    WORLD,
+    Expected,
+    around_name,
+    marked,
+)
 from surroundings import NotHereError
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict
@@ -35,6 +43,10 @@ STEPS_ENOUGH = 40
 ALL = (MONITOR, DOCTOR)
 BARE: tuple[str, ...] = ()  # nobody looked at it but its own ranks
 VICTIMS = (0, 2, 3) if os.environ.get("TORCHWHERE_ALL_VICTIMS") else (2,)
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in REPRESENTATIVE))
+    for name in FAULTS
+]
 
 
 class Nursery:
@@ -187,12 +199,12 @@ def _runs(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def outcomes(
-    library: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, library: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, int], Future[Outcome]]:
-    """All jobs, a few at a time: most of their time they do nothing but hang. Watched as
+    """All selected jobs, a few at a time: most of their time they do nothing but hang. Watched as
     `torchwhere run` would, natively."""
     nursery, folder = Nursery(library), tmp_path_factory.mktemp("jobs")
-    jobs = [(name, victim) for name in FAULTS for victim in VICTIMS]
+    jobs = selected_jobs(request.session.items)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         done = {
             job: pool.submit(diagnose, nursery, *job, folder / f"{job[0]}-{job[1]}") for job in jobs
@@ -201,8 +213,23 @@ def outcomes(
     return done
 
 
+def selected_jobs(items: list[pytest.Item]) -> list[tuple[str, int]]:
+    """Name and victim of each job that the tests of this session need."""
+    functions = [item for item in items if "outcomes" in getattr(item, "fixturenames", ())]
+    parameters = [item.callspec.params for item in functions if hasattr(item, "callspec")]
+    jobs = [(parameter["name"], parameter["victim"]) for parameter in parameters]
+    return list(dict.fromkeys([*jobs, ("cable_pulled", 2)]))
+
+
+def test_every_kind_is_represented() -> None:
+    """The faults that `make test` plants exist, and cover every kind of verdict."""
+    assert set(FAULTS) >= REPRESENTATIVE
+    kinds = {name: expected.kinds[0] for name, (_, expected) in FAULTS.items()}
+    assert {kinds[name] for name in REPRESENTATIVE} == set(kinds.values())
+
+
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_fault(name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]) -> None:
     """Kind and culprits are right while the job hangs, and again when it and its monitor were
     killed; the culprit's place is right."""
@@ -247,7 +274,7 @@ def is_right(verdict: Verdict, expected: Expected, victim: int) -> bool:
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_nobody_watched(
     name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
 ) -> None:
@@ -258,7 +285,7 @@ def test_nobody_watched(
 
 
 @pytest.mark.parametrize("victim", VICTIMS)
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_box_is_gone_or_cut(
     name: str, victim: int, outcomes: dict[tuple[str, int], Future[Outcome]]
 ) -> None:

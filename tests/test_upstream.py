@@ -102,6 +102,7 @@ def found_in(checkout: Path) -> dict[str, Any]:
     return dict(json.loads((checkout / "found.json").read_text()))
 
 
+@pytest.mark.exhaustive
 def test_what_differs_is_listed(checkout: Path) -> None:
     """Cases that pass in one way only, also in spawned processes; not those that fail always, nor
     flaky ones."""
@@ -134,6 +135,7 @@ def test_what_differs_is_listed(checkout: Path) -> None:
     assert f"  {case}unpatched: passed plain, failed watched: AssertionError:" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_nothing_differs(checkout: Path) -> None:
     """Exit code 0; a file that the checkout does not have is named; `-k` and `--modes` choose."""
     (checkout / "test" / "test_made_up.py").write_text(TESTS)
@@ -150,6 +152,7 @@ def test_nothing_differs(checkout: Path) -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_hang_is_a_difference(checkout: Path) -> None:
     """A case that hangs watched is listed as not run; the cases before it have their outcomes; its
     processes are killed."""
@@ -162,7 +165,7 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
         "        open('child', 'w').write(str(child.pid))\n"
         "        child.wait()\n"
     )
-    done = run(checkout, "test_hangs.py", "--limit", "20", "--repeat", "0", "--modes", "watched")
+    done = run(checkout, "test_hangs.py", "--limit", "40", "--repeat", "0", "--modes", "watched")
     assert done.returncode == 1, done.stdout + done.stderr
     (file,) = found_in(checkout)["files"]
     assert [(one["case"], one["other"]) for one in file["differences"]] == [
