@@ -48,7 +48,7 @@ def kinds(folder: Path) -> list[str]:
 
 
 def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
-    """The three ways to watch record the same."""
+    """The three ways to watch record the same events."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path / "with"):
         train(model)
@@ -67,7 +67,7 @@ def test_watch_is_context_manager_decorator_and_pair(tmp_path: Path) -> None:
 
 
 def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A watch inside a watch joins it; the outer one ends it; another folder is said and not
+    """A watch inside a watch joins it; the outer one ends it; a different folder is logged and not
     used."""
     model = Model()
     with torchwhere.watch(out=tmp_path / "outer"):
@@ -82,7 +82,7 @@ def test_nested_watches_are_one(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
 
 def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
-    """An exception ends the watch, is recorded as its reason, and goes on unchanged."""
+    """An exception ends the watch, is recorded as its reason, and propagates unchanged."""
     with pytest.raises(KeyError, match="mine"), torchwhere.watch(out=tmp_path):
         raise KeyError("mine")
     assert process.current() is None
@@ -91,7 +91,7 @@ def test_watch_ends_with_an_exception(tmp_path: Path) -> None:
 
 
 def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
-    """Only `Exception` is ever caught: an interrupt inside a sense belongs to the user."""
+    """torchwhere catches only `Exception`: an interrupt inside a hook reaches the user."""
 
     class Interrupts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_keyboard_interrupt_is_not_swallowed(tmp_path: Path) -> None:
 
 
 def test_stop_without_start_does_nothing() -> None:
-    """`stop`, `note`, `phase` and `step` without a watch are silent: they stay in training
+    """`stop`, `note`, `phase` and `step` without a watch do nothing: they may stay in training
     scripts."""
     torchwhere.stop()
     torchwhere.note("nobody listens", answer=42)
@@ -129,7 +129,7 @@ def test_hundred_rounds_leave_nothing(tmp_path: Path) -> None:
             for box in tmp_path.glob("*.box"):
                 box.unlink()
 
-    rounds(30)  # what torch and the allocator keep for themselves
+    rounds(30)  # what torch and the allocator retain
     before, grown_from = leaks.snapshot(), _memory_bytes()
     rounds(100)
     assert leaks.differences(before, leaks.snapshot()) == []
@@ -146,7 +146,7 @@ def _memory_bytes() -> int:
 
 
 def test_steps_set_by_the_user(tmp_path: Path) -> None:
-    """Once the user says which step it is, optimizers no longer count."""
+    """Once the user sets the step, optimizers no longer count."""
     model = Model()
     with torchwhere.watch(model, out=tmp_path):
         torchwhere.step(100)
@@ -170,8 +170,7 @@ def test_two_optimizers_make_one_step() -> None:
 
 
 def test_closure_runs_forward_and_backward_inside_the_optimizer() -> None:
-    """A closure given to an optimizer (LBFGS, Lightning) has the pass that runs in it, not the
-    optimizer's."""
+    """A closure given to an optimizer (LBFGS, Lightning) has its own pass, not the optimizer's."""
     model = Model()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     places = []
@@ -235,8 +234,8 @@ def test_notes_and_phases(tmp_path: Path) -> None:
 
 
 def test_module_events_are_there_when_asked_for(tmp_path: Path) -> None:
-    """With module events on, each call of a module is an enter and an exit; a wrapper and what it
-    wraps are one call."""
+    """With module events on, each call of a module is an enter and an exit; a wrapper and its
+    content are one call."""
     model = torch.nn.parallel.DataParallel(Model(depth=1))
     with torchwhere.watch(model, out=tmp_path, module_events=True):
         model(batch())
@@ -276,13 +275,13 @@ def test_exception_is_an_event(tmp_path: Path) -> None:
 
 
 class Bug(Exception):
-    """An error of ours, planted."""
+    """A planted error of ours."""
 
 
 def _plant(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, at: tuple[int, ...]
 ) -> list[int]:
-    """Make a function of ours raise at its first, second and seventeenth call."""
+    """Make one of our functions raise at its first, second and seventeenth call."""
     original, count = getattr(owner, name), [0]
 
     def planted(*args: Any, **kwargs: Any) -> Any:
@@ -307,7 +306,7 @@ SENSES = {
 
 
 def _busy(model: nn.Module) -> list[float]:
-    """Training that uses every sense."""
+    """Training that uses every hook."""
     import torch.distributed as dist
 
     losses = []
@@ -329,8 +328,8 @@ def test_our_own_errors_never_reach_the_job(
     caplog: pytest.LogCaptureFixture,
     one_rank: None,
 ) -> None:
-    """A sense that fails at its 1st, 2nd and 17th call, or at each, changes nothing, says so once
-    and switches itself off."""
+    """A hook that fails at its 1st, 2nd and 17th call, or at each, changes nothing, logs once and
+    switches itself off."""
     path, name = SENSES[sense]
     module, _, class_name = path.rpartition(".")
     torch.manual_seed(0)
@@ -387,7 +386,7 @@ def test_data_loader_workers_leave_the_box_alone(tmp_path: Path, start_method: s
 
 
 def test_threads_lose_nothing(tmp_path: Path) -> None:
-    """Sixteen threads that note and call modules at once: every note is there, each with its own
+    """With sixteen threads that note and call modules at once, every note is recorded, with its own
     thread."""
     model = Model()
 
@@ -410,8 +409,8 @@ def test_threads_lose_nothing(tmp_path: Path) -> None:
 
 
 def test_watches_begin_and_end_while_threads_reduce(one_rank: None) -> None:
-    """Other threads are on their way to kernels that come and should go: no call fails, and the
-    next watch that ends when they are done takes them back."""
+    """While other threads call kernels that a watch adds and removes, no call fails, and the last
+    watch to end removes them."""
     failed, is_over, none = list[BaseException](), threading.Event(), leaks.snapshot()["kernels"]
 
     def reduce() -> None:
@@ -487,8 +486,8 @@ def _troubled(during: str) -> str:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]]:
-    """A process for each ending and each trouble, with its folder. All are begun at once: most of
-    it is to import torch."""
+    """One process for each ending and each problem, with its folder. All start at once: importing
+    torch takes most of the time."""
     programs = {how: _ending(how) for how in ENDINGS} | {
         errors: _troubled(during) for errors, during in TROUBLES.items()
     }
@@ -514,8 +513,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ended]
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
-    """A watch that nobody stopped ends with the interpreter: the exit code is the job's, the reason
-    is in the box."""
+    """A watch that the script did not stop ends with the interpreter: the exit code is the job's,
+    the reason is in the box."""
     (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
     _, err = job.communicate(timeout=120)
     assert job.returncode == code, err
@@ -547,7 +546,7 @@ def test_place_as_text_and_json() -> None:
 
 
 def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
-    """An exception whose own text raises leaves the watch as itself."""
+    """An exception whose own text raises leaves the watch unchanged."""
 
     class Odd(Exception):
         def __str__(self) -> str:
@@ -561,7 +560,7 @@ def test_an_exception_that_cannot_be_printed(tmp_path: Path) -> None:
 
 
 def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
-    """What leaves the watch from between modules says where, once, and is an event."""
+    """An exception from outside any module gets one note with its place, and is an event."""
     with pytest.raises(ValueError, match="between") as caught, torchwhere.watch(out=tmp_path):
         raise ValueError("between modules")
     (note,) = caught.value.__notes__
@@ -570,7 +569,7 @@ def test_an_exception_outside_any_module_has_a_note_too(tmp_path: Path) -> None:
 
 
 def test_watching_does_not_import_dynamo() -> None:
-    """A watch waits for dynamo and does not load it: that alone takes a second."""
+    """A watch does not import dynamo, which alone takes a second; it waits for the import."""
     done = run_python(
         """
         import sys, torch, torchwhere
@@ -593,9 +592,9 @@ def test_steps_counted_by_the_user_begin_at_zero() -> None:
     assert steps == [0, 1, 2]
 
 
-def test_the_folder_it_works_in_is_gone(tmp_path: Path) -> None:
-    """A process whose working folder somebody has deleted is watched as any other; lines are then
-    absolute."""
+def test_a_deleted_working_directory(tmp_path: Path) -> None:
+    """A process with a deleted working directory is watched like any other; its lines are absolute
+    paths."""
     code = """
 import os, sys
 import torch, torchwhere
@@ -642,9 +641,9 @@ def _wrapped(function: Any) -> Any:
 
 
 @pytest.mark.parametrize("which", ["module calls", "backward"])
-def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
-    """They come while we watch and go later: what they put back does nothing, and the next watch
-    takes it off."""
+def test_another_library_wraps_our_wrapper(which: str) -> None:
+    """Another library wraps our wrapper during a watch and restores it later: it then does nothing,
+    and the next watch removes it."""
     owners = (nn.Module,) if which == "module calls" else (torch.autograd, torch.autograd.graph)
     name = "__call__" if which == "module calls" else "_engine_run_backward"
     torchs = getattr(owners[0], name)
@@ -672,8 +671,8 @@ def test_somebody_else_wraps_what_we_have_wrapped(which: str) -> None:
     }
 
 
-def test_somebody_else_wraps_backward_between_two_watches() -> None:
-    """What another library has put there after our first watch is called, and is still there after
+def test_another_library_wraps_backward_between_two_watches() -> None:
+    """A wrapper that another library installs after our first watch runs, and is still there after
     the second."""
     with torchwhere.watch():
         train(Model(), 1)
@@ -695,8 +694,8 @@ def test_somebody_else_wraps_backward_between_two_watches() -> None:
 
 
 def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A ScriptModule keeps its parameters in something that is no dict: the layout is taken, and
-    nobody complains."""
+    """A ScriptModule does not keep its parameters in a dict: the layout is recorded, and nothing is
+    logged."""
     model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
     with torchwhere.watch(model, out=tmp_path):
         train(model)
@@ -705,8 +704,8 @@ def test_a_scripted_module_has_a_layout(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_model_compiled_under_a_watch_and_used_after_it() -> None:
-    """It has taken our wrapper of `__call__` with it: that one does nothing, and adds no frame,
-    break or recompile."""
+    """The compiled code contains our wrapper of `__call__`: after the watch it does nothing, and
+    adds no frame, break or recompile."""
     import contextlib
 
     import torch._dynamo as dynamo
