@@ -27,7 +27,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 
-PATIENCE_S = 60
+PATIENCE_S = 400
 CAPACITY = 64
 NOTE = int(Kind.NOTE)
 

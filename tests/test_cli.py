@@ -84,7 +84,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=ENVIRONMENT,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=400,
     )
     return folder
 
@@ -98,7 +98,7 @@ def copy(demo: Path, tmp_path: Path) -> Path:
 def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [BIN / "torchwhere", *map(str, arguments)]
     return subprocess.run(
-        command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60
+        command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=400
     )
 
 
@@ -228,7 +228,7 @@ def test_head_may_stop_it(demo: Path) -> None:
         for reader in ("head -n 1", "true"):
             script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
             done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
             )
             assert (done.returncode, done.stderr) == (0, "")
 
@@ -388,8 +388,8 @@ def test_verdicts_of_monitors_as_json(tmp_path: Path) -> None:
         assert job.poll() is None
         time.sleep(0.05)
     command = [BIN / "torchwhere", "monitor", "run", "--stall", "1", "--json"]
-    by_hand = subprocess.run(command, text=True, timeout=60, **pipes)
-    printed, said = job.communicate(timeout=60)
+    by_hand = subprocess.run(command, text=True, timeout=400, **pipes)
+    printed, said = job.communicate(timeout=400)
     assert (by_hand.returncode, by_hand.stderr) == (0, "")
     first = json.loads(by_hand.stdout.splitlines()[0])
     assert printed.splitlines() == ["{ours}"] * 2
@@ -536,7 +536,7 @@ def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
             *options,
             *again,
         ]
-        done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
         assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (
             130,
             "",
@@ -566,7 +566,7 @@ def test_full_or_closed_output(demo: Path) -> None:
         ):
             script = f"{BIN}/torchwhere {command} {demo} {end}"
             done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
             )
             assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (
                 code,
@@ -728,7 +728,7 @@ def torchless(
     def python(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", "-P", *map(str, arguments)]
         environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
     assert "No module named 'torch'" in python("-c", "import torch").stderr
     return python

@@ -62,7 +62,7 @@ def by_duckdb(query: str) -> list[tuple[Any, ...]]:
     here."""
     code = "import duckdb, json, sys; print(json.dumps(duckdb.sql(sys.argv[1]).fetchall()))"
     done = subprocess.run(
-        [sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=400
     )
     return [tuple(row) for row in json.loads(done.stdout)]
 
@@ -324,7 +324,7 @@ def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
             [sys.executable, "-c", code, room, *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
         )
         for room in ("4096", "4000000")
     ]
@@ -529,7 +529,7 @@ def test_the_page_has_every_column_and_option() -> None:
         [sys.executable, "-m", "torchwhere", "export", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
     )
     assert (
         set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout.partition("options:")[2]))

@@ -217,7 +217,7 @@ def test_stalls_are_reported_less_and_less_often(
     monkeypatch.setattr(box, "beat", counted)
     heartbeat = Heartbeat(box, on_stall=lambda: rests.append(beats))
     heartbeat.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while beats < 40 and time.monotonic() < deadline:
         time.sleep(0.01)
     heartbeat.stop()
@@ -250,7 +250,7 @@ def test_waiting_for_a_cpu_is_recorded(tmp_path: Path) -> None:
     """Three processes that share a core each wait most of the time, and the box records it with
     each beat."""
     path = tmp_path / "rank0.box"
-    subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", CROWDED, str(path)], check=True, timeout=400)
     beats = read_box(path).cpu_delays()
     lasted, waited = (beats[-1][0] - beats[0][0]) / 1e9, sum(wait for _, wait in beats[1:]) / 1e9
     assert len(beats) >= 2

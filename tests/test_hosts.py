@@ -325,7 +325,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
             found: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
                 found[name] = Scene(
-                    root / name, [agent.communicate(timeout=150)[1] for agent in started]
+                    root / name, [agent.communicate(timeout=400)[1] for agent in started]
                 )
             yield found
         finally:
@@ -336,7 +336,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene
 
 def wait_until_connected(folder: Path) -> None:
     """Wait until a monitor records that it receives data from another host's monitor."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
         if any(each["role"] == "lead" and each["connected_to"] for each in kept):
@@ -345,7 +345,7 @@ def wait_until_connected(folder: Path) -> None:
 
 
 def wait_for_verdict(folder: Path, kind: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if any(
             json.loads(path.read_text())["kind"] == kind for path in folder.glob("*/verdict.json")
@@ -547,7 +547,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -55,7 +55,7 @@ def start(*command: object, folder: Path) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     return Ended(process.returncode, out, err)
 
 
@@ -365,7 +365,7 @@ def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
             assert first.poll() is None
         second = end(start(*command, "second.py", folder=tmp_path))
     finally:
-        out, _ = first.communicate("\n", timeout=60)
+        out, _ = first.communicate("\n", timeout=400)
     assert (second.code, second.out) == (2, "")
     assert (
         second.err

@@ -243,7 +243,7 @@ with torchwhere.on_module(backward_enter=lambda *_: told.append("in"), backward_
 print(*told)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False
     )
     assert (done.returncode, done.stdout) == (0, "in out\n"), done.stderr
 

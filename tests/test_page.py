@@ -757,7 +757,7 @@ def test_command(chromium: Browser, boxes: Path, tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
         )
         assert (done.returncode, done.stderr) == (0, "")
         assert re.fullmatch(r"report\.html  \d+(\.\d)? [KM]B\n", done.stdout)
@@ -851,7 +851,7 @@ def test_options_are_documented() -> None:
     """The docs page about the report lists exactly the options of the command."""
     page = (TESTS.parent / "docs" / "report.md").read_text()
     helped = subprocess.run(
-        [BIN / "torchwhere", "report", "--help"], capture_output=True, text=True, timeout=60
+        [BIN / "torchwhere", "report", "--help"], capture_output=True, text=True, timeout=400
     ).stdout
     options = set(re.findall(r"^  (--?[\w-]+)", helped, re.MULTILINE)) - {"-h"}
     assert options == set(re.findall(r"^\| `(--?[\w-]+)", page, re.MULTILINE))

@@ -51,7 +51,7 @@ def python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedPr
     # Since Python 3.12 a fork beside threads warns.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
     return subprocess.run(
-        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, **options
+        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=400, **options
     )
 
 

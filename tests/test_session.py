@@ -440,7 +440,7 @@ def run_python(code: str, *args: object, **environment: str) -> subprocess.Compl
         [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         env=os.environ | environment,
     )
 
@@ -516,7 +516,7 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
     """A watch that the script did not stop ends with the interpreter: the exit code is the job's,
     the reason is in the box."""
     (folder, job), (code, reason) = ended[ending], ENDINGS[ending]
-    _, err = job.communicate(timeout=120)
+    _, err = job.communicate(timeout=400)
     assert job.returncode == code, err
     *_, end = torchwhere.read_run(folder).events()
     assert (end.kind, end.fields["reason"]) == ("end", reason)
@@ -526,7 +526,7 @@ def test_interpreter_shutdown(ended: dict[str, Ended], ending: str) -> None:
 def test_trouble_with_the_folder(ended: dict[str, Ended], errors: str) -> None:
     """Whatever happens to the folder, the job goes on with one warning."""
     _, job = ended[errors]
-    out, err = job.communicate(timeout=120)
+    out, err = job.communicate(timeout=400)
     assert job.returncode == 0, err
     assert out == "done\n"
     assert err.count("torchwhere:") == 1, err
@@ -620,7 +620,7 @@ print(seen[0].module == "", os.path.isabs(seen[0].line.partition(":")[0]))
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "True True\n", "")

@@ -551,7 +551,7 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
 def top(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchwhere", "top", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""}
+        command, capture_output=True, text=True, timeout=400, env=os.environ | {"COLUMNS": ""}
     )
 
 
@@ -636,7 +636,7 @@ def test_plain_waits_for_a_run(tmp_path: Path) -> None:
         writer.step(8, 1)
         time.sleep(0.3)
         writer.end("exit", 2)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=400)
     writer.box.close()
     assert process.returncode == 0
     assert re.search(r"^the rank has finished$", out, re.MULTILINE)
