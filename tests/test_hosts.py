@@ -91,12 +91,12 @@ class Scene:
     """The result of a job with two agents."""
 
     folder: Path
-    said: list[str]
+    stderrs: list[str]
 
     @property
     def reporting_agents(self) -> list[int]:
         """The agents whose stderr contains a verdict."""
-        return [agent for agent, text in enumerate(self.said) if "--- torchwhere ---" in text]
+        return [agent for agent, text in enumerate(self.stderrs) if "--- torchwhere ---" in text]
 
     @property
     def lead(self) -> Path:
@@ -291,7 +291,7 @@ def inside(number: int) -> tuple[str, ...]:
 # -- real jobs -------------------------------------------------------------------------------------
 
 ENDED = ("--stall", "3", "--end-with", "SIGKILL")
-STAGES = [
+JOBS = [
     Setup("apart", 2, ("3", "stuck"), ENDED),
     Setup("killed", 1, ("1", "killed"), ("--stall", "60")),
     Setup("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
@@ -308,26 +308,33 @@ NETWORKS = Setup(
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene | str]]:
-    """All jobs at once: they mostly import torch and wait."""
+def scenes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Scene | str]]:
+    """The jobs of all selected tests, at once: they mostly import torch and wait."""
     root = tmp_path_factory.mktemp("hosts")
-    with two_networks() as problem:
+    wanted = {scene_name(item) for item in request.session.items}
+    with two_networks() if wanted & {"shared", "networks"} else contextlib.nullcontext() as problem:
         shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
-        stages = [*STAGES, shared, *([NETWORKS] if problem is None else [])]
-        agents = {stage.name: stage.start(root / stage.name) for stage in stages} | {
-            "tasks": start_tasks(root / "tasks")
+        setups = [*JOBS, shared, *([NETWORKS] if problem is None else [])]
+        agents = {
+            setup.name: setup.start(root / setup.name) for setup in setups if setup.name in wanted
         }
+        if "tasks" in wanted:
+            agents["tasks"] = start_tasks(root / "tasks")
         try:
-            wait_until_connected(root / "killed")
-            (root / "killed" / "go").touch()
-            wait_for_verdict(root / "lives", "missing")
-            (root / "lives" / "over").touch()
-            found: dict[str, Scene | str] = {"networks": problem or ""}
+            if "killed" in wanted:
+                wait_until_connected(root / "killed")
+                (root / "killed" / "go").touch()
+            if "lives" in wanted:
+                wait_for_verdict(root / "lives", "missing")
+                (root / "lives" / "over").touch()
+            results: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
-                found[name] = Scene(
+                results[name] = Scene(
                     root / name, [agent.communicate(timeout=400)[1] for agent in started]
                 )
-            yield found
+            yield results
         finally:
             for agent in (agent for started in agents.values() for agent in started):
                 with contextlib.suppress(ProcessLookupError):
@@ -354,22 +361,31 @@ def wait_for_verdict(folder: Path, kind: str) -> None:
         time.sleep(0.1)
 
 
-def scene(scenes: dict[str, Scene | str], name: str) -> Scene:
-    found = scenes[name]
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+def scene_name(item: pytest.Item) -> str | None:
+    """The job that a test is about."""
+    marker = item.get_closest_marker("scene")
+    return None if marker is None else str(marker.args[0])
 
 
-def index_of_lead(found: Scene, outs: tuple[str, str]) -> int:
-    return outs.index(found.lead.name)
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: dict[str, Scene | str]) -> Scene:
+    name = scene_name(request.node)
+    assert name is not None
+    result = scenes[name]
+    if isinstance(result, str):
+        pytest.skip(result)
+    return result
 
 
-def test_separate_folders(scenes: dict[str, Scene | str]) -> None:
+def index_of_lead(scene: Scene, outs: tuple[str, str]) -> int:
+    return outs.index(scene.lead.name)
+
+
+@pytest.mark.scene("apart")
+def test_separate_folders(scene: Scene) -> None:
     """If a rank of the other host hangs, only the monitor of host 0 reports it, for all four ranks,
     with line and stack."""
-    found = scene(scenes, "apart")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     culprit = verdict["culprits"][0]
     assert (
         verdict["kind"],
@@ -390,35 +406,36 @@ def test_separate_folders(scenes: dict[str, Scene | str]) -> None:
     }
     assert verdict["ranks"][str(culprit)]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["3"]["stack"])
-    assert found.reporting_agents == [index_of_lead(found, ("a", "b"))]
-    other = found.folder / ({"a", "b"} - {found.lead.name}).pop()
+    assert scene.reporting_agents == [index_of_lead(scene, ("a", "b"))]
+    other = scene.folder / ({"a", "b"} - {scene.lead.name}).pop()
     assert not (other / "verdict.json").exists()
     assert sorted(path.name for path in other.glob("*.box")) == ["rank2.box", "rank3.box"]
 
 
-def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.scene("apart")
+def test_all_hosts_are_ended(scene: Scene) -> None:
     """When the monitors are asked to end the job, each ends the ranks of its own host."""
-    found = scene(scenes, "apart")
-    lead = index_of_lead(found, ("a", "b"))
+    lead = index_of_lead(scene, ("a", "b"))
     for rank in range(4):
         host = lead if rank < 2 else 1 - lead
-        assert f"torchwhere: ending rank {rank} " not in found.said[1 - host]
-        assert was_ended(rank, found.said[host], is_lead=host == lead)
+        assert f"torchwhere: ending rank {rank} " not in scene.stderrs[1 - host]
+        assert was_ended(rank, scene.stderrs[host], is_lead=host == lead)
 
 
-def was_ended(rank: int, said: str, *, is_lead: bool) -> bool:
+def was_ended(rank: int, stderr: str, *, is_lead: bool) -> bool:
     """Whether its monitor ended a rank; or the agent of its host did, if host 0 was faster and its
     agent exited."""
-    return said.count(f"torchwhere: ending rank {rank} ") == 1 or (
-        not is_lead and "RendezvousConnectionError" in said
+    return stderr.count(f"torchwhere: ending rank {rank} ") == 1 or (
+        not is_lead and "RendezvousConnectionError" in stderr
     )
 
 
-def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.scene("killed")
+def test_killed_elsewhere(scene: Scene) -> None:
     """If a rank of the other host is killed, host 0 reports it at once, although it never saw that
     process."""
-    found = scene(scenes, "killed")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
         "dead",
         [1],
@@ -428,14 +445,15 @@ def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
     # from its exit code, if the kernel shows it
     known = ("killed by SIGKILL", "left no exit record")
     assert verdict["ranks"]["1"]["detail"].startswith(known)
-    assert found.reporting_agents == [index_of_lead(found, ("a", "b"))]
+    assert scene.reporting_agents == [index_of_lead(scene, ("a", "b"))]
 
 
-def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.scene("shared")
+def test_shared_folder(scene: Scene) -> None:
     """With one folder for all, one monitor reports; if hosts have different names, with the stack
     from the other host."""
-    found = scene(scenes, "shared")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
         "missing",
         [1],
@@ -443,42 +461,44 @@ def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
     )
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
-    assert "".join(found.said).count("--- torchwhere ---") == 1
-    assert all(was_ended(rank, "".join(found.said), is_lead=rank == 0) for rank in (0, 1))
+    assert "".join(scene.stderrs).count("--- torchwhere ---") == 1
+    assert all(was_ended(rank, "".join(scene.stderrs), is_lead=rank == 0) for rank in (0, 1))
 
 
-def test_separate_networks(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.scene("networks")
+def test_separate_networks(scene: Scene) -> None:
     """Two hosts with different names that share only a cable give the same verdict, with the stack
     from the other host."""
-    found = scene(scenes, "networks")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
-    assert len(found.reporting_agents) == 1
-    assert {path.name for path in found.folder.rglob("monitor-*.json")} == {
+    assert len(scene.reporting_agents) == 1
+    assert {path.name for path in scene.folder.rglob("monitor-*.json")} == {
         "monitor-node0.json",
         "monitor-node1.json",
     }
-    elsewhere = {"a": "node1", "b": "node0"}[found.lead.name]
+    elsewhere = {"a": "node1", "b": "node0"}[scene.lead.name]
     assert verdict["facts"]["hosts"] == {"1": elsewhere}
     assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
 
 
-def test_restarted_job(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.scene("lives")
+def test_restarted_job(scene: Scene) -> None:
     """When a job fails in its first second and restarts, host 0 names the failed rank of host 1,
     and in the next attempt the rank that hangs. Monitors find each other again, although the hosts
     count attempts differently; boxes of both attempts are kept."""
-    found = scene(scenes, "lives")
-    lead = index_of_lead(found, ("a", "b"))
-    assert found.reporting_agents == [lead]
-    first, second = found.said[lead].split("--- torchwhere ---")[1:]
+    lead = index_of_lead(scene, ("a", "b"))
+    assert scene.reporting_agents == [lead]
+    first, second = scene.stderrs[lead].split("--- torchwhere ---")[1:]
     assert "Rank 1 exited: exception: ValueError: so early." in first
     assert "Rank 1 never issued all_reduce of float32 [4]" in second
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert sorted(verdict["ranks"]) == ["0", "1"]
-    for folder, rank in ((found.lead, 0), (found.folder / "ab"[1 - lead], 1)):
+    for folder, rank in ((scene.lead, 0), (scene.folder / "ab"[1 - lead], 1)):
         run = read_run(folder)
         assert (list(run.boxes), len(run.earlier)) == ([rank], 1)
         before, after = read_box(run.earlier[0]), run.boxes[rank]
@@ -486,21 +506,22 @@ def test_restarted_job(scenes: dict[str, Scene | str]) -> None:
         assert after.run[1] - before.run[1] in (0, 1)
 
 
-def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.scene("tasks")
+def test_tasks_of_slurm(scene: Scene) -> None:
     """Four processes with srun's variables and without torchrun have the right ranks and world
     size, each host has one monitor, and one monitor reports."""
-    found = scene(scenes, "tasks")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [3], [])
     assert sorted(verdict["ranks"]) == ["0", "1", "2", "3"]
-    assert found.reporting_agents == [0]
-    boxes = {name: read_run(found.folder / name).boxes for name in "ab"}
+    assert scene.reporting_agents == [0]
+    boxes = {name: read_run(scene.folder / name).boxes for name in "ab"}
     assert {name: sorted(ranks) for name, ranks in boxes.items()} == {"a": [0, 1], "b": [2, 3]}
     assert {
         (box.run, box.meta["world_size"]) for ranks in boxes.values() for box in ranks.values()
     } == {(("77", 0), 4)}
     kept = {
-        name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text())
+        name: json.loads(next((scene.folder / name).glob("monitor-*.json")).read_text())
         for name in "ab"
     }
     assert {name: (each["role"], sorted(each["ranks"])) for name, each in kept.items()} == {
@@ -509,10 +530,10 @@ def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
     }
 
 
-def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None:
+@pytest.mark.scene("apart")
+def test_copied_together(scene: Scene, tmp_path: Path) -> None:
     """The folders of all hosts, copied into one, are one run: the doctor gives the same verdict."""
-    found = scene(scenes, "apart")
-    for path in found.folder.glob("[ab]/*"):
+    for path in scene.folder.glob("[ab]/*"):
         shutil.copy(
             path,
             (
