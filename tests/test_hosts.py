@@ -751,7 +751,7 @@ from torchwhere.monitor.transport import LeadServer
 server = LeadServer(sys.argv[1], port=int(sys.argv[2]))
 server.publish(LeadState(token=sys.argv[1], run=run_key(), requests=1))
 server.open()
-time.sleep(60)
+time.sleep(600)
 """
 
 
