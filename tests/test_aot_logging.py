@@ -1,5 +1,5 @@
-"""`drop_in.aot_logging` against torch's own: same names, results and texts, one state with the
-compiler that is running."""
+"""`drop_in.aot_logging` against torch's own: the same names, results and texts, and one state
+shared with the running compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOTH = pytest.mark.parametrize("module", [original, ours], ids=["original", "dro
 
 @pytest.fixture(autouse=True)
 def torch_counts_on() -> Iterator[None]:
-    """The count and the name of the model are torch's own: put them back."""
+    """Restores torch's own graph counter and model name."""
     kept = original.nth_graph, original.model_name
     yield
     original.nth_graph, original.model_name = kept
@@ -48,8 +48,8 @@ def config(aot_id: int = 0, num_params_buffers: int = 2) -> Any:
 
 
 def test_it_has_all_that_the_original_has() -> None:
-    """Every public function of the original is there, with the same arguments; its variables are
-    there too."""
+    """Every public function of the original exists with the same arguments, and so do its
+    variables."""
     functions = {
         name: f
         for name, f in vars(original).items()
@@ -69,8 +69,8 @@ def test_it_has_all_that_the_original_has() -> None:
 
 @BOTH
 def test_tracking_a_graph(module: Any) -> None:
-    """While a graph is tracked its name is `<model>__<aot_id>_<name>_<n>`, for torch and for us;
-    then it is counted."""
+    """While a graph is tracked its name is `<model>__<aot_id>_<name>_<n>`, in torch and in
+    torchwhere; then it is counted."""
     before = module.get_aot_compilation_context()
     assert before[0] == []
     module.set_model_name("gpt2")
@@ -85,7 +85,7 @@ def test_tracking_a_graph(module: Any) -> None:
 
 @BOTH
 def test_tracking_ends_with_an_exception(module: Any) -> None:
-    """An exception ends the tracking and passes on; the graph is counted."""
+    """An exception ends the tracking and propagates; the graph is counted."""
     count = module.get_aot_compilation_context()[2]
     with pytest.raises(KeyError), module.track_graph_compiling(config(), "forward"):
         raise KeyError
@@ -94,7 +94,7 @@ def test_tracking_ends_with_an_exception(module: Any) -> None:
 
 
 def test_a_graph_within_a_graph() -> None:
-    """A graph tracked inside another gives the outer one its name back; the original forgets it."""
+    """After a nested graph the outer one has its name again; the original loses it."""
 
     def outer_name_afterwards(module: Any) -> list[str]:
         with module.track_graph_compiling(config(0), "joint"):
@@ -110,8 +110,7 @@ def test_a_graph_within_a_graph() -> None:
 
 @BOTH
 def test_names_inside_the_compiler(module: Any) -> None:
-    """A compiler that asks while torch compiles is told the graph: forward, inference and backward
-    of a function."""
+    """A compiler backend sees the graph's name: forward, inference and backward of a function."""
     seen = []
 
     def compiler(graph: Any, _inputs: Any) -> Any:
@@ -140,8 +139,8 @@ def test_names_inside_the_compiler(module: Any) -> None:
 
 
 def test_names_while_dynamo_compiles() -> None:
-    """Under torch.compile the drop-in names the graph that torch names, with dynamo's id as the
-    place of it."""
+    """Under torch.compile the drop-in gives torch's name of the graph, with dynamo's id as its
+    place."""
     from torch._dynamo.backends.common import aot_autograd
 
     seen = []
@@ -162,7 +161,7 @@ def test_names_while_dynamo_compiles() -> None:
 
 
 def test_names_while_inductor_compiles() -> None:
-    """The same inside inductor, at the pass where a graph is about to be lowered."""
+    """Inductor sees the same name in the pass before a graph is lowered."""
     names = []
 
     def look(_graph: Any) -> None:
@@ -196,8 +195,7 @@ def test_texts_are_the_originals() -> None:
 
 
 def traces_of(module: Any, *, anomaly: bool) -> list[tuple[str, list[str]]]:
-    """For each node that runs in backward, fx's stack trace as a gradient hook just before it finds
-    it."""
+    """For each node that runs in backward, fx's stack trace in a gradient hook just before it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.autograd.set_detect_anomaly(anomaly):
@@ -226,9 +224,9 @@ def traces_of(module: Any, *, anomaly: bool) -> list[tuple[str, list[str]]]:
 
 
 def test_traces_are_the_originals() -> None:
-    """In backward, fx's stack trace is the forward's of the node that runs, then with the mark of
-    accumulation; the same nodes in the same order as with the original, and what was there before
-    comes back at the end."""
+    """In backward, fx's stack trace is that of the node's forward, then with the mark of
+    accumulation; nodes and order equal the original's, and the previous trace is restored at the
+    end."""
     mine, theirs = traces_of(ours, anomaly=True), traces_of(original, anomaly=True)
     assert mine == theirs
     assert [name for name, _ in mine] == [
@@ -248,7 +246,7 @@ def test_traces_are_the_originals() -> None:
 
 
 def test_recorded_lines_are_traces_too() -> None:
-    """Without anomaly mode, the lines that were recorded stand in for the trace."""
+    """Without anomaly mode, the recorded lines replace the trace."""
     line_log.forget()
     with torchwhere.forward_lines():
         y = torch.ones(2, requires_grad=True).sin()
@@ -320,9 +318,9 @@ def test_each_node_gets_its_hooks_once() -> None:
     assert len(ran) == 41
 
 
-def test_a_backward_that_raised_is_not_in_the_way() -> None:
-    """After a backward that raised, the next one puts the stack trace back again; the original no
-    longer does."""
+def test_after_a_backward_that_raised() -> None:
+    """After a backward that raised, the next one restores the stack trace; the original no longer
+    does."""
 
     def stack_afterwards(module: Any) -> list[str]:
         def graph(*, fails: bool) -> torch.Tensor:
@@ -347,7 +345,7 @@ def test_a_backward_that_raised_is_not_in_the_way() -> None:
 
 @BOTH
 def test_nothing_to_do(module: Any) -> None:
-    """No roots, tensors without a graph, and things that are no tensors are passed over."""
+    """No roots, tensors without a graph, and objects that are not tensors are skipped."""
     assert module.setup_stacktrace_preservation_hooks([]) is None
     assert module.setup_stacktrace_preservation_hooks_from_tensors(torch.ones(1)) is None
     assert module.setup_stacktrace_preservation_hooks_from_tensors((None, 3)) is None
@@ -357,8 +355,8 @@ def test_nothing_to_do(module: Any) -> None:
 
 
 def test_side_by_side() -> None:
-    """The program on the page about changing over prints what stands below it, with the drop-in and
-    with the original."""
+    """The program in the migration page prints the output shown below it, with the drop-in and with
+    the original."""
     page = Path(__file__).parent.parent / "docs" / "migrating.md"
     before, start, section = page.read_text().partition("## AOTAutograd's")
     section, end, after = section.partition("\n## ")
