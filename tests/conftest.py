@@ -92,7 +92,7 @@ def building(
 @pytest.fixture(scope="session")
 def library(building: subprocess.Popen[str]) -> Path:
     """The native part, in a cache of this test run."""
-    out, err = building.communicate(timeout=300)
+    out, err = building.communicate(timeout=900)
     assert building.returncode == 0, err
     state, _, path = out.strip().partition(": ")
     assert state in ("built", "already built")
