@@ -3,6 +3,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
+# Tests of one file share processes and jobs, so one worker runs the whole file.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
@@ -25,16 +28,17 @@ demo: $(VENV)/ready
 	@echo "  $(BIN)/torchwhere layout run/demo             show how the model is sharded over the ranks"
 	@echo "  $(BIN)/torchwhere diff run/demo               find where the ranks differ"
 
+# At most 8 minutes on 2 cores. Without the tests that only add more cases of one kind.
 test: $(VENV)/tested
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m "not exhaustive"
 
-# The fault matrix with every victim: the first rank, one in the middle, the last.
+# Every test. With TORCHWHERE_ALL_VICTIMS=1 the fault matrix plants each fault in the first rank, in the middle, and in the last.
 test-all: $(VENV)/tested
-	TORCHWHERE_ALL_VICTIMS=1 $(BIN)/python -m pytest -q
+	$(PYTEST)
 
 # The same with the native extension: C++ records what it can in every test.
 test-native: $(VENV)/tested
-	TORCHWHERE_NATIVE=1 $(BIN)/python -m pytest -q
+	TORCHWHERE_NATIVE=1 $(PYTEST)
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

@@ -1,5 +1,5 @@
-"""Jobs of four ranks, each with one fault planted in one of them. Run by `test_doctor.py`, a
-process for each rank.
+"""Jobs of four ranks, each with one fault planted in one rank. `test_doctor.py` runs them, with one
+process per rank.
 
 A fault is a function of the victim's rank. What must be found is in its `Expected`: the kind, and
 where the victim is if that is in this file: the line marked `# here: <name>`, the module.
@@ -40,7 +40,7 @@ WORLD = 4
 FAULTY_STEP = 3
 STEPS = 8
 STALL_S = 5.0
-MONITOR_STALL_S = 3.0  # it has spoken, and kept what it saw, when the job is killed
+MONITOR_STALL_S = 3.0  # the monitor has reported and saved its snapshot before the job is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,46 @@ class Expected:
     line: str | None = None  # mark of the culprit's line
     module: str | None = None
     issued: str | None = None  # mark of the line from which the culprit issued what differs
-    words: str | None = None  # in the culprit's detail
-    # where nobody stands still: the boxes that show it
+    words: str | None = None  # text in the culprit's detail
+    # for jobs that do not stall: the boxes that show the fault
     needs: Callable[[int], set[int]] = lambda victim: {victim}
-    spied_line: str | None = None  # as `line`, where py-spy is installed: nothing else can look
-    spied_words: str | None = None  # as `words`
-    # what must be there before the job starts
+    spied_line: str | None = None  # like `line`, if py-spy is installed: only py-spy sees it
+    spied_words: str | None = None  # like `words`, if py-spy is installed
+    # context that the job needs, entered before it starts
     around: Callable[[str], AbstractContextManager[None]] | None = None
-    # by each rank, before it is watched: what is around it, victim, rank
+    # called in each rank before its watch with the name of that context, the victim and the rank
     enter: Callable[[str, int, int], None] | None = None
 
 
 FAULTS: dict[str, tuple[Callable[[int], None], Expected]] = {}
+
+
+# One fault of each sort. `make test` plants these; `make test-all` plants all of `FAULTS`.
+REPRESENTATIVE = {
+    "branch",  # mismatch: a collective is left out
+    "wrong_order",  # mismatch: different operations
+    "swapped",  # mismatch that fails nowhere
+    "skipped_by_one_of_two",  # mismatch without a majority
+    "skipped_layer",  # FSDP2
+    "opposite_groups",  # deadlock of groups
+    "wrong_peer",  # point to point
+    "microbatches",  # pipeline
+    "leaves_loop_early",  # mesh
+    "uneven_data",
+    "barrier_on_one",  # all ranks but one are missing
+    "others_give_up",  # timeout
+    "data_loader",  # missing: waits for data
+    "lock",
+    "gil",
+    "sigstop",
+    "sigkill",  # dead
+    "exception",
+    "oom_kill",
+    "straggler",
+    "cable_pulled",
+    "healthy_ddp",
+    "healthy_mesh",
+}
 
 
 def everyone(_victim: int) -> set[int]:
@@ -81,13 +109,13 @@ def fault(
 
 
 def marked(name: str) -> str:
-    """The line of this file with a mark, as a place says it: `faulty_jobs.py:12`."""
+    """The marked line of this file, in the form of a place: `faulty_jobs.py:12`."""
     lines = Path(__file__).read_text().splitlines()
     return f"faulty_jobs.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# here: {name}'))}"
 
 
 def run(name: str, victim: int, rank: int, folder: str) -> None:
-    """One rank of a job; `folder` holds the rendezvous and the run."""
+    """Runs one rank of a job; `folder` holds the rendezvous and the run."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_RANK=str(rank))
     os.chdir(Path(__file__).parent)
     torch.set_num_threads(1)
@@ -105,16 +133,16 @@ def run(name: str, victim: int, rank: int, folder: str) -> None:
 
 
 def around_name(folder: str | Path) -> str:
-    """What is around a job is called after its folder; no two jobs of a machine have one name."""
+    """The name of a job's context, derived from its folder; unique on this machine."""
     return f"tw-{zlib.crc32(str(folder).encode()):08x}"
 
 
 def serve() -> None:
-    """Fork the ranks of each job that is asked for: `name victim folder` a line; their process
-    numbers are the answer, and last that of the job's monitor."""
+    """Fork the ranks of each requested job. A request is a line `name victim folder`; the answer is
+    the process ids of the ranks, then that of the monitor."""
     import torch._dynamo  # noqa: F401 - DDP imports it; here once for all
 
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead leave at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exited children are reaped at once
     for line in sys.stdin:
         name, victim, folder = line.split(maxsplit=2)
         pids = [
@@ -127,7 +155,7 @@ def serve() -> None:
 
 
 def watch_over(folder: str, launcher: int) -> None:
-    """What `torchwhere run` starts next to a job, in its first rank."""
+    """What `torchwhere run` starts beside a job, in its first rank."""
     Monitor(Path(folder) / "run", stall_s=MONITOR_STALL_S, launcher=launcher).watch()
 
 
@@ -175,7 +203,7 @@ def train(
     model: nn.Module | None = None,
     instead: bool = False,
 ) -> None:
-    """A DDP training in which the victim does something else at one step, after or instead of its
+    """DDP training in which the victim does something else at one step, after or instead of its
     all_reduce."""
     model = model or DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -197,14 +225,13 @@ def train(
 
 @fault("mismatch")
 def branch(victim: int) -> None:
-    """A branch on the rank leaves one all_reduce out: the next one, of a bucket, takes its
-    number."""
+    """A branch on the rank skips one all_reduce: the next one, of a bucket, takes its number."""
     train(victim, lambda: None, instead=True)
 
 
 @fault("mismatch", issued="extra")
 def extra(victim: int) -> None:
-    """One collective more, of another shape."""
+    """One additional collective, of another shape."""
 
     def reduces() -> None:
         dist.all_reduce(torch.ones(3))  # here: extra
@@ -214,14 +241,14 @@ def extra(victim: int) -> None:
 
 @fault("mismatch")
 def extra_of_same_shape(victim: int) -> None:
-    """One collective more, of the shape of the next: nothing fails, everything after it is
+    """One additional collective, of the shape of the next: nothing fails, everything after it is
     shifted."""
     train(victim, lambda: dist.all_reduce(torch.tensor(1.0)))
 
 
 @fault("mismatch", issued="order")
 def wrong_order(victim: int) -> None:
-    """Two collectives of different kinds in the other order."""
+    """Two collectives of different kinds in reverse order."""
     for step in range(STEPS):
         x = torch.ones(4)
         if is_faulty(victim, step):
@@ -235,8 +262,8 @@ def wrong_order(victim: int) -> None:
 
 @fault("mismatch", issued="swapped")
 def swapped(victim: int) -> None:
-    """Two reductions of one shape in the other order: nothing fails, the sums are of different
-    things."""
+    """Two reductions of one shape in reverse order: nothing fails, but the sums mix different
+    values."""
     loss, accuracy = torch.ones(1), torch.ones(1)
 
     def reduce_loss() -> None:
@@ -286,7 +313,7 @@ def wrong_group(victim: int) -> None:
 
 @fault("deadlock")
 def opposite_groups(victim: int) -> None:
-    """Two groups, used in the other order by one rank."""
+    """Two groups, used in reverse order by one rank."""
     one, other = dist.new_group(list(range(WORLD))), dist.new_group(list(range(WORLD)))
     for step in range(STEPS):
         for group in (other, one) if is_faulty(victim, step) else (one, other):
@@ -295,7 +322,7 @@ def opposite_groups(victim: int) -> None:
 
 @fault("mismatch", "deadlock", "missing")
 def wrong_peer(victim: int) -> None:
-    """A ring of messages in which one rank listens to the wrong neighbour."""
+    """A ring of messages in which one rank receives from the wrong neighbour."""
     rank = dist.get_rank()
     for step in range(STEPS):
         out, into = torch.ones(4), torch.ones(4)
@@ -307,8 +334,8 @@ def wrong_peer(victim: int) -> None:
 
 @fault("deadlock", "missing")
 def microbatches(victim: int) -> None:
-    """A pipeline in which one stage takes one microbatch fewer than the stage before it sends, or
-    sends one fewer."""
+    """A pipeline in which one stage receives one microbatch fewer than the stage before it sends,
+    or sends one fewer."""
     rank = dist.get_rank()
     for step in range(STEPS):
         for _ in range(4 - is_faulty(victim, step)):
@@ -321,8 +348,7 @@ def microbatches(victim: int) -> None:
 
 @fault("mismatch", "deadlock", line="stage")
 def pipeline_peer(victim: int) -> None:
-    """A pipeline in which one stage, of those that send, sends to the stage after the next, or
-    back."""
+    """A pipeline in which one sending stage sends to the stage after the next, or back."""
     rank = dist.get_rank()
     for step in range(STEPS):
         if rank > 0:
@@ -335,18 +361,18 @@ def pipeline_peer(victim: int) -> None:
 
 @fault("deadlock", culprits=lambda victim: {victim if victim in (1, 2) else 1})
 def shared_by_two_groups(victim: int) -> None:
-    """Two groups that have two ranks in common, of which one takes them in the other order."""
+    """Two groups that share two ranks; one of these ranks uses them in reverse order."""
     groups = {ranks: dist.new_group(list(ranks)) for ranks in ((0, 1, 2), (1, 2, 3))}
     own = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
+    culprit = victim if victim in (1, 2) else 1
     for step in range(STEPS):
-        for group in reversed(own) if is_faulty(victim if victim in (1, 2) else 1, step) else own:
+        for group in reversed(own) if is_faulty(culprit, step) else own:
             dist.all_reduce(torch.ones(4), group=group)
 
 
 @fault("mismatch", needs=lambda victim: {victim, victim ^ 1})
 def skipped_by_one_of_two(victim: int) -> None:
-    """A layer of a tensor-parallel pair that one of them skips: nothing fails, and there is no
-    majority."""
+    """One rank of a tensor-parallel pair skips a layer: nothing fails, and there is no majority."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         for layer in range(3):
@@ -359,8 +385,7 @@ def skipped_by_one_of_two(victim: int) -> None:
 
 @fault("missing", line="late")
 def others_give_up(victim: int) -> None:
-    """One rank is held so long that the others' collective times out, and they end before it
-    does."""
+    """One rank blocks so long that the others' collective times out, and they exit first."""
     impatient = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=3))
     for step in range(STEPS):
         if is_faulty(victim, step):
@@ -369,8 +394,8 @@ def others_give_up(victim: int) -> None:
 
 
 @fault("missing", culprits=lambda victim: {victim or 1})
-def mail_from_anybody(victim: int) -> None:
-    """Rank 0 takes what comes from whoever writes, and one does not write."""
+def recv_from_any_rank(victim: int) -> None:
+    """Rank 0 receives from any source, and one rank does not send."""
     for step in range(STEPS):
         if dist.get_rank() == 0:
             for _ in range(WORLD - 1):
@@ -384,7 +409,7 @@ def mail_from_anybody(victim: int) -> None:
 
 @fault("mismatch", "dead", "missing")
 def uneven_data(victim: int) -> None:
-    """One rank has fewer batches, and goes on to what comes after the training."""
+    """One rank has fewer batches, and continues with the code after the training."""
     model = DistributedDataParallel(Net())
     for _ in range(FAULTY_STEP if dist.get_rank() == victim else STEPS):
         model(torch.randn(4, 8)).sum().backward()
@@ -404,7 +429,7 @@ def swallowed_exception(victim: int) -> None:
 
 @fault("mismatch", "missing", "dead")
 def unused_branch(victim: int) -> None:
-    """A branch of the model that one rank does not take: its bucket is never complete there."""
+    """One rank does not take a branch of the model: its bucket never completes there."""
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.0001)
     for step in range(STEPS):
         model(torch.randn(4, 8), use_spare=not is_faulty(victim, step)).sum().backward()
@@ -412,7 +437,7 @@ def unused_branch(victim: int) -> None:
 
 @fault("mismatch")
 def skipped_layer(victim: int) -> None:
-    """FSDP2, one rank skips a layer, and so its all-gather."""
+    """FSDP2 with one rank that skips a layer, and therefore its all-gather."""
     model = Net()
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in model.layers:
@@ -436,7 +461,7 @@ def no_sync_on_one(victim: int) -> None:
 
 @fault("dead")
 def leaves_early(victim: int) -> None:
-    """A rank of a tensor-parallel pair returns from its program, all is well for it."""
+    """A rank of a tensor-parallel pair returns from its program successfully."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for step in range(STEPS):
         if is_faulty(victim, step):
@@ -447,7 +472,7 @@ def leaves_early(victim: int) -> None:
 
 @fault("deadlock")
 def leaves_loop_early(victim: int) -> None:
-    """A rank of a tensor-parallel pair takes one step fewer and waits in the last barrier, with the
+    """A rank of a tensor-parallel pair does one step fewer and waits in the last barrier, with the
     other pair."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for _ in range(STEPS - (dist.get_rank() == victim)):
@@ -515,7 +540,7 @@ def waits_for_a_program(victim: int) -> None:
 
 @fault("missing", line="store")
 def waits_for_the_store(victim: int) -> None:
-    """For a key that nobody writes: no collective, and nothing in the others."""
+    """Waits for a key that no rank writes: no collective is involved."""
 
     def waits() -> None:
         dist.distributed_c10d._get_default_store().get("never")  # here: store
@@ -537,7 +562,7 @@ def lock(victim: int) -> None:
 
 @fault("missing", line="gil", spied_words="holds the GIL")
 def gil(victim: int) -> None:
-    """In C, with the GIL held: no Python of this process runs any more."""
+    """Blocks in C with the GIL held: no Python code of this process runs any more."""
     libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
 
@@ -583,8 +608,8 @@ def sigstop(victim: int) -> None:
 
 @fault("missing", words="stopped")
 def sigstop_inside(victim: int) -> None:
-    """Stopped while it waits in a collective that it has issued: all have come to it, and one
-    cannot go on."""
+    """Stopped while it waits in a collective that it issued: all ranks have reached it, and one
+    cannot continue."""
     for step in range(STEPS):
         if is_faulty(victim, step):
             subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -STOP {os.getpid()}"])
@@ -595,7 +620,7 @@ def sigstop_inside(victim: int) -> None:
 
 @fault("missing", line="hook")
 def backward_hook(victim: int) -> None:
-    """Stuck in a hook of the backward."""
+    """Blocks in a hook of the backward."""
     model = DistributedDataParallel(Net())
     steps = iter(range(STEPS + 1))
 
@@ -652,7 +677,7 @@ def enter_memory_limit(name: str, victim: int, rank: int) -> None:
     enter=enter_memory_limit,
 )
 def oom_kill(victim: int) -> None:
-    """More memory than its cgroup has: the kernel kills it, and tells nobody."""
+    """Uses more memory than its cgroup allows: the kernel kills it without a message."""
 
     def eats() -> None:
         bytearray(b"x") * 1_000_000_000
@@ -662,7 +687,7 @@ def oom_kill(victim: int) -> None:
 
 @fault("dead", line="allocation", words="out of memory: exception: RuntimeError")
 def no_memory(victim: int) -> None:
-    """More memory than anybody has: the allocator says so."""
+    """Asks for more memory than the machine has: the allocator raises."""
 
     def allocates() -> None:
         torch.empty(1 << 55)  # here: allocation
@@ -685,7 +710,7 @@ def straggler(victim: int) -> None:
 
 @fault("healthy", culprits=lambda _victim: set())
 def slow(victim: int) -> None:
-    """Slow, and nothing is wrong."""
+    """Slow, but healthy."""
     for step in range(60):
         time.sleep(0.4)
         dist.all_reduce(torch.ones(4))
@@ -708,7 +733,7 @@ def enter_network(name: str, _victim: int, rank: int) -> None:
 
 
 def dump_when_asked(stem: str, rank: int) -> None:
-    """What NCCL does on its pipe, for gloo: its recorder is real, the one that listens is this."""
+    """Does for gloo what NCCL does on its pipe: the recorder is real, this listener is ours."""
     os.mkfifo(f"{stem}-rank{rank}.pipe")
     with open(f"{stem}-rank{rank}.pipe", "rb") as pipe:
         pipe.readline()
@@ -719,7 +744,7 @@ def dump_when_asked(stem: str, rank: int) -> None:
 
 @fault("together", culprits=no_one, around=surroundings.two_networks, enter=enter_network)
 def cable_pulled(victim: int) -> None:
-    """The network between two halves of the job fails: all ranks wait in one collective, and nobody
+    """The network between two halves of the job fails: all ranks wait in one collective, and none
     is missing."""
     for step in range(STEPS):
         if is_faulty(victim, step):
@@ -745,8 +770,8 @@ def healthy_ddp(_victim: int) -> None:
 
 @fault("healthy", culprits=no_one)
 def healthy_turns(_victim: int) -> None:
-    """Each rank broadcasts in its turn, from another line than those who listen; messages go round;
-    ranks wait at the end."""
+    """The ranks broadcast in turn, from another line than the receivers; messages go around; ranks
+    wait at the end."""
     rank = dist.get_rank()
     for step in range(300):
         for turn in range(WORLD):
@@ -764,8 +789,8 @@ def healthy_turns(_victim: int) -> None:
 
 @fault("healthy", culprits=no_one)
 def healthy_mesh(_victim: int) -> None:
-    """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs for
-    itself between the steps."""
+    """FSDP2 over one dimension of a mesh, reductions over the other, and one rank that logs on its
+    own between the steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = Net()
     for layer in model.layers:

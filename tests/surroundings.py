@@ -1,5 +1,5 @@
-"""What some jobs need around them: a cgroup with a limit of memory, a network that can fail. Both
-need root.
+"""Contexts that some jobs need: a cgroup with a memory limit, a network that can fail. Both need
+root.
 
 Made by the test before the job starts, entered by a rank before it is watched, gone when the test
 is over. On a machine where they cannot be made, `NotHereError` says why.
@@ -116,7 +116,7 @@ def enter_network(name: str, side: int) -> None:
 
 
 def pull_cable() -> None:
-    """What the others send never arrives; nobody is told."""
+    """Take the link down: packets of the others never arrive, without any error."""
     _ip("link", "set", "cable", "down")
 
 

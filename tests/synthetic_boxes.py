@@ -1,4 +1,4 @@
-"""The boxes of a job that never ran (`synthetic_job.py`), thousands of them in seconds.
+"""The boxes of a job that never ran (`synthetic_job.py`): thousands of them in seconds.
 
     python tests/synthetic_boxes.py FOLDER --ranks 1024 --fault missing --victim 77
 
@@ -35,15 +35,15 @@ from torchwhere.blackbox.ring import RECORD_DTYPE
 from torchwhere.core.events import Kind
 
 CALL_NS = 1_000_000  # from one event to the next
-LATE_NS = 30_000_000  # of the straggler, every step
+LATE_NS = 30_000_000  # delay of the straggler in every step
 WALL_NS = 1_800_000_000_000_000_000
 START_NS = 10**12  # on the clock of the ranks
 _GEMM = [4096, 8192]
-_T_AT = 8  # where the time stands in a record
+_T_AT = 8  # offset of the time in a record
 
 
 class Names:
-    """The table of one rank. Ranks of one stage have the same ids for the same things."""
+    """The name table of one rank. Ranks of one stage have the same ids for the same names."""
 
     def __init__(self, job: Job, rank: int) -> None:
         self.ids: dict[tuple[int, str], int] = {}
@@ -136,13 +136,13 @@ def _signature(job: Job, rank: int, what: str) -> str:
         "bytes": 4 if what == "norm" else 2 * shape[0] * shape[-1],
         "peer": peer,
         "reduce_op": None if peer is not None else "sum",
-        "api": op if peer is None else f"i{op}" if op == "send" else op,
+        "api": "isend" if op == "send" and peer is not None else op,
     }
     return json.dumps(fields)
 
 
-class Reel:
-    """The records of all that a rank does, with no time in them: shared by all ranks of a stage."""
+class RecordTemplate:
+    """The records of one rank without times: shared by all ranks of a stage."""
 
     def __init__(self, job: Job, rank: int) -> None:
         names = Names(job, rank)
@@ -216,7 +216,7 @@ class Maker:
 
     def __init__(self, job: Job, folder: Path, done: list[int]) -> None:
         self._job, self._folder, self._done = job, folder, done
-        self._reels: dict[int, Reel] = {}
+        self._reels: dict[int, RecordTemplate] = {}
 
     def write(self, rank: int) -> None:
         job, geometry = self._job, Geometry(capacity=self._job.records)
@@ -240,13 +240,13 @@ class Maker:
         os.pwrite(fd, b"".join(names.packed), geometry.table_at)
         os.close(fd)
 
-    def _reel(self, rank: int) -> Reel:
+    def _reel(self, rank: int) -> RecordTemplate:
         key = -1 if rank == self._job.victim else self._job.at(rank)[0]
         if key not in self._reels:
-            self._reels[key] = Reel(self._job, rank)
+            self._reels[key] = RecordTemplate(self._job, rank)
         return self._reels[key]
 
-    def _timed(self, reel: Reel, rank: int, count: int) -> npt.NDArray[Any]:
+    def _timed(self, reel: RecordTemplate, rank: int, count: int) -> npt.NDArray[Any]:
         records = reel.records[:count].copy()
         records["t_ns"] = reel.times[:count] + rank * 7919 % 5000
         columns = np.ascontiguousarray(records["t_ns"]).view(np.uint8).reshape(-1, 8)
@@ -256,7 +256,7 @@ class Maker:
 
 
 def _ended(records: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], bytes]:
-    """With a last record that says how it ended, and its text."""
+    """Adds a last record that says how the rank ended, and its text."""
     last = records[-1:].copy()
     last["number"] += 1
     last["kind"], last["subject"], last["beneficiary"], last["extra"], last["flags"] = (
@@ -357,8 +357,7 @@ Made = Callable[..., Path]
 
 
 def made_once(new_folder: Callable[[str], Path], *, records: int) -> Made:
-    """Gives what makes the boxes of a job that is asked for, each once, in a folder of their
-    own."""
+    """Returns a function that makes the boxes of a job, each job once, in its own folder."""
     known: dict[Job, Path] = {}
     usual = records
 

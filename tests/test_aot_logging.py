@@ -163,7 +163,7 @@ def test_names_while_dynamo_compiles() -> None:
 
 
 def test_names_while_inductor_compiles() -> None:
-    """The same inside inductor, at the pass where a graph is about to be lowered."""
+    """Inductor sees the same name in the pass before a graph is lowered."""
     names = []
 
     def look(_graph: Any) -> None:

@@ -717,13 +717,9 @@ class PageReader:
     def event(self, record: dict[str, int]) -> dict[str, Any]:
         module = self.name(record["module"])
         lost = (record["module"] and module is None) or record["pass"] not in self.PASSES
-        certainty = (
-            "unknown"
-            if record["flags"] & 4 or lost
-            else "inferred"
-            if record["flags"] & 2
-            else "exact"
-        )
+        certainty = "inferred" if record["flags"] & 2 else "exact"
+        if record["flags"] & 4 or lost:
+            certainty = "unknown"
         return {
             "kind": self.kinds[record["kind"]],
             "rank": self.meta.get("rank", -1),
@@ -746,9 +742,9 @@ class PageReader:
                 found = json.loads(text or "")
             except ValueError:
                 found = None
-            return (
-                found if isinstance(found, dict) else {"reason" if kind == "end" else "text": text}
-            )
+            if isinstance(found, dict):
+                return found
+            return {"reason" if kind == "end" else "text": text}
         if kind in ("phase_begin", "phase_end"):
             return {"phase": self.name(record["subject"])} | (
                 {"duration_ns": record["extra"]} if kind == "phase_end" else {}

@@ -1,5 +1,5 @@
-"""The black box and death: killed, stopped and stuck writers, forks, files that shrink, vanish or
-never fit.
+"""Boxes of processes that were killed, stopped or stuck, of forks, and in files that shrink,
+disappear or do not fit.
 
 Whatever may kill or disturb a process happens in a child: a light Python that imports the writer
 and no torch.
@@ -27,7 +27,7 @@ from torchwhere.blackbox.reader import read_box
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 
-PATIENCE_S = 60
+PATIENCE_S = 400
 CAPACITY = 64
 NOTE = int(Kind.NOTE)
 
@@ -56,8 +56,8 @@ def say(**facts):
 
 
 def assert_as_written(box: Box) -> list[int]:
-    """Every record shown is one that `write` writes, with its name and its text; gives their
-    numbers."""
+    """Check that every visible record is one that `write` writes, with its name and its text.
+    Returns their numbers."""
     events = list(box.events())
     for event in events:
         number, place = event.number, event.place
@@ -78,7 +78,7 @@ def command(code: str, *args: object) -> list[str]:
 def run(
     code: str, *args: object, returncode: int = 0, before: tuple[str, ...] = ()
 ) -> tuple[list[dict[str, Any]], str]:
-    """Run `code` in a child to its end; gives what it said, and its stderr."""
+    """Run `code` in a child until it exits. Returns its output and its stderr."""
     done = subprocess.run(
         [*before, *command(code, *args)], capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -88,7 +88,8 @@ def run(
 
 @contextlib.contextmanager
 def running(code: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """A child that runs `code` until the end of the block, where it is killed, stopped or not."""
+    """A child that runs `code` until the end of the block; then it is killed, even if it is
+    stopped."""
     with subprocess.Popen(
         command(code, *args), stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     ) as child:
@@ -137,8 +138,8 @@ for trial in range(100):
 
 
 def test_killed_at_100_moments(tmp_path: Path) -> None:
-    """Killed at any moment: no record whose call had returned is missing from the ring, and none is
-    shown half-written."""
+    """After a kill at any moment, the ring has every record whose call had returned, and no
+    half-written one."""
     answers, _ = run(KILLED, tmp_path)
     assert len(answers) == 100
     for answer in answers:
@@ -147,8 +148,8 @@ def test_killed_at_100_moments(tmp_path: Path) -> None:
             continue
         box = read_box(path)
         shown = assert_as_written(box)
-        # The one under way when it was killed, number `acknowledged`, may have taken the slot of
-        # the oldest.
+        # The record in progress at the kill, number `acknowledged`, may have taken the slot of the
+        # oldest.
         assert set(shown) >= set(range(max(0, acknowledged - CAPACITY + 1), acknowledged))
         assert set(shown) <= set(range(acknowledged + 1))
         assert box.counts.torn + box.counts.torn_entries <= 1
@@ -169,8 +170,8 @@ while True:
 
 
 def test_read_while_it_is_written(tmp_path: Path) -> None:
-    """A box that is being written can be read at any time: everything shown is whole, and it moves
-    on."""
+    """A box can be read at any time while it is written: every visible record is complete, and the
+    box makes progress."""
     with running(WRITING, tmp_path) as child:
         said(child)
         newest: set[int] = set()
@@ -192,7 +193,7 @@ def test_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 def test_read_while_it_is_stopped(tmp_path: Path) -> None:
-    """A box whose process is stopped can be read, is complete up to its cursor, and does not
+    """A box whose process is stopped is readable, complete up to its cursor, and does not
     change."""
     with running(WRITING, tmp_path) as child:
         said(child)
@@ -222,7 +223,8 @@ hold()
 
 
 def test_read_while_it_is_stuck_in_c(tmp_path: Path) -> None:
-    """A process stuck in C with the GIL held still says where it is and what it did last."""
+    """The box of a process that is stuck in C with the GIL held still shows where it is and what it
+    did last."""
     with running(STUCK, tmp_path) as child:
         said(child)
         until(
@@ -265,12 +267,12 @@ say(expected=expected)
 
 
 def test_signal_handlers_may_record(tmp_path: Path) -> None:
-    """A signal handler that records while the same thread is inside the writer neither hangs nor
-    mixes up names."""
+    """A signal handler that records while its thread is inside the writer neither hangs nor mixes
+    up names."""
     (answer,), _ = run(INTERRUPTED, tmp_path)
     box = read_box(tmp_path / "rank0.box")
     assert box.counts.torn == box.counts.torn_entries == 0
-    newest = list(box.events())[-2000:]  # the ring of texts is shorter than that of records
+    newest = list(box.events())[-2000:]  # the ring of texts is shorter than the ring of records
     assert len(newest) == min(2000, len(answer["expected"]))
     for event in newest:
         text = answer["expected"][str(event.number)]
@@ -297,8 +299,8 @@ if not child:
 
 
 def test_forked_child_leaves_the_box_alone(tmp_path: Path) -> None:
-    """What a forked child stores after `abandon` never reaches the parent's box, and the parent
-    goes on."""
+    """Writes of a forked child after `abandon` never reach the parent's box, and the parent goes
+    on."""
     code = FORKED + "os.waitpid(child, 0)\nwrite(box, 1)\nbox.close()"
     with running(code, tmp_path) as child:
         said(child)
@@ -330,8 +332,8 @@ def test_forked_child_leaves_a_box_in_memory_alone(tmp_path: Path) -> None:
 
 
 def test_orphan_does_not_keep_the_box(tmp_path: Path) -> None:
-    """When the writer is dead, a child that outlives it (a data loader's worker) does not keep
-    others from the name."""
+    """A child that outlives the dead writer (a data loader worker) does not block the name for
+    others."""
     code = FORKED + "os.waitpid(child, 0)"
     with running(code, tmp_path) as child:
         orphan = said(child)["child"]
@@ -384,9 +386,9 @@ say(lost=lost, size=os.path.getsize(folder / "rank0.box"))
 
 @pytest.mark.parametrize("how", ["", "before", "after", "table first"])
 @pytest.mark.parametrize("size", [0, 30_000])
-def test_truncated_by_somebody_else(tmp_path: Path, size: int, how: str) -> None:
-    """When somebody cuts the file, the job lives, records on into nothing, and says so exactly
-    once."""
+def test_truncated_by_another_process(tmp_path: Path, size: int, how: str) -> None:
+    """When another process truncates the file, the job goes on, records nothing more, and says so
+    exactly once."""
     (answer,), _ = run(TRUNCATED, tmp_path, size, how)
     assert answer["lost"] == [
         (
@@ -424,8 +426,8 @@ say(survived=True)
 def test_foreign_bus_errors_kill_as_before(
     tmp_path: Path, cause: str, state: str, handler: str
 ) -> None:
-    """A SIGBUS that is none of ours goes to the handler found before, while a box is open and
-    after: the process dies."""
+    """A SIGBUS that is not ours goes to the previous handler, while a box is open and after: the
+    process dies."""
     answers, stderr = run(BUS, tmp_path, cause, state, handler, returncode=-signal.SIGBUS)
     assert answers == [{"ready": True}]
     assert ("Fatal Python error: Bus error" in stderr) == (handler == "faulthandler")
@@ -459,8 +461,8 @@ other_map[5000]
 
 @pytest.mark.parametrize("order", ["in order", "out of order"])
 def test_two_guarded_boxes(tmp_path: Path, order: str) -> None:
-    """Two boxes in one process may be closed in any order: no handler is left, no later fault is
-    taken for one of theirs."""
+    """Two boxes of one process may be closed in any order: no handler is left, and no later fault
+    is attributed to them."""
     (answer,), stderr = run(CHAINED, tmp_path, order, returncode=-signal.SIGBUS)
     assert answer["restored"]
     assert "Fatal Python error: Bus error" in stderr
@@ -501,7 +503,7 @@ def test_impossible_path(tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("mine")
     before = descriptors()
     path = tmp_path / "file" / below if below else tmp_path
-    with pytest.raises(OSError):  # noqa: PT011 - which one is the system's business
+    with pytest.raises(OSError):  # noqa: PT011 - the system decides which one
         BoxWriter(path, meta={"rank": 0}, records=16)
     assert descriptors() == before
     assert os.listdir(tmp_path) == ["file"]
@@ -520,7 +522,7 @@ assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def mounted(folder: Path, options: str) -> tuple[str, ...]:
-    """What to put before a command to have a small file system of its own on `folder`."""
+    """The prefix of a command that gives it a small file system on `folder`."""
     own = ("unshare", "--mount", "--map-root-user") if os.geteuid() else ("unshare", "--mount")
     before = (*own, "sh", "-c", f'mount -t tmpfs -o {options} none "{folder}" && exec "$@"', "sh")
     if (
@@ -532,21 +534,21 @@ def mounted(folder: Path, options: str) -> tuple[str, ...]:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """On a disk too small the box cannot be made: an OSError at once, no SIGBUS later, and no file
-    or descriptor left."""
+    """On a disk that is too small, creating the box raises an OSError at once: no SIGBUS later, and
+    no file or descriptor left."""
     (answer,), _ = run(CREATED, tmp_path, before=mounted(tmp_path, "size=1m"))
     assert answer == {"error": "OSError", "number": 28, "left": []}
 
 
 def test_read_only_disk(tmp_path: Path) -> None:
-    """On a disk that cannot be written the box cannot be made: an OSError, and nothing left."""
+    """On a read-only disk, creating the box raises an OSError and leaves nothing."""
     (answer,), _ = run(CREATED, tmp_path, before=mounted(tmp_path, "ro"))
     assert answer == {"error": "OSError", "number": 30, "left": []}
 
 
 def test_file_size_limit(tmp_path: Path) -> None:
-    """Where the file may not be as large as the box, it cannot be made: an OSError, and nothing
-    left."""
+    """If a limit on file sizes is too small for the box, creating it raises an OSError and leaves
+    nothing."""
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
     (answer,), _ = run(limit + CREATED, tmp_path)
     assert answer == {"error": "OSError", "number": 27, "left": []}
@@ -570,8 +572,8 @@ say(lost=lost)
 
 
 def test_table_that_cannot_grow(tmp_path: Path) -> None:
-    """When the table cannot grow any more, the writer goes on, says so exactly once, and no name is
-    shown that is not whole."""
+    """When the table cannot grow any more, the writer goes on, says so exactly once, and shows no
+    incomplete name."""
     (answer,), _ = run(GROWN, tmp_path)
     assert answer["lost"] == [
         (
@@ -623,8 +625,8 @@ for round in range(120):
 
 
 def test_race_for_one_name(tmp_path: Path) -> None:
-    """Of many processes that open the same box at once exactly one gets it, the others are told,
-    and no old box is lost."""
+    """Of many processes that open the same box at once exactly one gets it, the others get an
+    error, and no old box is lost."""
     answers, _ = run(RACED, tmp_path)
     winners = []
     for answer in answers:
@@ -673,8 +675,8 @@ say(possible=True)
     os.uname().machine not in ("x86_64", "aarch64"), reason="the number of flock is not known here"
 )
 def test_file_system_without_locks(tmp_path: Path) -> None:
-    """Where files cannot be locked a box is written all the same, and one that is in the way keeps
-    all its records."""
+    """On a file system without locks a box is written all the same, and an existing box keeps all
+    its records."""
     (answer,), _ = run(WITHOUT_LOCKS, tmp_path)
     if not answer["possible"]:
         pytest.skip("the kernel does not let us filter system calls")

@@ -1,4 +1,4 @@
-"""Reading many boxes: short cuts that are faster and never see anything else than the long way."""
+"""Reading many boxes: fast paths give the same result as the slow path."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchwhere.core.events import Kind
 
 @pytest.fixture(scope="module")
 def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of sixteen ranks in two stages of a job, one of which died; their rings have wrapped."""
+    """Sixteen ranks in two stages of a job, one of which died; their rings have wrapped."""
     folder = tmp_path_factory.mktemp("boxes")
     make(Job(32, steps=3, records=150, fault="dead", victim=5), folder)
     return sorted(folder.glob("*.box"))
@@ -47,9 +47,8 @@ def ring_of(written: int, capacity: int) -> bytearray:
     return ring
 
 
-def the_long_way(ring: bytes, capacity: int) -> tuple[list[bytes], int, int, int]:
-    """Slot by slot: the good records, how many are torn, how many of no known kind, how many
-    overwritten."""
+def slot_by_slot(ring: bytes, capacity: int) -> tuple[list[bytes], int, int, int]:
+    """The slow path: the good records, and the numbers of torn, unknown and overwritten ones."""
     good, torn, unknown, whole, used = {}, 0, 0, [], 0
     slots = [
         ring[at : at + RECORD_BYTES]
@@ -94,8 +93,8 @@ damage = st.one_of(
 def test_ring_is_read_as_slot_by_slot(
     capacity: int, laps: float, done: list[tuple[str, int, int]]
 ) -> None:
-    """Whatever happened to a ring, the reader that checks blocks at once tells the same as one that
-    checks every slot."""
+    """For any state of a ring, the reader that checks whole blocks agrees with one that checks
+    every slot."""
     ring = ring_of(int(laps * capacity), capacity)
     for what, where, value in done:
         slot = where % capacity * RECORD_BYTES
@@ -114,15 +113,14 @@ def test_ring_is_read_as_slot_by_slot(
                 else sealed(where % capacity + value)
             )
             ring[slot : slot + RECORD_BYTES] = record
-    assert told(parse_ring(memoryview(bytes(ring)), capacity)) == the_long_way(
+    assert told(parse_ring(memoryview(bytes(ring)), capacity)) == slot_by_slot(
         bytes(ring), capacity
     )
 
 
 @pytest.mark.parametrize("torn", [0, 255, 256, 700, 999])
 def test_one_torn_record_is_found_in_any_block(torn: int) -> None:
-    """Half of a record that was overwritten by half of another one: that one is left out, and no
-    other."""
+    """A record that was half overwritten by another one is left out, and no other."""
     ring = ring_of(1700, 1000)
     ring[torn * RECORD_BYTES : torn * RECORD_BYTES + 32] = sealed(torn + 3000)[:32]
     found = parse_ring(memoryview(bytes(ring)), 1000)
@@ -143,11 +141,11 @@ entries = st.lists(
     changes=st.lists(st.tuples(st.integers(0, 69), st.binary(max_size=40)), max_size=5),
     cuts=st.data(),
 )
-def test_what_is_known_changes_nothing(
+def test_cached_names_change_nothing(
     first: list[tuple[int, int, bytes]], changes: list[tuple[int, bytes]], cuts: st.DataObject
 ) -> None:
-    """A table is read the same by who has read others before: like it, unlike it, damaged or
-    cut."""
+    """A reader gives the same table after it has read others: equal, different, damaged or cut
+    ones."""
     other = [*first]
     for at, payload in changes:
         if at < len(other):
@@ -170,8 +168,7 @@ def test_what_is_known_changes_nothing(
 
 
 def test_names_in_common_are_kept_once(boxes: list[Path]) -> None:
-    """Two boxes of one stage share the names they have in common, as objects: the list of all ranks
-    first of all."""
+    """Two boxes of one stage share equal names as objects, above all the list of all ranks."""
     reader = BoxReader()
     one, two = reader.read(boxes[0]), reader.read(boxes[1])
     shared = sum(one.names[entry_id][1] is two.names[entry_id][1] for entry_id in one.names)
@@ -196,7 +193,7 @@ def everything(box: Box) -> dict[str, Any]:
 
 
 def test_many_boxes_are_read_as_each_alone(boxes: list[Path]) -> None:
-    """One reader for all boxes gives of each what a reader of its own gives, texts too."""
+    """One reader for all boxes gives the same as one reader per box, texts too."""
     reader = BoxReader()
     for path in boxes:
         assert everything(reader.read(path)) == everything(read_box(path))
@@ -209,7 +206,7 @@ def test_many_boxes_are_read_as_each_alone(boxes: list[Path]) -> None:
 
 
 def test_cut_boxes_are_read_alike(boxes: list[Path], tmp_path: Path) -> None:
-    """A box that was cut anywhere is read the same both ways, after whole ones."""
+    """A cut box gives the same result both ways, also after complete ones."""
     reader, whole = BoxReader(), boxes[0].read_bytes()
     reader.read(boxes[1])
     chance = random.Random(0)
@@ -220,8 +217,8 @@ def test_cut_boxes_are_read_alike(boxes: list[Path], tmp_path: Path) -> None:
 
 
 def test_a_text_that_is_gone_is_counted(boxes: list[Path], tmp_path: Path) -> None:
-    """Texts stay in the file until they are asked for; if it is deleted by then, they are lost, and
-    counted."""
+    """Texts stay in the file until they are needed; if the file is deleted by then, they are lost,
+    and counted."""
     died = next(path for path in boxes if path.name == "rank5.box")
     path = tmp_path / "rank5.box"
     path.write_bytes(died.read_bytes())
@@ -232,15 +229,15 @@ def test_a_text_that_is_gone_is_counted(boxes: list[Path], tmp_path: Path) -> No
 
 
 def test_no_such_box(tmp_path: Path) -> None:
-    """A file that is not there is the caller's to know."""
+    """Reading a missing file raises an error."""
     with pytest.raises(
         TorchwhereError, match=r"^cannot read .*rank0.box: No such file or directory$"
     ):
         BoxReader().read(tmp_path / "rank0.box")
 
 
-def test_a_pulse_changes_with_a_record(boxes: list[Path], tmp_path: Path) -> None:
-    """The pulse is that of the file as long as nothing is written to it."""
+def test_progress_changes_with_a_record(boxes: list[Path], tmp_path: Path) -> None:
+    """The progress counters of a file stay the same as long as nothing is written to it."""
     from torchwhere.blackbox.summary import read_checksum, summarize
 
     path = tmp_path / "rank0.box"

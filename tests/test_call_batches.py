@@ -41,8 +41,8 @@ def encoded(box: Box) -> RankCalls:
 
 
 def test_events_come_back(folder: Path) -> None:
-    """Every collective of every rank is put together again as its box has it: number, time, place
-    and fields."""
+    """Every collective of every rank is decoded as its box has it: number, time, place and
+    fields."""
     seen = 0
     for path in sorted(folder.glob("*.box")):
         box = read_box(path)
@@ -58,7 +58,7 @@ def test_events_come_back(folder: Path) -> None:
 
 
 def test_encoders_agree(folder: Path) -> None:
-    """A box gives the same calls alone and among others, in whatever order boxes are read."""
+    """A box gives the same calls alone and among others, in any order."""
     paths = sorted(folder.glob("*.box"), reverse=True)
     paths = [*paths[::3], *paths[1::3], *paths[2::3]]
     reader, encoder, job_calls = BoxReader(), Encoder(), JobCalls()
@@ -125,8 +125,8 @@ def box_of(numbers: list[int]) -> Box:
     ids=["none", "one", "whole", "hole", "holes", "swapped", "anew", "twice"],
 )
 def test_numbers(numbers: list[int], kept: list[int]) -> None:
-    """Of a stream its newest calls without a hole are kept: swapped ones in order, of a group made
-    anew the new ones."""
+    """A stream keeps its newest calls without a gap: swapped ones in order, and for a recreated
+    group only the new ones."""
     rank_calls = encoded(box_of(numbers))
     found = [
         number
@@ -144,7 +144,8 @@ def test_numbers(numbers: list[int], kept: list[int]) -> None:
 
 
 def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> None:
-    """A record damaged in the middle: its stream is kept from there on, the others whole."""
+    """With a record damaged in the middle, its stream is kept from there on, the others
+    completely."""
     whole = read_box(folder / "rank3.box")
     data = bytearray((folder / "rank3.box").read_bytes())
     calls = [
@@ -164,8 +165,8 @@ def test_a_torn_record_costs_what_is_before_it(folder: Path, tmp_path: Path) -> 
 
 
 def test_counts_without_names(folder: Path) -> None:
-    """A box whose table is cut off has counted what it cannot name: its label says so, and it is
-    not read at all."""
+    """A box whose table is cut off has counts without names: its label says so, and it is not
+    read."""
     box = read_box(folder / "rank3.box")
     assert not summarize(box).lacks_counts
     box.names.clear()
@@ -176,7 +177,7 @@ def test_counts_without_names(folder: Path) -> None:
 
 
 def test_times_keep_their_order_over_hours() -> None:
-    """Times are kept to a part in four thousand million of what the ring spans."""
+    """Times are stored with a precision of one part in four thousand million of the ring's span."""
     box = box_of([0, 1, 2, 3])
     box.records["t_ns"] = [0, 10**9, 3600 * 10**9, 3600 * 10**9 + 5_000]
     rank_calls = encoded(box)
@@ -213,8 +214,8 @@ FIELDS = {
     ids=["message", "no peer", "root", "quotes", "backslash", "misleading", "odd op"],
 )
 def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
-    """The short cut for signatures that differ in group and peer gives what JSON gives, for names
-    that mislead it too."""
+    """The fast path for signatures that differ in group and peer gives the same as JSON, also for
+    misleading names."""
     fields = FIELDS | change
     parser = SignatureParser()
     for _ in range(2):
@@ -233,14 +234,13 @@ def test_signatures_are_read_as_json(change: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "{", '{"op": "send", "group": "1", "dtype": }, "peer": 1, }']
 )
-def test_what_is_no_signature(text: str) -> None:
-    """An entry that is no JSON object is no collective."""
+def test_invalid_signatures(text: str) -> None:
+    """An entry that is not a JSON object is not a collective."""
     assert SignatureParser().parse(text) == (None, "")
 
 
 def test_roots_must_agree_and_peers_need_not() -> None:
-    """The root is part of what ranks agree on; who a message goes to is not, and who sends it
-    neither."""
+    """Ranks must agree on the root; source and destination of a message may differ."""
     parser = SignatureParser()
 
     def signature_id(**change: Any) -> Any:
@@ -258,7 +258,7 @@ def test_roots_must_agree_and_peers_need_not() -> None:
     [([7, 9], "uint8"), ([0, 256], "uint16"), ([5, 70_000], "uint32"), ([0, 1 << 40], "uint64")],
 )
 def test_narrow(values: list[int], kind: str) -> None:
-    """As few bytes as the numbers need, and all of them come back."""
+    """Numbers use as few bytes as they need, and come back unchanged."""
     found, base = narrow(np.array(values, np.uint64))
     assert (found.dtype.name, (found.astype(np.uint64) + base).tolist()) == (kind, values)
 
@@ -278,8 +278,8 @@ def test_narrow(values: list[int], kind: str) -> None:
     ids=["alike", "all different"],
 )
 def test_folding_has_an_end(module: Callable[[int], str], alike_in: list[str]) -> None:
-    """However different ranks are, at most a few hundred of them are whole, and 16,384 of them are
-    below 2 MB."""
+    """However different ranks are, at most a few hundred are stored completely, and 16,384 ranks
+    take less than 2 MB."""
     last = {
         "op": "all_reduce",
         "number": 5,

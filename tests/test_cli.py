@@ -1,5 +1,4 @@
-"""The command line: what each command prints for a real run, and what it says when it cannot.
-Golden outputs are in `golden/`.
+"""The command line: what each command prints for a real run, and its errors.
 
 TORCHWHERE_REGENERATE=1 writes them anew; look at the difference before you keep it.
 """
@@ -85,21 +84,21 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=ENVIRONMENT,
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=400,
     )
     return folder
 
 
 @pytest.fixture
 def copy(demo: Path, tmp_path: Path) -> Path:
-    """A copy of the run, to be damaged."""
+    """A copy of the run for tests that damage it."""
     return Path(shutil.copytree(demo, tmp_path / "run"))
 
 
 def call(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [BIN / "torchwhere", *map(str, arguments)]
     return subprocess.run(
-        command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=60
+        command, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=400
     )
 
 
@@ -110,7 +109,7 @@ def out(*arguments: object) -> str:
 
 
 def refused(*arguments: object) -> str:
-    """What a command says that ends with exit code 2 and prints nothing else."""
+    """The error of a command that exits with 2 and prints nothing else."""
     done = call(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     return done.stderr.removeprefix("torchwhere: ").removesuffix("\n")
@@ -128,7 +127,7 @@ def assert_golden(name: str, text: str) -> None:
 
 
 def without_times(text: str) -> str:
-    """Events without the one column that is never the same."""
+    """Events without the only column that always differs."""
     text = re.sub(r"^(rank +step) +time", r"\1   time", text)
     return re.sub(r"^( +\d+ +\d+) +\d+\.\d{3} ", r"\1  0.000 ", text, flags=re.MULTILINE)
 
@@ -137,7 +136,7 @@ def without_times(text: str) -> str:
 
 
 def test_events_table(demo: Path) -> None:
-    """`events` prints one line an event: where and what, aligned, rank after rank."""
+    """`events` prints one aligned line per event, rank after rank."""
     assert_golden("demo-events.txt", without_times(out("events", demo, "--last", 30)))
 
 
@@ -153,7 +152,7 @@ def test_comms_json(demo: Path) -> None:
 
 
 def test_groups(demo: Path) -> None:
-    """`groups` lists the process groups and who is in them."""
+    """`groups` lists the process groups and their members."""
     assert (
         out("groups", demo)
         == "group  description  mesh dimension  backend  ranks\n0      default_pg   -              "
@@ -168,8 +167,8 @@ def test_groups(demo: Path) -> None:
 
 
 def test_events_json_contract(demo: Path) -> None:
-    """`events --json` prints one object a line with the fields that are promised, and the same
-    numbers on both ranks."""
+    """`events --json` prints one object per line with the documented fields, and the same numbers
+    on both ranks."""
     events = objects("events", demo)
     assert all(event.keys() >= PLACE_FIELDS for event in events)
     collectives = [event for event in events if event["kind"] == "collective"]
@@ -201,7 +200,7 @@ def test_events_json_contract(demo: Path) -> None:
 
 
 def test_events_can_be_chosen(demo: Path) -> None:
-    """`--rank`, `--last` and `--kind` choose, and may be combined and repeated."""
+    """`--rank`, `--last` and `--kind` select events, and may be combined and repeated."""
     assert {event["rank"] for event in objects("events", demo, "--rank", 1)} == {1}
     assert [event["rank"] for event in objects("events", demo, "--last", 2)] == [0, 0, 1, 1]
     kinds = objects(
@@ -214,7 +213,7 @@ def test_events_can_be_chosen(demo: Path) -> None:
 
 
 def test_nothing_chosen(demo: Path) -> None:
-    """When no event is of the kind asked for, that is said, and is no error."""
+    """If no event is of the requested kind, the command says so; this is not an error."""
     done = call("events", demo, "--kind", "compile_begin")
     assert (done.returncode, done.stdout, done.stderr) == (
         0,
@@ -224,18 +223,18 @@ def test_nothing_chosen(demo: Path) -> None:
 
 
 def test_head_may_stop_it(demo: Path) -> None:
-    """`| head` ends a command early without a word, whoever writes first."""
+    """`| head` ends a command early without any message, whichever process writes first."""
     for command in ("events", "events --json", "comms", "groups"):
         for reader in ("head -n 1", "true"):
             script = f"set -o pipefail; {BIN}/torchwhere {command} {demo} | {reader}"
             done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
             )
             assert (done.returncode, done.stderr) == (0, "")
 
 
 def terminal(*arguments: object, width: int, **environment: str) -> str:
-    """What a command prints on a terminal of some width."""
+    """The output of a command on a terminal of some width."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
     process = subprocess.Popen(
@@ -246,7 +245,7 @@ def terminal(*arguments: object, width: int, **environment: str) -> str:
     try:
         while block := os.read(master, 65536):
             printed += block
-    except OSError:  # the other side is closed
+    except OSError:  # the other side has closed
         pass
     finally:
         os.close(master)
@@ -256,8 +255,8 @@ def terminal(*arguments: object, width: int, **environment: str) -> str:
 
 @pytest.mark.parametrize("width", [80, 200])
 def test_fits_the_terminal(demo: Path, width: int) -> None:
-    """On a terminal no line is longer than the terminal is wide, and names are cut where they tell
-    least."""
+    """On a terminal no line is wider than the terminal, and names are cut where they are least
+    informative."""
     comms = terminal("comms", demo, width=width, TERM="dumb")
     events = terminal("events", demo, "--last", 12, "--rank", 0, width=width, TERM="dumb")
     assert max(map(len, (comms + events).splitlines())) <= width
@@ -265,8 +264,8 @@ def test_fits_the_terminal(demo: Path, width: int) -> None:
 
 
 def test_colours(demo: Path) -> None:
-    """A terminal gets colours unless NO_COLOR asks for none; a pipe gets none unless FORCE_COLOR
-    asks for them."""
+    """A terminal gets colours unless NO_COLOR is set; a pipe gets none unless FORCE_COLOR is
+    set."""
     assert "\x1b[32mforward" in terminal("comms", demo, width=120)
     assert "\x1b[32mforward" in call("comms", demo, FORCE_COLOR="1").stdout
     assert "\x1b[3" not in terminal("comms", demo, width=120, NO_COLOR="1")
@@ -274,16 +273,14 @@ def test_colours(demo: Path) -> None:
 
 
 def test_terminal_without_unicode(demo: Path) -> None:
-    """Where the output knows no Unicode, the tree is drawn with plainer signs, and nothing
-    fails."""
+    """If the output encoding lacks Unicode, the tree is drawn in ASCII, and nothing fails."""
     done = call("comms", demo, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
     assert "| forward   all_gather_into_tensor" in done.stdout
 
 
 def test_hostile_notes(tmp_path: Path) -> None:
-    """Whatever a program puts into its notes, names and fields stays text on the terminal and valid
-    JSON in a pipe."""
+    """Hostile notes, names and fields stay text on the terminal and valid JSON in a pipe."""
     evil = "\x1b]0;owned\x07\x1b[2J\r\n\u202eevil\x9b31m"
     with torchwhere.watch(out=tmp_path):
         torchwhere.note(evil, loss=float("nan"), **{evil: float("-inf")})
@@ -314,7 +311,7 @@ def test_hostile_notes(tmp_path: Path) -> None:
 
 
 def test_pages_show_what_is_printed(demo: Path) -> None:
-    """What the docs say a command prints for the demo's run is what it prints."""
+    """The docs show exactly what each command prints for the demo run."""
     shown = 0
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text()
@@ -330,14 +327,14 @@ def test_pages_show_what_is_printed(demo: Path) -> None:
 
 
 def test_picture_is_of_this_version(demo: Path) -> None:
-    """The picture in the README shows what `comms` prints today."""
+    """The picture in the README shows the current output of `comms`."""
     lines = list(comms_lines(comms(read_run(demo)), width=100))
     if os.environ.get("TORCHWHERE_REGENERATE"):
         console = Console(record=True, width=96, file=io.StringIO(), highlight=False)
         for line in [*lines, []]:
             console.print(Text.assemble(*line), soft_wrap=True)
         picture = console.export_svg(title="torchwhere comms run/demo", unique_id="comms")
-        # no fonts from elsewhere
+        # no remote fonts
         PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
     texts = html.unescape(
         "".join(re.findall(r"<text [^>]*>([^<]*)</text>", PICTURE.read_text()))
@@ -362,8 +359,8 @@ for step in range(100):
 
 
 def test_verdicts_of_monitors_as_json(tmp_path: Path) -> None:
-    """A monitor prints its verdicts on stdout, one object a line; that of `run` on stderr, for
-    stdout is the job's."""
+    """A monitor prints its verdicts on stdout, one object per line; `run` prints them on stderr,
+    because stdout belongs to the job."""
     (tmp_path / "train.py").write_text(STUCK)
     (tmp_path / "run").mkdir()
     launch = [
@@ -391,8 +388,8 @@ def test_verdicts_of_monitors_as_json(tmp_path: Path) -> None:
         assert job.poll() is None
         time.sleep(0.05)
     command = [BIN / "torchwhere", "monitor", "run", "--stall", "1", "--json"]
-    by_hand = subprocess.run(command, text=True, timeout=60, **pipes)
-    printed, said = job.communicate(timeout=60)
+    by_hand = subprocess.run(command, text=True, timeout=400, **pipes)
+    printed, said = job.communicate(timeout=400)
     assert (by_hand.returncode, by_hand.stderr) == (0, "")
     first = json.loads(by_hand.stdout.splitlines()[0])
     assert printed.splitlines() == ["{ours}"] * 2
@@ -431,8 +428,8 @@ def test_json_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With `--json` stdout has one object, or of `events` one a line, and nothing else; when it
-    fails, nothing at all."""
+    """With `--json` stdout has one object, for `events` one per line, and nothing else; after an
+    error it is empty."""
     monkeypatch.chdir(tmp_path)
     name, *options = command.split()
     assert main([name, str(demo), "--json", *options]) == 0
@@ -446,7 +443,7 @@ def test_json_and_nothing_else(
 
 
 def test_every_command_has_json(capsys: pytest.CaptureFixture[str]) -> None:
-    """No command is left out."""
+    """Every command has `--json`."""
 
     def help_of(*command: str) -> str:
         with pytest.raises(SystemExit):
@@ -490,11 +487,10 @@ WRITING = [
 
 @pytest.mark.parametrize("command", [*WRITING, "flight-recorder -o {}"])
 @pytest.mark.parametrize("place", ["/proc/x", "{}/file/x", "/dev/full/x"])
-def test_no_way_to_write(
+def test_output_that_cannot_be_written(
     command: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be written is said before a box is opened: here there is none that could be
-    read."""
+    """A command says that it cannot write before it opens a box: here no box is readable."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "rank0.box").write_bytes(b"no box at all")
     (tmp_path / "file").touch()
@@ -523,13 +519,13 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("command", WRITING)
 def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of reading or writing ends with one line and 130; what was there before
-    is there, and no more."""
+    """Ctrl-C while reading or writing ends with one line and exit code 130; earlier files are
+    unchanged, and there are no others."""
     name, *options = command.format(tmp_path / "old").split()
     again = ["--force"] * (name == "export")
     assert call(name, copy, *options).returncode == 0
     before = contents(tmp_path)
-    (copy / "rank1.box").unlink()  # so that another one would be written
+    (copy / "rank1.box").unlink()  # so that a new one would be written
     for count in (1, 2):
         python = [
             sys.executable,
@@ -540,7 +536,7 @@ def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
             *options,
             *again,
         ]
-        done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(python, env=ENVIRONMENT, capture_output=True, text=True, timeout=400)
         assert (done.returncode, done.stdout, done.stderr.splitlines()[-1]) == (
             130,
             "",
@@ -551,7 +547,7 @@ def test_interrupted(command: str, copy: Path, tmp_path: Path) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All that is there but the boxes, and what may be gone on with."""
+    """All files of a folder but the boxes and resumable partial output."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {
         str(path): path.read_bytes()
@@ -561,7 +557,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_full_or_closed_output(demo: Path) -> None:
-    """A full disk behind stdout is one line and exit code 2; a closed one is no reason to fail."""
+    """A full disk behind stdout gives one line and exit code 2; a closed stdout is not an error."""
     for command in ("comms", "events --json", "doctor"):
         for end, code, said in (
             (">/dev/full", 2, "cannot continue: No space left on device\n"),
@@ -570,7 +566,7 @@ def test_full_or_closed_output(demo: Path) -> None:
         ):
             script = f"{BIN}/torchwhere {command} {demo} {end}"
             done = subprocess.run(
-                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+                ["bash", "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=400
             )
             assert (done.returncode, done.stderr.rpartition("torchwhere: ")[2]) == (
                 code,
@@ -582,7 +578,7 @@ def test_full_or_closed_output(demo: Path) -> None:
 
 
 def test_unknown_folder(tmp_path: Path) -> None:
-    """A folder that is not there is refused, with what to type to make one."""
+    """A missing folder is refused, with the command that records one."""
     nowhere = tmp_path / "nowhere"
     expected = (
         f"there is no folder {nowhere}. Record one with: torchwhere run --out {nowhere} train.py"
@@ -593,7 +589,7 @@ def test_unknown_folder(tmp_path: Path) -> None:
 
 
 def test_empty_folder(tmp_path: Path) -> None:
-    """A folder without boxes is refused, with what to type to make some."""
+    """A folder without boxes is refused, with the command that records some."""
     expected = (
         f"{tmp_path} holds no black box (*.box). Record one with: torchwhere run --out {tmp_path}"
         " train.py"
@@ -634,7 +630,7 @@ def test_folder_of_another_version(copy: Path) -> None:
 
 
 def test_not_a_box(copy: Path) -> None:
-    """A file that only looks like a box is named, and the rest is shown."""
+    """A file that only looks like a box is named, and the other boxes are shown."""
     (copy / "rank7\x1b[2J.box").write_bytes(b"hello")
     done = call("comms", copy)
     assert done.returncode == 0
@@ -645,9 +641,8 @@ def test_not_a_box(copy: Path) -> None:
     )
 
 
-def test_what_is_no_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder, a pipe or a dangling link that is named like a box is none, and is not waited
-    for."""
+def test_names_that_are_not_files(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder, a pipe or a dangling link with the name of a box is skipped without waiting."""
     (copy / "rank2.box").mkdir()
     os.mkfifo(copy / "rank3.box")
     (copy / "rank4.box").symlink_to("nowhere")
@@ -661,7 +656,7 @@ def test_what_is_no_file(copy: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_missing_rank(copy: Path) -> None:
-    """A run with missing ranks is shown as far as it is there, and what is missing is said."""
+    """A run with missing ranks is shown as far as it exists, and the missing ranks are listed."""
     (copy / "rank1.box").unlink()
     done = call("comms", copy)
     assert (done.returncode, done.stderr) == (0, "torchwhere: 1 of 2 ranks: no box of rank 1\n")
@@ -669,7 +664,7 @@ def test_missing_rank(copy: Path) -> None:
 
 
 def test_rank_that_does_not_exist(demo: Path) -> None:
-    """A rank that is not there is refused, with those that are."""
+    """A rank that does not exist is refused, with a list of those that do."""
     for command in ("events", "comms", "groups"):
         assert (
             refused(command, demo, "--rank", 7) == f"{demo} has no box of rank 7; it has ranks 0-1"
@@ -699,13 +694,13 @@ def test_wrong_arguments(arguments: list[str], message: str) -> None:
 
 
 def test_kinds_are_named_in_the_help() -> None:
-    """The help of `events` names every kind there is."""
+    """The help of `events` lists every kind of event."""
     words = set(re.findall(r"\w+", out("events", "--help")))
     assert set(KIND_LABELS) <= words
 
 
 def test_version() -> None:
-    """`--version` says which."""
+    """`--version` prints the version."""
     assert out("--version") == f"torchwhere {torchwhere.__version__}\n"
 
 
@@ -716,7 +711,7 @@ def test_version() -> None:
 def torchless(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Python on a machine that has torchwhere, numpy and rich, and no torch."""
+    """A Python with torchwhere, numpy and rich, without torch."""
     import numpy
     import rich
 
@@ -733,7 +728,7 @@ def torchless(
     def python(*arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-S", "-P", *map(str, arguments)]
         environment = ENVIRONMENT | {"PYTHONPATH": str(folder)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
     assert "No module named 'torch'" in python("-c", "import torch").stderr
     return python
@@ -743,7 +738,7 @@ RICH = ("rich", "pygments", "markdown_it", "mdurl")
 
 
 def test_reading_without_torch(demo: Path, torchless: Callable[..., Any]) -> None:
-    """A run can be read where there is no torch: table, tree, groups and JSON are the same."""
+    """A run can be read without torch: table, tree, groups and JSON are the same."""
     for command in (["events"], ["events", "--json"], ["comms"], ["comms", "--json"], ["groups"]):
         done = torchless("-m", "torchwhere", *command, demo)
         assert (done.returncode, done.stderr) == (0, "")
@@ -757,8 +752,7 @@ NEEDS_TORCH = (
 
 
 def test_watching_without_torch(tmp_path: Path, torchless: Callable[..., Any]) -> None:
-    """Where there is no torch, watching says what to install; the rest of the package can be
-    imported."""
+    """Without torch, a watch says what to install; the rest of the package can be imported."""
     (tmp_path / "train.py").write_text("print('ran')")
     done = torchless("-m", "torchwhere", "run", "--out", tmp_path / "boxes", tmp_path / "train.py")
     assert (done.returncode, done.stdout, done.stderr) == (
@@ -778,8 +772,8 @@ def test_watching_without_torch(tmp_path: Path, torchless: Callable[..., Any]) -
 
 
 def test_wrong_calls() -> None:
-    """Wrong arguments of the functions raise at once what Python raises for such things, and say
-    what was expected."""
+    """Wrong arguments of functions raise the usual Python exception at once, with the expected
+    value."""
     with pytest.raises(
         TypeError, match=r"^watch\(model\): expected a torch.nn.Module or None, got str$"
     ):
@@ -805,9 +799,9 @@ def test_wrong_calls() -> None:
             torchwhere.step(number)  # type: ignore[arg-type]
 
 
-def test_nobody_watches() -> None:
-    """While nobody watches, every function may be called: it does nothing, and `where` says that
-    nothing is known."""
+def test_without_a_watch() -> None:
+    """Without a watch every function may be called: it does nothing, and `where` returns an unknown
+    place."""
     torchwhere.note("text")
     torchwhere.step(3)
     torchwhere.stop()

@@ -527,10 +527,8 @@ def test_islands(tmp_path: Path) -> None:
     clock; the evidence says so."""
 
     def body(rank: int, chance: random.Random) -> list[Act]:
-        return [
-            jitter(chance, 10 * MS),
-            *([call((0, 1) if rank < 2 else (2, 3))] if rank < 4 else []),
-        ]
+        calls = [call((0, 1))] * (rank < 2) + [call((2, 3))] * (rank in (2, 3))
+        return [jitter(chance, 10 * MS), *calls]
 
     skews = [*SKEWS, Skew(77 * MS)]
     player = Player(steps(5, body, count=200)).play()

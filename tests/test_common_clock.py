@@ -1,5 +1,4 @@
-"""Who is late on several hosts, whose clocks differ: nobody is blamed for a clock, and no clock
-hides who is late."""
+"""Stragglers on several hosts with different clocks: a clock blames no rank, and hides none."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from torchwhere.pipeline.verdict import diagnose_run
 STEPS, USUAL_NS, SLOW_NS = 60, 10_000_000, 15_000_000
 
 
-def judged(
+def verdict_on(
     folder: Path,
     *,
     hosts: list[str],
@@ -26,7 +25,7 @@ def judged(
     slow: int | None = None,
     is_async: bool = False,
 ) -> Verdict:
-    """Of a job in which one rank may be slow."""
+    """A verdict on a job in which one rank may be slow."""
     world = range(len(hosts))
 
     def program(rank: int) -> list[Act]:
@@ -46,18 +45,18 @@ BEHIND = [Skew(), Skew(offset_ns=-50_000_000)]
 
 @pytest.mark.parametrize("skews", [AHEAD, BEHIND], ids=["ahead", "behind"])
 def test_a_clock_is_no_straggler(tmp_path: Path, skews: list[Skew]) -> None:
-    """Two hosts of one rank each, clocks 50 ms apart, five steps: nobody is late. By wall clocks
-    alone somebody would be."""
-    verdict = judged(tmp_path, hosts=["a", "b"], skews=skews)
+    """On two hosts of one rank each with clocks 50 ms apart, no rank is late after five steps. By
+    wall clocks alone one would be."""
+    verdict = verdict_on(tmp_path, hosts=["a", "b"], skews=skews)
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
 
 
 @pytest.mark.parametrize("skews", [AHEAD, BEHIND], ids=["ahead", "behind"])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int) -> None:
-    """Whoever is late by 15 ms is named, with that, though clocks are 50 ms apart; what they may
-    still be off is printed."""
-    verdict = judged(tmp_path, hosts=["a", "b"], skews=skews, slow=slow)
+    """A rank that is 15 ms late is named, with that number, although clocks are 50 ms apart; the
+    remaining clock error is printed."""
+    verdict = verdict_on(tmp_path, hosts=["a", "b"], skews=skews, slow=slow)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("straggler", (slow,), "inferred")
     assert verdict.facts["late_s"] == pytest.approx(SLOW_NS / 1e9, rel=0.05)
     assert 0 < verdict.facts["unsure_s"] < SLOW_NS / 2e9
@@ -65,22 +64,22 @@ def test_a_straggler_behind_a_clock(tmp_path: Path, skews: list[Skew], slow: int
 
 
 def test_calls_that_do_not_wait(tmp_path: Path) -> None:
-    """Where nothing ties clocks together, nobody is blamed across hosts."""
-    verdict = judged(
+    """If nothing connects the clocks, no rank is blamed across hosts."""
+    verdict = verdict_on(
         tmp_path, hosts=["a", "b"], skews=[Skew(), Skew(offset_ns=4_000_000)], is_async=True
     )
     assert (verdict.kind, verdict.culprits) == ("healthy", ())
 
 
 def test_late_among_its_own(tmp_path: Path) -> None:
-    """A rank that is later than the others of its host is late by whatever clock, also where nobody
-    has compared any."""
+    """A rank that is later than the others of its host is late by any clock, also without a
+    comparison of clocks."""
     skews = [Skew(), Skew(), Skew(offset_ns=50_000_000), Skew(offset_ns=50_000_000)]
-    verdict = judged(tmp_path, hosts=["a", "a", "b", "b"], skews=skews, slow=1)
+    verdict = verdict_on(tmp_path, hosts=["a", "a", "b", "b"], skews=skews, slow=1)
     assert (verdict.kind, verdict.culprits) == ("straggler", (1,))
     plain = [Skew()] * 4
     (tmp_path / "plain").mkdir()
-    judged(tmp_path / "plain", hosts=["a", "a", "b", "b"], skews=plain, slow=3)
+    verdict_on(tmp_path / "plain", hosts=["a", "a", "b", "b"], skews=plain, slow=3)
     late = straggler(calls_of_run(read_run(tmp_path / "plain")))
     assert late is not None
     assert (late.rank, late.unsure_s) == (3, 0.0)

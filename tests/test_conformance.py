@@ -1,4 +1,4 @@
-"""The attribution cases: each a small program and the one right answer. One process; those with
+"""The attribution cases: each is a small program with one right answer. One process; cases with
 ranks are in the other file."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def told(places: list[Place]) -> list[tuple[str, str | None, int | None]]:
 
 
 def test_c1_one_module_called_twice(tmp_path: Path) -> None:
-    """Two calls of one name are call 0 and call 1, in each step anew, and nothing stays on the
+    """Two calls of one module are call 0 and call 1, again in each step, and nothing stays on the
     module."""
     seen: list[Place] = []
     model = nn.Sequential(Probe(seen))
@@ -116,7 +116,8 @@ class _Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_c6_reentrant_checkpoint(calls: int) -> None:
-    """The recomputed block is the block, with the call it repeats, and so is its backward."""
+    """A recomputed block has the block's place and the number of the call that it repeats, and so
+    has its backward."""
     seen: list[Place] = []
     model = _Checkpointed(seen, reentrant=True)
     with torchwhere.watch(model):
@@ -140,7 +141,7 @@ def test_c6_reentrant_checkpoint(calls: int) -> None:
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_c7_non_reentrant_checkpoint(calls: int) -> None:
-    """Recomputing is its own pass, in the recomputed module alone."""
+    """Recomputation is a separate pass, only in the recomputed module."""
     seen: list[Place] = []
     model = _Checkpointed(seen, reentrant=False)
     with torchwhere.watch(model):
@@ -167,8 +168,8 @@ class _CheckpointedTwice(nn.Module):
 @pytest.mark.parametrize("outer", [True, False], ids=["in reentrant", "in non-reentrant"])
 @pytest.mark.parametrize("inner", [True, False], ids=["reentrant", "non-reentrant"])
 def test_c6_and_c7_checkpoint_inside_a_checkpoint(outer: bool, inner: bool) -> None:
-    """However often a block is recomputed, and before any module was called, its call is that of
-    the forward it repeats."""
+    """However often a block is recomputed, also before any module was called, its call number is
+    that of the forward that it repeats."""
     seen: list[Place] = []
     model = _CheckpointedTwice(seen, reentrant=inner)
     with torchwhere.watch(model):
@@ -178,7 +179,9 @@ def test_c6_and_c7_checkpoint_inside_a_checkpoint(outer: bool, inner: bool) -> N
         ]
         for output in outputs:
             output.sum().backward()
-    recomputed = 1 if not outer and not inner else 2  # non-reentrant ones share what they recompute
+    recomputed = (
+        1 if not outer and not inner else 2
+    )  # non-reentrant checkpoints share what they recompute
     fast_path = ["forward", "backward"] + ["recompute"] * recomputed
     assert sorted(told(seen)) == sorted(
         (each, "block", call) for each in fast_path for call in range(3)
@@ -222,7 +225,7 @@ def test_c8_keyword_only_tensors() -> None:
 
 
 def test_c9_one_module_used_twice_before_one_backward() -> None:
-    """Backward meets call 1, then call 0."""
+    """The backward passes call 1, then call 0."""
     seen: list[Place] = []
     probe = Probe(seen)
     model = nn.ModuleDict({"shared": probe})
@@ -275,7 +278,7 @@ def test_c10_backward_raises_once() -> None:
 
 
 def test_c11_submodule_called_before_its_root() -> None:
-    """Without a model given, a submodule called first has its name in the model it belongs to."""
+    """Without an explicit model, a submodule that is called first has its name in its model."""
     seen: list[Place] = []
     model = nn.ModuleDict({"layers": nn.ModuleList([Probe(seen)])})
     with torchwhere.watch():
@@ -285,8 +288,8 @@ def test_c11_submodule_called_before_its_root() -> None:
 
 
 def test_c11_names_without_a_model_are_those_of_the_users_model() -> None:
-    """With no model given the root is found at the first outermost call; a loss beside it does not
-    take its names."""
+    """Without an explicit model, the first outermost call gives the root; a separate loss module
+    does not take its names."""
     seen: list[Place] = []
     model = nn.Sequential(nn.Linear(8, 8), Probe(seen))
     loss = nn.Sequential(nn.Identity(), nn.MSELoss())
@@ -301,8 +304,8 @@ def test_c11_names_without_a_model_are_those_of_the_users_model() -> None:
 
 
 def test_c11_a_part_is_called_before_the_model_is_put_together() -> None:
-    """A parametrization runs when it is registered, by itself: the model is the root all the same,
-    with its own names."""
+    """A parametrization runs when it is registered, by itself: the model is still the root, with
+    its own names."""
     seen: list[Place] = []
     model = nn.Sequential(nn.Linear(8, 8), Probe(seen))
     with torchwhere.watch():
@@ -315,8 +318,8 @@ def test_c11_a_part_is_called_before_the_model_is_put_together() -> None:
 
 
 def test_c11_a_wrapper_that_comes_later_changes_no_names() -> None:
-    """Once training has begun, a module around the model (to evaluate it, say) is a stranger: no
-    name changes on the way."""
+    """After training has begun, a new module around the model (for evaluation, say) is foreign: no
+    name changes."""
     seen: list[Place] = []
     model = nn.Sequential(Probe(seen))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -329,7 +332,7 @@ def test_c11_a_wrapper_that_comes_later_changes_no_names() -> None:
 
 
 def test_c11_the_next_model_has_its_own_names_too() -> None:
-    """Once the first model is gone, the next one is the root; one beside a root is not."""
+    """After the first model is deleted, the next one is the root; a model beside a root is not."""
     seen: list[Place] = []
     with torchwhere.watch():
         for _ in range(2):
@@ -369,7 +372,7 @@ class _Output:
 
 
 class _Shapes(nn.Module):
-    """Returns what hook-based tools lose."""
+    """Returns values that hook-based tools lose."""
 
     def __init__(self, seen: list[Place], kind: str) -> None:
         super().__init__()
@@ -394,7 +397,7 @@ class _Shapes(nn.Module):
 
 @pytest.mark.parametrize("kind", ["dict", "dataclass", "none", "view", "inplace", "no grad"])
 def test_c12_unusual_outputs(kind: str) -> None:
-    """Whatever a module returns, its backward is found."""
+    """The backward of a module is found for every kind of output."""
     seen: list[Place] = []
     model = nn.ModuleDict({"odd": _Shapes(seen, kind)})
     with torchwhere.watch(model):
@@ -447,8 +450,8 @@ class _Cube(nn.Module):
 
 
 def test_c13_double_backward() -> None:
-    """A node that a backward made (create_graph) belongs to the module whose backward made it; no
-    hook stays."""
+    """A node that a backward created (create_graph) belongs to the module whose backward created
+    it; no hook stays."""
     seen: list[Place] = []
     model = nn.Sequential(_Cube(seen), nn.Identity(), _Cube(seen))
     x = batch().requires_grad_()
@@ -465,8 +468,8 @@ def test_c13_double_backward() -> None:
     reason="needs a CUDA device: backward runs on device threads there",
 )
 def test_c14_backward_on_device_threads() -> None:
-    """On CUDA, where backward and recompute run on the engine's own threads, the answers are those
-    of the CPU."""
+    """On CUDA, where backward and recomputation run on the engine's own threads, the places are
+    those of the CPU."""
     answers = {}
     for device in ("cpu", "cuda"):
         for reentrant in (False, True):
@@ -481,7 +484,7 @@ def test_c14_backward_on_device_threads() -> None:
 
 
 def test_c17_post_accumulate_grad_hooks() -> None:
-    """In a hook that runs when a gradient is accumulated, the place is the parameter."""
+    """In a hook that runs when a gradient is accumulated, the place names the parameter."""
     model = Model()
     seen: list[Place] = []
     for param in model.parameters():
@@ -495,8 +498,8 @@ def test_c17_post_accumulate_grad_hooks() -> None:
 
 
 def test_c17_optimizer_in_backward(tmp_path: Path) -> None:
-    """An optimizer per parameter, stepping in backward: pass optimizer, the parameter named, one
-    step a backward."""
+    """With an optimizer per parameter that steps in backward, the pass is optimizer, the place
+    names the parameter, and each backward is one step."""
     model = Model()
     seen: list[Place] = []
     optimizers = {param: torch.optim.SGD([param], 0.1) for param in model.parameters()}
@@ -518,7 +521,7 @@ def test_c17_optimizer_in_backward(tmp_path: Path) -> None:
 
 
 def test_c19_several_forwards_then_their_backwards() -> None:
-    """Each backward has the call number of its forward, in whatever order they run."""
+    """Each backward has the call number of its forward, in any order."""
     seen: list[Place] = []
     model = nn.Sequential(Probe(seen))
     with torchwhere.watch(model):
@@ -530,7 +533,7 @@ def test_c19_several_forwards_then_their_backwards() -> None:
 
 
 def test_c20_another_thread_has_its_own_place() -> None:
-    """While the main thread is in a module, another thread is where it is itself."""
+    """While the main thread is in a module, another thread has its own place."""
     places: list[Place] = []
 
     class Waits(nn.Module):
@@ -550,8 +553,8 @@ def test_c20_another_thread_has_its_own_place() -> None:
 
 
 def test_c22_exception_in_forward() -> None:
-    """A user's exception propagates unchanged, with one note that says rank, step, pass, module and
-    the last collectives."""
+    """A user's exception propagates unchanged, with one note: rank, step, pass, module and the last
+    collectives."""
     model = nn.Sequential(nn.Identity(), _Fragile())
     error = RuntimeError("mine")
     model[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(error))
@@ -572,8 +575,8 @@ def _hook_that_raises(grad: torch.Tensor) -> None:
     "where", ["function", "tensor hook", "parameter hook", "module hook", "operation"]
 )
 def test_c22_exception_in_backward(where: str) -> None:
-    """So does one in backward, from a function of the user's, a hook, or an operation of torch
-    itself."""
+    """An exception in backward gets the same note, whether a user function, a hook or an operation
+    of torch raises it."""
     model = Model()
     if where == "function":
         model.layers[1] = nn.Sequential(model.layers[1], _BreaksInBackward([True]))
@@ -602,7 +605,7 @@ def test_c22_exception_in_backward(where: str) -> None:
 
 
 def _spoiled(x: torch.Tensor) -> tuple[torch.Tensor]:
-    """A tensor whose backward torch itself refuses: what it needs was changed in place."""
+    """A tensor whose backward raises in torch: a saved value was changed in place."""
     y = x.exp()
     z = y * 1
     y.add_(1)

@@ -1,5 +1,4 @@
-"""`describe(anything)`: one line that says what an object is and where it belongs, whatever it is
-and whatever became of it."""
+"""`describe(anything)`: one line that says what an object is and where it belongs."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ from torchwhere.model import watched
 
 
 def test_modules_and_tensors_of_no_known_model() -> None:
-    """Without a watch and without `names` the class, shape, dtype and device are told, and that no
-    model is known."""
+    """Without a watch and without `names`, the line has class, shape, dtype and device, and says
+    that no model is known."""
     model = Model()
     assert describe(model) == "module of no known model: Model, 10 parameters of 360 elements"
     assert describe(nn.ReLU()) == "module of no known model: ReLU"
@@ -38,8 +37,8 @@ def test_modules_and_tensors_of_no_known_model() -> None:
 
 
 def test_names_of_models_that_were_asked_about() -> None:
-    """After `names(model)` everything in the model has its name, as long as the model lives, also
-    what was added since."""
+    """After `names(model)` everything in the model has its name as long as the model lives,
+    including later additions."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8, bias=False))
     model[2].weight = model[0].weight
     torchwhere.names(model)
@@ -59,8 +58,8 @@ def test_names_of_models_that_were_asked_about() -> None:
 
 
 def test_autograd_nodes() -> None:
-    """A node says its operation; one that accumulates a gradient the parameter; under a watch the
-    module call that made it."""
+    """A node has its operation; a gradient accumulator its parameter; under a watch the module call
+    that created it."""
     model = Model()
     before = model(batch())
     assert describe(before.grad_fn) == "node AddmmBackward0"
@@ -102,8 +101,8 @@ def test_autograd_nodes() -> None:
 
 
 def test_describing_changes_nothing() -> None:
-    """A module that was described before it became part of the model has its name in the watch
-    afterwards."""
+    """A module that was described before it became part of the model has its name in a later
+    watch."""
     model, adapter = Model(), nn.Linear(8, 8)
     seen = []
     adapter.register_forward_hook(lambda *_: seen.append(torchwhere.where().module))
@@ -117,8 +116,8 @@ def test_describing_changes_nothing() -> None:
 
 
 def test_groups_and_meshes(one_rank: None) -> None:
-    """A group says its backend and ranks, a mesh its dimensions and where this rank is; a wrapper
-    what it wraps."""
+    """A group has its backend and ranks, a mesh its dimensions and this rank's position; a wrapper
+    its content."""
     assert (
         describe(dist.group.WORLD)
         == "process group default_pg (0): gloo, rank 0; this is its rank 0"
@@ -149,8 +148,7 @@ def _describe_groups() -> list[str]:
 
 
 def test_groups_and_meshes_of_real_ranks(two_ranks: Pool) -> None:
-    """On every rank: which ranks, which of them this one is, and how much of a sharded tensor is
-    here."""
+    """Every rank reports the ranks, its own index, and its part of a sharded tensor."""
     for rank, found in enumerate(two_ranks.run(_describe_groups)):
         assert found[0] == f"device mesh dp=2 on cpu, ranks 0-1; this rank is at dp={rank}"
         assert found[1].startswith("process group everybody (")
@@ -160,9 +158,8 @@ def test_groups_and_meshes_of_real_ranks(two_ranks: Pool) -> None:
         assert found[-2] == "DTensor: [4, 2] float32 cpu, [2, 2] of it here, Shard(0) on dp=2"
 
 
-def test_a_world_that_is_gone(capfd: pytest.CaptureFixture[str]) -> None:
-    """Groups, meshes and sharded tensors of a world that was destroyed are told as what they
-    were."""
+def test_a_destroyed_world(capfd: pytest.CaptureFixture[str]) -> None:
+    """Groups, meshes and sharded tensors of a destroyed world are described as they were."""
     import sys
 
     hook = sys.excepthook
@@ -205,11 +202,11 @@ class _Hostile(nn.Module):
     ],
 )
 def test_anything_else(thing: Any, line: str) -> None:
-    """Any object gets one line, also one that does not want to be described."""
+    """Any object gets one line, also one whose `repr` raises."""
     assert describe(thing) == line
 
 
 def test_one_short_line() -> None:
-    """However long its own text is, the line stays short."""
+    """The line stays short for an object with a long text."""
     assert len(describe("x" * 100_000)) < 250
     assert len(describe(torch.optim.SGD(Model().parameters(), 0.1))) < 250

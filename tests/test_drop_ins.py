@@ -157,7 +157,13 @@ print("all of it ran")
 """
 
 
-@pytest.mark.parametrize("original", SWAPPED)
+@pytest.mark.parametrize(
+    "original",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] * (not name.endswith("_comm_mode")))
+        for name in SWAPPED
+    ],
+)
 def test_torch_runs_on_the_drop_in(original: str) -> None:
     """With a drop-in in place of its original, AOTAutograd, FSDP, DTensor and torch's other tools
     import and run."""

@@ -1,5 +1,5 @@
-"""What is seen from outside and what was not asked for: out of memory, stacks by py-spy, dumps of
-the flight recorder."""
+"""Facts from outside the process: out-of-memory kills, stacks from py-spy, dumps of the flight
+recorder."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
             1_000_000,
         ),
         (
-            # a container that sees itself as the root
+            # a container whose cgroup looks like the root
             {"memory.events": "oom_kill 1\n", "memory.max": "5000"},
             "cgroup2 {} cgroup2 rw 0 0\n",
             "0::/kubepods/pod1\n",
@@ -75,8 +75,8 @@ def label(rank: int, folder: Path, **meta: object) -> BoxSummary:
 def test_a_cgroup_is_read(
     files: dict[str, str], mounts: str, line: str, kills: int, limit: int | None, tmp_path: Path
 ) -> None:
-    """Counter and limit of a process's cgroup are found in both versions, the limit of one above it
-    too."""
+    """The counter and limit of a process's cgroup are found in both versions, and the limit of a
+    parent too."""
     root, proc = tmp_path / "cgroup", tmp_path / "proc" / "7"
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -91,17 +91,17 @@ def test_a_cgroup_is_read(
 
 
 def test_a_box_names_no_other_file(tmp_path: Path) -> None:
-    """Only a counter is read, whatever a box says its counter is; one that is gone, or says
-    nothing, counts nothing."""
+    """The reader opens only a counter, whatever path a box gives; a missing or empty counter counts
+    nothing."""
     (tmp_path / "secret").write_text("oom_kill 5\n")
     (tmp_path / "memory.events").write_text("oom_kill many\n")
     for name in ("secret", "memory.events", "gone/memory.events"):
         assert cgroup.oom_kills(str(tmp_path / name)) is None
 
 
-def test_killed_for_want_of_memory(tmp_path: Path) -> None:
-    """A process that the kernel killed at the limit of its cgroup is told from one that was killed
-    beside it."""
+def test_killed_by_the_oom_killer(tmp_path: Path) -> None:
+    """A process that the kernel killed at its cgroup's limit is distinguished from one that was
+    killed beside it."""
     name = f"tw-{os.getpid()}"
     eats = "import sys; sys.stdin.read(1); x = b'x' * 900_000_000"
     waits = "import sys; sys.stdin.read()"
@@ -160,8 +160,7 @@ def stopped(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.skipif(py_spy.program() is None, reason="py-spy is not installed")
 def test_the_stack_of_a_stopped_process(stopped: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """A process that cannot answer has a stack all the same, innermost line first, and stays
-    stopped."""
+    """A process that cannot answer still has a stack, innermost line first, and stays stopped."""
     seen = look({0: label(0, tmp_path, pid=stopped.pid)}, stacks=[0])[0]
     program = tmp_path / "train.py"
     assert seen.stack == (f"{program}:4 in stuck", f"{program}:6 in <module>")
@@ -175,8 +174,8 @@ def test_without_py_spy(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where it is missing, fails, talks nonsense or hangs, there is no stack and everything else as
-    before."""
+    """If py-spy is missing, fails, prints nonsense or hangs, there is no stack, and everything else
+    is as before."""
     program = tmp_path / "py-spy"
     if spy is not None:
         program.write_text(
@@ -229,7 +228,7 @@ def started_on(*ranks: int) -> list[Recorder]:
 def test_dumps_beside_the_run(
     ranks: tuple[int, ...], said: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Dumps in the run's folder say which device has come to the collective that all hosts are
+    """Dumps in the run's folder show which device has reached the collective that all hosts are
     in."""
     boxes = {rank: label(rank, tmp_path) for rank in range(4)}
     for recorder in started_on(*ranks):
@@ -241,13 +240,13 @@ def test_dumps_beside_the_run(
 
 
 def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
-    """A rank that listens on NCCL's pipe is asked, once; one that has written since it stands still
-    is not asked again."""
+    """A rank that listens on NCCL's pipe is asked once; a rank that has dumped since it stalled is
+    not asked again."""
     settings = {"dump": str(tmp_path / "nccl_trace_rank_"), "pipe": str(tmp_path / "pipe")}
     boxes = {rank: label(rank, tmp_path, flight_recorder=settings) for rank in range(4)}
     os.mkfifo(tmp_path / "pipe0.pipe")
-    (tmp_path / "pipe1.pipe").write_text("")  # no pipe
-    os.mkfifo(tmp_path / "pipe2.pipe")  # nobody listens
+    (tmp_path / "pipe1.pipe").write_text("")  # this rank has no pipe
+    os.mkfifo(tmp_path / "pipe2.pipe")  # no process listens
     heard: list[bytes] = []
     with open(
         os.open(tmp_path / "pipe0.pipe", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0
@@ -276,8 +275,8 @@ def test_dumps_are_asked_for_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["healthy", "old", "hostile", "many"])
 def test_dumps_that_add_nothing(kind: str, tmp_path: Path) -> None:
-    """A healthy job's dumps are not read, nor those of an earlier job; one that is refused, and too
-    many, are said."""
+    """Dumps of a healthy job or of an earlier job are not read; refused dumps, and too many dumps,
+    are mentioned."""
     boxes = {rank: label(rank, tmp_path) for rank in range(300 if kind == "many" else 4)}
     verdict, ranks = TOGETHER, 300 if kind == "many" else 1
     for rank in range(ranks):

@@ -1,5 +1,5 @@
-"""Events for other tools: what is written is what was recorded, whole or not at all, and the
-queries on the page work."""
+"""Events for other tools: an export contains exactly the recorded events, completely or not at all,
+and the queries in the docs work."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import KIND_LABELS, Event, json_text
 
 PAGE = (Path(__file__).parent.parent / "docs" / "export.md").read_text()
-LONE = "\ud800"  # half a character: JSON may hold it, UTF-8 may not
+LONE = "\ud800"  # a lone surrogate: valid in JSON, invalid in UTF-8
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen ranks of a job with a rank that is always late, and of one where a rank swaps two
+    """Sixteen ranks of a job in which one rank is always late, and of one in which a rank swaps two
     collectives."""
     folder = tmp_path_factory.mktemp("jobs")
     for fault, victim in (("straggler", 5), ("swapped", 3)):
@@ -58,17 +58,17 @@ def rows(target: Path, rank: int) -> list[dict[str, Any]]:
 
 
 def by_duckdb(query: str) -> list[tuple[Any, ...]]:
-    """In a process of its own: DuckDB reports leaks of its own at the end of one whose objects were
-    frozen, as here."""
+    """Runs a query in its own process: DuckDB reports leaks at exit if its objects were frozen, as
+    here."""
     code = "import duckdb, json, sys; print(json.dumps(duckdb.sql(sys.argv[1]).fetchall()))"
     done = subprocess.run(
-        [sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code, query], capture_output=True, text=True, check=True, timeout=400
     )
     return [tuple(row) for row in json.loads(done.stdout)]
 
 
 def expected(event: Event) -> dict[str, Any]:
-    """A row, from an event as everybody else sees it."""
+    """A row, computed from an event."""
     found: dict[str, Any] = dict.fromkeys(COLUMNS)
     told = event.kind in ("start", "end", "note", "exception", "compile_begin", "group_begin")
     rest = {
@@ -94,7 +94,7 @@ def expected(event: Event) -> dict[str, Any]:
 
 
 def eventful(folder: Path) -> None:
-    """A run with an event of every kind that there is without compiling."""
+    """A run with an event of every kind that needs no compilation."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torchwhere.watch(model, out=folder, module_events=True, records=512):
@@ -117,8 +117,8 @@ def eventful(folder: Path) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_rows_are_the_events(tmp_path: Path) -> None:
-    """Each row has what the event has, in its column; what has none is in `fields`; nested values
-    are their JSON."""
+    """Each row has the event's values in their columns; values without a column are in `fields`;
+    nested values are JSON."""
     eventful(tmp_path / "run")
     written = export(tmp_path / "run", out=tmp_path / "events.parquet")
     events = list(torchwhere.read_run(tmp_path / "run").events())
@@ -155,8 +155,7 @@ def test_many_ranks(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
-    """A file without a single collective has the same columns and types as one that is full of
-    them: plain ones."""
+    """A file without any collective has the same plain columns and types as one full of them."""
     export(jobs / "swapped", out=tmp_path / "full.parquet", ranks=[0])
     export(jobs / "swapped", out=tmp_path / "poor.parquet", ranks=[0], kinds={"step_begin"})
     export(jobs / "swapped", out=tmp_path / "none.parquet", ranks=[0], kinds={"exception"})
@@ -175,8 +174,7 @@ def test_types_are_the_same_in_every_file(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_batches(jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box of more events than a batch is written in several row groups, and is the same to a
-    reader."""
+    """A box with more events than a batch is written in several row groups, and reads the same."""
     export(jobs / "swapped", out=tmp_path / "one.parquet", ranks=[1])
     monkeypatch.setattr("torchwhere.api.parquet.BATCH", 100)
     export(jobs / "swapped", out=tmp_path / "many.parquet", ranks=[1])
@@ -187,7 +185,7 @@ def test_batches(jobs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_metadata(jobs: Path, tmp_path: Path) -> None:
-    """A file says whose it is, how much was lost, and who is in its groups; it is compressed with
+    """A file names its rank, the lost records and the members of its groups; it is compressed with
     zstd."""
     export(jobs / "swapped", out=tmp_path / "events.parquet", ranks=[7])
     file = pq.ParquetFile(tmp_path / "events.parquet" / "rank=7" / "part-0.parquet")
@@ -200,8 +198,8 @@ def test_metadata(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_damaged_boxes(jobs: Path, tmp_path: Path) -> None:
-    """Boxes that were cut or scribbled over are written as far as they can be read; nothing raises,
-    nothing is invented."""
+    """Cut or overwritten boxes are exported as far as they are readable; nothing raises, nothing is
+    invented."""
     chance = random.Random(7)
     for at in range(16):
         folder = tmp_path / str(at)
@@ -242,7 +240,7 @@ def test_json_lines(jobs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_one_box_at_a_time(jobs: Path, tmp_path: Path) -> None:
-    """However many ranks there are, a box is let go before the next one is read."""
+    """For any number of ranks, each box is freed before the next one is read."""
     most = []
 
     def count(done: int, _total: int) -> None:
@@ -259,7 +257,7 @@ def test_one_box_at_a_time(jobs: Path, tmp_path: Path) -> None:
 
 
 class Enough(Exception):
-    """Somebody has pressed Ctrl-C."""
+    """Stands for Ctrl-C."""
 
 
 def interrupted(folder: Path, target: Path, *, after: int) -> None:
@@ -276,8 +274,8 @@ def times(folder: Path) -> dict[str, int]:
 
 
 def test_an_interrupted_export_goes_on(jobs: Path, tmp_path: Path) -> None:
-    """What was interrupted has not the name of the whole; the next time only what is missing is
-    written."""
+    """An interrupted export does not have the final name; the next one writes only what is
+    missing."""
     target = tmp_path / "events.parquet"
     interrupted(jobs / "swapped", target, after=16 + 6)
     assert not target.exists()
@@ -295,7 +293,7 @@ def test_an_interrupted_export_goes_on(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_going_on_takes_nothing_of_another_run(jobs: Path, tmp_path: Path) -> None:
-    """What another run, other kinds or other ranks have left is not taken for this export."""
+    """An export never reuses files of another run, other kinds or other ranks."""
     target = tmp_path / "events.parquet"
     interrupted(jobs / "straggler", target, after=16 + 6)
     export(jobs / "swapped", out=target, ranks=[0, 1, 8])
@@ -305,16 +303,16 @@ def test_going_on_takes_nothing_of_another_run(jobs: Path, tmp_path: Path) -> No
     ]
 
 
-def test_an_interrupted_file_is_taken_away(jobs: Path, tmp_path: Path) -> None:
-    """JSON lines that were interrupted leave nothing."""
+def test_an_interrupted_file_is_deleted(jobs: Path, tmp_path: Path) -> None:
+    """Interrupted JSON lines leave no file."""
     interrupted(jobs / "swapped", tmp_path / "events.jsonl", after=20)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["events.parquet", "events.jsonl"])
 def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
-    """Where there is no room, that is said, and nothing stands under the name; with room the same
-    command writes it all."""
+    """On a full disk the command says so and leaves no file under the final name; with free space
+    it writes everything."""
     code = (
         "import resource, sys; from torchwhere.cli import main\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)\n"
@@ -326,7 +324,7 @@ def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
             [sys.executable, "-c", code, room, *arguments],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=400,
         )
         for room in ("4096", "4000000")
     ]
@@ -337,8 +335,8 @@ def test_a_full_disk(jobs: Path, tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_what_is_there_stays(jobs: Path, tmp_path: Path) -> None:
-    """An earlier export is replaced only when told to, anything else never."""
+def test_existing_files_stay(jobs: Path, tmp_path: Path) -> None:
+    """An earlier export is replaced only on request, any other file never."""
     target = tmp_path / "events.parquet"
     export(jobs / "straggler", out=target)
     with pytest.raises(
@@ -372,7 +370,7 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def test_the_command(jobs: Path, tmp_path: Path) -> None:
-    """The command says what it wrote and what was not there to write, as text or as JSON."""
+    """The command prints what it wrote and what was missing, as text or as JSON."""
     target = tmp_path / "deep" / "events.parquet"
     code, out, err = command(
         jobs / "swapped", "-o", target, "--rank", 3, "--kind", "optimizer", "--kind", "note"
@@ -390,8 +388,8 @@ def test_the_command(jobs: Path, tmp_path: Path) -> None:
     assert said["bytes"] == (target / "rank=3" / "part-0.parquet").stat().st_size
 
 
-def test_missing_ranks_are_said(jobs: Path, tmp_path: Path) -> None:
-    """Ranks without a box, and foreign files, are in the account."""
+def test_missing_ranks_are_listed(jobs: Path, tmp_path: Path) -> None:
+    """Ranks without a box, and foreign files, are in the summary."""
     run = tmp_path / "run"
     run.mkdir()
     for rank in (0, 2):
@@ -404,7 +402,7 @@ def test_missing_ranks_are_said(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_bad_input(jobs: Path, tmp_path: Path) -> None:
-    """Each wrong thing is said on one line, with what to do, and ends with 2."""
+    """Each error is one line with advice, and exit code 2."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     run = jobs / "swapped"
@@ -433,8 +431,8 @@ def test_bad_input(jobs: Path, tmp_path: Path) -> None:
 
 
 def test_without_pyarrow(jobs: Path, tmp_path: Path) -> None:
-    """Without pyarrow the message has the line to type, and JSON lines work; torch is needed by
-    neither."""
+    """Without pyarrow the message has the install command, and JSON lines work; neither needs
+    torch."""
     code = (
         "import sys; sys.modules['pyarrow'] = sys.modules['torch'] = None; from torchwhere.cli"
         " import main; sys.exit(main())"
@@ -461,7 +459,7 @@ def test_without_pyarrow(jobs: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def exported(jobs: Path, tmp_path: Path) -> Iterator[Path]:
-    """Where the queries of the page find their folder."""
+    """The folder that the queries of the docs page expect."""
     before = os.getcwd()
     os.chdir(tmp_path)
     yield jobs
@@ -469,7 +467,7 @@ def exported(jobs: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def answers(number: int) -> Iterator[list[tuple[Any, ...]]]:
-    """What a question of the page gives, by DuckDB and by Polars."""
+    """The results of a query of the docs page, by DuckDB and by Polars."""
     yield by_duckdb(re.findall(r"```sql\n(.*?)```", PAGE, re.DOTALL)[number])
     names: dict[str, Any] = {}
     exec(re.findall(r"```py\n(.*?)```", PAGE, re.DOTALL)[number], names)
@@ -494,20 +492,19 @@ def test_bytes_by_module_and_pass(exported: Path) -> None:
 
 
 def test_last_to_come_in_each_step(exported: Path) -> None:
-    """The second question names the rank that is late in every step, by as much as it is."""
+    """The second query names the rank that is late in every step, and by how much."""
     export(exported / "straggler", out="events.parquet")
     for found in answers(1):
         assert [row[1] for row in found] == [5] * len(found)
         assert len(found) > 4
-        # the first is cut
+        # the first step is cut
         assert [row[2] for row in found[1:]] == pytest.approx(
             [LATE_NS / 1e6] * (len(found) - 1), abs=0.1
         )
 
 
 def test_first_step_that_differs(exported: Path) -> None:
-    """The third question names the step and the rank that did something else, and nobody where all
-    do the same."""
+    """The third query names the step and the rank that differ, and no rank if all are equal."""
     export(exported / "swapped", out="events.parquet")
     last = max(
         event.place.step or 0 for event in torchwhere.read_run(exported / "swapped").events()
@@ -519,7 +516,7 @@ def test_first_step_that_differs(exported: Path) -> None:
 
 
 def test_the_page_has_every_column_and_option() -> None:
-    """The page lists the columns with their types, and the options of the command, as they are."""
+    """The docs page lists all columns with their types, and all options of the command."""
     table = PAGE.partition("| column | type |")[2].partition("\n\n")[0]
     found = {}
     for line in table.splitlines()[2:]:
@@ -532,7 +529,7 @@ def test_the_page_has_every_column_and_option() -> None:
         [sys.executable, "-m", "torchwhere", "export", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
     )
     assert (
         set(re.findall(r"(?<![\w-])(--?[a-z][\w-]*)", done.stdout.partition("options:")[2]))

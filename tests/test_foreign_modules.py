@@ -1,4 +1,4 @@
-"""Names of modules that belong to no known model, and what it takes to find them."""
+"""Names of modules that belong to no known model, and the cost of finding them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchwhere.hooks import enclosing
 
 
 def names_of(make: Callable[[], nn.Module], *, times: int, keep: bool) -> list[str | None]:
-    """What modules are called that are made and called one after the other, outside any other."""
+    """The names of modules that are created and called one after the other, outside any other."""
     kept, seen = [], []
     for _ in range(times):
         module = make()
@@ -32,7 +32,8 @@ def names_of(make: Callable[[], nn.Module], *, times: int, keep: bool) -> list[s
 
 
 def test_made_anew_in_every_step() -> None:
-    """A loss that is made anew has one name; those that are alive together have numbers."""
+    """A loss that is created in every step has one name; those that are alive together have
+    numbers."""
     with torchwhere.watch(nn.Linear(2, 2)):
         assert names_of(nn.ReLU, times=5, keep=False) == ["<ReLU>"] * 5
         assert names_of(nn.Tanh, times=4, keep=True) == [
@@ -44,7 +45,7 @@ def test_made_anew_in_every_step() -> None:
 
 
 def test_a_number_is_given_again() -> None:
-    """Of three that are alive the second goes: the next one takes its number."""
+    """If the second of three live modules is deleted, the next one takes its number."""
     with torchwhere.watch(nn.Linear(2, 2)):
         kept = [nn.ReLU() for _ in range(3)]
         for module in kept:
@@ -66,7 +67,7 @@ class Pair(nn.Module):
 
 
 def ring(size: int) -> list[Pair]:
-    """Modules of which each has the next one, and the last one has the first."""
+    """A cycle of modules, each of which holds the next one."""
     pairs = [Pair() for _ in range(size)]
     for one, following in zip(pairs, [*pairs[1:], pairs[0]], strict=True):
         one.other = following
@@ -74,8 +75,7 @@ def ring(size: int) -> list[Pair]:
 
 
 def test_no_first_call_looks_at_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is called for the first time, the garbage collector is never asked: it looks at
-    every object of the process."""
+    """A first call never asks the garbage collector, which looks at every object of the process."""
     asked: list[str] = []
     for name in ("get_referrers", "get_objects"):
         monkeypatch.setattr(gc, name, lambda *_, name=name: asked.append(name) or [])
@@ -108,7 +108,7 @@ class Counted(dict[str, nn.Module]):
 
 
 def test_a_search_visits_few_modules() -> None:
-    """A large model in sight of a call is not searched to its end for the module that is called."""
+    """A large model in scope is not searched completely for the called module."""
     deep = leaf = nn.Module()
     for _ in range(5_000):
         leaf.__dict__["_modules"] = Counted(next=nn.Module())
@@ -121,7 +121,7 @@ def test_a_search_visits_few_modules() -> None:
 
 
 def test_a_search_looks_at_few_values() -> None:
-    """Of many variables and attributes only the first are looked at."""
+    """Only the first of many variables and attributes are searched."""
     looked = 0
 
     def values() -> Iterator[object]:
@@ -204,7 +204,7 @@ def in_a_closure(model: nn.Sequential) -> None:
     "held", [in_a_variable, in_an_attribute, in_a_list, in_a_global, in_a_closure]
 )
 def test_where_the_model_may_be(held: Callable[[nn.Sequential], None]) -> None:
-    """A part is named after its model, wherever the calling frames have the model."""
+    """A child is named after its model, wherever the calling frames hold the model."""
     model, seen = a_model()
     models = iter([model])
     del model
@@ -215,8 +215,8 @@ def test_where_the_model_may_be(held: Callable[[nn.Sequential], None]) -> None:
 
 
 def test_a_part_that_is_called_before_its_model_is_seen() -> None:
-    """Called where nobody has the model, a part has its class as name; once the model is called, it
-    has its name in that."""
+    """A child called without its model in scope has its class as name; after the model is called,
+    it has its name there."""
     model, seen = a_model()
     thread = threading.Thread(target=model[0][0], args=(torch.zeros(2),))
     with torchwhere.watch(nn.Linear(2, 2)):
@@ -228,8 +228,7 @@ def test_a_part_that_is_called_before_its_model_is_seen() -> None:
 
 
 def test_a_part_that_came_to_a_known_model() -> None:
-    """A module that is added to the watched model and called by itself has its name in the
-    model."""
+    """A module that is added to the watched model and called alone has its name in the model."""
     model, seen = nn.Sequential(nn.Linear(2, 2)), []
     with torchwhere.watch(model):
         model(torch.zeros(2))
@@ -240,7 +239,7 @@ def test_a_part_that_came_to_a_known_model() -> None:
 
 
 def test_variables_live_no_longer() -> None:
-    """A variable that is deleted after a search of its frame is gone at once."""
+    """A variable that is deleted after a search of its frame is freed at once."""
     thing, model = nn.Linear(2, 2), nn.Linear(2, 2)
     ref = weakref.ref(thing)
     with torchwhere.watch(nn.Linear(2, 2)):
@@ -263,8 +262,8 @@ def _makes_a_variable(first: nn.Module) -> int:
     return int(eval("made"))
 
 
-def test_what_a_function_has_of_its_variables_stays() -> None:
-    """The dictionary that `locals()` gave, and a variable that `exec` made, are as without a
+def test_locals_are_unchanged() -> None:
+    """The dictionary from `locals()`, and a variable that `exec` created, are as without a
     watch."""
     alone = _saves_locals(nn.Linear(2, 2), 1), _makes_a_variable(nn.Linear(2, 2))
     with torchwhere.watch(nn.Linear(2, 2)):
@@ -273,8 +272,8 @@ def test_what_a_function_has_of_its_variables_stays() -> None:
 
 
 def test_a_part_of_an_unknown_model_is_found() -> None:
-    """A bare module that is part of a model is not taken for one made on the fly, whatever came
-    before of other classes."""
+    """A bare module that is part of a model is not treated as created on the fly, whatever other
+    classes did before."""
     model = nn.Sequential(nn.Linear(2, 2), nn.GELU())
     with torchwhere.watch(nn.Linear(2, 2)):
         names_of(nn.ReLU, times=5, keep=False)
@@ -300,7 +299,8 @@ class MadeInForward(nn.Module):
 
 
 def test_made_in_a_forward() -> None:
-    """An activation made in a forward is named after the module that makes it, each time."""
+    """An activation that is created in a forward is named after the module that creates it, each
+    time."""
     model = nn.Sequential(MadeInForward())
     with torchwhere.watch(model):
         for _ in range(5):
@@ -309,7 +309,7 @@ def test_made_in_a_forward() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    """A module that was named is freed as soon as its owner lets go of it."""
+    """A named module is freed as soon as its owner drops it."""
     with torchwhere.watch(nn.Linear(2, 2)):
         module = nn.ReLU()
         module(torch.zeros(2))

@@ -265,7 +265,7 @@ def test_real_start(tmp_path: Path) -> None:
         for command, env in zip(commands, environments, strict=True)
     ]
     try:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             time.sleep(0.3)
             try:

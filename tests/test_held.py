@@ -1,5 +1,5 @@
-"""A rank that was stopped, or died, in the middle of a collective: all have come to it, and one
-cannot go on."""
+"""A rank that was stopped, or died, in the middle of a collective: all ranks have reached it, and
+one cannot continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STOPPED, GONE = (
 
 
 def verdict_on(folder: Path, *programs: list[Act], seen: dict[int, ProcessStatus]) -> Verdict:
-    """A minute after the last record, all others being alive."""
+    """A verdict a minute after the last record, with all other ranks alive."""
     Player(list(programs)).play().write(folder, [Skew()] * 4, ["node0"] * 4)
     run = read_run(folder)
     now_ns = max(box.last_ns for box in run.boxes.values()) + 60_000_000_000
@@ -32,7 +32,7 @@ def verdict_on(folder: Path, *programs: list[Act], seen: dict[int, ProcessStatus
 
 
 def test_stopped(tmp_path: Path) -> None:
-    """The one that is stopped is named; all others wait for it."""
+    """The stopped rank is named; all others wait for it."""
     verdict = verdict_on(tmp_path, *[STEP * 3] * 4, seen={1: STOPPED})
     assert (verdict.kind, verdict.culprits, verdict.certainty) == ("missing", (1,), "exact")
     assert [verdict.ranks[rank].state for rank in WORLD] == [
@@ -50,31 +50,31 @@ def test_stopped(tmp_path: Path) -> None:
 
 
 def test_died(tmp_path: Path) -> None:
-    """Where a backend does not notice that a peer is gone, the dead one is named."""
+    """If a backend does not notice that a peer exited, the dead rank is named."""
     verdict = verdict_on(tmp_path, *[STEP * 3] * 4, seen={2: GONE})
     assert (verdict.kind, verdict.culprits) == ("dead", (2,))
     assert verdict.collective is not None
     assert (verdict.collective["op"], verdict.collective["number"]) == ("all_reduce", 2)
 
 
-def test_nobody(tmp_path: Path) -> None:
-    """Where all are alive, all stand there together."""
+def test_all_alive(tmp_path: Path) -> None:
+    """If all ranks are alive, all wait in the collective together."""
     verdict = verdict_on(tmp_path, *[STEP * 3] * 4, seen={})
     assert (verdict.kind, verdict.culprits) == ("together", ())
 
 
-def test_who_waits_with_it_is_not_blamed(tmp_path: Path) -> None:
-    """Rank 0 is in a pair with one that is stopped, two others wait for rank 0: it is the stopped
-    one's fault."""
+def test_a_rank_that_waits_with_it_is_not_blamed(tmp_path: Path) -> None:
+    """Rank 0 is in a pair with a stopped rank, two others wait for rank 0: the stopped rank is
+    blamed."""
     pair = [*STEP, call((0, 1))]
     verdict = verdict_on(tmp_path, pair, pair, STEP * 2, STEP * 2, seen={1: STOPPED})
     assert (verdict.kind, verdict.culprits) == ("missing", (1,))
     assert verdict.ranks[0].state is State.WAITING
 
 
-def test_somebody_got_through(tmp_path: Path) -> None:
-    """A rank stopped right after a collective, which others have left: it is missing from the
-    next."""
+def test_some_ranks_left_the_collective(tmp_path: Path) -> None:
+    """A rank that stopped right after a collective that others have left is missing from the next
+    one."""
     verdict = verdict_on(tmp_path, STEP * 2, STEP * 3, STEP * 3, STEP * 3, seen={0: STOPPED})
     assert (verdict.kind, verdict.culprits) == ("missing", (0,))
     assert (
@@ -85,7 +85,7 @@ def test_somebody_got_through(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("waits_to", ["receive", "send"])
 def test_the_other_end_of_a_message(tmp_path: Path, waits_to: str) -> None:
-    """Of a message the verdict names what is missing, not what the one who waits has issued."""
+    """For a message the verdict names the missing call, not the call of the rank that waits."""
     one, other = ([recv(3)], "send") if waits_to == "receive" else ([send(3)], "recv")
     verdict = verdict_on(tmp_path, STEP + one, STEP, STEP, STEP + [mark(Kind.STEP_BEGIN)], seen={})
     source, destination = (3, 0) if waits_to == "receive" else (0, 3)

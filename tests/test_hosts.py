@@ -1,5 +1,5 @@
-"""Several hosts: two torchrun agents, one verdict; with folders of their own, with one folder, and
-in networks of their own."""
+"""Several hosts: two torchrun agents and one verdict; with separate folders, with a shared folder,
+and in separate networks."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ for step in range(6):
     dist.all_reduce(torch.ones(4))
 """
 
-# In its first life rank 1 fails at once, and rank 0 does not notice; in the second rank 1 is stuck
-# until it is told to go on.
+# In the first attempt rank 1 fails at once, and rank 0 does not notice; in the second, rank 1
+# blocks until a file appears.
 LIVES = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -71,7 +71,7 @@ for step in range(6):
         time.sleep(600)
 """
 
-# As srun starts it: ranks by its variables, the address by the script.
+# As srun starts it: the variables give the ranks, the script gives the address.
 TASKS = """
 import os, sys, time
 import torch, torch.distributed as dist
@@ -88,15 +88,15 @@ for step in range(6):
 
 @dataclass
 class Scene:
-    """A job of two agents, as it went."""
+    """The result of a job with two agents."""
 
     folder: Path
-    said: list[str]
+    stderrs: list[str]
 
     @property
-    def speakers(self) -> list[int]:
-        """The agents whose stderr has a verdict."""
-        return [agent for agent, text in enumerate(self.said) if "--- torchwhere ---" in text]
+    def reporting_agents(self) -> list[int]:
+        """The agents whose stderr contains a verdict."""
+        return [agent for agent, text in enumerate(self.stderrs) if "--- torchwhere ---" in text]
 
     @property
     def lead(self) -> Path:
@@ -110,9 +110,9 @@ class Scene:
 
 
 @dataclass
-class Stage:
-    """Where two agents run: what stands before their commands, how they find each other, and in
-    which folders they record."""
+class Setup:
+    """How two agents run: the prefix of their commands, how they find each other, and where they
+    record."""
 
     name: str
     ranks: int  # of each agent
@@ -157,8 +157,8 @@ class Stage:
             *self.arguments,
         ]
         restarts = ["--max-restarts", str(self.restarts)]
-        # With a store for all its lives torchrun cannot restart a job over gloo: ranks find the
-        # addresses of the life before.
+        # With one store for all attempts, torchrun cannot restart a job over gloo: ranks find the
+        # addresses of the attempt before.
         stores = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.restarts else {}
         interface = {"GLOO_SOCKET_IFNAME": f"twv{number}"} if self.before[number] else {}
         return started(
@@ -181,7 +181,7 @@ def started(command: list[str], folder: Path, variables: dict[str, str]) -> subp
 
 
 def start_tasks(folder: Path) -> list[subprocess.Popen[str]]:
-    """Four processes, two of each of two hosts, as srun would start them."""
+    """Four processes, two for each of two hosts, as srun would start them."""
     folder.mkdir()
     (folder / "train.py").write_text(TASKS)
     port, found = str(free_port()), []
@@ -226,7 +226,8 @@ def ip(*words: str) -> None:
 
 @contextlib.contextmanager
 def two_networks() -> Iterator[str | None]:
-    """Two network namespaces joined by a cable, with names of their own; or why there are none."""
+    """Two network namespaces joined by a virtual cable, with their own names; or the reason why
+    they cannot be created."""
     if os.geteuid() != 0:
         yield "not root"
         return
@@ -265,7 +266,7 @@ def two_networks() -> Iterator[str | None]:
 
 
 def inside(number: int) -> tuple[str, ...]:
-    """Before a command: in one of these networks, as a host with a name of its own that both
+    """The prefix of a command that runs it in one of these networks, on a host name that both
     know."""
     names = (
         r'printf "127.0.0.1 localhost\n10.213.7.1 node0\n10.213.7.2 node1\n" > hosts && mount'
@@ -290,13 +291,13 @@ def inside(number: int) -> tuple[str, ...]:
 # -- real jobs -------------------------------------------------------------------------------------
 
 ENDED = ("--stall", "3", "--end-with", "SIGKILL")
-STAGES = [
-    Stage("apart", 2, ("3", "stuck"), ENDED),
-    Stage("killed", 1, ("1", "killed"), ("--stall", "60")),
-    Stage("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
+JOBS = [
+    Setup("apart", 2, ("3", "stuck"), ENDED),
+    Setup("killed", 1, ("1", "killed"), ("--stall", "60")),
+    Setup("lives", 1, (), ("--stall", "3"), script=LIVES, restarts=2),
 ]
-SHARED = Stage("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
-NETWORKS = Stage(
+SHARED = Setup("shared", 1, ("1", "stuck"), ENDED, outs=("run", "run"))
+NETWORKS = Setup(
     "networks",
     1,
     ("1", "stuck"),
@@ -307,35 +308,42 @@ NETWORKS = Stage(
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Scene | str]]:
-    """All jobs at once: mostly they import torch, and wait."""
+def scenes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Scene | str]]:
+    """The jobs of all selected tests, at once: they mostly import torch and wait."""
     root = tmp_path_factory.mktemp("hosts")
-    with two_networks() as problem:
+    wanted = {scene_name(item) for item in request.session.items}
+    with two_networks() if wanted & {"shared", "networks"} else contextlib.nullcontext() as problem:
         shared = replace(NETWORKS, name="shared", outs=SHARED.outs) if problem is None else SHARED
-        stages = [*STAGES, shared, *([NETWORKS] if problem is None else [])]
-        agents = {stage.name: stage.start(root / stage.name) for stage in stages} | {
-            "tasks": start_tasks(root / "tasks")
+        setups = [*JOBS, shared, *([NETWORKS] if problem is None else [])]
+        agents = {
+            setup.name: setup.start(root / setup.name) for setup in setups if setup.name in wanted
         }
+        if "tasks" in wanted:
+            agents["tasks"] = start_tasks(root / "tasks")
         try:
-            wait_until_heard(root / "killed")
-            (root / "killed" / "go").touch()
-            wait_until_told(root / "lives", "missing")
-            (root / "lives" / "over").touch()
-            found: dict[str, Scene | str] = {"networks": problem or ""}
+            if "killed" in wanted:
+                wait_until_connected(root / "killed")
+                (root / "killed" / "go").touch()
+            if "lives" in wanted:
+                wait_for_verdict(root / "lives", "missing")
+                (root / "lives" / "over").touch()
+            results: dict[str, Scene | str] = {"networks": problem or ""}
             for name, started in agents.items():
-                found[name] = Scene(
-                    root / name, [agent.communicate(timeout=150)[1] for agent in started]
+                results[name] = Scene(
+                    root / name, [agent.communicate(timeout=400)[1] for agent in started]
                 )
-            yield found
+            yield results
         finally:
             for agent in (agent for started in agents.values() for agent in started):
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(agent.pid, 9)
 
 
-def wait_until_heard(folder: Path) -> None:
-    """Until a monitor says that it hears another host's: it keeps that with what it sees."""
-    deadline = time.monotonic() + 90
+def wait_until_connected(folder: Path) -> None:
+    """Wait until a monitor records that it receives data from another host's monitor."""
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         kept = [json.loads(path.read_text()) for path in folder.glob("*/monitor-*.json")]
         if any(each["role"] == "lead" and each["connected_to"] for each in kept):
@@ -343,8 +351,8 @@ def wait_until_heard(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def wait_until_told(folder: Path, kind: str) -> None:
-    deadline = time.monotonic() + 90
+def wait_for_verdict(folder: Path, kind: str) -> None:
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if any(
             json.loads(path.read_text())["kind"] == kind for path in folder.glob("*/verdict.json")
@@ -353,22 +361,31 @@ def wait_until_told(folder: Path, kind: str) -> None:
         time.sleep(0.1)
 
 
-def scene(scenes: dict[str, Scene | str], name: str) -> Scene:
-    found = scenes[name]
-    if isinstance(found, str):
-        pytest.skip(found)
-    return found
+def scene_name(item: pytest.Item) -> str | None:
+    """The job that a test is about."""
+    marker = item.get_closest_marker("scene")
+    return None if marker is None else str(marker.args[0])
 
 
-def speaker(found: Scene, outs: tuple[str, str]) -> int:
-    return outs.index(found.lead.name)
+@pytest.fixture
+def scene(request: pytest.FixtureRequest, scenes: dict[str, Scene | str]) -> Scene:
+    name = scene_name(request.node)
+    assert name is not None
+    result = scenes[name]
+    if isinstance(result, str):
+        pytest.skip(result)
+    return result
 
 
-def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host hangs: the monitor of host 0 says so of all four ranks, with its
-    line and stack, and alone."""
-    found = scene(scenes, "apart")
-    verdict = found.verdict()
+def index_of_lead(scene: Scene, outs: tuple[str, str]) -> int:
+    return outs.index(scene.lead.name)
+
+
+@pytest.mark.scene("apart")
+def test_separate_folders(scene: Scene) -> None:
+    """If a rank of the other host hangs, only the monitor of host 0 reports it, for all four ranks,
+    with line and stack."""
+    verdict = scene.verdict()
     culprit = verdict["culprits"][0]
     assert (
         verdict["kind"],
@@ -389,52 +406,54 @@ def test_folders_of_their_own(scenes: dict[str, Scene | str]) -> None:
     }
     assert verdict["ranks"][str(culprit)]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["3"]["stack"])
-    assert found.speakers == [speaker(found, ("a", "b"))]
-    other = found.folder / ({"a", "b"} - {found.lead.name}).pop()
+    assert scene.reporting_agents == [index_of_lead(scene, ("a", "b"))]
+    other = scene.folder / ({"a", "b"} - {scene.lead.name}).pop()
     assert not (other / "verdict.json").exists()
     assert sorted(path.name for path in other.glob("*.box")) == ["rank2.box", "rank3.box"]
 
 
-def test_all_hosts_are_ended(scenes: dict[str, Scene | str]) -> None:
-    """Asked to end the job, each host's monitor ends the ranks of its host."""
-    found = scene(scenes, "apart")
-    lead = speaker(found, ("a", "b"))
+@pytest.mark.scene("apart")
+def test_all_hosts_are_ended(scene: Scene) -> None:
+    """When the monitors are asked to end the job, each ends the ranks of its own host."""
+    lead = index_of_lead(scene, ("a", "b"))
     for rank in range(4):
         host = lead if rank < 2 else 1 - lead
-        assert f"torchwhere: ending rank {rank} " not in found.said[1 - host]
-        assert was_ended(rank, found.said[host], is_lead=host == lead)
+        assert f"torchwhere: ending rank {rank} " not in scene.stderrs[1 - host]
+        assert was_ended(rank, scene.stderrs[host], is_lead=host == lead)
 
 
-def was_ended(rank: int, said: str, *, is_lead: bool) -> bool:
-    """By its monitor; or, where that of host 0 was faster and the agent there gone, by the agent of
-    its own host."""
-    return said.count(f"torchwhere: ending rank {rank} ") == 1 or (
-        not is_lead and "RendezvousConnectionError" in said
+def was_ended(rank: int, stderr: str, *, is_lead: bool) -> bool:
+    """Whether its monitor ended a rank; or the agent of its host did, if host 0 was faster and its
+    agent exited."""
+    return stderr.count(f"torchwhere: ending rank {rank} ") == 1 or (
+        not is_lead and "RendezvousConnectionError" in stderr
     )
 
 
-def test_killed_elsewhere(scenes: dict[str, Scene | str]) -> None:
-    """A rank of the other host is killed: host 0 says who died, at once, though it never saw that
+@pytest.mark.exhaustive
+@pytest.mark.scene("killed")
+def test_killed_elsewhere(scene: Scene) -> None:
+    """If a rank of the other host is killed, host 0 reports it at once, although it never saw that
     process."""
-    found = scene(scenes, "killed")
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
         "dead",
         [1],
         ["0", "1"],
     )
     assert verdict["ranks"]["1"]["state"] == "dead"
-    # by its exit code, where the kernel shows it
+    # from its exit code, if the kernel shows it
     known = ("killed by SIGKILL", "left no exit record")
     assert verdict["ranks"]["1"]["detail"].startswith(known)
-    assert found.speakers == [speaker(found, ("a", "b"))]
+    assert scene.reporting_agents == [index_of_lead(scene, ("a", "b"))]
 
 
-def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
-    """With one folder for all, one monitor speaks; where hosts have names of their own, with the
-    stack from the other one."""
-    found = scene(scenes, "shared")
-    verdict = found.verdict()
+@pytest.mark.exhaustive
+@pytest.mark.scene("shared")
+def test_shared_folder(scene: Scene) -> None:
+    """With one folder for all, one monitor reports; if hosts have different names, with the stack
+    from the other host."""
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], sorted(verdict["ranks"])) == (
         "missing",
         [1],
@@ -442,42 +461,44 @@ def test_shared_folder(scenes: dict[str, Scene | str]) -> None:
     )
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
-    assert "".join(found.said).count("--- torchwhere ---") == 1
-    assert all(was_ended(rank, "".join(found.said), is_lead=rank == 0) for rank in (0, 1))
+    assert "".join(scene.stderrs).count("--- torchwhere ---") == 1
+    assert all(was_ended(rank, "".join(scene.stderrs), is_lead=rank == 0) for rank in (0, 1))
 
 
-def test_networks_of_their_own(scenes: dict[str, Scene | str]) -> None:
-    """Two hosts of different names that share nothing but a cable: the same verdict, with the stack
-    from the other end."""
-    found = scene(scenes, "networks")
-    verdict = found.verdict()
+@pytest.mark.exhaustive
+@pytest.mark.scene("networks")
+def test_separate_networks(scene: Scene) -> None:
+    """Two hosts with different names that share only a cable give the same verdict, with the stack
+    from the other host."""
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert verdict["ranks"]["1"]["line"] == "train.py:10"
     assert any(line.endswith("train.py:10 in <module>") for line in verdict["ranks"]["1"]["stack"])
-    assert len(found.speakers) == 1
-    assert {path.name for path in found.folder.rglob("monitor-*.json")} == {
+    assert len(scene.reporting_agents) == 1
+    assert {path.name for path in scene.folder.rglob("monitor-*.json")} == {
         "monitor-node0.json",
         "monitor-node1.json",
     }
-    elsewhere = {"a": "node1", "b": "node0"}[found.lead.name]
+    elsewhere = {"a": "node1", "b": "node0"}[scene.lead.name]
     assert verdict["facts"]["hosts"] == {"1": elsewhere}
     assert f"  rank 1 is on host {elsewhere}" in verdict["text"].splitlines()
 
 
-def test_lives(scenes: dict[str, Scene | str]) -> None:
-    """A job that fails in its first second and is restarted: host 0 names the rank of host 1, and
-    in the next life the one that hangs. Monitors find each other anew, though the hosts have
-    counted differently; boxes of both lives are kept."""
-    found = scene(scenes, "lives")
-    lead = speaker(found, ("a", "b"))
-    assert found.speakers == [lead]
-    first, second = found.said[lead].split("--- torchwhere ---")[1:]
+@pytest.mark.exhaustive
+@pytest.mark.scene("lives")
+def test_restarted_job(scene: Scene) -> None:
+    """When a job fails in its first second and restarts, host 0 names the failed rank of host 1,
+    and in the next attempt the rank that hangs. Monitors find each other again, although the hosts
+    count attempts differently; boxes of both attempts are kept."""
+    lead = index_of_lead(scene, ("a", "b"))
+    assert scene.reporting_agents == [lead]
+    first, second = scene.stderrs[lead].split("--- torchwhere ---")[1:]
     assert "Rank 1 exited: exception: ValueError: so early." in first
     assert "Rank 1 never issued all_reduce of float32 [4]" in second
-    verdict = found.verdict()
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [1], [])
     assert sorted(verdict["ranks"]) == ["0", "1"]
-    for folder, rank in ((found.lead, 0), (found.folder / "ab"[1 - lead], 1)):
+    for folder, rank in ((scene.lead, 0), (scene.folder / "ab"[1 - lead], 1)):
         run = read_run(folder)
         assert (list(run.boxes), len(run.earlier)) == ([rank], 1)
         before, after = read_box(run.earlier[0]), run.boxes[rank]
@@ -485,21 +506,22 @@ def test_lives(scenes: dict[str, Scene | str]) -> None:
         assert after.run[1] - before.run[1] in (0, 1)
 
 
-def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
-    """Four processes with srun's variables, no torchrun: ranks and world are right, each host has
-    one monitor, one speaks."""
-    found = scene(scenes, "tasks")
-    verdict = found.verdict()
+@pytest.mark.exhaustive
+@pytest.mark.scene("tasks")
+def test_tasks_of_slurm(scene: Scene) -> None:
+    """Four processes with srun's variables and without torchrun have the right ranks and world
+    size, each host has one monitor, and one monitor reports."""
+    verdict = scene.verdict()
     assert (verdict["kind"], verdict["culprits"], verdict["missing_data"]) == ("missing", [3], [])
     assert sorted(verdict["ranks"]) == ["0", "1", "2", "3"]
-    assert found.speakers == [0]
-    boxes = {name: read_run(found.folder / name).boxes for name in "ab"}
+    assert scene.reporting_agents == [0]
+    boxes = {name: read_run(scene.folder / name).boxes for name in "ab"}
     assert {name: sorted(ranks) for name, ranks in boxes.items()} == {"a": [0, 1], "b": [2, 3]}
     assert {
         (box.run, box.meta["world_size"]) for ranks in boxes.values() for box in ranks.values()
     } == {(("77", 0), 4)}
     kept = {
-        name: json.loads(next((found.folder / name).glob("monitor-*.json")).read_text())
+        name: json.loads(next((scene.folder / name).glob("monitor-*.json")).read_text())
         for name in "ab"
     }
     assert {name: (each["role"], sorted(each["ranks"])) for name, each in kept.items()} == {
@@ -508,10 +530,10 @@ def test_tasks_of_slurm(scenes: dict[str, Scene | str]) -> None:
     }
 
 
-def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None:
-    """The folders of all hosts copied into one are one run: the doctor says the same of it."""
-    found = scene(scenes, "apart")
-    for path in found.folder.glob("[ab]/*"):
+@pytest.mark.scene("apart")
+def test_copied_together(scene: Scene, tmp_path: Path) -> None:
+    """The folders of all hosts, copied into one, are one run: the doctor gives the same verdict."""
+    for path in scene.folder.glob("[ab]/*"):
         shutil.copy(
             path,
             (
@@ -533,8 +555,8 @@ def test_copied_together(scenes: dict[str, Scene | str], tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of them
-    each."""
+    """Sixteen ranks in a deadlock, in three folders: `whole`, and `a` and `b` with half of the
+    ranks each."""
     root = tmp_path_factory.mktemp("job")
     (root / "whole").mkdir()
     make(Job(16, steps=4, records=180, fault="deadlock", victim=12), root / "whole")
@@ -546,7 +568,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -729,7 +751,7 @@ from torchwhere.monitor.transport import LeadServer
 server = LeadServer(sys.argv[1], port=int(sys.argv[2]))
 server.publish(LeadState(token=sys.argv[1], run=run_key(), requests=1))
 server.open()
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -75,7 +75,7 @@ ONLY_COMPARED = {
 
 def python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=True
     )
     return done.stdout
 

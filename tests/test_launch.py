@@ -1,5 +1,5 @@
-"""`torchwhere run`: the script is run as Python itself would run it. Real launches, compared with
-plain `python`."""
+"""`torchwhere run` runs the script as Python itself would. Real launches, compared with plain
+`python`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def start(*command: object, folder: Path) -> subprocess.Popen[str]:
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=400)
     return Ended(process.returncode, out, err)
 
 
@@ -71,7 +71,7 @@ def ending(folder: Path, rank: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two ranks under torchrun; the script is in another folder than the one it is started from."""
+    """Two ranks under torchrun; the script is in another folder than the working directory."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "code").mkdir()
     (folder / "code" / "neighbour.py").write_text("NAME = 'neighbour'\n")
@@ -239,7 +239,7 @@ NOTES = {
 def scripts(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[str, tuple[Ended, Ended]]]:
-    """Each script once by plain Python and once under watch, two at a time."""
+    """Each script, once with plain Python and once under a watch, two at a time."""
     folder = tmp_path_factory.mktemp("scripts")
 
     def both(name: str) -> tuple[Ended, Ended]:
@@ -262,8 +262,8 @@ def without_note(traceback: str) -> str:
 
 
 def without_module_calls(traceback: str) -> str:
-    """A traceback without what happens between a call of a module and its forward: we stand in
-    there, torch does too."""
+    """A traceback without the frames between a module call and its forward: torch and torchwhere
+    have frames there."""
     frames = "|".join(
         FRAME.format(file=file) for file in ("torchwhere/hooks/", "torch/nn/modules/module.py")
     )
@@ -272,8 +272,8 @@ def without_module_calls(traceback: str) -> str:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_ends_as_without_us(scripts: Any, name: str) -> None:
-    """Exit code, output, exception and traceback of a script are those of plain Python, but for our
-    note."""
+    """Exit code, output, exception and traceback of a script equal those of plain Python, except
+    for our note."""
     plain, watched = scripts[1][name]
     assert watched.code == plain.code
     assert watched.out == plain.out
@@ -301,7 +301,7 @@ def test_a_note_says_the_place(scripts: Any) -> None:
 
 
 def test_an_exception_is_an_event(scripts: Any) -> None:
-    """What a script raised is in its box, with its place, also when it was raised outside any
+    """An exception of a script is in its box, with its place, also if it was raised outside any
     module."""
     folder, _ = scripts
     for name, place in (
@@ -317,7 +317,7 @@ def test_an_exception_is_an_event(scripts: Any) -> None:
 
 
 def test_script_that_does_not_exist(tmp_path: Path) -> None:
-    """A missing script or module is said in one line, with exit code 2, and nothing is written."""
+    """A missing script or module gives one line and exit code 2, and nothing is written."""
     (tmp_path / "folder.py").mkdir()
     script = start(BIN / "torchwhere", "run", "--out", "boxes", "nope.py", folder=tmp_path)
     module = start(BIN / "torchwhere", "run", "--out", "boxes", "-m", "nope.train", folder=tmp_path)
@@ -347,7 +347,7 @@ def test_script_that_does_not_exist(tmp_path: Path) -> None:
 
 
 def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
-    """A folder in use by a live job is refused, before the second script runs; the first is not
+    """The folder of a running job is refused before the second script runs; the first job is not
     disturbed."""
     (tmp_path / "first.py").write_text("input()\nprint('first is done')\n")
     (tmp_path / "second.py").write_text("print('second')\n")
@@ -365,7 +365,7 @@ def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
             assert first.poll() is None
         second = end(start(*command, "second.py", folder=tmp_path))
     finally:
-        out, _ = first.communicate("\n", timeout=60)
+        out, _ = first.communicate("\n", timeout=400)
     assert (second.code, second.out) == (2, "")
     assert (
         second.err
@@ -378,7 +378,7 @@ def test_two_watchers_on_one_folder(tmp_path: Path) -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """Where nothing can be written the script runs all the same, with one warning."""
+    """If the folder is not writable, the script runs all the same, with one warning."""
     (tmp_path / "train.py").write_text("print('trained')\n")
     (tmp_path / "boxes").write_text("a file, not a folder")
     ended = end(

@@ -1,5 +1,5 @@
-"""How a live model lies over the ranks: every way to lay one out, over real ranks, and what is said
-of it.
+"""How a live model is distributed over the ranks: every kind of layout over real ranks, and its
+text.
 
 TORCHWHERE_REGENERATE=1 writes the golden texts anew; look at the difference before you keep it.
 """
@@ -56,8 +56,7 @@ def unit(layout: Layout, name: str = "") -> Unit:
 
 
 def test_a_plain_model() -> None:
-    """A model that nothing was done to: every parameter with its shape, type and bytes, whole, in
-    no unit."""
+    """An unmodified model has every parameter with shape, type and bytes, whole, in no unit."""
     model = Model(depth=3)
     model.head.bias.requires_grad_(False)
     found = torchwhere.layout(model)
@@ -73,7 +72,7 @@ def test_a_plain_model() -> None:
 
 
 def test_alike_siblings_are_one_branch() -> None:
-    """Numbered neighbours with the same layout are folded; one that differs in a single fact stands
+    """Numbered siblings with the same layout are folded; one that differs in a single fact stands
     alone."""
     model = Model(depth=6)
     model.layers[2].down.weight.requires_grad_(False)
@@ -88,8 +87,8 @@ def test_alike_siblings_are_one_branch() -> None:
 
 
 def test_tied_and_shared_are_counted_once() -> None:
-    """A tied parameter and a module used in two places have their bytes where they come first, and
-    say so elsewhere."""
+    """A tied parameter and a shared module have their bytes at their first place, and a reference
+    elsewhere."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.ReLU())
     model[1].weight = model[0].weight
     model.append(model[0])
@@ -105,7 +104,7 @@ def test_tied_and_shared_are_counted_once() -> None:
 
 
 def test_wrappers_leave_nothing_in_names() -> None:
-    """Activation checkpointing and compile are transparent, as in all names."""
+    """Activation checkpointing and compile wrappers do not appear in names."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model = Model()
@@ -129,14 +128,14 @@ def test_several_models() -> None:
 
 
 def test_a_parameter_without_a_shape() -> None:
-    """A lazy parameter has no shape yet, and that is said instead of failing."""
+    """A lazy parameter is listed without a shape."""
     found = torchwhere.layout(nn.LazyLinear(3))
     assert (param(found, "weight").note, param(found, "weight").bytes) == ("no shape yet", 0)
 
 
 @pytest.mark.parametrize("wrong", [3, None, "model", {"weight": 1}, torch.ones(2)])
 def test_not_a_model(wrong: object) -> None:
-    """What is not a model is a TypeError that says what to give, also inside a list."""
+    """An object that is not a model is a TypeError that says what to pass, also inside a list."""
     message = (
         "layout(model): expected a torch.nn.Module, a pipeline stage or schedule, or a list of"
         f" them, got {type(wrong).__name__}. Pass the model itself, wrapped or not."
@@ -153,16 +152,16 @@ def test_no_model() -> None:
 
 
 def test_time_is_linear_in_modules() -> None:
-    """Eight times the modules take about eight times the time: nothing is quadratic, folded or
+    """Eight times the modules take about eight times the CPU time: nothing is quadratic, folded or
     not."""
 
     def seconds(count: int) -> float:
         alike = [nn.Sequential(nn.Linear(1, 1), nn.ReLU()) for _ in range(count)]
         different = nn.ModuleDict({f"m{i}": nn.Linear(1, 1 + i) for i in range(count // 4)})
         model = nn.Sequential(*alike, different)
-        start = time.perf_counter()
+        start = time.process_time()
         assert len(str(torchwhere.layout(model)).splitlines()) == 5 + 2 * len(different)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     with torch.device("meta"):
         assert seconds(4000) < 24 * min(seconds(500) for _ in range(3))
@@ -182,8 +181,8 @@ def test_very_deep() -> None:
 
 
 def test_from_dict_is_tolerant_and_strict() -> None:
-    """Keys of a newer version are skipped and missing ones are empty; anything that is no layout is
-    a ValueError."""
+    """Keys of a newer version are skipped and missing ones are empty; anything that is not a layout
+    is a ValueError."""
     data = torchwhere.layout(Model()).to_dict()
     data["roots"][0] |= {"colour": "blue"}
     data["roots"][0]["children"][1]["params"][0] |= {"colour": "red"}
@@ -291,7 +290,7 @@ def test_fsdp2_with_tensor_parallel(four_ranks: Pool) -> None:
     }
     assert found[3].meshes[up[3].mesh or 0].groups == ("1, 3", "2-3")
     assert [unit(layout, "layers.0").reshard for layout in found] == ["after forward"] * 4
-    # the root, although no forward has told FSDP2 so yet
+    # the root, although no forward has marked it as such yet
     assert unit(found[0]).reshard == "after backward"
     assert dict(unit(found[0], "layers.2").dtypes) == {"param": "bfloat16", "reduce": "float32"}
     assert (unit(found[0], "layers.2").params, unit(found[0]).params) == (4, 2)
@@ -464,8 +463,8 @@ def _fsdp1(strategy: str, use_orig_params: bool) -> tuple[dict[str, Any], str]:
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1_full_shard(two_ranks: Pool, use_orig_params: bool) -> None:
-    """Every parameter is there by its own name and shape, also where the module holds it no more;
-    the flat cut is told."""
+    """Every parameter is listed by its own name and shape, also if the module no longer holds it,
+    with its part of the flat parameter."""
     answers = two_ranks.run(_fsdp1, "FULL_SHARD", use_orig_params)
     found = read([data for data, _ in answers])
     assert [name for name, _ in found[0].params()] == [
@@ -533,7 +532,7 @@ def _ddp() -> tuple[dict[str, Any], str]:
 
 
 def test_ddp(two_ranks: Pool) -> None:
-    """DDP replicates everything but what it was told to ignore."""
+    """DDP replicates everything except the parameters that it ignores."""
     answers = two_ranks.run(_ddp)
     found = read([data for data, _ in answers])
     assert unit(found[0]).kind == "DDP"
@@ -596,8 +595,8 @@ def _pipeline() -> dict[str, Any]:
 
 
 def test_pipeline_stages(two_ranks: Pool) -> None:
-    """A stage, a schedule, and the module of a stage are all known as that stage; a rank may have
-    several, sharded inside."""
+    """A stage, a schedule and the module of a stage are all recognized as that stage; a rank may
+    have several, sharded inside."""
     for rank, answer in enumerate(two_ranks.run(_pipeline)):
         found = {key: Layout.from_dict(data) for key, data in answer.items()}
         assert found["stage"] == found["schedule"] == found["module"]
@@ -650,8 +649,8 @@ def _zero(stage: int) -> tuple[dict[str, Any], dict[str, Any], str]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_zero(two_ranks: Pool, stage: int) -> None:
-    """ZeRO from the engine and from the model alone: what is cut, the parts of ZeRO-3, the bytes of
-    the optimizer here."""
+    """ZeRO from the engine and from the model alone: what is partitioned, the parts of ZeRO-3, the
+    optimizer bytes of this rank."""
     answers = two_ranks.run(_zero, stage, checks_itself=True)
     engines, models = (
         read([answer[0] for answer in answers]),
@@ -689,9 +688,9 @@ def test_deepspeed_zero(two_ranks: Pool, stage: int) -> None:
 # -- a world that is gone --------------------------------------------------------------------------
 
 
-def test_world_that_is_gone() -> None:
-    """After destroy_process_group a model still has a layout: shapes and placements are there, and
-    it says what is not."""
+def test_a_destroyed_world() -> None:
+    """After destroy_process_group a model still has a layout with shapes and placements, and it
+    says what is missing."""
     from torch.distributed.fsdp import fully_shard
 
     hook = sys.excepthook

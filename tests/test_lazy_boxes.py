@@ -27,38 +27,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shelved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BoxRun:
-    """The run, read as one too large for memory."""
+def lazy_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BoxRun:
+    """The run, read as if it were too large for memory."""
     monkeypatch.setattr(runs, "_FEW", 8)
     run = read_run(folder)
     assert isinstance(run.boxes, LazyBoxes)
     return run
 
 
-def test_the_same_answers(folder: Path, shelved: BoxRun) -> None:
-    """What is read one at a time gives what all of it gives: collectives, groups, phases, events,
-    caveats."""
+def test_the_same_answers(folder: Path, lazy_run: BoxRun) -> None:
+    """Boxes read one at a time give the same collectives, groups, phases, events and caveats."""
     whole = (
-        read_run(folder) if isinstance(shelved.boxes, dict) else BoxRun(folder, dict(shelved.boxes))
+        read_run(folder)
+        if isinstance(lazy_run.boxes, dict)
+        else BoxRun(folder, dict(lazy_run.boxes))
     )
-    assert comms(shelved).to_dict() == comms(whole).to_dict()
-    assert groups(shelved).to_dict() == groups(whole).to_dict()
-    assert phases(shelved).to_dict() == phases(whole).to_dict()
-    assert [event.to_dict() for event in shelved.events(last=3)] == [
+    assert comms(lazy_run).to_dict() == comms(whole).to_dict()
+    assert groups(lazy_run).to_dict() == groups(whole).to_dict()
+    assert phases(lazy_run).to_dict() == phases(whole).to_dict()
+    assert [event.to_dict() for event in lazy_run.events(last=3)] == [
         event.to_dict() for event in whole.events(last=3)
     ]
-    assert (shelved.world_size, shelved.missing, shelved.caveats()) == (RANKS, [], [])
+    assert (lazy_run.world_size, lazy_run.missing, lazy_run.caveats()) == (RANKS, [], [])
 
 
-def test_few_are_held(shelved: BoxRun) -> None:
-    """Going through all boxes keeps the last few, however many there are."""
-    assert sum(1 for _ in shelved.in_order()) == RANKS
-    held = [rank for rank in shelved.boxes if shelved.boxes._kept.get(rank) is not None]  # type: ignore[attr-defined]
+def test_few_are_held(lazy_run: BoxRun) -> None:
+    """A pass over all boxes keeps only the last few in memory."""
+    assert sum(1 for _ in lazy_run.in_order()) == RANKS
+    held = [rank for rank in lazy_run.boxes if lazy_run.boxes._kept.get(rank) is not None]  # type: ignore[attr-defined]
     assert held == list(range(RANKS - 16, RANKS))
 
 
-def test_a_box_that_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A box that is deleted or replaced while a run is read is an empty one that says so."""
+def test_a_box_that_disappears(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A box that is deleted or replaced while a run is read becomes an empty box with a caveat."""
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     monkeypatch.setattr(runs, "_FEW", 8)
@@ -79,10 +82,10 @@ def test_a_box_that_goes(folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert 5 not in {event.place.rank for event in run.events(last=1)}
 
 
-def test_what_cannot_be_read_is_said(
+def test_unreadable_boxes_are_listed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A foreign file and a missing rank are told as of a small run."""
+    """A foreign file and a missing rank are reported as for a small run."""
     copy = tmp_path / "run"
     shutil.copytree(folder, copy)
     (copy / "rank3.box").write_bytes(b"not a box")

@@ -1,4 +1,4 @@
-"""`torchwhere.comms()`: what a block counts while it runs and after it, what it expects, and its
+"""`torchwhere.comms()`: what a block counts while it runs and afterwards, its expectations, and its
 golden snapshots."""
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ def chatty(one_rank: None) -> Iterator[Chatty]:
 
 
 def test_counts_while_it_runs_and_after(chatty: Chatty) -> None:
-    """Counts, modules, passes, groups, lines and bytes are there inside the block, and stay when it
-    is over."""
+    """Counts, modules, passes, groups, lines and bytes are available inside the block and after
+    it."""
     with torchwhere.comms() as c:
         assert not c.counts
         chatty(batch())
         assert c.counts == {"all_reduce": 3}
         dist.barrier()
         assert c.counts["barrier"] == 1
-    for _ in range(2):  # the second time from what was put together the first time
+    for _ in range(2):  # the second time from the cached result
         assert c.counts == {"all_reduce": 3, "barrier": 1}
         assert c.by_module == {
             "": {"all_reduce": 1},
@@ -88,7 +88,7 @@ def test_counts_while_it_runs_and_after(chatty: Chatty) -> None:
 
 
 def test_table_and_json(chatty: Chatty) -> None:
-    """The table is the tree of `torchwhere comms`, the JSON the whole of it."""
+    """The table is the tree of `torchwhere comms`, and the JSON contains all of it."""
     with torchwhere.comms() as c:
         chatty(batch())
     assert str(c).splitlines() == [
@@ -121,8 +121,7 @@ def test_no_collectives() -> None:
 
 
 def test_a_model_gives_names(one_rank: None) -> None:
-    """The model given names modules that are called on their own; without it the root is found all
-    the same."""
+    """The given model names modules that are called alone; without it the root is still found."""
     model = nn.Sequential(Talker(), Talker())
     with torchwhere.comms(model) as c:
         model[1](batch())
@@ -134,8 +133,8 @@ def test_a_model_gives_names(one_rank: None) -> None:
 
 
 def test_each_time_is_counted_anew_and_nesting_is_not(chatty: Chatty) -> None:
-    """Entered again it begins from nothing; entered inside itself it goes on; others inside count
-    their own part."""
+    """Entering it again starts from zero; entering it inside itself continues; other blocks inside
+    count their own part."""
     with torchwhere.comms() as outer:
         chatty(batch())
         with torchwhere.comms() as inner, outer:
@@ -176,7 +175,7 @@ def test_other_threads_are_counted_too(one_rank: None) -> None:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            c.table()  # read while they write
+            c.table()  # read while the threads write
         for thread in threads:
             thread.join()
     assert c.by_module == {None: {"all_reduce": 200}}
@@ -205,8 +204,8 @@ def test_blocks_on_several_threads(one_rank: None) -> None:
 
 
 def test_joins_a_watch(chatty: Chatty, tmp_path: Path) -> None:
-    """Inside a watch it counts what that watch records, and does not end it; a watch that ends
-    inside is no trouble."""
+    """Inside a watch it counts what that watch records, and does not end it; a watch may end inside
+    the block."""
     with torchwhere.watch(chatty, out=tmp_path, records=16):
         for _ in range(20):
             chatty(batch())
@@ -226,7 +225,7 @@ def test_joins_a_watch(chatty: Chatty, tmp_path: Path) -> None:
 
 
 def test_an_exception_ends_the_block(chatty: Chatty) -> None:
-    """An exception leaves the block as it came, and what was counted until then is there."""
+    """An exception leaves the block unchanged, and the counts until then are available."""
     c = torchwhere.comms()
     with pytest.raises(RuntimeError, match="mat1 and mat2"), c:
         chatty(chatty(batch())[:, :3])
@@ -237,8 +236,8 @@ def test_an_exception_ends_the_block(chatty: Chatty) -> None:
 
 
 def _train_both_ways(folder: str) -> tuple[dict[str, Any], str]:
-    """FSDP2 over a mesh with a name, p2p, and an exchange in the optimizer step: counted live,
-    while it is recorded."""
+    """FSDP2 over a named mesh, p2p, and an exchange in the optimizer step: counted live and
+    recorded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -261,9 +260,8 @@ def _train_both_ways(folder: str) -> tuple[dict[str, Any], str]:
     return c.to_dict(), c.table()
 
 
-def test_live_is_what_offline_says(two_ranks: Pool, tmp_path: Path) -> None:
-    """Each rank's live tree and table are those that the boxes of the same run give for that
-    rank."""
+def test_live_equals_offline(two_ranks: Pool, tmp_path: Path) -> None:
+    """Each rank's live tree and table equal those from the boxes of the same run."""
     live = two_ranks.run(_train_both_ways, str(tmp_path))
     run = read_run(tmp_path)
     for rank, (tree, table) in enumerate(live):
@@ -305,8 +303,7 @@ HOLDING: list[dict[str, Any]] = [
 
 
 def test_expectations_that_hold(counted: torchwhere.comms) -> None:
-    """Each operator, quantity and filter holds where it should; a module stands for those below it
-    too."""
+    """Each operator, quantity and filter holds where it should; a module includes its children."""
     for wanted in HOLDING:
         counted.expect(**wanted)
 
@@ -325,7 +322,7 @@ FAILING: list[tuple[dict[str, Any], str]] = [
 
 
 def test_expectations_that_fail(counted: torchwhere.comms) -> None:
-    """Each operator and quantity fails where it should, and says what was expected and found."""
+    """Each operator and quantity fails where it should, with the expected and the actual value."""
     for wanted, said in FAILING:
         with pytest.raises(AssertionError) as failure:
             counted.expect(**wanted)
@@ -333,8 +330,8 @@ def test_expectations_that_fail(counted: torchwhere.comms) -> None:
 
 
 def test_what_a_failure_says(counted: torchwhere.comms) -> None:
-    """A failure shows what was wrong, what was right, and every collective that was looked at with
-    its place."""
+    """A failure shows what was wrong, what was right, and every matching collective with its
+    place."""
     with pytest.raises(AssertionError) as failure:
         counted.expect(all_reduce=1, barrier=0, bytes__le=100, module="head", pass_="forward")
     lines = str(failure.value).splitlines()
@@ -350,7 +347,7 @@ def test_what_a_failure_says(counted: torchwhere.comms) -> None:
 
 
 def test_nothing_found_shows_what_is_elsewhere(counted: torchwhere.comms) -> None:
-    """Where the filters leave nothing, the failure shows what there is elsewhere."""
+    """If no collective passes the filters, the failure shows the others."""
     with pytest.raises(AssertionError) as failure:
         counted.expect(all_reduce=1, pass_="backward")
     lines = str(failure.value).splitlines()
@@ -411,8 +408,8 @@ MEANINGLESS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-def test_words_that_mean_nothing(counted: torchwhere.comms) -> None:
-    """A misspelt op, operator, module, pass or group is an error that names the close ones, never
+def test_misspelt_names(counted: torchwhere.comms) -> None:
+    """A misspelt op, operator, module, pass or group is an error that suggests close names, never
     an expectation of 0."""
     for wanted, kind, said in MEANINGLESS:
         with pytest.raises(kind) as wrong:
@@ -431,8 +428,7 @@ def test_all_collectives_of_torch_are_known() -> None:
 
 
 def test_expectations_inside_the_block(chatty: Chatty) -> None:
-    """What is expected inside the block is held against what was counted so far, with the modules
-    known so far."""
+    """An expectation inside the block uses the counts and modules so far."""
     with torchwhere.comms(chatty) as c:
         c.expect(all_reduce=0, module="head")
         chatty(batch())
@@ -445,8 +441,7 @@ def test_expectations_inside_the_block(chatty: Chatty) -> None:
 
 
 def test_snapshot_round_trip(counted: torchwhere.comms, tmp_path: Path) -> None:
-    """A snapshot is one line of JSON for each module, pass and op; what made it is the same as
-    it."""
+    """A snapshot is one line of JSON for each module, pass and op, and equals its source."""
     path = tmp_path / "new" / "golden.json"
     counted.snapshot(path)
     assert [entry["module"] for entry in json.loads(path.read_text())["collectives"]] == [
@@ -463,8 +458,7 @@ def test_snapshot_round_trip(counted: torchwhere.comms, tmp_path: Path) -> None:
 
 
 def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path: Path) -> None:
-    """What parted is shown by module and pass, before and after; modules that did the same are
-    not."""
+    """A difference is shown by module and pass, before and after; equal modules are not shown."""
     counted.snapshot(tmp_path / "golden.json")
     with counted:
         chatty(batch())
@@ -489,7 +483,7 @@ def test_snapshot_difference(counted: torchwhere.comms, chatty: Chatty, tmp_path
 def test_snapshot_regenerates(
     counted: torchwhere.comms, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the argument or the variable the snapshot is written anew; the argument counts more."""
+    """The argument or the variable rewrites the snapshot; the argument takes precedence."""
     path = tmp_path / "golden.json"
     monkeypatch.setenv("TORCHWHERE_REGENERATE", "1")
     counted.expect_same_as(path)
@@ -536,7 +530,7 @@ def test_snapshot_keeps_what_a_collective_is_for(two_ranks: Pool, tmp_path: Path
 
 def _ddp_snapshot(folder: str) -> None:
     model = nn.parallel.DistributedDataParallel(Model(depth=1))
-    for _ in range(2):  # until DDP has made its buckets for good
+    for _ in range(2):  # until DDP has built its final buckets
         model(batch()).sum().backward()
     with torchwhere.comms(model) as c:
         model(batch()).sum().backward()
@@ -548,8 +542,8 @@ def _ddp_snapshot(folder: str) -> None:
 
 
 def test_long_lists_are_cut() -> None:
-    """A failure in a program with hundreds of places shows the first, and how many more there
-    are."""
+    """A failure in a program with hundreds of places shows the first ones and the number of the
+    others."""
     from torchwhere.diagnose.comms.expect import KnownNames, check
     from torchwhere.diagnose.comms.tree import CommsKey, CommsNode, CommsSum
     from torchwhere.render.expectation import failure

@@ -1,5 +1,5 @@
-"""One collective, two meanings: which differences between ranks are a fault, and which are a sound
-program's ways."""
+"""Equal collectives with different meanings: which differences between ranks are a fault, and which
+occur in correct programs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORLD = (0, 1, 2, 3)
 
 
 def _job(name: str, folder: str, *args: int) -> None:
-    """One rank of a job, watched."""
+    """Runs one rank of a job under a watch."""
     torch.manual_seed(0)
     with torchwhere.watch(out=folder):
         JOBS[name](*args)
@@ -43,8 +43,8 @@ def _reduce(value: float = 1.0, *, group: Any = None) -> None:
 
 
 def uneven() -> None:
-    """Ranks that run out of input one after the other, in two epochs; the collectives of those are
-    shadows."""
+    """Ranks that run out of input one after the other, in two epochs; `Join` issues shadow
+    collectives for them."""
     model = DistributedDataParallel(
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     )
@@ -57,7 +57,7 @@ def uneven() -> None:
 
 
 class Counter(Joinable):
-    """A joinable of the user's own: what shadows it is in the user's code too."""
+    """A user-defined joinable: its shadow collectives are in the user's code too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,8 +96,7 @@ def uneven_by_hand() -> None:
 
 
 def in_the_background() -> None:
-    """A thread that reduces in a group of its own, at its own pace; the step is the main
-    thread's."""
+    """A thread that reduces in its own group at its own pace; the main thread owns the step."""
     group = dist.new_group()
     turns = [threading.Event() for _ in range(STEPS)]
 
@@ -120,8 +119,8 @@ def in_the_background() -> None:
 
 
 def by_callback() -> None:
-    """What runs after a collective runs on a thread of torch's or, where that is done already,
-    inside the call."""
+    """Code after a collective runs on a torch thread or, if the collective is done, inside the
+    call."""
     for step in range(STEPS):
         future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
         if step == ODD_STEP and dist.get_rank() == 1:
@@ -135,7 +134,7 @@ def by_callback() -> None:
 
 
 def by_branches() -> None:
-    """A branch on the rank that does the same, new to all in this step."""
+    """A branch on the rank that does the same, new to all ranks in this step."""
     for step in range(STEPS):
         _reduce()
         if step in (ODD_STEP, ODD_STEP + 1):
@@ -147,7 +146,7 @@ def by_branches() -> None:
 
 
 def written_now_and_then() -> None:
-    """The first rank has a branch of its own for what it writes down."""
+    """The first rank has its own branch for logging."""
     for step in range(STEPS):
         if dist.get_rank() == 0 and step % 4 == 2:
             dist.all_reduce(torch.tensor([1.0]))
@@ -158,7 +157,8 @@ def written_now_and_then() -> None:
 
 
 def in_turns() -> None:
-    """In each step another rank takes the other branch; seen before all had their turn."""
+    """In each step a different rank takes the other branch; seen before all ranks had their
+    turn."""
     for step in range(2):
         if dist.get_rank() == step:
             dist.all_reduce(torch.tensor([1.0]))
@@ -179,8 +179,8 @@ class Dropping(nn.Module):
 
 
 def with_dropped_layers() -> None:
-    """DDP reduces a bucket when its last gradient is there: in which module that is, differs with
-    the layers that are used."""
+    """DDP reduces a bucket when its last gradient is ready: in which module that happens depends on
+    the layers used."""
     model = DistributedDataParallel(Dropping(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -193,7 +193,7 @@ def with_dropped_layers() -> None:
 
 
 def on_four_lines(victim: int, counts_steps: int) -> None:
-    """Two reductions in the other order, written out twice: no line is any other rank's."""
+    """Two reductions in reverse order, written out twice: no two ranks share a line."""
     loss, accuracy = torch.ones(1), torch.ones(1)
     for step in range(STEPS):
         if dist.get_rank() == victim and step == ODD_STEP:
@@ -207,7 +207,7 @@ def on_four_lines(victim: int, counts_steps: int) -> None:
 
 
 def on_another_line(victim: int) -> None:
-    """One reduction of another thing, once."""
+    """One reduction of a different value, once."""
     for step in range(STEPS):
         if dist.get_rank() == victim and step == ODD_STEP:
             dist.all_reduce(torch.tensor([2.0]))
@@ -223,7 +223,7 @@ class Reducing(nn.Module):
 
 
 def in_another_module(victim: int) -> None:
-    """Two modules in the other order: one line, two modules."""
+    """Two modules in reverse order: one line, two modules."""
     model = nn.ModuleDict({"one": Reducing(), "other": Reducing()})
     for step in range(STEPS):
         is_odd = dist.get_rank() == victim and step == ODD_STEP
@@ -233,7 +233,7 @@ def in_another_module(victim: int) -> None:
 
 
 def in_a_thread(victim: int) -> None:
-    """Two reductions in the other order, in a thread of its own with a group of its own."""
+    """Two reductions in reverse order, in a separate thread with its own group."""
     group = dist.new_group()
 
     def reduce_loss() -> None:
@@ -259,7 +259,7 @@ def in_a_thread(victim: int) -> None:
 
 
 def skips_a_step(victim: int) -> None:
-    """All collectives are alike; one rank leaves out a step."""
+    """All collectives are alike; one rank skips a step."""
     for step in range(STEPS):
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(2))
@@ -287,16 +287,16 @@ def judged(pool: Pool, folder: Path, name: str, *args: int) -> Verdict:
 
 
 @pytest.mark.parametrize("name", [job.__name__ for job in SOUND])
-def test_sound_programs(four_ranks: Pool, tmp_path: Path, name: str) -> None:
-    """Threads, callbacks, `Join`, branches that do the same: a sound program's ranks may differ,
-    and nobody is blamed."""
+def test_correct_programs(four_ranks: Pool, tmp_path: Path, name: str) -> None:
+    """Threads, callbacks, `Join` and equivalent branches: ranks of a correct program may differ,
+    and none is blamed."""
     verdict = judged(four_ranks, tmp_path, name)
     assert (verdict.kind, verdict.culprits) == ("healthy", ()), verdict.explanation
 
 
 @pytest.mark.parametrize("name", ["uneven", "uneven_by_hand"])
 def test_shadows_are_marked(four_ranks: Pool, tmp_path: Path, name: str) -> None:
-    """What `Join` issues for a rank that is out of input is marked; what a rank issues itself is
+    """Collectives that `Join` issues for a rank without input are marked; the rank's own are
     not."""
     judged(four_ranks, tmp_path, name)
     shadows = {}
@@ -335,8 +335,8 @@ def test_silent_faults(
     more: tuple[int, ...],
     differs: list[str],
 ) -> None:
-    """The same op and shape, and another meaning on one rank: it is named, and nothing is said to
-    have failed."""
+    """If one rank issues the same op and shape with a different meaning, it is named, and the
+    verdict does not say that anything failed."""
     verdict = judged(four_ranks, tmp_path, name, victim, *more)
     assert (verdict.kind, verdict.culprits, verdict.certainty) == (
         "mismatch",
@@ -356,8 +356,8 @@ def test_silent_faults(
 # -- words and states ------------------------------------------------------------------------------
 
 
-def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Verdict:
-    """Of a job whose last call is another one on some ranks."""
+def diverged_job(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Verdict:
+    """A job whose last call differs on some ranks."""
 
     def program(rank: int) -> list[Act]:
         acts: list[Act] = []
@@ -380,10 +380,10 @@ def parted(folder: Path, odd: tuple[int, ...], *, waited_s: float | None) -> Ver
     )
 
 
-def test_those_who_stand_still(tmp_path: Path) -> None:
-    """After ranks have parted, those who stand in a call wait, and how long is said; a moment after
-    it nobody does."""
-    verdict = parted(tmp_path, (2,), waited_s=20.0)
+def test_waiting_ranks_after_a_divergence(tmp_path: Path) -> None:
+    """After ranks have diverged, those inside a call wait, with a duration; right after the
+    divergence none waits."""
+    verdict = diverged_job(tmp_path, (2,), waited_s=20.0)
     assert (verdict.kind, verdict.culprits) == ("mismatch", (2,))
     assert {str(report.state) for report in verdict.ranks.values()} == {"waiting"}
     assert verdict.stalled_s == pytest.approx(20.0, abs=1.0)
@@ -398,8 +398,9 @@ def test_those_who_stand_still(tmp_path: Path) -> None:
 
 
 def test_how_long_is_not_known(tmp_path: Path) -> None:
-    """Of a job that nobody saw, the states are those of the last moment, and no time is told."""
-    verdict = parted(tmp_path, (2,), waited_s=None)
+    """Without any observer of the job, the states are those of the last moment, without a
+    duration."""
+    verdict = diverged_job(tmp_path, (2,), waited_s=None)
     assert (verdict.stalled_s, {str(report.state) for report in verdict.ranks.values()}) == (
         None,
         {"waiting"},
@@ -407,9 +408,9 @@ def test_how_long_is_not_known(tmp_path: Path) -> None:
 
 
 def test_several_departed(tmp_path: Path) -> None:
-    """Where cohorts are of one size, those who did otherwise before are named, in the plural if
-    they are several."""
-    verdict = parted(tmp_path, (1, 2), waited_s=20.0)
+    """If cohorts have equal size, the ranks that deviated before are named, in the plural if there
+    are several."""
+    verdict = diverged_job(tmp_path, (1, 2), waited_s=20.0)
     assert verdict.culprits == (1, 2)
     assert (
         "The cohorts have the same size, but only ranks 1-2 deviated from their own earlier calls."

@@ -396,7 +396,7 @@ def test_c6_c7_checkpoint() -> None:
             model(batch()).sum().backward()
         before, after = (("Checkpointed", f"Checkpointed.{name}") for name in ("before", "after"))
         assert notes.seen[:4] == [before, in_block(0), in_block(1), after]
-        if reentrant:  # all is recomputed, then all of it is differentiated
+        if reentrant:  # the whole block is recomputed first, then its backward runs
             assert notes.seen[4:] == [
                 after,
                 in_block(0),
@@ -970,7 +970,7 @@ def test_a_subclass_with_hooks_of_its_own() -> None:
 
 
 def test_a_backward_that_raises_in_a_subclass() -> None:
-    """The names that a subclass was in when a backward raised are gone after the next backward."""
+    """Names that a subclass entered before a backward raised are gone after the next backward."""
     notes, broken = Notes(type("Own", (Subclass, ModTracker), {})), [True]
     model = nn.Sequential(Probe(notes), Broken(broken), Probe(notes))
     with notes.tracker:
@@ -1063,7 +1063,7 @@ def test_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.utils.module_tracker import ModuleTracker as ModTracker",
     )
     assert program.count(ours) == 1
-    # the original puts one of its own there
+    # the original sets its own handler there
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     printed = [_printed(program), *(_printed(program.replace(ours, one)) for one in theirs)]
     assert printed[1] == printed[2]

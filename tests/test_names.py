@@ -35,7 +35,7 @@ def test_names_are_those_of_the_state_dict() -> None:
 
 
 def test_modules_added_later_are_found() -> None:
-    """A module added after the names were taken (an adapter) is found when it is asked for."""
+    """A module that was added after the names were taken (an adapter) is found on demand."""
     model = Model()
     table = NameTable()
     table.add_root(model)
@@ -44,8 +44,8 @@ def test_modules_added_later_are_found() -> None:
     assert table.param_names(model.layers[0].adapter.weight) == ["layers.0.adapter.weight"]
 
 
-def test_a_stranger_has_no_name() -> None:
-    """A module of no known model has no name, and asking again does not walk the model again."""
+def test_a_foreign_module_has_no_name() -> None:
+    """A module of no known model has no name, and a second lookup does not walk the model again."""
     table = NameTable()
     table.add_root(Model())
     stranger = nn.Linear(1, 1)
@@ -55,7 +55,7 @@ def test_a_stranger_has_no_name() -> None:
 
 
 def test_names_do_not_keep_a_model_alive() -> None:
-    """The table holds modules weakly and forgets what is gone."""
+    """The table holds modules weakly and drops deleted ones."""
     table = NameTable()
     model = Model()
     table.add_root(model)
@@ -67,7 +67,7 @@ def test_names_do_not_keep_a_model_alive() -> None:
 
 
 def test_a_module_that_contains_itself_and_many_aliases() -> None:
-    """Cycles end, and a module shared very often does not multiply the names below it."""
+    """Cycles end, and a module that is shared very often does not multiply the names below it."""
     ring = nn.Module()
     ring.me = ring
     assert 1 <= len(list(walk(ring))) < 20
@@ -89,15 +89,15 @@ def test_a_deep_model_needs_no_recursion() -> None:
 
 
 def test_topmost_finds_the_root_of_a_part() -> None:
-    """The root of a module that is called on its own is found from who holds it."""
+    """The root of a module that is called alone is found from the objects that hold it."""
     model = Model()
     assert topmost(model.layers[1].up) is model
     assert topmost(model) is model
 
 
 def test_modules_held_in_a_plain_list_and_made_on_the_fly() -> None:
-    """A module that is registered nowhere is shown by its class, below the module that called it;
-    what it holds has names."""
+    """An unregistered module is shown by its class, below the module that called it; its children
+    have names."""
     seen = []
 
     class Hides(nn.Module):
@@ -117,7 +117,7 @@ def test_modules_held_in_a_plain_list_and_made_on_the_fly() -> None:
 
 
 def test_a_second_model_has_its_class_as_prefix() -> None:
-    """Beside the model given, another model and a loss are told apart by their class, in angle
+    """A second model and a loss beside the given model are distinguished by their class, in angle
     brackets."""
     seen = []
     model, other = Model(), Model(depth=1)
@@ -165,8 +165,8 @@ def test_both_ways() -> None:
 
 
 def test_what_is_not_in_the_model() -> None:
-    """The strict way says what is wrong, as a KeyError with a readable text; the lenient way gives
-    None or an empty list."""
+    """The strict lookup raises a KeyError with a readable text; the lenient one returns None or an
+    empty list."""
     model, stranger = Tied(), nn.Linear(2, 3)
     names = torchwhere.names(model)
     texts = {
@@ -204,7 +204,7 @@ def test_what_is_not_in_the_model() -> None:
 
 @pytest.mark.parametrize("thing", [None, "model", Model, [Model()], torch.ones(1)])
 def test_names_of_something_else(thing: Any) -> None:
-    """What is not a module is a TypeError that says what to give."""
+    """An object that is not a module raises a TypeError that says what to pass."""
     with pytest.raises(TypeError) as raised:
         torchwhere.names(thing)
     assert (
@@ -227,8 +227,7 @@ def test_names_of_something_else(thing: Any) -> None:
 
 
 def test_names_hold_nothing_alive() -> None:
-    """Neither the names nor what is remembered of them keeps a model, or a part of it that was
-    replaced, in memory."""
+    """Neither the names nor their caches keep a model, or a replaced part of it, in memory."""
     model = Model()
     names = torchwhere.names(model)
     assert names in known()
@@ -245,8 +244,8 @@ def test_names_hold_nothing_alive() -> None:
 
 
 def test_facts_of_a_plain_model() -> None:
-    """Shape, dtype, device, numel and aliases of every parameter and buffer; nothing of sharding
-    where there is none."""
+    """Shape, dtype, device, numel and aliases of every parameter and buffer are listed; without
+    sharding there are no sharding facts."""
     model = Tied().to(torch.bfloat16)
     model.norm.weight.requires_grad_(False)
     names = torchwhere.names(model)
@@ -275,8 +274,8 @@ def test_facts_of_a_plain_model() -> None:
 
 
 def test_names_as_text_and_as_data() -> None:
-    """A table with a line for everything, columns that say nothing left out; a dictionary that JSON
-    can hold."""
+    """The text is a table with one line per entry and without empty columns; the data is a
+    dictionary for JSON."""
     names = torchwhere.names(model := Tied())
     lines = str(names).splitlines()
     assert lines[0] == repr(names) == "<Names of Tied: 8 modules, 9 parameters, 3 buffers>"
@@ -295,9 +294,8 @@ def test_names_as_text_and_as_data() -> None:
     assert data["buffers"][0]["kind"] == "buffer"
 
 
-def test_many_modules_take_no_time_to_speak_of() -> None:
-    """Naming a large model costs about what torch itself takes to list it, and no more than linear
-    in its modules."""
+def test_naming_many_modules_is_linear() -> None:
+    """The CPU time to name a model grows at most linearly with its modules."""
     with torch.device("meta"):
         small, large = (
             nn.Sequential(*(nn.Linear(1, 1) for _ in range(count))) for count in (1_000, 10_000)
@@ -318,8 +316,8 @@ def test_many_modules_take_no_time_to_speak_of() -> None:
 
 
 def test_names_survive_compiling_and_checkpointing() -> None:
-    """Names taken before the model is wrapped hold afterwards, for the wrappers too; those of the
-    wrapped one are the same."""
+    """Names taken before the model is wrapped stay valid, for the wrappers too; the wrapped model
+    has the same names."""
     model = Model()
     before, weight = torchwhere.names(model), model.layers[0].up.weight
     model.layers[0] = checkpoint_wrapper(model.layers[0])
@@ -335,7 +333,7 @@ def test_names_survive_compiling_and_checkpointing() -> None:
 
 
 def test_names_survive_ddp(one_rank: None) -> None:
-    """DDP changes no name, and a second DDP around the same model finds the names of the first."""
+    """DDP changes no name, and a second DDP around the same model finds the same names."""
     model = Model()
     names = torchwhere.names(DistributedDataParallel(model))
     gc.collect()
@@ -376,8 +374,8 @@ def _fsdp1(use_orig_params: bool) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_fsdp1(two_ranks: Pool, use_orig_params: bool) -> None:
-    """FSDP1 with and without original parameters: names, whole and local shapes, units, what is in
-    a flat parameter; the same before, during and after gathering."""
+    """FSDP1 with and without original parameters has the right names, full and local shapes, units
+    and flat parameters, before, during and after gathering."""
     answers = two_ranks.run(_fsdp1, use_orig_params, checks_itself=True)
     for answer in answers:
         for name, unit in (
@@ -447,8 +445,8 @@ def _fsdp2_and_tp() -> dict[str, Any]:
 
 
 def test_fsdp2_and_tensor_parallel(two_ranks: Pool) -> None:
-    """FSDP2 and tensor parallel replace the parameters: the names lead to the new ones, with
-    placements, mesh and unit, and the gathered ones in forward have the same facts."""
+    """FSDP2 and tensor parallel replace parameters: names lead to the new ones, with placements,
+    mesh and unit, and gathered ones have the same facts."""
     for answer in two_ranks.run(_fsdp2_and_tp):
         assert list(answer["before"]) == [name for name, _ in Model().named_parameters()]
         plain, parallel = (
@@ -469,7 +467,7 @@ def test_fsdp2_and_tensor_parallel(two_ranks: Pool) -> None:
         assert answer["before"]["head.weight"]["unit"] == ""
         assert answer["in forward"] == (["layers.0.up.weight"], plain)
         assert answer["new"] == ["layers.0.up.weight"]
-        assert answer["old"] == []  # it is in no model any more
+        assert answer["old"] == []  # it belongs to no model any more
         assert (
             answer["described"]
             == "DTensor parameter head.weight: [8, 8] float32 cpu, [4, 8] of it here, Shard(0) on"

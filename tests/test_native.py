@@ -47,7 +47,7 @@ from torchwhere.native import load as loading
 from torchwhere.native.build import build
 from torchwhere.native.first_run import prepare
 
-PATIENCE_S = 120
+PATIENCE_S = 400
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Callbacks when modules are entered and left: which modules, in which order, how often, and that
-they change nothing else."""
+"""Callbacks on entering and leaving modules: which run, in which order, how often, and that they do
+not disturb the job."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ KEYS = ("enter", "exit", "backward_enter", "backward_exit")
 SIGNS = dict(zip(KEYS, "><{}", strict=True))
 
 
-class Told:
-    """Records the calls of callbacks: `>name` and `<name` in forward, `{name` and `}name` in
-    backward, `*` if recomputed."""
+class Log:
+    """The calls of callbacks: `>name` and `<name` in forward, `{name` and `}name` in backward, `*`
+    when recomputed."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, nn.Module | None, ModuleCall]] = []
@@ -55,7 +55,7 @@ class Told:
         return " ".join(part for part in str(self).split() if part[0] in "{}")
 
     def check(self) -> None:
-        """Assert that every module that was entered is left, in the right order, on this thread."""
+        """Check that everything entered is left, in the right order, on this thread."""
         for opening, closing in (("enter", "exit"), ("backward_enter", "backward_exit")):
             stack: list[Any] = []
             for key, module, call in self.calls:
@@ -66,8 +66,8 @@ class Told:
             assert stack == []
 
 
-def told(run: Callable[[], Any], *keys: str) -> Told:
-    found = Told()
+def told(run: Callable[[], Any], *keys: str) -> Log:
+    found = Log()
     with on_module(**found.callbacks(*keys)):
         run()
     if not keys:
@@ -127,7 +127,7 @@ def test_what_a_call_says() -> None:
 
 
 def test_where_inside_a_callback() -> None:
-    """Inside a callback `where()` is in the module of the callback."""
+    """Inside a callback, `where()` names the module of that callback."""
     places: list[tuple[str, str | None, int | None]] = []
 
     def note(_module: Any, _call: ModuleCall) -> None:
@@ -141,8 +141,8 @@ def test_where_inside_a_callback() -> None:
     assert places == forward + [("backward", "0", 0)] * 2
 
 
-def test_wrappers_are_told_of_once() -> None:
-    """A wrapper and the module inside it are one call, reported with the user's own module."""
+def test_wrappers_are_reported_once() -> None:
+    """A wrapper and the module in it are one call, reported with the user's own module."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     inner = nn.Linear(8, 8)
@@ -165,9 +165,9 @@ class Checkpointed(nn.Module):
         return x
 
 
-def test_recomputation_is_told_as_such() -> None:
-    """A repeated forward has the pass `recompute` and the number of the original call; its backward
-    is reported once."""
+def test_recomputation_is_reported_as_such() -> None:
+    """A repeated forward has the pass `recompute` and the number of the call that it repeats; its
+    backward is reported once."""
     for reentrant in (False, True):
         model = Checkpointed(reentrant=reentrant)
         found = told(functools.partial(train, model))
@@ -190,8 +190,8 @@ def test_recomputation_is_told_as_such() -> None:
     reason="needs a CUDA device: backward runs on device threads there",
 )
 def test_device_threads() -> None:
-    """On CUDA, backward and recomputation run on threads of the engine, and the callbacks are the
-    same as on the CPU."""
+    """On CUDA, where backward and recomputation run on the engine's own threads, callbacks run as
+    on the CPU."""
     for make in (
         Model,
         lambda: Checkpointed(reentrant=False),
@@ -209,8 +209,8 @@ def test_device_threads() -> None:
 
 
 def test_a_shared_module_has_a_backward_for_each_call() -> None:
-    """A module called twice before one backward: call 1 comes first, then call 0; its gradient is
-    complete at the end of the last one."""
+    """A module that is called twice before one backward reports call 1, then call 0; its gradient
+    is complete at the end of the last one."""
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"shared": shared})
     shapes: list[Any] = []
@@ -218,7 +218,7 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
     def note(module: Any, _call: ModuleCall) -> None:
         shapes.append(None if module.weight.grad is None else module.weight.grad.clone())
 
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks("backward_enter")), on_module(backward_exit=note):
         (model["shared"](batch()) + model["shared"](batch(seed=1))).sum().backward()
     assert found.backward() == "{shared1 {shared"
@@ -227,8 +227,8 @@ def test_a_shared_module_has_a_backward_for_each_call() -> None:
 
 
 def test_a_graph_of_any_depth() -> None:
-    """A chain of 200,000 nodes is reported like any other, and freed without a stack overflow, in a
-    process of its own."""
+    """A chain of 200,000 nodes is reported like any other, and is freed without a stack overflow,
+    in a process of its own."""
     code = """
 import torch, torchwhere
 from torch import nn
@@ -244,15 +244,15 @@ with torchwhere.on_module(backward_enter=lambda *_: told.append("in"), backward_
 print(*told)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=400, check=False
     )
     assert (done.returncode, done.stdout) == (0, "in out\n"), done.stderr
 
 
 def test_a_parameter_that_is_used_outside_its_module_too() -> None:
-    """A gradient that is completed outside all modules does not delay the end of a module."""
+    """A gradient that is completed outside any module does not delay the end of a module."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks("backward_enter", "backward_exit")):
         early = batch() @ model[1].weight
         model(early).sum().backward()
@@ -288,7 +288,7 @@ class Output:
 
 
 class Odd(nn.Module):
-    """Has inputs and outputs that hooks on tensors miss."""
+    """Takes and returns values that tensor hooks lose."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -311,9 +311,9 @@ class Odd(nn.Module):
         return kinds[self.kind]()
 
 
-def test_whatever_a_module_takes_and_gives() -> None:
-    """Keyword-only tensors without a gradient work, and dicts, dataclasses, None, views and in-
-    place operations as output."""
+def test_unusual_inputs_and_outputs() -> None:
+    """Callbacks work with keyword-only tensors that need no gradient, and with dicts, dataclasses,
+    None, views and in-place operations as output."""
     for kind in ("dict", "dataclass", "none", "view", "inplace", "no grad", "input"):
         model = nn.ModuleDict({"odd": Odd(kind)})
 
@@ -332,12 +332,12 @@ def test_whatever_a_module_takes_and_gives() -> None:
         ), kind
 
 
-def test_each_backward_is_told() -> None:
-    """`autograd.grad`, a retained graph, a backward of a part and one for some inputs each report
-    the modules that they go through."""
+def test_each_backward_is_reported() -> None:
+    """`autograd.grad`, a retained graph, a backward of one part, a backward for some inputs: each
+    reports the modules that it passes through."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     x = batch().requires_grad_()
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks("backward_enter", "backward_exit")):
         loss = model(x).sum()
         torch.autograd.grad(loss, x, retain_graph=True)
@@ -362,10 +362,10 @@ def test_each_backward_is_told() -> None:
 
 
 def test_double_backward() -> None:
-    """The backward of a backward reports the modules whose nodes it differentiates."""
+    """The backward of a backward is reported with the modules whose nodes it differentiates."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = batch().requires_grad_()
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks()):
         (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         assert found.backward() == "{/ {1 }1 {0 }0 }/"
@@ -395,7 +395,7 @@ class BreaksInBackward(nn.Module):
 
 
 def test_exceptions_of_the_job() -> None:
-    """A forward or backward that raises leaves all modules that it entered; the next step is
+    """A forward or backward that raises leaves the modules that it entered; the next step is
     reported as usual."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
 
@@ -417,11 +417,11 @@ def test_exceptions_of_the_job() -> None:
 
 
 def test_exceptions_of_a_callback() -> None:
-    """An exception of a callback propagates into the job, like one of a module hook; other
-    callbacks still get the exits; the next step is clean."""
+    """An exception of a callback propagates into the job, like that of a hook; other callbacks
+    still get the exits; the next step is clean."""
     for key in KEYS:
         model = nn.Sequential(nn.Linear(8, 8))
-        found, errors = Told(), [KeyError("mine")]
+        found, errors = Log(), [KeyError("mine")]
 
         def raises(_module: Any, call: ModuleCall, errors: list[KeyError] = errors) -> None:
             if call.name == "0" and errors:
@@ -437,18 +437,18 @@ def test_exceptions_of_a_callback() -> None:
             assert str(found) == ">/1 >01 <01 </1 {/1 {01 }01 }/1", key
 
 
-def test_an_error_of_ours_goes_nowhere(
+def test_an_error_of_ours_does_not_reach_the_job(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An error of torchwhere is logged once and does not affect the training; after a few errors
-    the callbacks are not called any more."""
+    """An error of torchwhere is logged once and does not affect the training; after a few errors,
+    callbacks no longer run."""
     from torchwhere.hooks.listeners import Listeners
 
     def broken(*_args: Any) -> None:
         raise AttributeError("a bug")
 
     model = Model()
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks()), caplog.at_level(logging.WARNING):
         monkeypatch.setattr(Listeners, "_call", broken)
         train(model)
@@ -465,7 +465,8 @@ def test_an_error_of_ours_goes_nowhere(
 
 
 def test_bad_input() -> None:
-    """A missing callback, or one that is not callable, is an error."""
+    """A registration without a callback, or with an object that is not callable, raises an
+    error."""
     with pytest.raises(
         ValueError,
         match=r"^on_module\(\): nothing to call; give one or more of enter, exit, backward_enter, ",
@@ -484,10 +485,10 @@ def test_bad_input() -> None:
 
 
 def test_handle_block_and_decorator() -> None:
-    """Callbacks work as a handle until it is removed, as a block until its end, and as a decorator
-    while its function runs, also recursively."""
+    """A handle works until it is removed, a `with` block until its end, a decorator while its
+    function runs, also recursively."""
     model = nn.Linear(8, 8)
-    found = Told()
+    found = Log()
     callbacks = found.callbacks("enter")
     handle = on_module(**callbacks)
     model(batch())
@@ -518,8 +519,8 @@ def test_handle_block_and_decorator() -> None:
 
 
 def test_any_number_nested_in_order() -> None:
-    """Callbacks enter in the order of registration and exit in the reverse order: the last one is
-    innermost."""
+    """Enter callbacks run in the order of registration, exit callbacks in reverse order: the last
+    registered is innermost."""
     order: list[str] = []
     handles = [
         on_module(
@@ -537,10 +538,10 @@ def test_any_number_nested_in_order() -> None:
 
 
 def test_removed_and_added_inside_a_callback() -> None:
-    """A callback that removes itself is not called again; a callback that is added is called only
-    for later modules."""
+    """A callback that removes itself is not called again; an added callback gets only modules that
+    are entered from then on."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    found, late = Told(), Told()
+    found, late = Log(), Log()
     handles: list[on_module] = []
 
     def once(module: Any, call: ModuleCall) -> None:
@@ -567,10 +568,10 @@ def test_removed_and_added_inside_a_callback() -> None:
 
 
 def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Callbacks registered before, inside or between watches are always called, and each watch
+    """Callbacks registered before, inside or between watches run all the time, and each watch
     records into its own folder."""
     model = nn.Linear(8, 8)
-    found = Told()
+    found = Log()
     with caplog.at_level(logging.WARNING):
         handle = on_module(**found.callbacks("enter"))
         train(model)
@@ -580,7 +581,7 @@ def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixt
                 with on_module(**found.callbacks("exit")):
                     train(model)
             train(model)
-        torchwhere.stop()  # nobody watches: nothing happens
+        torchwhere.stop()  # without a watch nothing is recorded
         train(model)
         handle.remove()
     assert len(found.calls) == 10
@@ -591,7 +592,7 @@ def test_callbacks_outlive_watches(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_hundred_rounds_leave_nothing() -> None:
-    """After many registrations and removals, the module, the callback and the graph are free."""
+    """After many registrations and removals, the module, the callback and the graph are freed."""
     model = nn.Linear(8, 8)
     heard: list[int] = []
     with torchwhere.watch(model):
@@ -617,9 +618,9 @@ def test_a_hundred_rounds_leave_nothing() -> None:
 
 
 def test_a_module_that_is_gone() -> None:
-    """If only the graph of a freed module is left, its backward is reported with None."""
+    """If only the graph of a deleted module is left, its backward is reported with None."""
     model = nn.Sequential(nn.Linear(8, 8))
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks("backward_enter")):
         loss = model(batch()).sum()
         del model
@@ -629,9 +630,8 @@ def test_a_module_that_is_gone() -> None:
 
 
 def test_threads() -> None:
-    """Callbacks run on the thread that runs the module; the calls of each thread are nested by
-    themselves."""
-    heard: dict[str, Told] = {name: Told() for name in ("a", "b")}
+    """Callbacks run on the thread that runs the module; the calls of each thread nest properly."""
+    heard: dict[str, Log] = {name: Log() for name in ("a", "b")}
     meet = threading.Barrier(2, timeout=20)
 
     def callback(key: str) -> Callable[[Any, ModuleCall], None]:
@@ -660,9 +660,9 @@ def test_threads() -> None:
 
 
 def test_a_backward_on_another_thread() -> None:
-    """A backward on another thread than the forward goes through the modules of the forward,
-    reported on its own thread."""
-    model, found, threads = nn.Sequential(nn.Linear(8, 8)), Told(), set()
+    """A backward on another thread than the forward passes through the modules of the forward, and
+    is reported on its own thread."""
+    model, found, threads = nn.Sequential(nn.Linear(8, 8)), Log(), set()
 
     def backward() -> None:
         loss.backward()
@@ -679,11 +679,11 @@ def test_a_backward_on_another_thread() -> None:
     assert threads == {"other"}
 
 
-def test_a_process_that_forks_is_not_called() -> None:
-    """A forked child calls no callbacks of its parent, and can register its own."""
+def test_callbacks_do_not_run_in_a_forked_child() -> None:
+    """A forked child runs no callback, and can register its own."""
     import os
 
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks("enter")) as handle:
         read, write = os.pipe()
         pid = os.fork()
@@ -697,7 +697,9 @@ def test_a_process_that_forks_is_not_called() -> None:
                 os.write(write, f"{before} {len(found.calls)}".encode())
             finally:
                 os._exit(0)
-        os.close(write)  # a child that fails writes nothing: an empty answer, and no wait for ever
+        os.close(
+            write
+        )  # a child that fails writes nothing: the parent reads an empty answer and does not wait forever
         os.waitpid(pid, 0)
         assert os.read(read, 100) == b"0 1"
         os.close(read)
@@ -709,10 +711,10 @@ def test_a_process_that_forks_is_not_called() -> None:
 
 
 def test_hooks_are_there_for_one_backward() -> None:
-    """No hook stays on a retained graph or a parameter after the callbacks are removed or the
+    """No hook stays on a retained graph or on a parameter after the callbacks are removed or the
     backward is over."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    found = Told()
+    found = Log()
     with on_module(**found.callbacks()):
         loss = model(batch()).sum()
         loss.backward(retain_graph=True)
@@ -720,13 +722,13 @@ def test_hooks_are_there_for_one_backward() -> None:
     found.calls.clear()
     loss.backward(retain_graph=True)
     with on_module(**found.callbacks("backward_enter")):
-        loss.backward()  # of calls that were made while nobody listened
+        loss.backward()  # calls that were made without any callback
     assert found.calls == []
 
 
 def test_compiled_as_ever() -> None:
-    """Callbacks add no frame, graph break or recompile; the compiled model is reported, with its
-    backward, and nothing inside it."""
+    """Callbacks add no frame, graph break or recompile; the compiled model and its backward are
+    reported, and nothing inside it."""
     from torch._dynamo.utils import counters
 
     def run() -> tuple[dict[str, Any], torch.Tensor]:
@@ -746,7 +748,7 @@ def test_compiled_as_ever() -> None:
         }, model.head.weight.grad
 
     handles: list[on_module] = []
-    found = Told()
+    found = Log()
     run()
     plain, expected = run()
     handles.append(on_module(**found.callbacks()))
@@ -755,19 +757,19 @@ def test_compiled_as_ever() -> None:
     torch._dynamo.reset()
     assert heard == plain
     assert torch.equal(grad, expected)
-    # the last in a session of its own, which counts anew
+    # the last in its own session, which counts from zero
     assert str(found) == ">/ </ {/ }/ >/1 </1 {/1 }/1 >/"
     assert {type(module) for _, module, _ in found.calls} == {Model}
 
 
 def _digest(kind: str, *, heard: bool) -> tuple[str, int]:
-    """Train for some steps; a digest of every loss, gradient, parameter and the random state; and
-    how often it was called."""
+    """Train for some steps. Returns a digest of every loss, gradient, parameter and the random
+    state, and how often callbacks ran."""
     torch.manual_seed(7)
     model = KINDS[kind]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     digest = hashlib.sha256()
-    found = Told()
+    found = Log()
     handle = on_module(**found.callbacks()) if heard else None
     for step in range(3):
         loss = model(batch(seed=step)).float().pow(2).mean()
@@ -791,9 +793,9 @@ def _identical(kind: str) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "tp", "checkpoint"])
 def test_training_is_bit_identical(two_ranks: Pool, kind: str) -> None:
-    """With all callbacks the bits are the same on every rank, and every module call is reported, in
-    forward and backward."""
-    # two layers of three modules are entered and left once more
+    """With all callbacks the results are bit-identical on every rank, and every module call is
+    reported, in forward and backward."""
+    # two layers of three modules each are entered and left once more
     recomputed = 2 * 2 * 3 if kind == "checkpoint" else 0
     for same, calls in two_ranks.run(_identical, kind):
         assert same

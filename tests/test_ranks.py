@@ -1,5 +1,5 @@
-"""Printing and logging from many ranks: whole lines, the right ranks, a file for each, records with
-their place."""
+"""Printing and logging from many ranks: complete lines, the right ranks, a file for each, records
+with their place."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def python(code: str, *arguments: str, **options: Any) -> subprocess.CompletedPr
     # Since Python 3.12 a fork beside threads warns.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
     return subprocess.run(
-        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60, **options
+        command, env=ENVIRONMENT, text=True, capture_output=True, timeout=400, **options
     )
 
 
 # -- whole lines -----------------------------------------------------------------------------------
 
-# Prints texts of many lines, some longer than a pipe holds, each line with the rank and the number
-# of its text.
+# Prints texts of many lines, some larger than a pipe's buffer. Each line has the rank and the
+# number of its text.
 WRITER = """
 import os, sys
 from torchwhere import print_rank
@@ -70,7 +70,7 @@ for text in range(texts):
 
 
 def assert_whole(lines: list[str], *, processes: int, texts: int) -> None:
-    """Every text is there, its lines together and in order."""
+    """Check that every text is complete, with its lines together and in order."""
     expected = {
         f"[{rank}] {text} 0 {'x' * 100}" for rank in range(processes) for text in range(texts)
     }
@@ -92,8 +92,8 @@ def assert_whole(lines: list[str], *, processes: int, texts: int) -> None:
 
 @pytest.mark.parametrize("destination", ["pipe", "file", "append"])
 def test_texts_of_many_processes_are_never_torn(destination: str, tmp_path: Path) -> None:
-    """Four processes print long texts of many lines into one pipe or file at once: every text comes
-    out in one piece."""
+    """Four processes print long texts of many lines into one pipe or file at once: every text stays
+    in one piece."""
     processes, texts, path = 4, 12, tmp_path / "out.txt"
     reading, writing = os.pipe()
     if destination != "pipe":
@@ -140,8 +140,7 @@ def test_real_ranks_print_whole(two_ranks: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "text"])
 def test_threads_print_whole(kind: str, no_rank: None) -> None:
-    """Threads of one process do not mix their texts either, whatever kind of stream they print
-    to."""
+    """Threads of one process do not mix their texts, for every kind of stream."""
     reading, writing = os.pipe()
     file = open(writing, "w") if kind == "pipe" else io.StringIO()  # noqa: SIM115
 
@@ -168,8 +167,8 @@ def test_threads_print_whole(kind: str, no_rank: None) -> None:
 def test_without_locks_it_still_prints(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Without fcntl, without a temporary folder, and on a file system without locks: printed all
-    the same."""
+    """Printing works without fcntl, without a temporary folder, and on a file system without
+    locks."""
     monkeypatch.setattr(locked_write, "fcntl", None)
     print_rank("no fcntl")
     monkeypatch.undo()
@@ -194,8 +193,8 @@ with locked_write._lock.held(int(sys.argv[1])):
 def test_a_dead_or_stopped_process_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """While another process holds the lock nothing is printed; one that was stopped is not waited
-    for for ever, and a dead one not at all."""
+    """While another process holds the lock nothing is printed; the wait for a stopped process is
+    limited, and a dead one does not block."""
     monkeypatch.setattr(locked_write, "_lock", locked_write._HostLock())
     reading, writing = os.pipe()
     command = [sys.executable, "-c", HOLDER, str(writing)]
@@ -218,7 +217,7 @@ def test_a_dead_or_stopped_process_does_not_stop_the_others(
 
 
 def test_a_pipe_that_does_not_block_is_waited_for() -> None:
-    """A non-blocking stdout that is full for a while costs time, not text."""
+    """A full non-blocking stdout costs time, not text."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     chunks: list[str] = []
@@ -237,7 +236,7 @@ def test_a_pipe_that_does_not_block_is_waited_for() -> None:
 
 
 def test_what_was_printed_before_comes_before(tmp_path: Path) -> None:
-    """Text that the program printed and Python still holds is not overtaken."""
+    """Earlier text in Python's buffer is printed first."""
     with open(tmp_path / "out.txt", "w") as file:
         print("first", file=file)
         print_rank("second", file=file)
@@ -246,15 +245,15 @@ def test_what_was_printed_before_comes_before(tmp_path: Path) -> None:
 
 
 def test_a_stream_without_unicode_gets_escapes(tmp_path: Path) -> None:
-    """What the stream cannot say is escaped; `print` would raise."""
+    """Characters that the stream cannot encode are escaped; `print` would raise."""
     with open(tmp_path / "out.txt", "w", encoding="ascii") as file:
         print_rank("∇", file=file)
     assert (tmp_path / "out.txt").read_text() == "[0] \\u2207\n"
 
 
 def test_forks_signals_and_no_stdout() -> None:
-    """A fork while a thread prints, a signal handler that prints in the middle of printing, no
-    stdout: nothing hangs."""
+    """Nothing hangs with a fork while a thread prints, a signal handler that prints while its
+    thread prints, or no stdout."""
     done = python("""
 import os, signal, sys, threading
 from torchwhere import print_rank, rank_log
@@ -284,8 +283,8 @@ print_rank("nowhere")
 
 
 def test_rank_before_and_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's RANK counts until there is a group; without either, or with nonsense, it is
-    rank 0."""
+    """The launcher's RANK counts until there is a group; without either, or with an invalid value,
+    the rank is 0."""
     monkeypatch.setenv("RANK", "3")
     assert get_rank() == 3
     monkeypatch.setenv("RANK", "three")
@@ -297,7 +296,7 @@ def test_rank_before_and_without_a_process_group(monkeypatch: pytest.MonkeyPatch
 def test_a_process_group_counts_more_than_the_environment(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once there is a group, its rank is the rank."""
+    """Once there is a group, its rank counts."""
     monkeypatch.setenv("RANK", "3")
     assert get_rank() == 0
 
@@ -308,7 +307,7 @@ def test_a_process_group_counts_more_than_the_environment(
 def test_only_the_ranks_asked_for_print(
     chosen: Any, printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ranks` is one rank, several, or all; every line that is printed begins with the rank."""
+    """`ranks` is one rank, several, or all; every printed line begins with the rank."""
     monkeypatch.setenv("RANK", "2")
     print_rank("a", 1, ranks=chosen, sep="-")
     print_rank("two\nlines\n", "", ranks=chosen, end="")
@@ -329,7 +328,7 @@ def test_only_the_ranks_asked_for_print(
 def test_wrong_choices_of_ranks(
     chosen: Any, error: type[Exception], message: str, no_rank: None
 ) -> None:
-    """What cannot be a choice of ranks is said, on every rank."""
+    """An invalid choice of ranks raises on every rank."""
     for ask in (
         lambda: print_rank("x", ranks=chosen),
         lambda: torchwhere.RankHandler(ranks=chosen),
@@ -340,7 +339,7 @@ def test_wrong_choices_of_ranks(
 
 
 def test_the_place_as_prefix(no_rank: None, capsys: pytest.CaptureFixture[str]) -> None:
-    """Asked for, every line begins with the place it was printed at."""
+    """On request, every line begins with the place of the call."""
     model = Model()
     model.head.register_forward_hook(lambda *_: print_rank("here\nand here", place=True))
     with torchwhere.watch(model):
@@ -357,8 +356,8 @@ def test_the_place_as_prefix(no_rank: None, capsys: pytest.CaptureFixture[str]) 
 def test_a_compiled_function_prints_every_time(
     no_rank: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Inside `torch.compile` it prints at every call, not once when it is compiled, and dynamo
-    leaves its code alone."""
+    """Inside `torch.compile` it prints at every call, not once at compile time, and dynamo does not
+    trace it."""
 
     @torch.compile(backend="eager")
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -378,8 +377,7 @@ def test_a_compiled_function_prints_every_time(
 
 
 def test_printing_and_logging_need_no_torch(tmp_path: Path) -> None:
-    """Where torch is not installed, and where it was not imported, all of this works and does not
-    import it."""
+    """If torch is not installed or not imported, printing and logging work and do not import it."""
     code = """
 import sys, logging
 if sys.argv[1] == "without": sys.modules["torch"] = None
@@ -402,8 +400,7 @@ assert sys.modules.get("torch") is None
 
 
 def test_each_rank_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line goes to the file of its rank, at once, behind what is there; a folder that is missing
-    is made."""
+    """A line is appended to the file of its rank at once; a missing folder is created."""
     monkeypatch.setenv("RANK", "1")
     rank_log("own", 1, folder=tmp_path / "logs")
     rank_log("another's", folder=tmp_path / "logs", rank=4)
@@ -416,8 +413,8 @@ def test_each_rank_has_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_rank: None) -> None:
-    """Without a folder: that of the watch, if it writes one, else the working directory, wherever
-    that is now."""
+    """Without a folder, files go to the folder of the watch, if it writes one, else to the current
+    working directory."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
@@ -434,7 +431,7 @@ def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_
 
 
 def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
-    """Lines do not go into a file that nobody can find."""
+    """If its file was deleted, a line goes into a new file."""
     rank_log("lost", folder=tmp_path, rank=0)
     (tmp_path / "log_rank_0.txt").unlink()
     rank_log("found", folder=tmp_path, rank=0)
@@ -442,8 +439,8 @@ def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
 
 def test_threads_and_forks_log_whole_lines(tmp_path: Path) -> None:
-    """Threads and a forked process write to the file of one rank; every line is there, whole;
-    nothing is left open at exit."""
+    """Threads and a forked process write to the file of one rank; every line is complete; nothing
+    is open at exit."""
     done = python(
         """
 import os, threading
@@ -466,7 +463,7 @@ import gc, torchwhere.api.printing
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_files_are_closed(tmp_path: Path) -> None:
-    """`close_logs`, which runs at exit, closes them."""
+    """`close_logs`, which runs at exit, closes the files."""
     rank_log("x", folder=tmp_path, rank=0)
     (file,) = printing._logs._files.values()
     printing.close_logs()
@@ -476,7 +473,7 @@ def test_files_are_closed(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    """The first line says so, with what to do."""
+    """The first line raises an error with advice."""
     (tmp_path / "file").touch()
     with pytest.raises(torchwhere.TorchwhereError) as raised:
         rank_log("x", folder=tmp_path / "file", rank=0)
@@ -490,8 +487,8 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             rank_log("x", folder=tmp_path, rank=rank)
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Lines that find no room are lost, and said to be; the job goes on."""
+def test_a_full_disk_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Lines that do not fit on the disk are lost, with one warning; the job goes on."""
     (tmp_path / "log_rank_0.txt").symlink_to("/dev/full")
     for _ in range(3):
         rank_log("x", folder=tmp_path, rank=0)
@@ -520,7 +517,8 @@ def logger() -> Iterator[logging.Logger]:
 
 
 def test_records_know_their_place(logger: logging.Logger, no_rank: None) -> None:
-    """The filter gives a record the place and its parts, and leaves logging's own fields alone."""
+    """The filter adds the place and its parts to a record, and leaves logging's own fields
+    alone."""
     seen: list[logging.LogRecord] = []
     logger.addFilter(torchwhere.PlaceFilter())
     handler = logging.Handler()
@@ -546,8 +544,8 @@ def test_records_know_their_place(logger: logging.Logger, no_rank: None) -> None
 def test_the_handler_writes_a_file_for_each_rank(
     logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records go to the rank's own file, with the place before them; a formatter of one's own is
-    used instead."""
+    """Records go to the rank's own file, prefixed by the place; a custom formatter replaces the
+    prefix."""
     monkeypatch.setenv("RANK", "5")
     handler = torchwhere.RankHandler(logging.INFO, folder=tmp_path)
     logger.addHandler(handler)
@@ -580,8 +578,8 @@ def test_the_handler_writes_whole_to_a_stream(
 def test_logging_inside_a_watch_never_recurses_nor_hangs(
     logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A place that logs when it is asked for and then raises, torchwhere's own records, a box that
-    is locked: every record is written once."""
+    """With a place that logs and raises, torchwhere's own records and a locked box, every record is
+    written once."""
     handler = torchwhere.RankHandler(folder=tmp_path)
     logger.addHandler(handler)
     own = logging.getLogger("torchwhere")
@@ -616,7 +614,7 @@ def test_logging_inside_a_watch_never_recurses_nor_hangs(
 def test_a_handler_that_cannot_write_does_not_fail_the_job(
     logger: logging.Logger, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As with every handler of logging: it is said on stderr, and the program goes on."""
+    """Like every logging handler, it prints the error to stderr, and the program goes on."""
     (tmp_path / "file").touch()
     logger.addHandler(torchwhere.RankHandler(folder=tmp_path / "file"))
     logger.error("lost")

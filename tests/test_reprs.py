@@ -324,7 +324,7 @@ for made in (run.comms().to_pandas, run.to_pandas):
         [sys.executable, "-c", code, results["run"].folder],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
     )
     said = (
         "to_pandas() needs pandas, which is not installed: pip install pandas. as_rows() returns"

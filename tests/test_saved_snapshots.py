@@ -1,5 +1,5 @@
-"""What a monitor has kept of a rank whose box is gone or cut: used where it is about this run, and
-no further than it goes."""
+"""The monitor's snapshots of a rank whose box is deleted or cut: the doctor uses them only for this
+run, and only for what they show."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from torchwhere.snapshots.read import fill_from_snapshots, is_of, saved_statuses
 from torchwhere.snapshots.write import OFTEN_S, SILENCE_S, SnapshotWriter
 
 RANKS, VICTIM = 16, 12
-LATE_NS = 1 << 61  # after everything that a box tells
+LATE_NS = 1 << 61  # after every record of a box
 
 
-def run_with_diary(folder: Path, *, read_ns: int = LATE_NS, fault: str = "missing") -> Path:
-    """A job in which one rank never comes to a collective, and what a monitor wrote down of it."""
+def run_with_snapshots(folder: Path, *, read_ns: int = LATE_NS, fault: str = "missing") -> Path:
+    """A job in which one rank never reaches a collective, with the monitor's snapshots."""
     make(Job(RANKS, steps=4, records=180, fault=fault, victim=VICTIM), folder)
     SnapshotWriter(folder).write(dict(read_run(folder).boxes), read_ns=read_ns, read_at=0.0)
     return folder
@@ -46,9 +46,9 @@ def damage(folder: Path, left: int | None) -> None:
 @pytest.mark.parametrize("fault", ["missing", "shape", "deadlock"])
 @pytest.mark.parametrize("left", [None, 0, 100, 30_000])
 def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | None) -> None:
-    """With the culprit's box gone or cut the verdict is the one with it, and what is missing is
-    said."""
-    whole = diagnose_folder(run_with_diary(tmp_path, fault=fault))
+    """With the culprit's box deleted or cut, the verdict is the same as with it, and lists what is
+    missing."""
+    whole = diagnose_folder(run_with_snapshots(tmp_path, fault=fault))
     damage(tmp_path, left)
     verdict = diagnose_folder(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.collective) == (
@@ -60,10 +60,10 @@ def test_a_rank_without_a_box_is_known(tmp_path: Path, fault: str, left: int | N
     assert f"calls of rank {VICTIM} come from a snapshot of its box" in verdict.missing_data
 
 
-def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
-    """What was read before this run began is about another one, in the same folder and under the
-    same name."""
-    run_with_diary(tmp_path, read_ns=WALL_NS - 1)
+def test_a_snapshot_of_an_earlier_run(tmp_path: Path) -> None:
+    """A snapshot from before this run belongs to another run in the same folder, with the same
+    name."""
+    run_with_snapshots(tmp_path, read_ns=WALL_NS - 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
     job_calls = calls_of_run(run)
@@ -72,9 +72,9 @@ def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
 
 
 def test_others_went_on(tmp_path: Path) -> None:
-    """What was read before the others did what they did last tells what a rank had done, and not
-    that it did nothing since."""
-    run_with_diary(tmp_path, read_ns=WALL_NS + 1)
+    """A snapshot from before the last records of the other ranks shows what a rank had done, but
+    not that it did nothing since."""
+    run_with_snapshots(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
     job_calls = fill_from_snapshots(run, calls_of_run(run))
@@ -91,16 +91,16 @@ def test_others_went_on(tmp_path: Path) -> None:
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits
 
 
-def test_whole_boxes_need_no_recollection(tmp_path: Path) -> None:
-    """Where every box can be read, nothing else is asked."""
-    run, job_calls = load_calls(run_with_diary(tmp_path))
+def test_whole_boxes_need_no_snapshot(tmp_path: Path) -> None:
+    """If every box is readable, no snapshot is used."""
+    run, job_calls = load_calls(run_with_snapshots(tmp_path))
     assert fill_from_snapshots(run, job_calls) is job_calls
 
 
 @pytest.mark.parametrize("spoil", ["flipped", "cut", "empty", "other run"])
-def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
-    """A damaged snapshot, or one of an earlier run in the folder, is as good as none."""
-    run_with_diary(tmp_path)
+def test_an_invalid_snapshot(tmp_path: Path, spoil: str) -> None:
+    """A damaged snapshot, or one of an earlier run in the folder, is ignored."""
+    run_with_snapshots(tmp_path)
     path = tmp_path / f"monitor-{socket.gethostname()}.snapshot"
     data = bytearray(path.read_bytes())
     if spoil == "other run":
@@ -119,8 +119,7 @@ def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
 
 
 def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
-    """Whether its rank came to a collective shows where all its counts say the same, and else it
-    does not."""
+    """A cut box shows whether its rank reached a collective only if all its counts agree."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, 30_000)
     for run, job_calls in (
@@ -139,8 +138,8 @@ def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:
         assert run.world_size == RANKS
 
 
-def test_sightings_of_a_rank_without_a_box(tmp_path: Path) -> None:
-    """They count if they are of this run, and of a rank that it has."""
+def test_statuses_of_a_rank_without_a_box(tmp_path: Path) -> None:
+    """Process statuses count if they belong to this run and to one of its ranks."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     damage(tmp_path, None)
     run = read_run(tmp_path)
@@ -156,7 +155,8 @@ def test_sightings_of_a_rank_without_a_box(tmp_path: Path) -> None:
 
 
 def test_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once in every silence, and every few seconds while something moves; not while nothing has."""
+    """Snapshots are written once per stall, and every few seconds while something moves; not while
+    nothing has changed."""
     now = 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     diary = SnapshotWriter(tmp_path)
@@ -173,8 +173,8 @@ def test_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_process_outlives_its_box(tmp_path: Path) -> None:
-    """A monitor goes on watching a process whose box is deleted: it is kept that it is there, and
-    then that it is gone."""
+    """A monitor goes on watching a process whose box is deleted: it records that the process is
+    alive, and later that it exited."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     run, monitor = read_run(tmp_path), Monitor(tmp_path)
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -201,7 +201,7 @@ def test_a_process_outlives_its_box(tmp_path: Path) -> None:
 
 
 def give_process(folder: Path, pid: int) -> None:
-    """All ranks are this process, on this host, and began a minute ago."""
+    """All ranks are this process, on this host, started a minute ago."""
     ago_ns = WALL_NS - time.time_ns() + 60 * 10**9
     for path in folder.glob("rank*.box"):
         box, data = read_box(path), bytearray(path.read_bytes())
@@ -219,10 +219,10 @@ def notes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("doctor-*")}
 
 
-def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
-    """Asked while a job is there and something is wrong, it keeps what it saw: asked again when all
-    is over and a box is gone, it says the same. What was kept stays when a box is gone already, and
-    of a job that is over nothing is kept."""
+def test_a_doctor_saves_its_input(tmp_path: Path) -> None:
+    """A doctor that finds a problem in a running job saves its input: after the job ended and a box
+    is deleted, it gives the same verdict. It saves nothing once a box is deleted or the job is
+    over."""
     make(Job(RANKS, steps=4, records=180, fault="shape", victim=VICTIM), tmp_path)
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
@@ -255,7 +255,7 @@ def test_a_doctor_keeps_what_it_went_by(tmp_path: Path) -> None:
 
 
 def test_a_job_that_is_well_is_left_alone(tmp_path: Path) -> None:
-    """A doctor that finds nothing writes nothing."""
+    """A doctor that finds no problem writes nothing."""
     make(Job(RANKS, steps=4, records=180), tmp_path)
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
@@ -267,9 +267,9 @@ def test_a_job_that_is_well_is_left_alone(tmp_path: Path) -> None:
     assert notes(tmp_path) == {}
 
 
-def test_a_death_that_somebody_saw(tmp_path: Path) -> None:
-    """A monitor's last look may be older than a doctor's, who found a process gone: it is, if it is
-    the same one."""
+def test_an_exit_that_the_doctor_saw(tmp_path: Path) -> None:
+    """The monitor's last status may be older than the doctor's, which found that a process had
+    exited: it counts if it is the same process."""
     whose = {"pid": 7, "host": "a", "run": ["", 0]}
     seen = {"alive": True, "alive_ns": 5, "state": "R"}
     gone = {"alive": False, "alive_ns": None, "gone_ns": 9, "ended": "signal 9"}

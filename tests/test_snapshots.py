@@ -1,5 +1,5 @@
-"""Letters between monitors: all that a verdict needs comes through, and nothing that anybody may
-send does harm."""
+"""Snapshots that monitors exchange: they contain everything that a verdict needs, and no received
+bytes do harm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.job_calls import JobCalls
 
-# pytest takes what is called Test
+# pytest collects classes that are called Test*
 from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
@@ -47,7 +47,7 @@ RANKS = range(8, 16)
 
 @pytest.fixture(scope="module")
 def boxes(tmp_path_factory: pytest.TempPathFactory) -> list[Box]:
-    """The second host of four, in a deadlock."""
+    """The second of four hosts, in a deadlock."""
     folder = tmp_path_factory.mktemp("boxes")
     make(Job(32, steps=4, records=180, fault="deadlock", victim=20), folder)
     return [read_box(folder / f"rank{rank}.box") for rank in RANKS]
@@ -62,13 +62,13 @@ def snapshot(boxes: list[Box]) -> HostSnapshot:
     return HostSnapshot("b", recent_calls(boxes)[0], seen, answers=7, is_last=True)
 
 
-def opened(data: bytes) -> HostSnapshot:
+def decoded(data: bytes) -> HostSnapshot:
     found = decode_snapshot(data)
     assert isinstance(found, HostSnapshot), found
     return found
 
 
-def admitted(found: HostSnapshot) -> JobCalls:
+def calls_of_snapshot(found: HostSnapshot) -> JobCalls:
     job_calls = JobCalls()
     job_calls.add_batch(
         found.batch, encoder=1, wanted={said.label.path for said in found.batch.rank_summaries}
@@ -76,8 +76,8 @@ def admitted(found: HostSnapshot) -> JobCalls:
     return job_calls
 
 
-def spoken(said: Said) -> dict[Any, Any]:
-    """All calls, in words that do not depend on who numbered what."""
+def issued_calls(said: Said) -> dict[Any, Any]:
+    """All calls of a rank, independent of the ids that an encoder gave them."""
     found = {}
     for key, calls in said.calls.items():
         title = (said.shared_ids.group(key), key.source, key.destination)
@@ -89,22 +89,21 @@ def spoken(said: Said) -> dict[Any, Any]:
 
 
 def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> None:
-    """Of every rank: its calls with place and fields, its counts, its last call, its place and
-    pace, as its box says."""
-    found = opened(encode_snapshot(snapshot))
+    """A snapshot has, for every rank, the calls with place and fields, the counts, the last call,
+    the place and the pace, as its box has them."""
+    found = decoded(encode_snapshot(snapshot))
     assert (found.host, found.statuses, found.answers) == ("b", snapshot.statuses, 7)
     assert (found.is_last, found.is_cut, found.ahead_ns) == (True, False, 0)
-    job_calls = admitted(found)
+    job_calls = calls_of_snapshot(found)
     assert sorted(job_calls.by_rank) == list(RANKS)
     for box in boxes:
         alone, told = JobCalls().add_box(box.rank, box), job_calls.by_rank[box.rank]
-        assert spoken(told) == spoken(alone)
+        assert issued_calls(told) == issued_calls(alone)
         assert told.last_collective == alone.last_collective
         assert {told.shared_ids.group(key).name: count for key, count in told.counts.items()} == {
             alone.shared_ids.group(key).name: count for key, count in alone.counts.items()
         }
-        # The arrays count from elsewhere once they are cut; everything else of a statement is the
-        # same.
+        # Cut arrays start at another number; every other field of a summary is equal.
         own = {"label", "parts", "last", "pairs_at"}
         assert {
             name: value for name, value in told.rank_summary._asdict().items() if name not in own
@@ -121,24 +120,24 @@ def test_everything_comes_through(boxes: list[Box], snapshot: HostSnapshot) -> N
 
 
 def test_the_end_comes_through(snapshot: HostSnapshot) -> None:
-    """How a rank ended and what it raised come through; a text of a megabyte is cut."""
+    """A snapshot has how a rank ended and its exception; a text of a megabyte is shortened."""
     place = Place(8, 3, "forward", module="a.b", call=1, line="train.py:9")
     error = Event("exception", 4, 50, place, {"text": "x" * 1_000_000, "fields": [1, 2]})
     end = Event("end", 5, 60, place, {"reason": "exception: ValueError: no"})
     said = snapshot.batch.rank_summaries[0]._replace(end=end, exceptions=(error,), place=place)
     changed = replace(snapshot, batch=replace(snapshot.batch, rank_summaries=[said]), statuses={})
-    (told,) = opened(encode_snapshot(changed)).batch.rank_summaries
+    (told,) = decoded(encode_snapshot(changed)).batch.rank_summaries
     assert (told.end, told.place) == (end, place)
     assert told.exceptions[0].fields == {"text": "x" * 2000}
 
 
 def test_clocks(snapshot: HostSnapshot) -> None:
-    """Times are given by the reader's clock: what a clock is ahead is taken off."""
+    """Times are on the reader's clock: the offset of the sender's clock is subtracted."""
     before, after = (
-        opened(encode_snapshot(snapshot)),
-        opened(encode_snapshot(replace(snapshot, ahead_ns=10**9))),
+        decoded(encode_snapshot(snapshot)),
+        decoded(encode_snapshot(replace(snapshot, ahead_ns=10**9))),
     )
-    one, other = (admitted(found).by_rank[8] for found in (before, after))
+    one, other = (calls_of_snapshot(found).by_rank[8] for found in (before, after))
     key, calls = next(iter(one.calls.items()))
     assert (
         one.issued_ns(key, calls.last) - other.issued_ns(next(iter(other.calls)), calls.last)
@@ -150,14 +149,14 @@ def test_clocks(snapshot: HostSnapshot) -> None:
 
 @pytest.mark.parametrize("calls", [1, 7, 64, 100])
 def test_cut(boxes: list[Box], calls: int) -> None:
-    """A cut snapshot has the newest calls of each rank, at least a few of every stream, whole
-    counts, and says that it is cut."""
+    """A cut snapshot has the newest calls of each rank, at least a few of every stream, full
+    counts, and a flag that it is cut."""
     batch, is_cut = recent_calls(boxes, calls=calls)
     assert is_cut
-    found = admitted(opened(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
+    found = calls_of_snapshot(decoded(encode_snapshot(HostSnapshot("b", batch, is_cut=is_cut))))
     for box in boxes:
         alone, told = JobCalls().add_box(box.rank, box), found.by_rank[box.rank]
-        whole, kept = spoken(alone), spoken(told)
+        whole, kept = issued_calls(alone), issued_calls(told)
         newest = sorted(
             (event.number for events in whole.values() for event in events), reverse=True
         )[:calls]
@@ -173,7 +172,7 @@ def test_cut(boxes: list[Box], calls: int) -> None:
 
 def test_no_boxes() -> None:
     """A host without a readable box writes a snapshot too."""
-    found = opened(encode_snapshot(HostSnapshot("b", recent_calls([])[0])))
+    found = decoded(encode_snapshot(HostSnapshot("b", recent_calls([])[0])))
     assert (found.host, found.batch.rank_summaries) == ("b", [])
 
 
@@ -191,7 +190,7 @@ def test_no_boxes() -> None:
     ids=["none", "one", "world", "row", "backwards", "two", "twice"],
 )
 def test_runs(ranks: tuple[int, ...], expected: list[list[int]]) -> None:
-    """Members of a group are told as a few rows of numbers."""
+    """The members of a group are encoded as a few rows of numbers."""
     assert rank_runs(ranks) == expected
     assert (
         tuple(first + step * index for first, count, step in expected for index in range(count))
@@ -219,7 +218,7 @@ def taken_apart(data: bytes) -> tuple[dict[str, Any], bytes]:
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_damage_is_refused(snapshot: HostSnapshot, data: st.DataObject) -> None:
-    """A snapshot that was cut, or with any byte changed, is refused: no rank is invented."""
+    """A snapshot that is cut, or has one changed byte, is refused: no rank is invented."""
     whole = encode_snapshot(snapshot)
     at = data.draw(st.integers(0, len(whole) - 1))
     flipped = whole[:at] + bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
@@ -230,8 +229,7 @@ def test_damage_is_refused(snapshot: HostSnapshot, data: st.DataObject) -> None:
 @given(st.binary(max_size=400))
 @settings(max_examples=200, deadline=None)
 def test_noise_is_refused(noise: bytes) -> None:
-    """Bytes of any kind, also where they are packed and sealed as a snapshot is, are refused with a
-    reason."""
+    """Random bytes, also packed and sealed like a snapshot, are refused with a reason."""
     packed = zlib.compress(noise)
     for data in (
         noise,
@@ -256,15 +254,11 @@ HOSTILE = st.one_of(
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    children = value.items() if isinstance(value, dict) else ()
     return [path] * bool(path) + [
-        found for name, each in inside for found in paths(each, (*path, name))
+        below for name, child in children for below in paths(child, (*path, name))
     ]
 
 
@@ -278,11 +272,11 @@ def head(snapshot: HostSnapshot) -> tuple[dict[str, Any], bytes, list[tuple[Any,
 @settings(
     max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_lies_do_no_harm(
+def test_wrong_content_does_no_harm(
     head: tuple[dict[str, Any], bytes, list[tuple[Any, ...]]], data: st.DataObject
 ) -> None:
-    """A snapshot whose seal is right and whose content is anything is refused, or fit for the
-    doctor, who gives some verdict."""
+    """A snapshot with a valid seal and arbitrary content is refused, or the doctor can give a
+    verdict on it."""
     found, arrays, everywhere = head
     changed = json.loads(json.dumps(found))
     for path in data.draw(st.lists(st.sampled_from(everywhere), min_size=1, max_size=2)):
@@ -291,7 +285,11 @@ def test_lies_do_no_harm(
             for name in path[:-1]:
                 into = into[name]
             into[path[-1]] = data.draw(HOSTILE)
-        except (TypeError, KeyError, IndexError):  # what was changed before is above it
+        except (
+            TypeError,
+            KeyError,
+            IndexError,
+        ):  # an earlier change replaced a value above this one
             continue
     if data.draw(st.booleans()):
         arrays = bytes(data.draw(st.binary(min_size=1, max_size=8))) + arrays[8:]
@@ -303,17 +301,17 @@ def test_lies_do_no_harm(
         run = RunSummary(Path("run"), {rank: labels[rank] for rank in sorted(labels)})
         if labels:
             assert diagnose(
-                run, statuses=told.statuses, now_ns=10**18, job_calls=admitted(told)
+                run, statuses=told.statuses, now_ns=10**18, job_calls=calls_of_snapshot(told)
             ).kind
 
 
 def changed_by(change: Callable[[dict[str, Any]], None]) -> Callable[[HostSnapshot], bytes]:
-    def change_letter(snapshot: HostSnapshot) -> bytes:
+    def change_snapshot(snapshot: HostSnapshot) -> bytes:
         found, arrays = taken_apart(encode_snapshot(snapshot))
         change(found)
         return sealed(found, arrays)
 
-    return change_letter
+    return change_snapshot
 
 
 def bomb(_: HostSnapshot) -> bytes:
@@ -394,12 +392,12 @@ def bomb(_: HostSnapshot) -> bytes:
 def test_reasons(
     snapshot: HostSnapshot, made: Callable[[HostSnapshot], bytes], reason: str
 ) -> None:
-    """What is wrong with a snapshot is said."""
+    """The error says what is wrong with a snapshot."""
     assert decode_snapshot(made(snapshot)) == InvalidSnapshot(reason)
 
 
 def test_size(boxes: list[Box]) -> None:
-    """A thousand collectives a rank, at times as irregular as can be, are a few KB a rank."""
+    """A thousand collectives per rank, at irregular times, take a few KB per rank."""
     for box in boxes:
         box.records["t_ns"] = np.sort(
             np.random.default_rng(box.rank).integers(0, 10**10, len(box.records))

@@ -1,5 +1,5 @@
-"""What Python stacks say: the user's line, whether a rank stands in its last collective, what holds
-it."""
+"""What Python stacks show: the user's line, whether a rank is inside its last collective, and what
+blocks it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def issued(
     thread: str = "MainThread",
     **fields: Any,
 ) -> Event:
-    """A collective as a testimony gives it."""
+    """A collective, as in `RankCalls`."""
     place = Place(rank=0, step=3, pass_="outside", line=line, thread=thread)
     return Event(
         "collective",
@@ -130,9 +130,9 @@ STANDING = {
 }
 
 
-def test_stands_in() -> None:
-    """Only a stack that is in the call, or where it is waited for, counts; where it may be, nothing
-    is said."""
+def test_is_inside_the_call() -> None:
+    """Only a stack inside the call, or inside its wait, counts; an unclear stack gives no
+    answer."""
     found = {
         name: is_in_collective(call, seen(*stack)) for name, (call, stack, _) in STANDING.items()
     }
@@ -215,8 +215,8 @@ HELD = {
 }
 
 
-def test_what_holds_a_rank(tmp_path: Path) -> None:
-    """What the user's line called says it, not what has called the user."""
+def test_what_blocks_a_rank(tmp_path: Path) -> None:
+    """The reason comes from the code that the user's line called, not from its callers."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
     rank_calls = calls_of_run(read_run(tmp_path)).by_rank[0]
     elsewhere = replace(
@@ -227,7 +227,7 @@ def test_what_holds_a_rank(tmp_path: Path) -> None:
 
 
 def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
-    """What runs the finished code of a graph passes through the compilers' files."""
+    """The frames of a running compiled graph pass through the compiler's files."""
     Player([[call([0, 1])], [call([0, 1])]]).play().write(tmp_path, [Skew(), Skew()], ["a", "a"])
     rank_calls = calls_of_run(read_run(tmp_path)).by_rank[0]
     stack = (
@@ -244,7 +244,7 @@ def test_a_compiled_graph_that_runs_is_not_compiling(tmp_path: Path) -> None:
 
 
 def test_the_files_are_there() -> None:
-    """The files of torch by which a compilation, or a build, is told are those of this torch."""
+    """The torch files that identify a compilation or a build exist in this torch."""
     home = Path(torch.__file__).parent
     dynamo = ("convert_frame", "symbolic_convert", "output_graph", "eval_frame")
     inductor = (
@@ -278,8 +278,8 @@ USER_LINES = {
 
 
 def test_user_line() -> None:
-    """Neither torch, nor what it has generated, nor torchwhere is the user's; a checkout of
-    torchwhere is a folder like any."""
+    """Frames of torch, of generated code and of torchwhere are not the user's; a checkout of
+    torchwhere is a normal folder."""
     assert {stack: user_line(stack) for stack in USER_LINES} == USER_LINES
 
 

@@ -1,4 +1,4 @@
-"""Who is late, by how much, and since when."""
+"""Which ranks are late, by how much, and since when."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WORLD = (0, 1, 2, 3)
 STEPS, SLOW_NS, USUAL_NS = 200, 15_000_000, 10_000_000
 
 
-def found(folder: Path, slow: range, *, on_time: range = range(0)) -> Straggler | None:
-    """Of a job whose rank 1 takes longer in some steps."""
+def straggler_of(folder: Path, slow: range, *, on_time: range = range(0)) -> Straggler | None:
+    """The straggler of a job whose rank 1 takes longer in some steps."""
 
     def program(rank: int) -> list[Act]:
         acts = []
@@ -41,8 +41,8 @@ def found(folder: Path, slow: range, *, on_time: range = range(0)) -> Straggler 
 
 @pytest.mark.parametrize("first", [3, 60, 140])
 def test_since_when(tmp_path: Path, first: int) -> None:
-    """The step in which it began is told, however long ago it was."""
-    late = found(tmp_path, range(first, STEPS))
+    """The verdict names the step in which a rank became late, however long ago."""
+    late = straggler_of(tmp_path, range(first, STEPS))
     assert late is not None
     assert (late.rank, late.ranks, late.steps, late.of_steps, late.since_step) == (
         1,
@@ -55,21 +55,21 @@ def test_since_when(tmp_path: Path, first: int) -> None:
 
 
 def test_late_once_more(tmp_path: Path) -> None:
-    """A few steps on time do not begin it anew; many do."""
+    """A few steps on time do not restart the count; many do."""
     short, long = (tmp_path / name for name in ("short", "long"))
     for folder in (short, long):
         folder.mkdir()
-    late = found(short, range(20, STEPS), on_time=range(100, 102))
+    late = straggler_of(short, range(20, STEPS), on_time=range(100, 102))
     assert late is not None
     assert late.since_step == 20
-    late = found(long, range(20, STEPS), on_time=range(100, 120))
+    late = straggler_of(long, range(20, STEPS), on_time=range(100, 120))
     assert late is not None
     assert late.since_step == 120
 
 
 def test_no_longer(tmp_path: Path) -> None:
-    """A rank that was late and is not any more is nobody's trouble."""
-    assert found(tmp_path, range(20, 150)) is None
+    """A rank that is no longer late is not reported."""
+    assert straggler_of(tmp_path, range(20, 150)) is None
 
 
 # -- by time, whoever and however often ------------------------------------------------------------
@@ -83,7 +83,7 @@ def played(
     rounds: int = STEPS,
     has_steps: bool = True,
 ) -> Straggler | None:
-    """Of a job in which each rank works so long in each round, and then meets the others."""
+    """A job in which each rank works for a given time in each round, and then meets the others."""
     world = range(ranks)
 
     def program(rank: int) -> list[Act]:
@@ -100,7 +100,7 @@ def played(
 
 
 def test_several_stragglers(tmp_path: Path) -> None:
-    """A slow host of several ranks: all of them are named, and with them no other."""
+    """All ranks of a slow host are named, and no others."""
     late = played(tmp_path, lambda rank, _: USUAL_NS + SLOW_NS * (rank in (1, 4)), ranks=6)
     assert late is not None
     assert late.ranks == (1, 4)
@@ -113,12 +113,12 @@ def test_several_stragglers(tmp_path: Path) -> None:
 
 
 def test_half_of_all_are_no_stragglers(tmp_path: Path) -> None:
-    """Where half of the ranks are slower, they are what is usual: nobody is late."""
+    """If half of the ranks are slower, that is the usual pace: no rank is late."""
     assert played(tmp_path, lambda rank, _: USUAL_NS + SLOW_NS * (rank < 2)) is None
 
 
 def test_late_now_and_then(tmp_path: Path) -> None:
-    """What is lost in every tenth round counts as much as what is lost in each; without steps,
+    """Time lost in every tenth round counts as much as time lost in each; without steps,
     collectives are counted."""
     often, seldom = (tmp_path / name for name in ("often", "seldom"))
     often.mkdir()
@@ -150,8 +150,8 @@ def test_late_now_and_then(tmp_path: Path) -> None:
 
 
 def test_dragged_along(tmp_path: Path) -> None:
-    """A rank that waits in one group for a slow one, and so comes late to another group, is not to
-    blame."""
+    """A rank that waits for a slow rank in one group, and is therefore late in another, is not
+    blamed."""
 
     def program(rank: int) -> list[Act]:
         pair, row = (rank // 2 * 2, rank // 2 * 2 + 1), (rank % 2, rank % 2 + 2)
@@ -172,8 +172,8 @@ def test_dragged_along(tmp_path: Path) -> None:
 
 
 def test_lost_once_at_calls_that_do_not_wait(tmp_path: Path) -> None:
-    """Whoever is late at the first of several asynchronous calls is as late at the others, and has
-    lost that time once."""
+    """A rank that is late at the first of several asynchronous calls is equally late at the others,
+    and has lost that time once."""
 
     def program(rank: int) -> list[Act]:
         some = [work(100_000), call(WORLD, is_async=True)] * 5
@@ -213,8 +213,8 @@ NOISE: dict[str, Callable[[random.Random, int, int], float]] = {
 
 @pytest.mark.parametrize("noise", NOISE)
 def test_no_false_alarm(tmp_path: Path, noise: str) -> None:
-    """A thousand steps of jobs that are uneven in other ways, looked at again and again: nobody is
-    late."""
+    """In a thousand steps of jobs that are uneven in other ways, checked again and again, no rank
+    is late."""
     chance = random.Random(noise)
     for rounds in (60, 250, 1000):
         folder = tmp_path / str(rounds)
@@ -229,7 +229,7 @@ def test_no_false_alarm(tmp_path: Path, noise: str) -> None:
 
 
 def crowded(folder: Path, queued: list[float], *, rounds: int) -> Straggler | None:
-    """Rank 1 takes longer in each step, and each rank waits for a CPU for such a share of the
+    """Rank 1 takes longer in each step, and each rank waits for a CPU for a given share of the
     time."""
 
     def program(rank: int) -> list[Act]:
@@ -243,8 +243,8 @@ def crowded(folder: Path, queued: list[float], *, rounds: int) -> Straggler | No
 
 
 def test_crowded_cores(tmp_path: Path) -> None:
-    """Where all ranks of a host wait for CPUs, one that is late for some seconds is not named; for
-    half a minute, it is."""
+    """If all ranks of a host wait for CPUs, a rank that is late for some seconds is not named;
+    after half a minute it is."""
     everybody = [0.4, 0.6, 0.4, 0.4]
     assert crowded(tmp_path / "short", everybody, rounds=400) is None
     late = crowded(tmp_path / "long", everybody, rounds=2600)
@@ -253,8 +253,8 @@ def test_crowded_cores(tmp_path: Path) -> None:
 
 
 def test_a_crowded_core(tmp_path: Path) -> None:
-    """Where one rank waits for a CPU and its neighbours do not, it is named after five seconds, and
-    why it is late is said."""
+    """If one rank waits for a CPU and its neighbours do not, it is named after five seconds, with
+    the reason."""
     assert crowded(tmp_path / "short", [0.0, 0.6, 0.0, 0.0], rounds=120) is None
     late = crowded(tmp_path / "long", [0.0, 0.6, 0.0, 0.0], rounds=400)
     assert late is not None
@@ -266,7 +266,8 @@ def test_a_crowded_core(tmp_path: Path) -> None:
 
 
 def test_late_for_another_reason(tmp_path: Path) -> None:
-    """Whoever loses more than a CPU could have saved is named at once, on a crowded host too."""
+    """A rank that loses more time than CPU contention explains is named at once, on a crowded host
+    too."""
     late = crowded(tmp_path / "run", [0.2] * 4, rounds=60)
     assert late is not None
     assert (late.ranks, late.lacks_cpu) == ((1,), False)
@@ -274,7 +275,7 @@ def test_late_for_another_reason(tmp_path: Path) -> None:
 
 
 def test_pace_without_steps(tmp_path: Path) -> None:
-    """A job that counts no steps has a pace too: collectives a second."""
+    """A job without steps has a pace too: collectives per second."""
     played(tmp_path, lambda _, __: USUAL_NS, has_steps=False)
     found = pace_of(calls_of_run(read_run(tmp_path)))
     assert (found.steps_per_s, found.last_step) == (None, None)

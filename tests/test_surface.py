@@ -190,7 +190,7 @@ def test_examples_print_what_stands_below_them() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert (done.returncode, done.stderr) == (0, "")
     for (name, program, output), printed in zip(found, json.loads(done.stdout), strict=True):
@@ -215,7 +215,7 @@ def test_documented_options_exist() -> None:
         [sys.executable, "-m", "torchwhere", "run", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=400,
     )
     assert set(re.findall(r"^  (--?[\w-]+)", done.stdout, re.MULTILINE)) - {"-h"} == documented
 

@@ -38,7 +38,7 @@ from torchwhere.model.module_names import NameTable
 
 
 class Quantized(torch.Tensor):
-    """A wrapper subclass with two inner tensors, as quantization libraries have them."""
+    """A wrapper subclass with two inner tensors, as in quantization libraries."""
 
     values: torch.Tensor
     scale: torch.Tensor
@@ -116,8 +116,7 @@ MODELS = [sharded, tensor_parallel, quantized, plain]
 
 @pytest.fixture
 def swapping(request: pytest.FixtureRequest, one_rank: None) -> Iterator[Callable[[], nn.Module]]:
-    """Makes a model whose parameters are swapped by `.to()`: a plain one only if torch is set to do
-    so."""
+    """Makes a model whose parameters `.to()` swaps: a plain model only if torch is set to do so."""
     make = request.param
     torch.__future__.set_swap_module_params_on_conversion(make is plain)
     yield make
@@ -136,7 +135,7 @@ def train(model: nn.Module) -> torch.Tensor:
 
 
 def convert(model: nn.Module) -> None:
-    """There and back: FSDP2 does not train on in another dtype."""
+    """Convert there and back: FSDP2 cannot continue to train in another dtype."""
     ids = {name: id(param) for name, param in model.named_parameters()}
     for dtype in (torch.float64, torch.float32):
         model.to(dtype)
@@ -163,8 +162,8 @@ def test_in_a_watch_and_after_it(swapping: Callable[[], nn.Module]) -> None:
 
 @every_model
 def test_the_names_hold(swapping: Callable[[], nn.Module]) -> None:
-    """After a swap each parameter has its own name, in the watch and in `names()`, and backward
-    names it too."""
+    """After a swap each parameter keeps its own name, in the watch, in `names()` and in
+    backward."""
     model = swapping()
     expected = {name: [name] for name, _ in model.named_parameters()}
     with torchwhere.watch(model):
@@ -184,8 +183,7 @@ def test_the_names_hold(swapping: Callable[[], nn.Module]) -> None:
 
 @every_model
 def test_to_empty(swapping: Callable[[], nn.Module]) -> None:
-    """A model on the meta device whose names were asked for, in a watch that was given it, can be
-    materialized."""
+    """A model on the meta device can be materialized after `names()`, in a watch of that model."""
     with torch.device("meta"):
         model = swapping()
     with torchwhere.watch(model):
@@ -197,8 +195,7 @@ def test_to_empty(swapping: Callable[[], nn.Module]) -> None:
 
 
 def test_swapped_by_hand() -> None:
-    """`swap_tensors` on two parameters of a watched model changes what they hold, and neither
-    name."""
+    """`swap_tensors` on two parameters of a watched model swaps their content, and no name."""
     model = Model()
     with torchwhere.watch(model):
         names = torchwhere.names(model)
@@ -243,7 +240,7 @@ def _phases(model: nn.Module) -> None:
 
 
 def _error(model: nn.Module) -> None:
-    """In a hook, in backward: FSDP2 cannot be converted after an error in its forward."""
+    """Raises in a hook, in backward: FSDP2 cannot be converted after an error in its forward."""
     loss = model(batch()).sum()
     loss.register_hook(lambda _gradient: 1 / 0)
     with contextlib.suppress(ZeroDivisionError):
@@ -327,7 +324,7 @@ USES: dict[str, Callable[[nn.Module], object]] = {
     "swapping", [sharded, tensor_parallel], indirect=True, ids=lambda make: make.__name__
 )
 def test_after_each_function(swapping: Callable[[], nn.Module], use: str) -> None:
-    """Parameters can be swapped after each function of torchwhere that is given a model or a
+    """Parameters can be swapped after each function of torchwhere that takes a model or a
     tensor."""
     model = swapping()
     with torchwhere.watch(model):
@@ -352,8 +349,8 @@ def what_sits_on(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def after_a_step(make: Callable[[], nn.Module]) -> list[tuple[Any, ...]]:
-    """What sits on the tensors of a job after a step: parameters, gradients, buffers, input,
-    output."""
+    """The references, hooks and attributes of a job's tensors after a step: parameters, gradients,
+    buffers, input, output."""
     model, data = make(), batch().requires_grad_()
     model.register_buffer("mean", torch.zeros(2))
     out = model(data)
@@ -365,15 +362,15 @@ def after_a_step(make: Callable[[], nn.Module]) -> list[tuple[Any, ...]]:
 
 @every_model
 def test_nothing_sits_on_a_tensor(swapping: Callable[[], nn.Module]) -> None:
-    """Every tensor of a watched job has as many references, hooks and attributes as in one that is
-    not watched."""
+    """Every tensor of a watched job has as many references, hooks and attributes as in an unwatched
+    one."""
     alone = after_a_step(swapping)
     with torchwhere.watch():
         assert after_a_step(swapping) == alone
 
 
 def test_a_model_that_was_in_ddp(one_rank: None) -> None:
-    """Once DDP is gone, the parameters whose buckets the watch has learned can be swapped."""
+    """After DDP is deleted, the parameters of its recorded buckets can be swapped."""
     model = Model()
     with torchwhere.watch():
         wrapped = DistributedDataParallel(model, bucket_cap_mb=1e-4)
@@ -389,7 +386,7 @@ def test_a_model_that_was_in_ddp(one_rank: None) -> None:
 
 
 def test_a_new_tensor_with_an_old_id_has_no_name() -> None:
-    """A tensor that gets the id of a parameter that is gone does not get its name."""
+    """A tensor that reuses the id of a deleted parameter does not get its name."""
     model, table = Model(), NameTable()
     table.add_root(model)
     kept, old, data = [], id(model.head.weight), torch.zeros(2)
@@ -407,7 +404,7 @@ def test_a_new_tensor_with_an_old_id_has_no_name() -> None:
 
 
 def test_a_tied_parameter_that_is_replaced_in_one_place() -> None:
-    """It keeps the name of the place where it still is."""
+    """A tied parameter that is replaced in one place keeps the name of the other."""
     model, table = Model(), NameTable()
     model.tied = nn.Linear(8, 8)
     tied = model.tied.weight = model.head.weight
@@ -417,9 +414,9 @@ def test_a_tied_parameter_that_is_replaced_in_one_place() -> None:
     assert table.param_names(tied) == ["tied.weight"]
 
 
-def test_a_stranger_is_not_looked_for_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of no model causes few walks, however often it is asked for; once it is in the
-    model, it is found."""
+def test_a_foreign_tensor_is_not_searched_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repeated lookups of a tensor of no model cause few walks; once it is in the model, it is
+    found."""
     model, table, walks = Model(), NameTable(), []
     table.add_root(model)
     refresh = NameTable.refresh
@@ -437,7 +434,7 @@ def test_a_stranger_is_not_looked_for_each_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def _swapped_after_each_step(folder: Path) -> list[list[tuple[Any, ...]]]:
-    """The collectives of each step, with their place and what they are for."""
+    """The collectives of each step, with their place and beneficiary."""
     model, steps = sharded(), 3
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with torchwhere.watch(out=folder):

@@ -1,5 +1,5 @@
-"""`torchwhere top` without a terminal: what a glance at a box says, who stands still, who waits,
-what is shown at any size."""
+"""`torchwhere top` without a terminal: what a look at a live box shows, which ranks stall, which
+wait, and the screen at any size."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ EVIL = "bad\x1b[31m\u202emirror\nline\x07"
 
 
 class Writer:
-    """A rank that does as it is told: a real box, written by the library's own writer, on a clock
-    of the test."""
+    """A rank controlled by the test: a real box, written by the library's own writer, on a clock of
+    the test."""
 
     def __init__(self, folder: Path, rank: int, *, world: int = 2, **meta: Any) -> None:
         known = {
@@ -154,9 +154,8 @@ class Watcher:
 # -- a glance --------------------------------------------------------------------------------------
 
 
-def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
-    """Step, place, counts and last collective are those that reading the whole box gives, on every
-    rank."""
+def test_live_box_agrees_with_the_full_box(tmp_path: Path) -> None:
+    """Step, place, counts and last collective equal those of the full reader, on every rank."""
     make(Job(64, steps=2, records=64, fault="missing", victim=9), tmp_path)
     names = NameReader()
     for path in tmp_path.glob("*.box"):
@@ -191,9 +190,8 @@ def test_glance_says_what_the_box_says(tmp_path: Path) -> None:
         assert live_box.moved_ns == box.last_ns
 
 
-def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> None:
-    """Names, streams and the end that come while it looks are seen, whatever the number of
-    streams."""
+def test_live_box_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> None:
+    """New names, streams and the end appear in an open live box, for any number of streams."""
     writer, _ = ranks()
     (live_box,) = Watcher([writer]).glances
     assert live_box.look()
@@ -209,13 +207,12 @@ def test_glance_follows_a_growing_box(ranks: Callable[..., list[Writer]]) -> Non
     assert max(live_box.counts().values()) == 7
     writer.end("exit 3", 3)
     assert live_box.look()
-    assert not live_box.look()  # the last record is read when nothing moves any more
+    assert not live_box.look()  # the last record is read after all progress has stopped
     assert live_box.ended == "exit 3"
 
 
-def test_glance_at_damage(tmp_path: Path) -> None:
-    """A box that is cut or damaged anywhere is looked at without an error, and what is gone is not
-    made up."""
+def test_live_box_of_a_damaged_file(tmp_path: Path) -> None:
+    """A live view of a cut or damaged box raises no error and invents nothing."""
     make(Job(16, steps=1, records=16), tmp_path / "made")
     whole = (tmp_path / "made" / "rank3.box").read_bytes()
     path, chance = tmp_path / "rank3.box", random.Random(0)
@@ -240,7 +237,7 @@ def test_glance_at_damage(tmp_path: Path) -> None:
 
 
 def train(writers: list[Writer], watcher: Watcher, *, steps: int, step_s: float = 0.5) -> float:
-    """All ranks go through some steps, and are looked at; when it ends."""
+    """Let all ranks go through some steps, with polls. Returns the end time."""
     for step in range(steps):
         for writer in writers:
             writer.step(step, step * step_s)
@@ -250,8 +247,8 @@ def train(writers: list[Writer], watcher: Watcher, *, steps: int, step_s: float 
 
 
 def test_hang_is_seen_within_two_seconds(ranks: Callable[..., list[Writer]]) -> None:
-    """When one rank does not issue what the others do, it is blamed, they wait for it, and nobody
-    was accused before."""
+    """When one rank does not issue the collective of the others, it is blamed, the others wait for
+    it, and no rank was blamed before."""
     writers = ranks(4)
     watcher = Watcher(writers)
     end_s = train(writers, watcher, steps=10)
@@ -275,7 +272,7 @@ def test_hang_is_seen_within_two_seconds(ranks: Callable[..., list[Writer]]) -> 
 
 
 def test_slow_steps_are_no_hang(ranks: Callable[..., list[Writer]]) -> None:
-    """A rank may stand still for as long as a few of its steps take, and no longer."""
+    """A rank may pause as long as a few of its steps take, and no longer."""
     writers = ranks(1)
     watcher = Watcher(writers)
     end_s = train(writers, watcher, steps=4, step_s=10)
@@ -294,7 +291,7 @@ def test_a_start_is_no_hang(ranks: Callable[..., list[Writer]]) -> None:
 
 
 def test_looping_rank_is_blamed(ranks: Callable[..., list[Writer]]) -> None:
-    """A rank that moves and issues nothing is the one that the others wait for: `BEHIND`."""
+    """A rank that moves but issues nothing is the rank that the others wait for: `BEHIND`."""
     writers = ranks()
     watcher = Watcher(writers)
     end_s = train(writers, watcher, steps=5)
@@ -307,7 +304,7 @@ def test_looping_rank_is_blamed(ranks: Callable[..., list[Writer]]) -> None:
 
 
 def test_ends_and_stops(ranks: Callable[..., list[Writer]]) -> None:
-    """Finished, dead by its own word, gone without one, stopped: each has its state."""
+    """Finished, failed with a record, exited without one, stopped: each has its state."""
     writers = ranks(4)
     watcher = Watcher(writers)
     writers[0].end("exit", 1)
@@ -377,7 +374,7 @@ def test_poller_reads_in_slices(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> RunNow:
-    """10,240 ranks: rank 777 stands still, eight wait for it, all others move."""
+    """10,240 ranks: rank 777 stalls, eight wait for it, all others move."""
     folder = tmp_path_factory.mktemp("many")
     make(Job(16, steps=1, records=16), folder)
     names = NameReader()
@@ -457,7 +454,7 @@ def test_keys(many: RunNow) -> None:
         ("rank", 30),
         ("rank", 31),
     )
-    assert press("s", "home").rows(many, 30)[0].id[1] in range(760, 778)  # the oldest first
+    assert press("s", "home").rows(many, 30)[0].id[1] in range(760, 778)  # oldest first
     assert press("s", "s").sort == "speed"
     assert press("home").rows(many, 30)[0].id == ("rank", 4000)
     assert [
@@ -479,7 +476,7 @@ def test_keys(many: RunNow) -> None:
 
 @pytest.mark.parametrize("is_ascii", [False, True])
 def test_every_size(many: RunNow, is_ascii: bool) -> None:
-    """At every width and height there are so many lines, and none is wider than the screen."""
+    """At every width and height the screen has exactly that many lines, and none is too wide."""
     small = RunNow(
         "run", START_NS, many.ranks[755:780], world_size=10240, missing=tuple(range(755))
     )
@@ -525,7 +522,7 @@ def test_numbers_fit() -> None:
 
 
 def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> None:
-    """Names with escape sequences, direction marks and line breaks reach neither the screen nor a
+    """Escape sequences, direction marks and line breaks in names reach neither the screen nor a
     file."""
     (writer,) = ranks(1, host=EVIL)
     writer.enter(EVIL, 1)
@@ -559,15 +556,15 @@ def test_hostile_names(ranks: Callable[..., list[Writer]], tmp_path: Path) -> No
 def top(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torchwhere", "top", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"COLUMNS": ""}
+        command, capture_output=True, text=True, timeout=400, env=os.environ | {"COLUMNS": ""}
     )
 
 
 def test_a_stop_is_marked_before_it_is_a_hang(
     ranks: Callable[..., list[Writer]],
 ) -> None:
-    """While the doctor still calls the job healthy, a marked rank and the line of the verdict do
-    not contradict each other."""
+    """While the doctor still calls the job healthy, a marked rank and the verdict line do not
+    contradict each other."""
     writers = ranks(2)
     watcher = Watcher(writers)
     healthy = {"kind": "healthy", "text": "HEALTHY  2 ranks\nAll 2 ranks move. Step 4."}
@@ -583,8 +580,8 @@ def test_a_stop_is_marked_before_it_is_a_hang(
 
 
 def test_plain_snapshot(tmp_path: Path) -> None:
-    """Into a pipe it prints one look with the verdict, uncut and uncoloured, a line a rank; as JSON
-    one object."""
+    """Into a pipe it prints one snapshot with the verdict, uncut and without colour, one line per
+    rank; as JSON one object."""
     make(Job(16, steps=2, records=64, fault="dead", victim=5), tmp_path)
     done = top(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -620,8 +617,8 @@ def test_plain_snapshot(tmp_path: Path) -> None:
 
 
 def test_plain_waits_for_a_run(tmp_path: Path) -> None:
-    """With an interval it waits for a run that has not begun, says so once, and ends when the job
-    is over."""
+    """With an interval it waits for a run that has not started, says so once, and exits when the
+    job is over."""
     command = [
         sys.executable,
         "-m",
@@ -644,7 +641,7 @@ def test_plain_waits_for_a_run(tmp_path: Path) -> None:
         writer.step(8, 1)
         time.sleep(0.3)
         writer.end("exit", 2)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=400)
     writer.box.close()
     assert process.returncode == 0
     assert re.search(r"^the rank has finished$", out, re.MULTILINE)
@@ -708,7 +705,7 @@ def test_bad_input(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What cannot be shown is said on stderr, with exit code 2."""
+    """An error goes to stderr, with exit code 2."""
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     Path("foreign").mkdir()

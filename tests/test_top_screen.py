@@ -32,7 +32,7 @@ for step in itertools.count():
     optimizer.step()
     time.sleep(0.05)
 """
-PATIENCE_S = 60.0  # of the tests, on a machine that has other things to do
+PATIENCE_S = 300.0  # the machine may be busy
 
 if shutil.which("tmux") is None and not os.environ.get("TORCHWHERE_NEEDS_TMUX"):
     pytest.skip("there is no tmux to drive the screen in", allow_module_level=True)
@@ -63,7 +63,7 @@ class Tmux:
     def __call__(self, *arguments: str) -> str:
         command = ["tmux", "-u", "-f", "/dev/null", "-S", self._socket, *arguments]
         done = subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=30, check=True
+            command, env=self._environment, capture_output=True, text=True, timeout=400, check=True
         )
         return done.stdout
 
@@ -121,7 +121,7 @@ class Tmux:
         subprocess.run(
             ["tmux", "-S", self._socket, "kill-server"],
             capture_output=True,
-            timeout=30,
+            timeout=400,
             check=False,
         )
 

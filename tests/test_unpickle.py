@@ -150,7 +150,7 @@ def test_hostile_files_take_bounded_memory() -> None:
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=400,
     )
     assert (done.stdout.strip(), done.stderr) == (str(len(HOSTILE)), "")
 

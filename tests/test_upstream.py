@@ -102,6 +102,7 @@ def found_in(checkout: Path) -> dict[str, Any]:
     return dict(json.loads((checkout / "found.json").read_text()))
 
 
+@pytest.mark.exhaustive
 def test_what_differs_is_listed(checkout: Path) -> None:
     """Cases that pass in only one mode are listed, also those of spawned processes; cases that
     always fail and flaky cases are not."""
@@ -134,6 +135,7 @@ def test_what_differs_is_listed(checkout: Path) -> None:
     assert f"  {case}unpatched: passed plain, failed watched: AssertionError:" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_nothing_differs(checkout: Path) -> None:
     """Without a difference the exit code is 0; a missing file is named; `-k` and `--modes`
     select."""
@@ -151,6 +153,7 @@ def test_nothing_differs(checkout: Path) -> None:
     }
 
 
+@pytest.mark.exhaustive
 def test_a_hang_is_a_difference(checkout: Path) -> None:
     """A case that hangs when watched is listed as not run; the cases before it have their results;
     its processes are killed."""
@@ -219,11 +222,9 @@ def test_what_is_run_again() -> None:
         asked.append((mode, list(names)))
         if mode == "plain":
             return ran(dict.fromkeys(names, PASSED))
-        return (
-            ran({}, timed_out=True)
-            if "hangs" in names
-            else ran({name: PASSED if name == "varies" else FAILED for name in names})
-        )
+        if "hangs" in names:
+            return ran({}, timed_out=True)
+        return ran({name: PASSED if name == "varies" else FAILED for name in names})
 
     first = {
         "plain": ran({"same": PASSED, "hangs": PASSED, "fails": PASSED, "varies": PASSED}),
