@@ -28,7 +28,8 @@ from torchwhere.drop_in.compile_safe import Hook, ModuleFilter, PostForward, com
 from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
 from torchwhere.hooks import _torch
 from torchwhere.hooks.listeners import ModuleCall, ModuleEntry
-from torchwhere.model.module_names import NameTable, walk
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk
 from torchwhere.recorder.session import Session
 
 __all__ = ["ModTracker", "ModuleTracker"]
@@ -79,7 +80,7 @@ class ModuleTracker(TrackerHooks):
         if self._session is not None:
             name = self._session.modules.name_of(mod)
         else:
-            name = next(iter(self._names.modules.get(id(mod), ())), None)
+            name = next(iter(self._names.known_names(mod)), None)
         return self._asked.get(mod) if name is None else self._fqn(name)
 
     def _get_mod_name(self, mod: nn.Module) -> str:

@@ -13,7 +13,8 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import islice, repeat
+from operator import is_
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ _MOST_FRAMES = 32
 _MOST_VALUES = 400  # variables and attributes that are looked at for one call
 _MOST_INSIDE = 64  # of them in one container or object
 _MOST_MODULES = 400  # that are visited for one call
+_MOST_COMPARED = 20_000  # children of one of them: a comparison takes 15 ns
 _HOLDS_NO_MODULE = frozenset(
     {str, bytes, int, float, bool, type(None), type, CodeType, FrameType, FunctionType, ModuleType}
 )
@@ -72,16 +74,19 @@ class _Search:
         visited: set[int] = set()
         while pending and self._left > 0:
             module, outer = pending.popleft()
-            children = module.__dict__.get("_modules")
-            if id(module) in visited or not children:
+            if id(module) in visited:
                 continue
             visited.add(id(module))
-            self._left -= 1 + len(children)
-            for child in list(children.values()):
-                if child is inner:
-                    return outer
-                if child is not None:
-                    pending.append((child, outer))
+            children = module.__dict__.get("_modules") or {}
+            if any(map(is_, islice(children.values(), _MOST_COMPARED), repeat(inner))):
+                return outer
+            opened = list(islice(children.values(), self._left))
+            self._left -= 1 + len(opened)
+            pending += [
+                (child, outer)
+                for child in opened
+                if child is not None and child.__dict__.get("_modules")
+            ]
         return None
 
 

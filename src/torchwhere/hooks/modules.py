@@ -12,7 +12,6 @@ frame is marked for dynamo to step over.
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -31,11 +30,12 @@ from torchwhere.blackbox.file_format import (
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Pass
-from torchwhere.hooks import _torch, native_calls, python_stack
+from torchwhere.hooks import _torch, native_calls
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
+from torchwhere.hooks.foreign_modules import OUTSIDE
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
+from torchwhere.hooks.module_naming import ModuleNamer
 from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
 from torchwhere.hooks.threads import (
     FIRST_MODULE_WORD,
@@ -46,7 +46,8 @@ from torchwhere.hooks.threads import (
     Track,
     pass_of,
 )
-from torchwhere.model.module_names import NameTable, innermost, wrapped
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.wrappers import wrapped
 
 FORWARD_BITS = Pass.FORWARD << PASS_SHIFT
 ENTER, EXIT = int(Kind.MODULE_ENTER), int(Kind.MODULE_EXIT)
@@ -78,14 +79,15 @@ class ModuleHook:
         self._bases: dict[int, int] = {} if box.native is None else box.native.Words()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
-        self._root: weakref.ref[nn.Module] | None = None
-        self._naming = threading.RLock()
-        self._root_is_given = False
-        self._strangers = ForeignModules(locator.names)
+        self._namer = ModuleNamer(
+            locator.names,
+            text_of=locator.text_of,
+            current_step=current_step,
+            forget=self._forget,
+        )
         # of each module in this step
         self.calls: dict[int, int] = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
-        self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
         self._wrapper: Any = None
         self._is_aside = False
@@ -130,18 +132,13 @@ class ModuleHook:
         self._is_aside = False
 
     def add_model(self, model: nn.Module) -> None:
-        """Name a model given by the user. The first one is the root; another one given later has
-        its class as prefix."""
-        if not self._locator.names.modules.get(id(model)):
-            self._locator.names.add_root(
-                model, prefix=self._strangers.prefix(model) if self._root is not None else ""
-            )
-        if self._root is None:
-            self._set_root(model)
-            self._root_is_given = True
+        """Name a model that the user passed."""
+        self._namer.add_model(model)
 
-    def _set_root(self, root: nn.Module) -> None:
-        self._root, self.root_class = weakref.ref(root), type(innermost(root)).__name__
+    @property
+    def root_class(self) -> str:
+        """The class of the model whose names have no prefix."""
+        return self._namer.root_class
 
     @property
     def names(self) -> NameTable:
@@ -152,8 +149,7 @@ class ModuleHook:
         base = self._bases.get(id(module))
         if base:
             return self._locator.text_of(abs(base) >> MODULE_SHIFT)
-        names = self._locator.names.modules.get(id(module))
-        return names[0] if names else None
+        return next(iter(self._locator.names.known_names(module)), None)
 
     def is_wrapper(self, module: nn.Module) -> bool:
         """Whether a module that was called is a wrapper around another one."""
@@ -318,8 +314,7 @@ class ModuleHook:
         track.ready()
         base = self._bases.get(id(module))
         if base is None:
-            base = self._bases[id(module)] = self._name(module, below)
-            self._refs[id(module)] = weakref.ref(module, self._forgetter(id(module)))
+            base = self._first_call(module, below)
         if base == _TRANSPARENT:
             return below
         is_wrapper, base = base < 0, abs(base)
@@ -334,6 +329,21 @@ class ModuleHook:
         if not is_wrapper:  # a wrapper's call is that of the module inside it
             self.calls[base] = call + 1
         return base | call
+
+    def _first_call(self, module: nn.Module, below: int) -> int:
+        """Name a module. Returns its word without a call."""
+        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
+        name = self._namer.name(module, within)
+        base = _TRANSPARENT
+        ref = weakref.ref(module, self._forgetter(id(module)))
+        if name is not None:
+            self._on_first_call(module)
+            name_id = self._locator.module_id(name)
+            self._namer.note_called(name_id, ref)
+            word = name_id << MODULE_SHIFT | FORWARD_BITS
+            base = word if wrapped(module) is None else -word
+        self._bases[id(module)], self._refs[id(module)] = base, ref
+        return base
 
     def _in_backward(self, below: int) -> bool:
         task_id = _torch.private("graph_task_id")
@@ -355,94 +365,3 @@ class ModuleHook:
     def _forget(self, key: int) -> None:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
-
-    # -- names -------------------------------------------------------------------------------------
-
-    def _name(self, module: nn.Module, below: int) -> int:
-        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_WORD else OUTSIDE
-        looks_again = within != OUTSIDE and not self._strangers.is_one(module, within)
-        name = self._known_name(module, looks_again=looks_again)
-        if name is None and _is_graph(module):
-            return _TRANSPARENT
-        if name is None:
-            name = self._foreign_name(module, within)
-        self._on_first_call(module)
-        word = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
-        return -word if wrapped(module) is not None else word
-
-    def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
-        """The name of a module of a known model, or of what it wraps.
-
-        With `looks_again`, also of one that came to a known model since: that takes a walk over all
-        known models.
-        """
-        inner: nn.Module | None = module
-        while inner is not None:
-            names = (
-                self._locator.names.module_names(inner)
-                if looks_again
-                else self._locator.names.modules.get(id(inner))
-            )
-            if names:
-                return names[0]
-            inner = wrapped(inner)
-        return None
-
-    def _may_be_root(self, root: nn.Module) -> bool:
-        """Whether a model that was found takes the names without a prefix.
-
-        The first one does; one that comes when the first is gone; and in the first step one that
-        contains it, as a part may be tried before the model is put together. Later that is a
-        wrapper for evaluation, say, maybe on one rank alone.
-        """
-        if self._root is None or self._root_is_given:
-            return self._root is None
-        found = self._root()
-        if found is None:
-            return True
-        if self._current_step() or all(part is not found for part in root.modules()):
-            return False
-        for part in found.modules():
-            self._forget(id(part))
-        self._locator.names.drop_root(found)
-        return True
-
-    def _take_in_parts(self, root: nn.Module) -> None:
-        """In the first step: a part that was called before its model was seen is named after that
-        model from now on."""
-        parts = {id(known): known for prefix, known in self._locator.names.roots() if prefix}
-        if not parts or self._current_step():
-            return
-        for module in list(root.modules()):
-            if id(module) in parts:
-                for part in module.modules():
-                    self._forget(id(part))
-                self._locator.names.drop_root(module)
-
-    def _foreign_name(self, module: nn.Module, within: int) -> str:
-        """A name for a module that belongs to no model known so far."""
-        if within != OUTSIDE:
-            return self._strangers.inside(module, within, self._locator.text_of(within))
-        with self._naming:  # of two models that two threads call first, one is the root
-            root = self._strangers.root_of(module, python_stack.caller(3))
-            # the module came to a known model since that was looked at
-            if id(root) in self._locator.names.modules:
-                self._locator.names.refresh()
-            name = self._known_name(module)
-            if name is not None:
-                return name
-            self._take_in_parts(root)
-            is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
-            if is_model:
-                self._set_root(root)
-            self._locator.names.add_root(
-                root, prefix="" if is_model else self._strangers.prefix(root)
-            )
-            name = self._known_name(module)
-        return f"<{type(module).__name__}>" if name is None else name
-
-
-def _is_graph(module: nn.Module) -> bool:
-    """Whether this is a graph that a compiler made, parameters lifted out of it, and not a model
-    that was traced."""
-    return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None

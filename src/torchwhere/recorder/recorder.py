@@ -408,7 +408,8 @@ class Recorder:
         return known
 
     def _aim_of_params(self, params: list[torch.Tensor]) -> int:
-        names = [found[0] for param in params if (found := self.locator.names.params.of(param))]
+        all_names = map(self.locator.names.known_param_names, params)
+        names = [names_of_param[0] for names_of_param in all_names if names_of_param]
         return self.box.intern(EntryType.BENEFICIARY, json.dumps(names)) if names else 0
 
     # -- exceptions --------------------------------------------------------------------------------
