@@ -11,8 +11,8 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import islice
-from operator import length_hint
+from itertools import compress, islice, repeat
+from operator import is_, length_hint
 
 from torch import nn
 
@@ -21,8 +21,9 @@ from torchwhere.model.wrappers import wrapped_key
 # The children of a module that is shared more often than this are not visited again: the number of
 # names stays linear in the number of modules.
 _MOST_ALIASES = 8
-_SEARCH_COST = 16_000  # of `name_below`: less than 0.5 ms
-_OPEN_COST = 16  # to look into a module; to compare one of its children costs 1
+# The limits of `name_below`: together less than 0.5 ms.
+_MOST_COMPARED = 8_000  # modules
+_MOST_OPENED = 1_000  # of them whose children are looked for
 
 
 class _Level:
@@ -126,22 +127,32 @@ def name_below(outer: nn.Module, inner: nn.Module) -> str | None:
     """
     pending = deque([("", outer)])
     visited: set[int] = set()
-    left = _SEARCH_COST
-    while pending and left > 0:
+    compared = opened = 0
+    while pending and compared < _MOST_COMPARED:
         name, module = pending.popleft()
         if id(module) in visited:
             continue
         visited.add(id(module))
-        left -= _OPEN_COST
+        children = children_of(module)
         wrapped = wrapped_key(type(module))
-        children = list(islice(children_of(module).items(), max(left, 0)))
-        left -= len(children)
-        for key, child in children:
-            if child is inner:
-                return name if key == wrapped else below(name, key)
-            if child is not None and child._modules:
-                pending.append((name if key == wrapped else below(name, key), child))
+        key = _key_of(inner, children, _MOST_COMPARED - compared)
+        if key is not None:
+            return name if key == wrapped else below(name, key)
+        compared += len(children)
+        looked_into = list(islice(children.items(), _MOST_OPENED - opened))
+        opened += len(looked_into)
+        pending.extend(
+            (name if key == wrapped else below(name, key), child)
+            for key, child in looked_into
+            if child is not None and child._modules
+        )
     return None
+
+
+def _key_of(inner: nn.Module, children: Mapping[str, object], most: int) -> str | None:
+    """The key of a module among the first children of another module. Takes 15 ns a child."""
+    is_inner = map(is_, children.values(), repeat(inner, most))
+    return next(compress(children, is_inner), None)
 
 
 def below(module: str, key: str) -> str:
