@@ -22,7 +22,9 @@ import torchwhere
 from models import Block, Model, batch
 from rank_pool import Pool
 from torchwhere.api.names import UnknownNameError, known
-from torchwhere.model.module_names import NameTable, topmost, walk
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk
+from torchwhere.model.outermost import topmost
 
 
 def test_names_are_those_of_the_state_dict() -> None:

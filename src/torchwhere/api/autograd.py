@@ -27,9 +27,10 @@ from torchwhere.hooks.decorate import Function, decorated
 from torchwhere.hooks.failing_node import node_that_raised
 from torchwhere.model.backward_graph import BackwardGraph, Lines, NodeSources, Places, read
 from torchwhere.model.graph_walk import is_leaf, walk
-from torchwhere.model.module_names import NameTable, wrapped
-from torchwhere.model.module_names import walk as walk_modules
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk as walk_modules
 from torchwhere.model.unsharded import unsharded_names
+from torchwhere.model.wrappers import wrapped
 
 _Origin = torch.Tensor | GradientEdge | Node
 

@@ -288,4 +288,6 @@ def _box_of(session: Session) -> Box:
 
 def _modules_of(session: Session) -> list[list[str]]:
     """All names of all modules that are known."""
-    return list(session.recorder.locator.names.modules.values())
+    names = session.recorder.locator.names
+    names.complete()
+    return list(names.modules.values())

@@ -22,7 +22,8 @@ from torchwhere.core.place import Certainty, shown
 from torchwhere.core.rank_text import ranks_to_text
 from torchwhere.model import parameters, watched
 from torchwhere.model.fsdp import class_name
-from torchwhere.model.module_names import NameTable, innermost
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.wrappers import innermost
 
 _LONGEST = 200  # of a text that an object gives of itself
 _repr = reprlib.Repr()

@@ -20,14 +20,9 @@ from torch import nn
 from torchwhere.core.place import shown
 from torchwhere.core.results import Tabular
 from torchwhere.model.fsdp import Slot, class_name
-from torchwhere.model.module_names import (
-    WRAPPER_PARTS,
-    NameTable,
-    innermost,
-    topmost,
-    walk,
-    wrapped,
-)
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk
+from torchwhere.model.outermost import topmost
 from torchwhere.model.parameters import (
     BUFFER,
     FLAT_KEY,
@@ -39,6 +34,7 @@ from torchwhere.model.parameters import (
     is_flat,
 )
 from torchwhere.model.tensors import TensorNames
+from torchwhere.model.wrappers import WRAPPER_PARTS, innermost, wrapped
 
 Thing = nn.Module | torch.Tensor
 

@@ -24,7 +24,8 @@ from torchwhere.api import printing as dist
 from torchwhere.api.describe import made_in, names_of
 from torchwhere.model import parameters
 from torchwhere.model.graph_walk import is_leaf, walk
-from torchwhere.model.module_names import NameTable, innermost
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.wrappers import innermost
 
 UNKNOWN, NONE = "unknown", "none"
 

@@ -15,7 +15,8 @@ from torch import nn
 from torchwhere.api import watch
 from torchwhere.drop_in.tracker_hooks import TrackerHooks, running_backward
 from torchwhere.hooks import _torch
-from torchwhere.model.module_names import NameTable, walk
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk
 from torchwhere.recorder.session import Session
 
 _GLOBAL = "Global"
@@ -70,7 +71,7 @@ class ModuleTracker(TrackerHooks):
         if self._session is not None:
             name = self._session.modules.name_of(mod)
         else:
-            name = next(iter(self._names.modules.get(id(mod), ())), None)
+            name = next(iter(self._names.known_names(mod)), None)
         return self._given.get(mod) if name is None else self._fqn(name)
 
     def _get_mod_name(self, mod: nn.Module) -> str:

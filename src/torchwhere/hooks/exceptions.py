@@ -108,10 +108,11 @@ class ExceptionHook:
     def _spot_of_value(self, value: Any, track: Track) -> PlaceIds | None:
         if isinstance(value, torch.autograd.graph.Node):
             return self._locator.spot_of_node(value, track)
-        if isinstance(value, nn.Parameter) and (names := self._locator.names.params.of(value)):
+        table = self._locator.names
+        if isinstance(value, nn.Parameter) and (names := table.known_param_names(value)):
             return self._locator.spot_of_param_name(names[0], Pass.BACKWARD)
         module = getattr(value, "module", None) if type(value).__name__ == "BackwardHook" else None
-        if module is not None and (names := self._locator.names.module_names(module)):
+        if module is not None and (names := table.module_names(module)):
             return PlaceIds(Pass.BACKWARD, self._locator.module_id(names[0]), flags=FLAG_INFERRED)
         return None
 

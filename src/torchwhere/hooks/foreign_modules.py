@@ -17,7 +17,8 @@ from types import FrameType
 from torch import nn
 
 from torchwhere.hooks.enclosing import enclosing
-from torchwhere.model.module_names import NameTable, innermost
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.wrappers import innermost
 
 OUTSIDE = 0  # any other module
 _OFTEN = 2
@@ -64,7 +65,7 @@ class ForeignModules:
         or created in its forward."""
         name = f"{parent}.<{type(module).__name__}>" if parent else f"<{type(module).__name__}>"
         if module._modules:  # so that its parts have names of their own
-            self._names.add_root(module, prefix=name)
+            self._names.begin_root(module, prefix=name)
         self._note(module, within)
         return name
 

@@ -18,9 +18,10 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks.error_limiter import ErrorLimiter
 from torchwhere.hooks.modules import ModuleHook
-from torchwhere.model.module_names import NameTable, wrapped
+from torchwhere.model.module_names import NameTable
 from torchwhere.model.read_layout import layout_of
 from torchwhere.model.units import stage_around
+from torchwhere.model.wrappers import wrapped
 
 
 class LayoutHook:

@@ -23,7 +23,7 @@ from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.modules import ModuleHook
 from torchwhere.hooks.shown_frames import shown_as
 from torchwhere.hooks.threads import FIRST_MODULE_PLACE, LOG_LENGTH, LOG_MASK, Track, pass_of
-from torchwhere.model.module_names import innermost
+from torchwhere.model.wrappers import innermost
 
 Owner = weakref.ref[nn.Module]
 

@@ -7,23 +7,22 @@ outside all modules.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 
 from torchwhere.blackbox.file_format import CALL_MASK, MODULE_SHIFT, NO_CALL, PASS_SHIFT
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.place import Pass
-from torchwhere.hooks import _torch, module_calls, python_stack
+from torchwhere.hooks import _torch, module_calls
 from torchwhere.hooks.error_limiter import ErrorLimiter
-from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
+from torchwhere.hooks.foreign_modules import OUTSIDE
 from torchwhere.hooks.leftover_wrappers import retire, unwrap
 from torchwhere.hooks.locate import Locator
 from torchwhere.hooks.module_calls import ENTER, EXIT, SlowPath, Wrapper
+from torchwhere.hooks.module_naming import ModuleNamer
 from torchwhere.hooks.shape_inference import PIPELINING, infers_shapes
 from torchwhere.hooks.threads import (
     FIRST_MODULE_PLACE,
@@ -33,7 +32,8 @@ from torchwhere.hooks.threads import (
     Track,
     pass_of,
 )
-from torchwhere.model.module_names import NameTable, innermost, wrapped
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.wrappers import wrapped
 
 if TYPE_CHECKING:
     from torchwhere.native.extension import Counts, IntMap
@@ -67,14 +67,15 @@ class ModuleHook:
         self._bases: dict[int, int] | IntMap = {} if box.native is None else box.native.IntMap()
         self._refs: dict[int, weakref.ref[nn.Module]] = {}
         self._regions = 0
-        self._root: weakref.ref[nn.Module] | None = None
-        self._naming = threading.RLock()
-        self._root_is_given = False
-        self._strangers = ForeignModules(locator.names)
+        self._namer = ModuleNamer(
+            locator.names,
+            text_of=locator.text_of,
+            current_step=current_step,
+            forget=self._forget,
+        )
         # how often each module was called in this step
         self.calls: dict[int, int] | Counts = {} if box.native is None else box.native.Counts()
         self.errors = ErrorLimiter("modules", self.remove)
-        self.root_class = ""  # of the model whose names have no prefix
         self._original: Any = None
         self._wrapper: Wrapper | None = None
         self._is_paused = False
@@ -118,18 +119,13 @@ class ModuleHook:
         self._is_paused = False
 
     def add_model(self, model: nn.Module) -> None:
-        """Name a model that the user passed. The first one is the root; the names of a later one
-        begin with its class."""
-        if not self._locator.names.modules.get(id(model)):
-            self._locator.names.add_root(
-                model, prefix=self._strangers.prefix(model) if self._root is not None else ""
-            )
-        if self._root is None:
-            self._set_root(model)
-            self._root_is_given = True
+        """Name a model that the user passed."""
+        self._namer.add_model(model)
 
-    def _set_root(self, root: nn.Module) -> None:
-        self._root, self.root_class = weakref.ref(root), type(innermost(root)).__name__
+    @property
+    def root_class(self) -> str:
+        """The class of the model whose names have no prefix."""
+        return self._namer.root_class
 
     @property
     def names(self) -> NameTable:
@@ -140,8 +136,7 @@ class ModuleHook:
         base = self._bases.get(id(module))
         if base:
             return self._locator.text_of(abs(base) >> MODULE_SHIFT)
-        names = self._locator.names.modules.get(id(module))
-        return names[0] if names else None
+        return next(iter(self._locator.names.known_names(module)), None)
 
     def is_wrapper(self, module: nn.Module) -> bool:
         """Whether a module that was called is a wrapper around another module."""
@@ -228,8 +223,7 @@ class ModuleHook:
         track.ready()
         base = self._bases.get(id(module))
         if base is None:
-            base = self._bases[id(module)] = self._name(module, below)
-            self._refs[id(module)] = weakref.ref(module, self._forgetter(id(module)))
+            base = self._first_call(module, below)
         if base == _TRANSPARENT:
             return below
         is_wrapper, base = base < 0, abs(base)
@@ -244,6 +238,21 @@ class ModuleHook:
         if not is_wrapper:  # a wrapper and the module inside it are one call
             self.calls[base] = call + 1
         return base | call
+
+    def _first_call(self, module: nn.Module, below: int) -> int:
+        """Name a module. Returns its packed place without a call."""
+        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_PLACE else OUTSIDE
+        name = self._namer.name(module, within)
+        base = _TRANSPARENT
+        ref = weakref.ref(module, self._forgetter(id(module)))
+        if name is not None:
+            self._on_first_call(module)
+            name_id = self._locator.module_id(name)
+            self._namer.note_called(name_id, ref)
+            packed = name_id << MODULE_SHIFT | FORWARD_BITS
+            base = packed if wrapped(module) is None else -packed
+        self._bases[id(module)], self._refs[id(module)] = base, ref
+        return base
 
     def _in_backward(self, below: int) -> bool:
         task_id = _torch.private("graph_task_id")
@@ -265,93 +274,3 @@ class ModuleHook:
     def _forget(self, key: int) -> None:
         self._bases.pop(key, None)
         self._refs.pop(key, None)
-
-    # -- names -------------------------------------------------------------------------------------
-
-    def _name(self, module: nn.Module, below: int) -> int:
-        within = below >> MODULE_SHIFT if below >= FIRST_MODULE_PLACE else OUTSIDE
-        looks_again = within != OUTSIDE and not self._strangers.is_one(module, within)
-        name = self._known_name(module, looks_again=looks_again)
-        if name is None and _is_graph(module):
-            return _TRANSPARENT
-        if name is None:
-            name = self._foreign_name(module, within)
-        self._on_first_call(module)
-        packed = self._locator.module_id(name) << MODULE_SHIFT | FORWARD_BITS
-        return -packed if wrapped(module) is not None else packed
-
-    def _known_name(self, module: nn.Module, *, looks_again: bool = False) -> str | None:
-        """The name of a module of a known model, or of the module inside it.
-
-        With `looks_again`, also of a module that was added to a known model later: that takes a
-        walk over all known models.
-        """
-        inner: nn.Module | None = module
-        while inner is not None:
-            names = (
-                self._locator.names.module_names(inner)
-                if looks_again
-                else self._locator.names.modules.get(id(inner))
-            )
-            if names:
-                return names[0]
-            inner = wrapped(inner)
-        return None
-
-    def _may_be_root(self, root: nn.Module) -> bool:
-        """Whether a new model gets the names without a prefix.
-
-        The first model does, and the next one after the first is freed. In the first step a model
-        that contains the first one does too: a script may call a part before it builds the model.
-        In a later step that is, for example, a wrapper for evaluation, perhaps on one rank only.
-        """
-        if self._root is None or self._root_is_given:
-            return self._root is None
-        current = self._root()
-        if current is None:
-            return True
-        if self._current_step() or all(part is not current for part in root.modules()):
-            return False
-        for part in current.modules():
-            self._forget(id(part))
-        self._locator.names.drop_root(current)
-        return True
-
-    def _take_in_parts(self, root: nn.Module) -> None:
-        """In the first step, rename the parts of a new model that were called before the model."""
-        parts = {id(part) for prefix, part in self._locator.names.roots() if prefix}
-        if not parts or self._current_step():
-            return
-        for module in list(root.modules()):
-            if id(module) in parts:
-                for part in module.modules():
-                    self._forget(id(part))
-                self._locator.names.drop_root(module)
-
-    def _foreign_name(self, module: nn.Module, within: int) -> str:
-        """A name for a module that belongs to no model known so far."""
-        if within != OUTSIDE:
-            return self._strangers.inside(module, within, self._locator.text_of(within))
-        with self._naming:  # two threads may call two models at the same time: one is the root
-            root = self._strangers.root_of(module, python_stack.caller(3))
-            # the module was added to a known model after the last walk
-            if id(root) in self._locator.names.modules:
-                self._locator.names.refresh()
-            name = self._known_name(module)
-            if name is not None:
-                return name
-            self._take_in_parts(root)
-            is_model = self._may_be_root(root) and any(p.requires_grad for p in root.parameters())
-            if is_model:
-                self._set_root(root)
-            self._locator.names.add_root(
-                root, prefix="" if is_model else self._strangers.prefix(root)
-            )
-            name = self._known_name(module)
-        return f"<{type(module).__name__}>" if name is None else name
-
-
-def _is_graph(module: nn.Module) -> bool:
-    """Whether a module is the graph of a compiler, whose parameters are inputs. A traced model has
-    parameters of its own."""
-    return isinstance(module, torch.fx.GraphModule) and next(module.parameters(), None) is None

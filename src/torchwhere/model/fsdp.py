@@ -17,7 +17,7 @@ from torchwhere.core.layout_json import Facts
 from torchwhere.core.model_layout import FLAT
 from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.model.meshes import Meshes, placement_texts
-from torchwhere.model.module_names import wrapped
+from torchwhere.model.wrappers import wrapped
 
 # until the first forward FSDP2 does not know which is the root
 UNSETTLED = "after forward, the root after backward"

@@ -1,17 +1,22 @@
-"""Names of modules, parameters and buffers: as in the user's own `state_dict`, whatever wraps the
+"""Names of modules, parameters and buffers, as in the user's own `state_dict`, whatever wraps the
 model.
 
-A wrapper (DDP, FSDP1, `torch.compile`, activation checkpointing, DeepSpeed's engine ...) is
-transparent: it has the name of what it wraps, and leaves nothing in the names below it. A tied
-module or parameter has all its names; the first is the one shown. Everything is held weakly.
-`NameTable` is what the engine asks; `Names` in `naming.py` is what people hold.
+`NameTable` holds the names for a watch and for the public functions; it refers to modules weakly.
+A tied module or parameter has several names, in the order of a depth-first walk; the first one is
+shown. A root is named in one of two ways:
+
+- `add_root` names everything below it at once, about 7 us a module.
+- `begin_root` names the root alone, and each `go_on` a limited number of modules: the first call of
+  a module must not wait for the names of 10,000 others. A method that needs all names, such as
+  `param_names`, finishes the walk.
 """
 
 from __future__ import annotations
 
-import gc
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -19,84 +24,19 @@ from torch import nn
 
 from torchwhere.core.gc_pause import gc_paused
 from torchwhere.model.fsdp_states import managed, unit_classes
+from torchwhere.model.module_walk import ModuleWalk, below, walk
 from torchwhere.model.tensors import Slot, TensorNames
 
-# The class (by name, so that nothing is imported for this) and the attribute that holds the wrapped
-# module.
-_WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "_fsdp_wrapped_module"
-    ),
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
-        "_checkpoint_wrapped_module"
-    ),
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
-    "lightning.fabric.wrappers._FabricModule": "_forward_module",
-    "pytorch_lightning.overrides.base._LightningModuleWrapperBase": "module",
-}
-WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # what wrappers leave in the names torch itself gives
-# a module shared more often than this is not walked into again: names stay linear in modules
-_MOST_ALIASES = 8
 _FEW_ROOTS = 64
-_MOST_UNKNOWN = 4096  # tensors of no known model that are remembered
+_MOST_UNKNOWN = 4096  # tensors that are in no known model and are remembered
+_MOST_AT_ONCE = 64  # modules that a first call names: about 0.2 ms
 
 
-def _wrapped_as(cls: type) -> str | None:
-    """The attribute under which modules of this class hold the one they wrap."""
-    for base in cls.__mro__:
-        attribute = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if attribute is not None:
-            return attribute
-    return None
-
-
-def wrapped(module: nn.Module) -> nn.Module | None:
-    """The module inside a wrapper; None if `module` is not one."""
-    attribute = _wrapped_as(type(module))
-    # Lightning's Fabric wraps a wrapper: the strategy's DDP inside its own module.
-    inner = module._modules.get(attribute) if attribute is not None else None
-    return inner if isinstance(inner, nn.Module) else None
-
-
-def innermost(module: nn.Module) -> nn.Module:
-    """The user's own module, inside all wrappers."""
-    while (inner := wrapped(module)) is not None:
-        module = inner
-    return module
-
-
-def walk(root: nn.Module, *, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module below and with `root`, every alias, with wrappers' prefixes removed. Iterative:
-    any depth."""
-    seen: dict[int, int] = {}
-    wrapped_as: dict[type, str | None] = {}
-    pending: list[tuple[str, nn.Module]] = [(prefix, root)]
-    while pending:
-        name, module = pending.pop()
-        yield name, module
-        times = seen[id(module)] = seen.get(id(module), 0) + 1
-        children = module._modules
-        if not children or times > _MOST_ALIASES:
-            continue
-        cls = type(module)
-        if cls not in wrapped_as:
-            wrapped_as[cls] = _wrapped_as(cls)
-        through = wrapped_as[cls]
-        for key, child in reversed(children.items()):
-            if child is not None:
-                pending.append(
-                    (name if key == through else f"{name}.{key}" if name else key, child)
-                )
-
-
-class _Ref(weakref.ref[object]):
+class _ModuleRef(weakref.ref[object]):
     """A weak reference to a module, with the ids of the tensors that the module had at the last
-    walk.
+    scan.
 
-    A subclass, and no closure for each module: that took twice the time.
+    A subclass takes half the time of a closure for each module.
     """
 
     __slots__ = ("key", "tensors")
@@ -105,67 +45,171 @@ class _Ref(weakref.ref[object]):
 
 
 @dataclass(slots=True, eq=False)
-class NameTable:
-    """The names of everything below the roots it was given. Buffers only where `buffers` is given.
+class _Root:
+    """A model, and how much of it is named."""
 
-    Modules are found by id, and a weak reference tells when one is gone. Tensors get no reference
-    (see `tensors.py`).
+    ref: weakref.ref[nn.Module]
+    prefix: str
+    walk: ModuleWalk | None = None  # over its modules, while it is not over
+    is_scanned: bool = False  # its tensors have names too
+
+
+@dataclass(slots=True, eq=False)
+class NameTable:
+    """The names of everything below some roots. Buffers only with `buffers`.
+
+    A module is found by its id, and a weak reference removes the entry when the module is gone.
+    Tensors get no reference (see `tensors.py`).
     """
 
     modules: dict[int, list[str]] = field(default_factory=dict)
     params: TensorNames = field(default_factory=lambda: TensorNames("_parameters"))
     buffers: TensorNames | None = None
-    _alive: dict[int, _Ref] = field(default_factory=dict)
-    _roots: list[tuple[str, weakref.ref[nn.Module]]] = field(default_factory=list)
-    _most_roots: int = _FEW_ROOTS  # as soon as there are so many, those that are gone are taken out
-    _strangers: set[int] = field(default_factory=set)
-    # by the id of a tensor: how often it was asked for in vain
+    # called with a module that had a provisional name and has another name now
+    on_renamed: Callable[[nn.Module], None] = lambda _module: None
+    _alive: dict[int, _ModuleRef] = field(default_factory=dict)
+    _roots: list[_Root] = field(default_factory=list)
+    _most_roots: int = _FEW_ROOTS  # with so many roots, those that are gone are removed
+    _unfinished: deque[_Root] = field(default_factory=deque)  # roots whose walk is not over
+    _provisional: dict[int, str] = field(default_factory=dict)  # by the id of the module
+    _foreign: set[int] = field(default_factory=set)  # ids of modules that are in no root
+    # by the id of a tensor: how often its name was asked for without success
     _unknown: dict[int, int] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)  # of the walks
     _on_death: Callable[[weakref.ref[object]], None] = field(init=False)
 
     def __post_init__(self) -> None:
         # one for all: a bound method for each of 300,000 modules takes time and memory
         self._on_death = self._forget
 
-    def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
-        if len(self._roots) >= self._most_roots:
-            self._roots = [(known, ref) for known, ref in self._roots if ref() is not None]
-            self._most_roots = 2 * len(self._roots) + _FEW_ROOTS
-        self._roots.append((prefix, weakref.ref(root)))
-        self._scan(root, prefix)
+    # -- roots -------------------------------------------------------------------------------------
 
-    def drop_root(self, root: nn.Module) -> None:
-        """Take the names of a root and all below it back: it has turned out to be part of a bigger
-        one."""
-        self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not root]
-        for _, module in walk(root):
-            self.modules.pop(id(module), None)
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
+    def add_root(self, root: nn.Module, *, prefix: str = "") -> None:
+        """Name everything below a root now."""
+        if self._unfinished:  # the older root comes first in the names of a module that both have
+            self.complete()
+        self._scan(self._new_root(root, prefix))
+
+    def begin_root(self, root: nn.Module, *, prefix: str = "") -> None:
+        """Name a root now, and the modules below it when `go_on` is called."""
+        with self._lock:
+            self._remember(root, prefix)
+            self._walk_again(self._new_root(root, prefix))
+
+    def _new_root(self, module: nn.Module, prefix: str) -> _Root:
+        if len(self._roots) >= self._most_roots:
+            self._remove_dead_roots()
+            self._most_roots = 2 * len(self._roots) + _FEW_ROOTS
+        root = _Root(weakref.ref(module), prefix)
+        self._roots.append(root)
+        return root
+
+    def _remove_dead_roots(self) -> None:
+        self._roots = [root for root in self._roots if root.ref() is not None]
+
+    def drop_root(self, module: nn.Module) -> None:
+        """Forget the names of a root and of everything below it: it is part of a bigger model."""
+        with self._lock:
+            for root in self._roots:
+                if root.ref() is module:
+                    root.walk = None
+            self._roots = [root for root in self._roots if root.ref() is not module]
+        for _, part in walk(module):
+            self.modules.pop(id(part), None)
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
                 self.params.drop(tensor)
                 if self.buffers is not None:
                     self.buffers.drop(tensor)
 
     def roots(self) -> list[tuple[str, nn.Module]]:
         """The roots that are alive, each with the prefix of its names."""
-        return [(prefix, root) for prefix, ref in self._roots if (root := ref()) is not None]
+        alive = ((root.prefix, root.ref()) for root in self._roots)
+        return [(prefix, module) for prefix, module in alive if module is not None]
 
-    # -- walking -----------------------------------------------------------------------------------
+    # -- in parts ----------------------------------------------------------------------------------
 
-    def _scan(self, root: nn.Module, prefix: str) -> None:
+    @property
+    def is_complete(self) -> bool:
+        """Whether no walk is under way: a module without a name is in no root, as far as known."""
+        return not self._unfinished
+
+    def begin_refresh(self) -> None:
+        """Start to walk over all roots again, for modules that came to them since."""
+        with self._lock:
+            self._remove_dead_roots()
+            for root in self._roots:
+                if root.walk is None:
+                    self._walk_again(root)
+
+    def _walk_again(self, root: _Root) -> None:
+        module = root.ref()
+        if module is not None:
+            root.walk = ModuleWalk(module, prefix=root.prefix)
+            self._unfinished.append(root)
+
+    def go_on(self) -> None:
+        """Name a limited number of further modules, the oldest root first."""
+        left = _MOST_AT_ONCE
+        with self._lock, gc_paused():
+            while self._unfinished and left > 0:
+                root = self._unfinished[0]
+                if root.walk is not None and root.ref() is not None:
+                    for name, module in root.walk.next(left):
+                        self._remember(module, name)
+                        left -= 1
+                if root.walk is None or root.ref() is None or root.walk.is_over:
+                    root.walk = None
+                    self._unfinished.popleft()
+            if not self._unfinished:
+                self._provisional.clear()
+
+    def set_provisional(self, module: nn.Module, name: str) -> None:
+        """Note the name that a module has until a walk finds its name."""
+        if self._unfinished:
+            self._alive.get(id(module)) or self._refer(module)
+            self._provisional[id(module)] = name
+
+    def complete(self) -> None:
+        """Finish all walks, and name the tensors of all roots."""
+        if self._unfinished or not all(root.is_scanned for root in self._roots):
+            with self._lock:
+                for root in list(self._roots):
+                    if root.walk is not None or not root.is_scanned:
+                        self._scan(root)
+                self._unfinished.clear()
+                self._provisional.clear()
+
+    # -- all at once -------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Name what was added or replaced below the roots."""
+        self._remove_dead_roots()
+        for root in list(self._roots):
+            self._scan(root)
+        self._unfinished.clear()
+        self._provisional.clear()
+
+    def _scan(self, root: _Root) -> None:
+        module = root.ref()
+        root.walk, root.is_scanned = None, True
+        if module is None:
+            return
         remember, note, classes, units = self._remember, self._note, unit_classes(), []
         has_buffers = self.buffers is not None
         with gc_paused():
-            for name, module in walk(root, prefix=prefix):
-                ref = remember(module, name)
-                if module._parameters or (has_buffers and module._buffers) or ref.tensors:
-                    note(module, ref, f"{name}." if name else "")
-                if classes and isinstance(module, classes):
-                    units.append(module)
+            for name, part in walk(module, prefix=root.prefix):
+                ref = remember(part, name)
+                if part._parameters or (has_buffers and part._buffers) or ref.tensors:
+                    note(part, ref, f"{name}." if name else "")
+                if classes and isinstance(part, classes):
+                    units.append(part)
             for unit in units:
                 self._note_managed(unit)
 
-    def _remember(self, module: nn.Module, name: str) -> _Ref:
+    def _remember(self, module: nn.Module, name: str) -> _ModuleRef:
         key = id(module)
+        if self._provisional and self._provisional.pop(key, name) != name:
+            self.on_renamed(module)
         names = self.modules.get(key)
         if names is None:
             self.modules[key] = [name]
@@ -174,14 +218,14 @@ class NameTable:
             names.append(name)
         return self._alive[key]
 
-    def _refer(self, module: nn.Module) -> _Ref:
-        """An id is only good while its module lives: a new one may get the same."""
-        ref = self._alive[id(module)] = _Ref(module, self._on_death)
+    def _refer(self, module: nn.Module) -> _ModuleRef:
+        """An id is only valid while its module lives: a new module may get the same id."""
+        ref = self._alive[id(module)] = _ModuleRef(module, self._on_death)
         ref.key, ref.tensors = id(module), []
         return ref
 
-    def _note(self, module: nn.Module, ref: _Ref, start: str) -> None:
-        """Take in the tensors that a module has now."""
+    def _note(self, module: nn.Module, ref: _ModuleRef, start: str) -> None:
+        """Name the tensors that a module has now."""
         now: list[int] = []
         for key, tensor in module._parameters.items():
             if tensor is not None:
@@ -199,25 +243,25 @@ class NameTable:
         ref.tensors = now
 
     def _note_managed(self, unit: nn.Module) -> None:
-        """FSDP has tensors that are in a module at some times only: take in those that are in none
-        now."""
+        """Name the tensors of an FSDP unit that no module holds now: FSDP exchanges the tensors of
+        its modules."""
         for param, owners in managed(unit):
-            known = [
+            holders = [
                 (self._alive.get(id(module)), key, self.modules.get(id(module), ()))
                 for module, key in owners
             ]
             named: list[tuple[str, Slot]] = [
-                (f"{name}.{key}" if name else key, (ref, key))
-                for ref, key, names in known
+                (below(name, key), (ref, key))
+                for ref, key, names in holders
                 if ref is not None
                 for name in names
             ]
             ids = self.params.add_managed(param, named) if named else []
-            for ref, _, _ in known:
+            for ref, _, _ in holders:
                 if ref is not None:
                     ref.tensors += [key for key in ids if key not in ref.tensors]
 
-    def _leave(self, ref: _Ref, tensors: Iterable[int]) -> None:
+    def _leave(self, ref: _ModuleRef, tensors: Iterable[int]) -> None:
         for key in tensors:
             self.params.leave(key, ref)
             if self.buffers is not None:
@@ -228,54 +272,62 @@ class NameTable:
         if self._alive.get(key) is dead:
             ref = self._alive.pop(key)
             self.modules.pop(key, None)
-            self._strangers.discard(key)
+            self._foreign.discard(key)
+            self._provisional.pop(key, None)
             self._leave(ref, ref.tensors)
 
     # -- asking ------------------------------------------------------------------------------------
 
+    def known_names(self, module: nn.Module) -> list[str]:
+        """All names of a module in a root. Does not look for modules that were added since."""
+        if self._unfinished and id(module) not in self.modules:
+            self.complete()
+        return self.modules.get(id(module)) or []
+
     def module_names(self, module: nn.Module) -> list[str]:
-        """All names of a module. One that is not known may have been added since: look again,
-        once."""
-        names = self.modules.get(id(module))
-        if names is None and id(module) not in self._strangers:
+        """All names of a module. Looks for an unknown module once: it may have been added since."""
+        names = self.known_names(module)
+        if not names and id(module) not in self._foreign:
             self.refresh()
-            names = self.modules.get(id(module))
-            if names is None:
-                self._strangers.add(id(module))
+            names = self.modules.get(id(module)) or []
+            if not names:
+                self._foreign.add(id(module))
                 self._alive.get(id(module)) or self._refer(module)
-        return names or []
+        return names
+
+    def known_param_names(self, param: torch.Tensor) -> list[str]:
+        """All names of a parameter in a root. Does not look for parameters that were added
+        since."""
+        names = self.params.of(param)
+        if not names:
+            self.complete()
+            names = self.params.of(param)
+        return names
 
     def param_names(self, param: torch.Tensor) -> list[str]:
-        """All names of a parameter. One that is not known may have been added since: look again,
-        now and then."""
-        return self.params.of(param) or self._look_again(param)
+        """All names of a parameter. Looks for an unknown one now and then: it may have been added
+        since."""
+        return self.known_param_names(param) or self._look_again(param)
 
     def _look_again(self, tensor: torch.Tensor) -> list[str]:
-        """Walk the models for a tensor when it is asked for the 1st, 8th, 64th ... time.
+        """Scan the models for a tensor when it is asked for the 1st, 8th, 64th ... time.
 
-        Nothing may refer to the tensor, so nothing tells that it is gone and that another one has
-        its id. That one is found by the next walk, whatever causes it.
+        Nothing may refer to the tensor, so nothing tells that it is gone and that another tensor
+        has its id. The next scan finds that one, whatever causes the scan.
         """
         asked = self._unknown[id(tensor)] = self._unknown.get(id(tensor), 0) + 1
         if asked.bit_count() > 1 or asked.bit_length() % 3 != 1:
             return []
         self.refresh()
-        found = self.params.of(tensor)
-        if found or len(self._unknown) > _MOST_UNKNOWN:
+        names = self.params.of(tensor)
+        if names or len(self._unknown) > _MOST_UNKNOWN:
             self._unknown.clear()
-        return found
-
-    def refresh(self) -> None:
-        """Take in what has been added or replaced below the roots."""
-        self._roots = [(prefix, ref) for prefix, ref in self._roots if ref() is not None]
-        for prefix, ref in self._roots:
-            root = ref()
-            if root is not None:
-                self._scan(root, prefix)
+        return names
 
     def look_no_further(self) -> None:
-        """What is known now is all there is: the roots are not asked again."""
+        """Forget the roots, and keep the names."""
         self._roots.clear()
+        self._unfinished.clear()
 
     def clear(self) -> None:
         """Forget everything."""
@@ -284,7 +336,9 @@ class NameTable:
             self.params,
             self._alive,
             self._roots,
-            self._strangers,
+            self._unfinished,
+            self._provisional,
+            self._foreign,
             self._unknown,
             self.buffers,
         ):
@@ -293,40 +347,5 @@ class NameTable:
 
 
 def owner(param: str) -> str:
-    """The module that holds a parameter, by name."""
+    """The name of the module that holds a parameter."""
     return param.rpartition(".")[0]
-
-
-def topmost(module: nn.Module, *, most: int = 32) -> nn.Module:
-    """The outermost module that contains `module`: its root, although it was called on its own.
-
-    Follows who holds it (a parent's `_modules` dict, held by the parent's `__dict__`). Looks at
-    every object the garbage collector knows: done once for a module called outside any other, never
-    again for it.
-    """
-    for _ in range(most):
-        parent = _parent(module)
-        if parent is None:
-            return module
-        module = parent
-    return module
-
-
-def _parent(module: nn.Module) -> nn.Module | None:
-    for holder in gc.get_referrers(module):
-        if type(holder) is not dict:
-            continue
-        for owner_dict in gc.get_referrers(holder):
-            if type(owner_dict) is dict and owner_dict.get("_modules") is holder:
-                parent = next(
-                    (o for o in gc.get_referrers(owner_dict) if isinstance(o, nn.Module)), None
-                )
-                if parent is not None and parent is not module:
-                    return parent
-            elif (
-                isinstance(owner_dict, nn.Module)
-                and owner_dict is not module
-                and owner_dict._modules is holder
-            ):
-                return owner_dict
-    return None

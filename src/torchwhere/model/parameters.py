@@ -22,7 +22,7 @@ from torchwhere.core.model_layout import Mesh
 from torchwhere.model.fsdp import Held, Slot, facts1, held1, held2
 from torchwhere.model.fsdp_states import groups2, is_fsdp1, state2
 from torchwhere.model.meshes import Meshes, placement_texts
-from torchwhere.model.module_names import WRAPPER_PARTS
+from torchwhere.model.wrappers import WRAPPER_PARTS
 
 Shape = tuple[int, ...]
 

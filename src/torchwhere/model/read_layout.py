@@ -22,8 +22,9 @@ from torchwhere.core.tree_folder import TreeFolder
 from torchwhere.model import units
 from torchwhere.model.fsdp import UNSETTLED, Held, class_name
 from torchwhere.model.meshes import Meshes
-from torchwhere.model.module_names import innermost, walk, wrapped
+from torchwhere.model.module_walk import walk
 from torchwhere.model.units import Manager
+from torchwhere.model.wrappers import innermost, wrapped
 
 # levels of modules: what holds a layout is nested as they are, and Python ends at about 1000 calls
 _DEEPEST = 100

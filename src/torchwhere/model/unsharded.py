@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 
 from torchwhere.model.fsdp_states import groups2, state2
-from torchwhere.model.module_names import NameTable, walk
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import walk
 from torchwhere.model.parameters import FLAT_KEY
 
 
@@ -36,7 +37,7 @@ def _fully_sharded(module: nn.Module, table: NameTable) -> Iterator[tuple[int, l
     ):
         whole, info = getattr(managed, "_unsharded_param", None), managed._module_info
         if whole is not None:
-            names = table.modules.get(id(info.module), [])
+            names = table.known_names(info.module)
             yield (
                 id(whole),
                 [f"{name}.{info.param_name}" if name else info.param_name for name in names],

@@ -241,7 +241,7 @@ class CollectiveRecorder:
         return unit_id
 
     def _id_of_params(self, params: list[torch.Tensor]) -> int:
-        all_names = [self._locator.names.params.of(param) for param in params]
+        all_names = map(self._locator.names.known_param_names, params)
         names = [names[0] for names in all_names if names]
         return self._box.intern(EntryType.BENEFICIARY, json.dumps(names)) if names else 0
 

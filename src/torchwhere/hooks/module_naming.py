@@ -1,0 +1,254 @@
+"""Names a module at its first call.
+
+A model that nobody passed to `watch` is found when one of its modules is called. Its modules are
+then named in parts, some at each first call, so that a first call is cheap however large the model
+is: a copy of the model may be made and called in every step. A module that is called before the
+walk over its model reaches it gets its name from its place below the calling module.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from torchwhere.hooks import python_stack
+from torchwhere.hooks.foreign_modules import OUTSIDE, ForeignModules
+from torchwhere.model.module_names import NameTable
+from torchwhere.model.module_walk import ModuleWalk, below, name_below
+from torchwhere.model.wrappers import innermost, wrapped
+
+_MOST_SEARCHED = 200  # modules of a model, if one of its class was searched to its end before
+_MOST_IN_GRAPH = 1000  # modules that are searched for a parameter
+
+
+class ModuleNamer:
+    """Gives every module that is called a name, and decides which model has names without a
+    prefix."""
+
+    def __init__(
+        self,
+        names: NameTable,
+        *,
+        text_of: Callable[[int], str | None],
+        current_step: Callable[[], int],
+        forget: Callable[[int], None],
+    ) -> None:
+        self.root_class = ""  # of the model whose names have no prefix
+        self._names = names
+        self._text_of = text_of
+        self._current_step = current_step
+        self._forget = forget  # the name that a module has, by its id: it gets another one
+        self._foreign = ForeignModules(names)
+        self._called: dict[int, weakref.ref[nn.Module]] = {}  # by the id of the name
+        self._lock = threading.RLock()
+        self._root: weakref.ref[nn.Module] | None = None
+        self._root_is_given = False
+        self._searched: set[str] = set()  # classes of models that were searched for known parts
+        self._trained: dict[str, bool] = {}  # by class: whether a model of it is trained
+        names.on_renamed = self._drop
+
+    def add_model(self, model: nn.Module) -> None:
+        """Name a model that the user passed. The first one is the root; the names of a later one
+        begin with its class."""
+        if not self._names.known_names(model):
+            self._names.add_root(
+                model, prefix=self._foreign.prefix(model) if self._root is not None else ""
+            )
+        if self._root is None:
+            self._set_root(model)
+            self._root_is_given = True
+
+    def _set_root(self, root: nn.Module) -> None:
+        self._root, self.root_class = weakref.ref(root), type(innermost(root)).__name__
+
+    def note_called(self, name: int, ref: weakref.ref[nn.Module]) -> None:
+        """Remember which module has a name, by the id of the name."""
+        self._called[name] = ref
+
+    def name(self, module: nn.Module, within: int) -> str | None:
+        """The name of a module that is called for the first time; None for the graph of a compiler.
+
+        Args:
+            module: The module.
+            within: The id of the name of the module that calls it, or `OUTSIDE`.
+        """
+        name = self._known_name(module)
+        if name is None:
+            name = self._looked_up(module, within)
+        if name is not None:
+            return name
+        return None if _is_graph(module) else self._foreign_name(module, within)
+
+    # -- modules of known models -------------------------------------------------------------------
+
+    def _known_name(self, module: nn.Module) -> str | None:
+        """The name of a module of a known model, or of the module that it wraps."""
+        return next(
+            (names[0] for one in _inwards(module) if (names := self._names.modules.get(id(one)))),
+            None,
+        )
+
+    def _looked_up(self, module: nn.Module, within: int) -> str | None:
+        """The name of a module that no walk has reached, or that was added to a known model.
+
+        Visits a limited number of modules.
+        """
+        if self._names.is_complete:
+            if within == OUTSIDE or self._foreign.is_one(module, within):
+                return None
+            self._names.begin_refresh()
+        self._names.go_on()
+        name = self._known_name(module)
+        caller = self._called.get(within)
+        if name is None and caller is not None and not self._names.is_complete:
+            name = self._name_below(caller(), self._text_of(within), module)
+        return name
+
+    def _name_below(
+        self, outer: nn.Module | None, outer_name: str | None, module: nn.Module
+    ) -> str | None:
+        """The name of a module by its place below another module, until a walk reaches it."""
+        if outer is None or outer_name is None:
+            return None
+        relative = name_below(outer, module)
+        if relative is None:
+            return None
+        name = below(outer_name, relative)
+        self._names.set_provisional(module, name)
+        return name
+
+    # -- other modules -----------------------------------------------------------------------------
+
+    def _foreign_name(self, module: nn.Module, within: int) -> str:
+        """A name for a module that belongs to no known model."""
+        if within != OUTSIDE:
+            return self._name_inside(module, within)
+        with self._lock:  # of two models that two threads call first, one is the root
+            root = self._foreign.root_of(module, python_stack.caller(4))
+            name = self._known_name(module)
+            if name is None and id(root) in self._names.modules:
+                name = self._name_of_added(module, root)
+            return self._name_of_new_root(module, root) if name is None else name
+
+    def _name_inside(self, module: nn.Module, within: int) -> str:
+        """The name of a module that another module calls and does not contain."""
+        is_complete = self._names.is_complete
+        name = self._foreign.inside(module, within, self._text_of(within))
+        if not is_complete:  # it may be in a part of the model that no walk has reached
+            self._names.set_provisional(module, name)
+        return name
+
+    def _name_of_added(self, module: nn.Module, root: nn.Module) -> str | None:
+        """The name of a module that was added to a known model."""
+        if self._names.is_complete:
+            self._names.begin_refresh()
+            self._names.go_on()
+        name = self._known_name(module)
+        if name is None:
+            name = self._name_below(root, self._known_name(root), module)
+        return name
+
+    def _name_of_new_root(self, module: nn.Module, root: nn.Module) -> str:
+        is_model = self._takes_root(root) and self._is_trained(root)
+        if is_model:
+            self._set_root(root)
+        prefix = "" if is_model else self._foreign.prefix(root)
+        is_complete = self._names.is_complete
+        self._names.begin_root(root, prefix=prefix)
+        if is_complete:
+            self._names.go_on()
+        else:  # this call has named modules already, and the new root may be part of an older one
+            self._names.set_provisional(root, prefix)
+        name = self._known_name(module)
+        if name is None:
+            name = self._name_below(root, prefix, module)
+        return f"<{type(module).__name__}>" if name is None else name
+
+    # -- the root ----------------------------------------------------------------------------------
+
+    def _takes_root(self, model: nn.Module) -> bool:
+        """Whether a model may have the names without a prefix.
+
+        The first model has them; a model that comes when the first is gone; and in the first step a
+        model that contains the first: a part may be called before the model is put together. Later
+        such a model may be a wrapper for evaluation, on one rank alone.
+        """
+        parts = self._drop_parts_of(model)
+        if self._root is None or self._root_is_given:
+            return self._root is None
+        root = self._root()
+        return root is None or any(part is root for part in parts)
+
+    def _drop_parts_of(self, model: nn.Module) -> list[nn.Module]:
+        """In the first step, forget the names of roots that are part of a model: from now on they
+        are named after it."""
+        if self._current_step():
+            return []
+        roots = {
+            id(root): root
+            for prefix, root in self._names.roots()
+            if prefix or not self._root_is_given
+        }
+        parts = self._among(roots, model) if roots else []
+        for part in parts:
+            self._drop(part)
+        return parts
+
+    def _among(self, modules: dict[int, nn.Module], model: nn.Module) -> list[nn.Module]:
+        """Which of some modules are part of a model."""
+        kind = _class_of(model)
+        most = _MOST_SEARCHED if kind in self._searched else sys.maxsize
+        self._searched.add(kind)
+        inside = {id(part) for _, part in ModuleWalk(model).next(most) if id(part) in modules}
+        return [module for key, module in modules.items() if key in inside]
+
+    def _drop(self, module: nn.Module) -> None:
+        """Forget the name of a module, and of everything below it if it is a root."""
+        if all(root is not module for _, root in self._names.roots()):
+            self._forget(id(module))
+            return
+        for part in module.modules():
+            self._forget(id(part))
+        self._names.drop_root(module)
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        """Whether a model has a parameter that requires a gradient."""
+        kind = _class_of(model)
+        walk = ModuleWalk(model)
+        most = _MOST_SEARCHED if kind in self._trained else sys.maxsize
+        is_trained = any(_has_trained_parameter(part) for _, part in walk.next(most))
+        if is_trained or walk.is_over:
+            self._trained[kind] = is_trained
+        return self._trained[kind]
+
+
+def _inwards(module: nn.Module) -> Iterator[nn.Module]:
+    """A module, and what it wraps, from the outside to the inside."""
+    inner: nn.Module | None = module
+    while inner is not None:
+        yield inner
+        inner = wrapped(inner)
+
+
+def _class_of(model: nn.Module) -> str:
+    cls = type(innermost(model))
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _has_trained_parameter(module: nn.Module) -> bool:
+    return any(param is not None and param.requires_grad for param in module._parameters.values())
+
+
+def _is_graph(module: nn.Module) -> bool:
+    """Whether a module is a graph that a compiler made, without parameters. A model that was traced
+    has parameters."""
+    return isinstance(module, torch.fx.GraphModule) and not any(
+        param is not None
+        for _, part in ModuleWalk(module).next(_MOST_IN_GRAPH)
+        for param in part._parameters.values()
+    )

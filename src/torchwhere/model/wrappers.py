@@ -1,0 +1,50 @@
+"""Recognizes modules that wrap another module: DDP, FSDP1, `torch.compile`, activation
+checkpointing, DeepSpeed's engine, Lightning.
+
+A wrapper has the name of the module inside it. Classes are compared by name: nothing is imported.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+# The qualified name of a wrapper's class, and the attribute that holds the wrapped module.
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "_fsdp_wrapped_module"
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper.ActivationWrapper": (
+        "_checkpoint_wrapped_module"
+    ),
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "lightning.fabric.wrappers._FabricModule": "_forward_module",
+    "pytorch_lightning.overrides.base._LightningModuleWrapperBase": "module",
+}
+WRAPPER_PARTS = frozenset(_WRAPPERS.values())  # the parts of names that torch's own names contain
+
+
+def wrapped_key(cls: type) -> str | None:
+    """The attribute that holds the wrapped module; None if the class is not a wrapper."""
+    for base in cls.__mro__:
+        attribute = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+        if attribute is not None:
+            return attribute
+    return None
+
+
+def wrapped(module: nn.Module) -> nn.Module | None:
+    """The module inside a wrapper; None if `module` is not a wrapper."""
+    attribute = wrapped_key(type(module))
+    # Lightning's Fabric wraps a wrapper: the strategy's DDP inside its own module.
+    inner = module._modules.get(attribute) if attribute is not None else None
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """The user's own module, inside all wrappers."""
+    while (inner := wrapped(module)) is not None:
+        module = inner
+    return module
