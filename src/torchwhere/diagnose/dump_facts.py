@@ -1,6 +1,6 @@
 """Facts that dumps add to a verdict, and what dumps do not contain.
 
-Each fact is a dataclass; `str()` gives its sentence, which `render/flight_recorder_text.py` writes.
+Each fact is a dataclass; `str()` gives its sentence, which `render/verdict_text/dumps.py` writes.
 """
 
 from __future__ import annotations
@@ -134,3 +134,10 @@ class TooManyDumps(DumpFact):
 
     count: int
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class DumpCaveat(DumpFact):
+    """A caveat of dumps in a verdict that also has the caveats of boxes."""
+
+    caveat: str

@@ -34,7 +34,7 @@ from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.diagnose.report.facts import ReportFact
-from torchwhere.render import diff_remarks, flight_recorder_text, layout_remarks, report_text
+from torchwhere.render import diff_remarks, layout_remarks, report_text
 from torchwhere.render import html as page
 from torchwhere.render.diff import diff_lines
 from torchwhere.render.layout import layout_text, layouts_lines
@@ -50,6 +50,7 @@ from torchwhere.render.text import (
     groups_table,
 )
 from torchwhere.render.verdict import verdict_lines, verdict_text
+from torchwhere.render.verdict_text.dumps import dump_fact_text
 
 _MOST_SHOWN = 8  # events of a box, layouts
 _MOST_RANKS = 64  # of a verdict
@@ -388,5 +389,5 @@ VIEWS: dict[type, View] = {
     DiffRemark: View(text=diff_remarks.remark_text),
     LayoutRemark: View(text=layout_remarks.remark_text),
     ReportFact: View(text=report_text.fact_text),
-    DumpFact: View(text=flight_recorder_text.dump_fact_text),
+    DumpFact: View(text=dump_fact_text),
 }

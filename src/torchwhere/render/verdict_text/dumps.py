@@ -12,6 +12,7 @@ from torchwhere.diagnose.dump_facts import (
     CompletedCalls,
     DevicesBehind,
     DeviceStates,
+    DumpCaveat,
     DumpFact,
     DumpsAgree,
     GlooLimits,
@@ -151,3 +152,8 @@ def _(fact: TooManyDumps) -> str:
         f"{fact.count} dumps of the flight recorder in {fact.folder} were not read: pass the folder"
         " with --flight-recorder"
     )
+
+
+@dump_fact_text.register
+def _(fact: DumpCaveat) -> str:
+    return f"flight recorder: {fact.caveat}"
