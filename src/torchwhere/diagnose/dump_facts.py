@@ -131,3 +131,10 @@ class TooManyDumps(DumpFact):
 
     count: int
     folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class DumpCaveat(DumpFact):
+    """A caveat of dumps in a verdict that also has the caveats of boxes."""
+
+    caveat: str

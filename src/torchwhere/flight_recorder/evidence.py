@@ -31,6 +31,7 @@ from torchwhere.diagnose.dump_facts import (
     AllDevicesInCall,
     DevicesBehind,
     DeviceStates,
+    DumpCaveat,
     DumpFact,
     TooManyDumps,
 )
@@ -64,7 +65,8 @@ def with_evidence(
     try:
         dumps = read_files(folder, [("", rank, path) for rank, path in sorted(files.items())])
     except TorchwhereError as error:
-        return replace(verdict, missing_data=(*verdict.missing_data, f"flight recorder: {error}"))
+        caveat = str(DumpCaveat(str(error)))
+        return replace(verdict, missing_data=(*verdict.missing_data, caveat))
     return _added(verdict, dumps)
 
 
@@ -165,7 +167,7 @@ def _added(verdict: Verdict, dumps: Dumps) -> Verdict:
     if of_verdict and isinstance(number, int):
         facts = _device_facts(of_verdict[0], number)
     # Without the notes on what dumps lack: the boxes have that.
-    caveats = [f"flight recorder: {caveat}" for caveat in BoxRun.caveats(dumps)[:4]]
+    caveats = [str(DumpCaveat(caveat)) for caveat in BoxRun.caveats(dumps)[:4]]
     return replace(
         verdict,
         explanation=(*verdict.explanation, *map(str, facts)),

@@ -20,6 +20,7 @@ from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.dump_facts import (
     AlsoHeld,
     CompletedCalls,
+    DumpCaveat,
     DumpsAgree,
     HeldInCall,
     UnrecordedArguments,
@@ -68,7 +69,7 @@ def with_dumps(
 ) -> Verdict:
     """Add the dumps of the same job to a verdict from boxes."""
     run = read_dumps(folder, on_progress=on_progress)
-    caveats = tuple(f"flight recorder: {caveat}" for caveat in run.caveats())
+    caveats = tuple(str(DumpCaveat(caveat)) for caveat in run.caveats())
     return _with_completion(replace(verdict, missing_data=(*verdict.missing_data, *caveats)), run)
 
 

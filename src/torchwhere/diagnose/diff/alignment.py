@@ -84,7 +84,7 @@ class AlignedEvents:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ClassDifference:
     """Rank classes of one cohort differ at a position. `versions` holds indexes of classes."""
 
     kind: str  # flow or value
@@ -168,9 +168,9 @@ def diverge(
     cohorts: Cohorts,
     *,
     compared: Iterable[int],
-) -> list[Finding]:
+) -> list[ClassDifference]:
     """Split the cohorts of `classes` (by index) at each difference in the `compared` streams."""
-    findings: list[Finding] = []
+    findings: list[ClassDifference] = []
     compared_streams, values_differ = set(compared), False
     for aligned in differing_events(classes):
         if not cohorts.can_split:
@@ -178,11 +178,13 @@ def diverge(
         if aligned.stream not in compared_streams:
             continue
         flows = _flows(aligned, classes, streams[aligned.stream])
-        findings += [Finding("flow", aligned, versions) for versions in cohorts.split(flows)]
+        findings += [
+            ClassDifference("flow", aligned, versions) for versions in cohorts.split(flows)
+        ]
         if not values_differ and any(event.value for event in aligned.of_class.values()):
             versions = _differing_values(aligned, cohorts)
             values_differ = bool(versions)
-            findings += [Finding("value", aligned, versions)] if versions else []
+            findings += [ClassDifference("value", aligned, versions)] if versions else []
     return findings
 
 

@@ -19,7 +19,7 @@ from torchwhere.core.grouping import grouped
 from torchwhere.core.results import Fact
 from torchwhere.diagnose.diff import alignment
 from torchwhere.diagnose.diff.agreement import ComparedCall, first_mismatch
-from torchwhere.diagnose.diff.alignment import Finding, Position
+from torchwhere.diagnose.diff.alignment import ClassDifference, Position
 from torchwhere.diagnose.diff.cohorts import (
     MOST_DIVERGENCES,
     Cohorts,
@@ -113,11 +113,11 @@ class _EventSearch:
         self._streams = streams
         self._classes = alignment.rank_classes(sequences)
         self.facts: list[Fact] = []
-        self._by_design: list[Finding] = []  # differences between pipeline stages
+        self._by_design: list[ClassDifference] = []  # differences between pipeline stages
         self._findings = self._find(stages_of(sequences))
         self.cohorts = self._cohorts_at(None)
 
-    def _find(self, stages: Mapping[int, int]) -> list[Finding]:
+    def _find(self, stages: Mapping[int, int]) -> list[ClassDifference]:
         all_classes = [range(len(self._classes))]
         if len(set(stages.values())) < 2:
             return self._diverge(all_classes, self._streams)
@@ -135,10 +135,12 @@ class _EventSearch:
             self.facts.append(self._stages_fact(stages))
         return findings or self._diverge(self._classes_by_stage(stages), self._streams)
 
-    def _diverge(self, apart: Iterable[Iterable[int]], compared: Iterable[int]) -> list[Finding]:
+    def _diverge(
+        self, apart: Iterable[Iterable[int]], compared: Iterable[int]
+    ) -> list[ClassDifference]:
         return alignment.diverge(self._classes, self._streams, Cohorts(apart), compared=compared)
 
-    def _keeps_stages_whole(self, stages: Mapping[int, int], finding: Finding) -> bool:
+    def _keeps_stages_whole(self, stages: Mapping[int, int], finding: ClassDifference) -> bool:
         """Whether no stage is in two versions."""
         of_version = [{stages[rank] for rank in self._ranks(sides)} for sides in finding.versions]
         return sum(map(len, of_version)) == len(set().union(*of_version))
@@ -194,7 +196,7 @@ class _EventSearch:
                 Divergence(finding.kind, aligned.step, before, shown, tuple(facts)),
             )
 
-    def _version(self, sides: Sequence[int], finding: Finding) -> Version:
+    def _version(self, sides: Sequence[int], finding: ClassDifference) -> Version:
         rank_class, ranks = self._classes[sides[0]], self._ranks(sides)
         event = finding.aligned.of_class.get(sides[0])
         if event is None:
@@ -203,7 +205,9 @@ class _EventSearch:
         entry, *after = _entries(rank_class.sequence, event.at, event.at + 1 + _AFTER)
         return Version(ranks, entry, tuple(after))
 
-    def _going_on(self, versions: Sequence[Sequence[int]], finding: Finding) -> Iterator[Fact]:
+    def _going_on(
+        self, versions: Sequence[Sequence[int]], finding: ClassDifference
+    ) -> Iterator[Fact]:
         """Event counts of the first and the last version in the step, and the steps they differ
         in."""
         aligned = finding.aligned

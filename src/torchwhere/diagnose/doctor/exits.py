@@ -60,7 +60,7 @@ class Exits(RankExits):
         """Whether a rank without an exit record is known to have exited before others."""
         return (
             self.was_seen_exited(rank)
-            or self.statuses[rank].out_of_memory is not None
+            or self.status(rank).out_of_memory is not None
             or self.exited_before_sigterm(rank)
         )
 
@@ -131,12 +131,8 @@ class Exits(RankExits):
     def is_doubtful(self, rank: int) -> bool:
         """Whether a rank counts as exited only because others lost a peer, which may have been
         another rank."""
-        is_known = (
-            self.was_seen_exited(rank)
-            or self.exited_before_sigterm(rank)
-            or self.status(rank).out_of_memory is not None
-        )
-        return self.was_killed(rank) and not is_known and not self.is_only_candidate(rank)
+        is_unproven = self.was_killed(rank) and not self._was_first(rank)
+        return is_unproven and not self.is_only_candidate(rank)
 
     def exited_with_the_job(self, rank: int) -> bool:
         """Whether a rank only noticed that the others were killed, and was killed with them."""

@@ -35,10 +35,10 @@ class Timing:
         that a monitor saw or a heartbeat shows."""
         return self.seen_ns is not None
 
-    @cached_property
+    @property
     def is_over(self) -> bool:
         """Whether no process of the job is known to be alive."""
-        return not any(status.alive for status in self.exits.statuses.values())
+        return self.exits.is_over
 
     @cached_property
     def recorded_ns(self) -> int:

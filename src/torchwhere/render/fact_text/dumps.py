@@ -10,6 +10,7 @@ from torchwhere.diagnose.dump_facts import (
     CompletedCalls,
     DevicesBehind,
     DeviceStates,
+    DumpCaveat,
     DumpsAgree,
     GlooLimits,
     GroupLost,
@@ -143,3 +144,8 @@ def _(fact: TooManyDumps) -> str:
         f"{fact.count} dumps of the flight recorder in {fact.folder} were not read: pass the folder"
         " with --flight-recorder"
     )
+
+
+@fact_text.register
+def _(fact: DumpCaveat) -> str:
+    return f"flight recorder: {fact.caveat}"
