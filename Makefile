@@ -12,18 +12,18 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 demo: $(VENV)/ready
 	rm -rf run/demo
-	@echo "Four ranks train. At step 14 the data of one rank stops coming. After 5 seconds the monitor prints the verdict and ends the job."
+	@echo "Four ranks train; at step 14 the data of one of them stops coming. Its monitor says so after 5 seconds and ends the job."
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m torchwhere run --stall 5 --end-with SIGTERM --out run/demo \
 	    examples/train_stuck.py 2>&1 | sed '/elastic.multiprocessing/,$$d'
 	@grep -q '^HANG' run/demo/verdict.txt
 	@echo
-	@echo "The job has ended; its boxes remain. Try:"
+	@echo "The job is gone, its boxes are not. Look around:"
 	@echo "  $(BIN)/torchwhere doctor run/demo             the verdict again, from the boxes"
-	@echo "  $(BIN)/torchwhere report run/demo             everything on one page, report.html"
+	@echo "  $(BIN)/torchwhere report run/demo             all of it on one page, report.html"
 	@echo "  $(BIN)/torchwhere comms run/demo              which collectives each module caused"
 	@echo "  $(BIN)/torchwhere events run/demo --last 5    the last things each rank did"
 	@echo "  $(BIN)/torchwhere layout run/demo             how the model was laid out over the ranks"
-	@echo "  $(BIN)/torchwhere diff run/demo               where the ranks diverge"
+	@echo "  $(BIN)/torchwhere diff run/demo               where the ranks part"
 
 test: $(VENV)/tested
 	$(BIN)/python -m pytest -q
