@@ -17,14 +17,18 @@ import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
+from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
 REDUCED = "allreduce_"
 
-Issue = Callable[[tuple[Any, ...]], None]
+Issue = Callable[[tuple[Any, ...]], DeviceMark | None]
+Launched = Callable[[DeviceMark], None]
 
 _ours: Any = None  # the library of our own op
-_told: tuple[Issue, ErrorLimiter] | None = None  # who is told of the calls that come there
+_told: tuple[Issue, Launched, ErrorLimiter] | None = (
+    None  # who is told of the calls that come there
+)
 
 
 class NativeAllReduce:
@@ -35,11 +39,11 @@ class NativeAllReduce:
         self.native = box.native
         self._turns = turns
 
-    def install(self, issue: Issue, errors: ErrorLimiter) -> None:
+    def install(self, issue: Issue, on_launched: Launched, errors: ErrorLimiter) -> None:
         """Put the native kernel on the op. `issue` is told of all that is not one of DDP's buckets,
         or a new one."""
         global _told
-        _told = issue, errors
+        _told = issue, on_launched, errors
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
         self.native.begin(self._box.native_box, engine.__code__, self._turns)
@@ -67,13 +71,16 @@ def _define() -> None:
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        told = _told
+        told, mark = _told, None
         if told is not None:
             try:
-                told[0](args)
+                mark = told[0](args)
             except Exception as error:
-                told[1](error)
-        return redispatch(keyset & below, *args, **kwargs)
+                told[2](error)
+        launched = redispatch(keyset & below, *args, **kwargs)
+        if told is not None and mark is not None:
+            told[1](mark)
+        return launched
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(str(overload._schema).removeprefix("c10d::"))

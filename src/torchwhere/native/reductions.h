@@ -17,6 +17,7 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include "device_progress.h"
 #include "thread_track.h"
 
 namespace torchwhere {
@@ -26,6 +27,7 @@ struct Launch {
   c10::TensorImpl* param = nullptr;  // the parameter that completed the bucket; null: no such launch
   c10::intrusive_ptr_target* group = nullptr;
   int64_t numel = 0;
+  c10::Device device = c10::DeviceType::CPU;
 };
 
 // A bucket that Python knows. The reference to the group is weak and kept only so that no other object can have the same address.
@@ -110,7 +112,8 @@ inline Launch launch_of(const std::vector<c10::IValue>& stack, size_t arguments)
   c10::ArrayRef<c10::IValue> list = tensors.toListRef();
   if (list.size() != 1) return {};
   const auto& holder = group.toObjectRef().getSlot(0);
-  return {accumulates->variable.unsafeGetTensorImpl(), holder.toCapsule().get(), list[0].toTensor().numel()};
+  const at::Tensor& bucket = list[0].toTensor();
+  return {accumulates->variable.unsafeGetTensorImpl(), holder.toCapsule().get(), bucket.numel(), bucket.device()};
 }
 
 // -- the kernel ------------------------------------------------------------------------------------------------------
@@ -157,10 +160,15 @@ inline bool write(Box* box, const Launch& launch) {
     box->words[counter + COUNTER_TIME] = record.t_ns;
     box->words[counter + COUNTER_RECORD] = number;
   }
+  uint64_t place =
+      static_cast<uint64_t>(record.module) << MODULE_SHIFT | static_cast<uint64_t>(record.pass) << PASS_SHIFT | record.call;
   cursor[CURSOR_RECORD] = number;
-  cursor[CURSOR_PLACE] = static_cast<uint64_t>(record.module) << MODULE_SHIFT |
-      static_cast<uint64_t>(record.pass) << PASS_SHIFT | record.call;
+  cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = record.t_ns;
+  if (!launch.device.is_cpu())
+    device_progress->mark(
+        launch.device,
+        {Point::REACHED, static_cast<int64_t>(number), counter, record.extra + 1, place, record.step, record.t_ns});
   return true;
 }
 

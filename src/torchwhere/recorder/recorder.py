@@ -42,6 +42,7 @@ from torchwhere.core.place import Pass, Place
 from torchwhere.hooks import _torch, compilation, compiled_graphs, python_stack
 from torchwhere.hooks.collectives import IssuedCall
 from torchwhere.hooks.ddp import Bucket, Reducers
+from torchwhere.hooks.device import DeviceHook, DeviceMark
 from torchwhere.hooks.exceptions import NOTE_START
 from torchwhere.hooks.fast_path import FastPath, PythonFastPath
 from torchwhere.hooks.locate import Locator, PlaceIds
@@ -60,7 +61,7 @@ _LAST_COLLECTIVES = 3  # in the note on an exception
 class Recorder:
     """Writes events with their places."""
 
-    def __init__(self, box: BoxWriter, locator: Locator, *, rank: int) -> None:
+    def __init__(self, box: BoxWriter, locator: Locator, *, rank: int, device: DeviceHook) -> None:
         self.box = box
         self.locator = locator
         self.rank = rank
@@ -68,6 +69,7 @@ class Recorder:
         self._check_file_at = 0
         self._step_is_users = False
         self._native = box.native
+        self._device = device
         self.reducers = Reducers(locator.names, box.native)
         self.phases = PhaseRecorder(box, locator, rank=rank)
         # number of the record, op, index, group
@@ -271,7 +273,7 @@ class Recorder:
 
     # -- collectives -------------------------------------------------------------------------------
 
-    def collective(self, call: IssuedCall) -> None:
+    def collective(self, call: IssuedCall) -> DeviceMark | None:
         locator, looked = self.locator, call.stack
         track = self._here()
         track.may_issue = True
@@ -287,16 +289,19 @@ class Recorder:
             graph = compiled_graphs.backward_graph(self._node())
         line = locator.line_id(looked.file, looked.line) or self._line_of_backward(track, spot)
         graph_id = self._graph_id(graph) if graph is not None or self._compiling else 0
-        self._issued(call, track, spot, line, graph_id, self._beneficiary(call))
+        return self._issued(call, track, spot, line, graph_id, self._beneficiary(call))
 
-    def bucket(self, bucket: Bucket) -> None:
+    def bucket(self, bucket: Bucket) -> DeviceMark | None:
         """DDP reduces a bucket that it has reduced before: only the number is new. About half the
         cost of `collective`."""
         track = self._here()
         spot = bucket.spot or self._spot_of_bucket(bucket, track)
-        self._issued(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+        mark = self._issued(
+            bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry
+        )
         if self._native is not None and bucket.spot is not None:
             self._teach(bucket, bucket.call, bucket.spot)
+        return mark
 
     def _teach(self, bucket: Bucket, call: IssuedCall, spot: PlaceIds) -> None:
         """Have the native part record the next reduction that is like the one that runs."""
@@ -349,9 +354,9 @@ class Recorder:
         line: int,
         graph: int,
         beneficiary: int,
-    ) -> None:
+    ) -> DeviceMark | None:
         """Write it down and count it. Cold Python is slow Python: this touches as little as it
-        can."""
+        can. Returns the mark to set after the launch, if any."""
         stream, t_ns, words = call.stream, time.monotonic_ns(), self.box.words
         index = next(stream.numbers)
         # fmt: off
@@ -376,6 +381,28 @@ class Recorder:
         self._last.append((number, call.op.name, index, call.group.desc))
         for tap in self._taps:
             tap(number, call)
+        if call.device is None or not self._device.is_on:
+            return None
+        return self._mark(call, spot, number, index, t_ns)
+
+    def _mark(
+        self, call: IssuedCall, spot: PlaceIds, number: int, index: int, t_ns: int
+    ) -> DeviceMark | None:
+        """Mark a collective on its device."""
+        device = call.device
+        assert device is not None
+        mark = DeviceMark(
+            self._device.type_number(device),
+            device.index or 0,
+            number,
+            -1 if call.stream.counter is None else call.stream.counter,
+            index + 1,
+            spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK,
+            self._counter.step,
+            t_ns,
+        )
+        self._device.reach(mark)
+        return mark if call.is_on_current_stream else None
 
     def _line_of_backward(self, track: Track, spot: PlaceIds) -> int:
         """Out of the engine there is no Python stack of use: the line that called backward led

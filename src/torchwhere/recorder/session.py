@@ -26,6 +26,7 @@ from torchwhere.hooks.call_chain import CallChains
 from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.compilation import CompilationHook
 from torchwhere.hooks.compiled_graphs import Ledger
+from torchwhere.hooks.device import DeviceHook, may_have_device
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.exceptions import ExceptionHook
 from torchwhere.hooks.fast_path import make_fast_path
@@ -71,7 +72,8 @@ class Session:
         self._box = _open_box(out, meta, records)
         self._threads = Threads(self._meet_thread, self._box.native)
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
-        self.recorder = Recorder(self._box, locator, rank=meta["rank"])
+        self._device = DeviceHook(self._box)
+        self.recorder = Recorder(self._box, locator, rank=meta["rank"], device=self._device)
         self._faults = Faults(fault_file(self._box.path)) if self._box.path is not None else None
         self._rest_file = (
             StallStackFile(stall_file(self._box.path)) if self._box.path is not None else None
@@ -119,6 +121,7 @@ class Session:
             bucket_of=recorder.reducers.bucket,
             on_call=recorder.collective,
             on_bucket=recorder.bucket,
+            on_launched=self._device.finish,
             turns=recorder.reducers.turns,
         )
         self._gathering = GroupCreationHook(on_begin=self._group_begins, on_end=recorder.group_ends)
@@ -139,6 +142,7 @@ class Session:
                 self._backward.install() + self._optimizers.install() + self._collectives.install()
             )
             lacking += self._gathering.install()
+            self._device.install()
             self._exceptions.install()
             self._imports.install()
             self._install_faults()
@@ -180,6 +184,7 @@ class Session:
         self._compilation.remove()
         self._gathering.remove()
         self._collectives.remove(are_others=self._threads.others_may_issue())
+        self._device.remove()
         self._optimizers.remove()
         self._backward.remove()
         self.listeners.clear()
@@ -212,6 +217,7 @@ class Session:
         """In a forked child: leave the parent's box alone."""
         self.heartbeat.abandon()
         self._collectives.abandon()
+        self._device.abandon()
         self._gathering.remove()
         watched.end()
         self._imports.remove()
@@ -353,6 +359,7 @@ def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter
             records=records,
             on_lost=lambda why: log.warning("torchwhere: %s", why),
             native=part,
+            has_device=part is not None and may_have_device(),
         )
     except OSError as error:
         log.warning(
