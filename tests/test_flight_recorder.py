@@ -645,7 +645,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 2
     assert (
         capsys.readouterr().err
-        == "torchwhere: give a run's folder, or a folder of dumps with --flight-recorder\n"
+        == "torchwhere: give the folder of a run, or --flight-recorder and a folder of dumps\n"
     )
 
 

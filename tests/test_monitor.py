@@ -149,13 +149,13 @@ def test_bad_signal(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (True, 12, "healthy"),
         (True, 40, "missing"),
-        (False, 3, "healthy"),
+        (False, 3, "dead"),
         (False, 6, "missing"),
     ],
 )
 def test_a_wait_becomes_a_hang(tmp_path: Path, is_running: bool, waited_s: int, kind: str) -> None:
     """By default, a wait is a hang after 30 s in a running job, and after 5 s in a job that has
-    ended and cannot wait any longer."""
+    ended and cannot wait any longer. A job that ended earlier, unfinished, is dead."""
     make(Job(16, steps=4, records=180, fault="missing", victim=5), tmp_path)
     run = read_run(tmp_path)
     now_ns = max(box.last_ns for box in run.boxes.values()) + waited_s * 10**9

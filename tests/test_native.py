@@ -138,7 +138,7 @@ def test_it_is_built_once(
     with monkeypatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(library.parent.parent))
         assert main(["native"]) == 0
-    assert capsys.readouterr().out == f"there already: {library}\n"
+    assert capsys.readouterr().out == f"already built: {library}\n"
     assert library.stat().st_mtime_ns == before
     assert sorted(path.name for path in library.parent.iterdir()) == [
         library.name,

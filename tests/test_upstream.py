@@ -162,7 +162,7 @@ def test_a_hang_is_a_difference(checkout: Path) -> None:
         "        open('child', 'w').write(str(child.pid))\n"
         "        child.wait()\n"
     )
-    done = run(checkout, "test_hangs.py", "--limit", "20", "--repeat", "0", "--modes", "watched")
+    done = run(checkout, "test_hangs.py", "--limit", "40", "--repeat", "0", "--modes", "watched")
     assert done.returncode == 1, done.stdout + done.stderr
     (file,) = found_in(checkout)["files"]
     assert [(one["case"], one["other"]) for one in file["differences"]] == [
