@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import torchwhere
+from diagnosing import diagnose
 from rank_pool import Pool
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.file_names import box_name
@@ -19,7 +20,6 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.events import Kind
 from torchwhere.core.place import Certainty
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 FITTING = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]  # rows from each to each

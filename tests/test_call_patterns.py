@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from diagnosing import diagnose
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.doctor.call_patterns import Patterns, Unexpected, _Past, unexpected_tokens
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 
 ROUNDS, BROKEN = 15, 7

@@ -17,10 +17,11 @@ from torchwhere.core.place import Place
 from torchwhere.diagnose.calls import rank_calls as by_rank
 from torchwhere.diagnose.calls.encode import RankSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.doctor.exit_records import interrupted
 from torchwhere.diagnose.doctor.exits import Exits
-from torchwhere.diagnose.doctor.interruption import interrupted
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.render.verdict_text.rank_details import exit_text
 
 HUNG_UP = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:50363"
 GONE, ALIVE = ProcessStatus(alive=False), ProcessStatus(alive=True, alive_ns=9_000_000_000)
@@ -70,11 +71,11 @@ def test_killed_before_it_could_say_that_it_ends() -> None:
         rank_of(0, exception=HUNG_UP),
         rank_of(1, exception="ValueError: bad"),
         rank_of(2, exception="ValueError: bad"),
+        seen={2: ALIVE},
     )
-    found.statuses = dict(found.statuses) | {2: ALIVE}
     assert [found.has_failed(rank) for rank in range(3)] == [True, True, False]
     assert [found.lost_its_peer(rank) for rank in range(3)] == [True, False, False]
-    assert found.how(1) == "exception: ValueError: bad"
+    assert exit_text(found.how(1)) == "exception: ValueError: bad"
     assert found.first([]) == [1]
 
 
@@ -188,9 +189,9 @@ def test_who_fell_silent(now_ns: int | None, blamed: list[int]) -> None:
 def test_out_of_memory_is_said(text: str) -> None:
     """An exception for want of memory is told as such, whoever raised it; another one is told as it
     is."""
-    assert exits(rank_of(0, end=text)).how(0) == f"out of memory: {text}"
+    assert exit_text(exits(rank_of(0, end=text)).how(0)) == f"out of memory: {text}"
     assert (
-        exits(rank_of(0, end="exception: ValueError: memory")).how(0)
+        exit_text(exits(rank_of(0, end="exception: ValueError: memory")).how(0))
         == "exception: ValueError: memory"
     )
 
@@ -430,7 +431,7 @@ def test_ranks_that_catch_sigterm(reason: str, beat_ns: int, first: list[int]) -
     first, unless its heart beat on: then it could not obey, and was killed later."""
     others = [rank_of(rank, end=reason, at_ns=100 + rank) for rank in (0, 1, 3)]
     found = exits(*others, rank_of(2, at_ns=80, beat_ns=beat_ns))
-    found.ended_externally = interrupted(found.job_calls, waited_s=5)
+    found = replace(found, ended_externally=interrupted(found.job_calls, waited_s=5))
     assert set(found.ended_externally) == {0, 1, 3}
     assert (found.failed(), found.exited_first()) == ([], first)
     assert found.ended_unfinished
@@ -443,7 +444,7 @@ def test_another_exit_code_is_a_failure() -> None:
         rank_of(1, end="exception: ValueError: signal 150"),
         rank_of(2, end="exit 143"),
     )
-    found.ended_externally = interrupted(found.job_calls, waited_s=5)
+    found = replace(found, ended_externally=interrupted(found.job_calls, waited_s=5))
     assert (found.failed(), found.terminated(), found.first([])) == ([0, 1, 2], [2], [0, 1])
 
 
@@ -461,7 +462,9 @@ def test_job_that_finished_is_not_killed() -> None:
         rank_of(2),
         seen={2: ProcessStatus(alive=False, exit_code=-15)},
     )
-    interrupted_job.ended_externally = interrupted(interrupted_job.job_calls, waited_s=5)
+    interrupted_job = replace(
+        interrupted_job, ended_externally=interrupted(interrupted_job.job_calls, waited_s=5)
+    )
     assert not interrupted_job.ended_unfinished
 
 
@@ -489,7 +492,7 @@ def test_several_may_have_hung_up() -> None:
 )
 def test_exit_code_is_said(code: int, said: str) -> None:
     """The verdict says which signal ended a rank, or with what code it left."""
-    assert exits(rank_of(0), seen=ended_with(code)).how(0) == said
+    assert exit_text(exits(rank_of(0), seen=ended_with(code)).how(0)) == said
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------
@@ -507,7 +510,7 @@ def test_who_was_interrupted_has_not_failed() -> None:
         rank_of(3, end="exception: ValueError"),
     )
     found = exits(*ranks)
-    found.ended_externally = interrupted(found.job_calls, waited_s=5)
+    found = replace(found, ended_externally=interrupted(found.job_calls, waited_s=5))
     assert set(found.ended_externally) == {0, 1}
     assert [found.was_ended_externally(rank) for rank in range(4)] == [True, True, True, False]
     assert found.failed() == [3]

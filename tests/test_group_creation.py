@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import torchwhere
+from diagnosing import diagnose
 from rank_pool import Pool
 from torchwhere.blackbox.file_format import EntryType
 from torchwhere.blackbox.file_names import box_name
@@ -22,7 +23,6 @@ from torchwhere.blackbox.run import read_run
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.pipeline.verdict import diagnose_folder
 from torchwhere.processes.status import ProcessStatus

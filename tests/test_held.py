@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diagnosing import diagnose
 from skewed_job import Act, Player, Skew, call, mark, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import State, Verdict
 from torchwhere.processes.status import ProcessStatus
 

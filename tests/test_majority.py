@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diagnosing import diagnose
 from skewed_job import Act, Player, Skew, call, recv, send
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.place import Certainty
@@ -14,7 +15,6 @@ from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.calls.keys import StreamKey
 from torchwhere.diagnose.doctor.majority import Majority
 from torchwhere.diagnose.doctor.roles import Roles
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.diagnose.doctor.waits import waits
 

@@ -15,12 +15,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 import torchwhere
+from diagnosing import diagnose
 from rank_pool import Pool
 from skewed_job import BOOT_NS, WALL_NS, Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.diagnose.doctor.verdict import Verdict
 
 STEPS, ODD_STEP = 9, 6

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from diagnosing import diagnose
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.run import read_run
 from torchwhere.cli import main
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.monitor.host import HostView
 from torchwhere.pipeline.verdict import diagnose_folder, diagnose_run
 from torchwhere.processes.exit_waiter import ExitWaiter

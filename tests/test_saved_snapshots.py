@@ -20,6 +20,7 @@ from torchwhere.diagnose.calls.job_calls import calls_of_run
 from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.monitor.monitor import Monitor
 from torchwhere.pipeline.verdict import diagnose_folder
+from torchwhere.render.verdict_text.observers import snapshots_text
 from torchwhere.snapshots.read import fill_from_snapshots, is_of, saved_statuses, summaries_of
 from torchwhere.snapshots.write import OFTEN_S, SILENCE_S, SnapshotWriter
 
@@ -65,8 +66,9 @@ def test_a_letter_of_an_earlier_run(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS - 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
-    assert (VICTIM in job_calls.by_rank, said) == (False, [])
+    job_calls = calls_of_run(run)
+    assert fill_from_snapshots(run, job_calls) is job_calls
+    assert VICTIM not in job_calls.by_rank
 
 
 def test_others_went_on(tmp_path: Path) -> None:
@@ -75,15 +77,15 @@ def test_others_went_on(tmp_path: Path) -> None:
     run_with_diary(tmp_path, read_ns=WALL_NS + 1)
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
+    job_calls = fill_from_snapshots(run, calls_of_run(run))
     assert (job_calls.stale, job_calls.has_data(VICTIM), VICTIM in job_calls.by_rank) == (
         {VICTIM},
         False,
         True,
     )
-    assert said == [
+    assert snapshots_text(job_calls) == (
         f"calls of rank {VICTIM} come from a snapshot of its box; later calls are unknown"
-    ]
+    )
     verdict = diagnose_folder(tmp_path)
     assert verdict.certainty != "exact"
     assert "may never have issued" in " ".join(verdict.explanation) or not verdict.culprits
@@ -92,7 +94,7 @@ def test_others_went_on(tmp_path: Path) -> None:
 def test_whole_boxes_need_no_recollection(tmp_path: Path) -> None:
     """Where every box can be read, nothing else is asked."""
     run, job_calls = load_calls(run_with_diary(tmp_path))
-    assert fill_from_snapshots(run, job_calls) == (job_calls, [])
+    assert fill_from_snapshots(run, job_calls) is job_calls
 
 
 @pytest.mark.parametrize("spoil", ["flipped", "cut", "empty", "other run"])
@@ -111,8 +113,9 @@ def test_a_letter_that_is_none(tmp_path: Path, spoil: str) -> None:
         path.write_bytes({"flipped": bytes(data), "cut": bytes(data[:40]), "empty": b""}[spoil])
     damage(tmp_path, None)
     run = read_run(tmp_path)
-    job_calls, said = fill_from_snapshots(run, calls_of_run(run))
-    assert (VICTIM in job_calls.by_rank, said) == (False, [])
+    job_calls = calls_of_run(run)
+    assert fill_from_snapshots(run, job_calls) is job_calls
+    assert VICTIM not in job_calls.by_rank
 
 
 def test_a_box_that_was_cut_behind_its_counts(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diagnosing import diagnose
 from synthetic_boxes import make
 from synthetic_job import Job
 from torchwhere.blackbox.box import Box
@@ -29,7 +30,6 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 
 # pytest takes what is called Test
 from torchwhere.diagnose.calls.rank_calls import RankCalls as Said
-from torchwhere.diagnose.doctor.rules import diagnose
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.decode import InvalidSnapshot, decode_snapshot
 from torchwhere.snapshots.encode import (

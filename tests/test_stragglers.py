@@ -12,7 +12,10 @@ from skewed_job import Act, Player, Skew, call, mark, work
 from torchwhere.blackbox.run import read_run
 from torchwhere.core.events import Kind
 from torchwhere.diagnose.calls.job_calls import calls_of_run
-from torchwhere.diagnose.doctor.stragglers import Straggler, pace, sentences, straggler
+from torchwhere.diagnose.doctor.pace import pace_of
+from torchwhere.diagnose.doctor.stragglers import Straggler, straggler
+from torchwhere.render.verdict_text.no_fault import pace_text
+from torchwhere.render.verdict_text.straggler import straggler_text
 
 WORLD = (0, 1, 2, 3)
 STEPS, SLOW_NS, USUAL_NS = 200, 15_000_000, 10_000_000
@@ -102,7 +105,7 @@ def test_several_stragglers(tmp_path: Path) -> None:
     assert late is not None
     assert late.ranks == (1, 4)
     assert late.share == pytest.approx(SLOW_NS / (SLOW_NS + USUAL_NS), rel=0.05)
-    said = sentences(late)
+    said = straggler_text(late)
     assert said[0].startswith("Ranks 1, 4 are late by 15")
     assert said[0].endswith(
         " ms in 50 of the last 50 steps, since step 1: this costs the job 60% of its time."
@@ -136,7 +139,7 @@ def test_late_now_and_then(tmp_path: Path) -> None:
     assert late.late_s == pytest.approx(30 * SLOW_NS / 1e9, rel=0.05)
     assert (
         'of the last 200 collectives of group "0-1-2-3", since #5: this costs the job'
-        in sentences(late)[0]
+        in straggler_text(late)[0]
     )
     assert (
         played(
@@ -258,7 +261,7 @@ def test_a_crowded_core(tmp_path: Path) -> None:
     assert late.queued == pytest.approx(0.6, abs=0.01)
     assert (
         "It waited for a CPU 60% of the time: something else runs on the CPUs it may use."
-        in sentences(late)[0]
+        in straggler_text(late)[0]
     )
 
 
@@ -267,13 +270,16 @@ def test_late_for_another_reason(tmp_path: Path) -> None:
     late = crowded(tmp_path / "run", [0.2] * 4, rounds=60)
     assert late is not None
     assert (late.ranks, late.lacks_cpu) == ((1,), False)
-    assert "CPU" not in sentences(late)[0]
+    assert "CPU" not in straggler_text(late)[0]
 
 
 def test_pace_without_steps(tmp_path: Path) -> None:
     """A job that counts no steps has a pace too: collectives a second."""
     played(tmp_path, lambda _, __: USUAL_NS, has_steps=False)
-    found = pace(calls_of_run(read_run(tmp_path)))
+    found = pace_of(calls_of_run(read_run(tmp_path)))
     assert (found.steps_per_s, found.last_step) == (None, None)
-    assert str(found) == f"No step has been counted; {found.collectives_per_s:.3g} collectives/s."
+    assert (
+        pace_text(found)
+        == f"No step has been counted; {found.collectives_per_s:.3g} collectives/s."
+    )
     assert found.collectives_per_s == pytest.approx(1e9 / USUAL_NS, rel=0.1)

@@ -22,7 +22,7 @@ from torchwhere.blackbox.box import Box
 from torchwhere.blackbox.file_format import COUNTER_RANKS, EntryType
 from torchwhere.blackbox.run import BoxRun
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.flight_recorder.facts import (
+from torchwhere.diagnose.dump_facts import (
     DumpFact,
     GlooLimits,
     GroupLost,

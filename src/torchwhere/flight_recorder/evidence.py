@@ -27,14 +27,14 @@ from torchwhere.blackbox.run import BoxRun
 from torchwhere.blackbox.summary import BoxOrSummary
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.flight_recorder.dumps import Dumps, read_files
-from torchwhere.flight_recorder.facts import (
+from torchwhere.diagnose.dump_facts import (
     AllDevicesInCall,
     DevicesBehind,
     DeviceStates,
     DumpFact,
     TooManyDumps,
 )
+from torchwhere.flight_recorder.dumps import Dumps, read_files
 from torchwhere.flight_recorder.verdict import completion
 
 _STALLED = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)

@@ -14,17 +14,18 @@ from typing import Any
 from torchwhere.core.errors import TorchwhereError
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.keys import Group
-from torchwhere.diagnose.doctor.rules import diagnose
+from torchwhere.diagnose.doctor.examine import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
-from torchwhere.flight_recorder.dumps import Dumps, read_dumps
-from torchwhere.flight_recorder.facts import (
+from torchwhere.diagnose.dump_facts import (
     AlsoHeld,
     CompletedCalls,
     DumpsAgree,
     HeldInCall,
     UnrecordedArguments,
 )
+from torchwhere.flight_recorder.dumps import Dumps, read_dumps
 from torchwhere.flight_recorder.load import Progress
+from torchwhere.render.verdict_text.assemble import verdict_of
 
 _WHY_EMPTY = (
     "Is the recorder on (TORCH_FR_BUFFER_SIZE, for NCCL before torch 2.9"
@@ -68,7 +69,7 @@ def with_dumps(
 def _diagnosed(run: Dumps) -> Verdict:
     # A dump does not record when it was written. It was written because a wait took too long: every
     # wait in it counts.
-    return diagnose(run, now_ns=run.moment_ns, stall_s=0.0)
+    return verdict_of(examine(run, now_ns=run.moment_ns, stall_s=0.0))
 
 
 def _without_held_ranks(verdict: Verdict, run: Dumps) -> Verdict:

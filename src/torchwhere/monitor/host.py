@@ -12,7 +12,7 @@ from typing import Any
 from torchwhere.blackbox.run import BoxRun, read_run
 from torchwhere.blackbox.summary import BoxOrSummary, Progress, read_progress
 from torchwhere.core.errors import TorchwhereError
-from torchwhere.diagnose.doctor.exits import ended_well
+from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.processes.look import is_running, look
 from torchwhere.processes.status import ProcessStatus
 from torchwhere.snapshots.write import as_saved

@@ -19,6 +19,7 @@ from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.doctor.verdict import Verdict
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.render.verdict_text.observers import hosts_text
 
 STATE_FILE = ".monitor-lead.json"
 # A monitor looks for other hosts after this time: those that share the folder have boxes by then.
@@ -157,7 +158,8 @@ def with_hosts(verdict: Verdict, run: RunSummary[Any]) -> Verdict:
     if len(set(host_of.values())) < 2:
         return verdict
     hosts = {rank: str(host_of[rank]) for rank in verdict.culprits[:_MOST_NAMED] if rank in host_of}
-    lines = tuple(f"  rank {rank} is on host {host}" for rank, host in hosts.items())
     return replace(
-        verdict, explanation=(*verdict.explanation, *lines), facts=verdict.facts | {"hosts": hosts}
+        verdict,
+        explanation=(*verdict.explanation, *hosts_text(hosts)),
+        facts=verdict.facts | {"hosts": hosts},
     )

@@ -13,6 +13,7 @@ from torchwhere.core.atomic_file import replace_file
 from torchwhere.core.place import Certainty
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.render.verdict import verdict_json, verdict_text
+from torchwhere.render.verdict_text.observers import passed_text, wait_over_text
 
 _NOT_WRONG = (VerdictKind.HEALTHY, VerdictKind.STRAGGLER)
 _MAY_PASS = (VerdictKind.MISSING, VerdictKind.DEADLOCK, VerdictKind.TOGETHER)
@@ -58,11 +59,9 @@ class VerdictOutput:
         if self.print_verdict is not None:
             self.print_verdict(now)
         else:
-            self.print_line(f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}")
-        self._write(
-            f"{verdict_text(earlier)}\nIt passed: the job went on. {now.explanation[0]}",
-            verdict_json(earlier) | {"passed": True},
-        )
+            self.print_line(wait_over_text(now))
+        text = f"{verdict_text(earlier)}\n{passed_text(now)}"
+        self._write(text, verdict_json(earlier) | {"passed": True})
 
     def _write(self, text: str, values: dict[str, Any]) -> None:
         replace_file(self.folder / "verdict.txt", text + "\n")

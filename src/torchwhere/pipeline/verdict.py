@@ -22,12 +22,14 @@ from torchwhere.core.gc_pause import gc_paused
 from torchwhere.core.stall import STALL_S
 from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.load import Progress, load_calls
-from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks, align_hosts
-from torchwhere.diagnose.doctor.rules import diagnose
+from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
+from torchwhere.diagnose.doctor.examine import examine
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.processes.look import look, merged
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.render.verdict_text.assemble import verdict_of
+from torchwhere.render.verdict_text.observers import snapshots_text
 from torchwhere.snapshots.read import (
     DOCTOR,
     fill_from_snapshots,
@@ -81,13 +83,12 @@ def diagnose_run(
     statuses = case.look_at_processes()
     exited = [rank for rank, status in statuses.items() if status.alive is False]
     _read_again(run, job_calls, exited)
-    case.job_calls, remarks = fill_from_snapshots(run, job_calls)
-    # One clock for all hosts: lateness is measured on it.
-    case.clocks = align_hosts(RunSummary(run.folder, run.summaries))
+    case.job_calls = fill_from_snapshots(run, job_calls)
     verdict = case.judge(statuses, ask)
-    if not remarks:
+    if case.job_calls is job_calls:
         return verdict
-    return replace(verdict, missing_data=(*verdict.missing_data, *remarks))
+    remark = snapshots_text(case.job_calls)
+    return replace(verdict, missing_data=(*verdict.missing_data, remark))
 
 
 @dataclass(slots=True)
@@ -99,7 +100,7 @@ class _Case:
     saved: SavedStatuses
     summaries: Mapping[int, BoxOrSummary]  # of the boxes, and of ranks that only a monitor saw
     stall_s: float
-    clocks: HostClocks = UNALIGNED
+    _clocks: HostClocks | None = None
 
     def look_at_processes(self, *, stacks: Sequence[int] = ()) -> dict[int, ProcessStatus]:
         """Merge what this host shows with what monitors saved. Ask the ranks of `stacks`."""
@@ -126,15 +127,22 @@ class _Case:
     def _diagnose(
         self, statuses: Mapping[int, ProcessStatus], now_ns: int | None, *, is_suspicion: bool
     ) -> Verdict:
-        return diagnose(
+        diagnosis = examine(
             self.run,
             statuses=statuses,
             now_ns=now_ns,
             stall_s=self.stall_s,
             is_suspicion=is_suspicion,
             job_calls=self.job_calls,
-            clocks=self.clocks,
+            align_clocks=self._align_clocks,
         )
+        return verdict_of(diagnosis)
+
+    def _align_clocks(self) -> HostClocks:
+        """One clock for all hosts: lateness is measured on it."""
+        if self._clocks is None:
+            self._clocks = align_hosts(RunSummary(self.run.folder, self.run.summaries))
+        return self._clocks
 
     def _suspects(self, verdict: Verdict) -> list[int]:
         culprits = [rank for rank in verdict.culprits if rank in self.run.boxes]

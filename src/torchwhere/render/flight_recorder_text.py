@@ -6,7 +6,7 @@ from functools import singledispatch
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
-from torchwhere.flight_recorder.facts import (
+from torchwhere.diagnose.dump_facts import (
     AllDevicesInCall,
     AlsoHeld,
     CompletedCalls,

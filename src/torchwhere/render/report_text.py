@@ -6,7 +6,6 @@ from functools import singledispatch
 
 from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.core.sanitize import plural
-from torchwhere.diagnose.doctor.wait_text import call_text
 from torchwhere.diagnose.report.facts import (
     CallWindow,
     CohortDiffers,
@@ -22,6 +21,7 @@ from torchwhere.diagnose.report.facts import (
     ReportFact,
     UnusualShard,
 )
+from torchwhere.render.verdict_text.phrases import call_text
 
 NO_TIMES = "No times of modules were recorded. To record them: torchwhere run --module-events"
 ONLY_FORWARD = (

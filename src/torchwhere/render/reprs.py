@@ -28,12 +28,12 @@ from torchwhere.diagnose.diff.cohorts import Comparison, Divergence, Version
 from torchwhere.diagnose.diff.comparison import Diff
 from torchwhere.diagnose.diff.remarks import DiffRemark
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict
+from torchwhere.diagnose.dump_facts import DumpFact
 from torchwhere.diagnose.groups import Groups
 from torchwhere.diagnose.layout.layouts import LayoutCohort, Layouts
 from torchwhere.diagnose.layout.remarks import LayoutRemark
 from torchwhere.diagnose.phases import PhaseRow, Phases
 from torchwhere.diagnose.report.facts import ReportFact
-from torchwhere.flight_recorder.facts import DumpFact
 from torchwhere.render import diff_remarks, flight_recorder_text, layout_remarks, report_text
 from torchwhere.render import html as page
 from torchwhere.render.diff import diff_lines

@@ -17,7 +17,6 @@ from typing import Any
 from torchwhere.blackbox.file_names import box_name
 from torchwhere.blackbox.run import RunSummary
 from torchwhere.blackbox.summary import BoxOrSummary, BoxSummary
-from torchwhere.core.rank_text import ranks_phrase
 from torchwhere.diagnose.calls.encode import RankSummary
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.processes.status import ProcessStatus
@@ -28,7 +27,6 @@ MONITOR, STALL, DOCTOR = "monitor", "stall", "doctor"
 _SOURCES = (STALL, DOCTOR, MONITOR)  # a monitor looks until the end, so it overrides the others
 SNAPSHOT_SUFFIX = ".snapshot"
 _FIRST_ENCODER = -3  # encoder number of the first snapshot; the others follow downwards
-_MAX_NAMED = 8
 
 
 def saved_statuses(folder: Path) -> dict[int, dict[str, Any]]:
@@ -93,17 +91,17 @@ def _identity(run: RunSummary[Any]) -> tuple[str, int]:
 # -- calls of ranks --------------------------------------------------------------------------------
 
 
-def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobCalls, list[str]]:
-    """Add the calls of ranks whose box is lost or cut from snapshots. Also returns a sentence about
-    these ranks.
+def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> JobCalls:
+    """Add the calls of ranks whose box is lost or cut from snapshots.
 
-    If a snapshot was read after the last call of all other ranks, it also shows the last call of
-    its ranks. Otherwise its ranks are in `JobCalls.stale`: the calls until then count, but later
+    Returns a copy with these ranks in `JobCalls.from_snapshot`, or `job_calls` itself if there are
+    none. If a snapshot was read after the last call of all other ranks, it also shows the last call
+    of its ranks. Otherwise its ranks are in `JobCalls.stale`: the calls until then count, but later
     ones are unknown.
     """
     wanted = [rank for rank in range(run.world_size) if _is_incomplete(job_calls, rank)]
     if not wanted or len(wanted) == run.world_size:
-        return job_calls, []
+        return job_calls
     moved_ns = _last_call_ns(job_calls, without=wanted)
     filled, stale = job_calls.copy(), set[int]()
     for number, snapshot in enumerate(_snapshots(run)):
@@ -122,7 +120,7 @@ def fill_from_snapshots(run: RunSummary[Any], job_calls: JobCalls) -> tuple[JobC
         rank for rank in wanted if filled.by_rank.get(rank) is not job_calls.by_rank.get(rank)
     ]
     filled.from_snapshot, filled.stale = frozenset(changed), frozenset(stale)
-    return (filled, [_sentence(changed, stale)]) if changed else (job_calls, [])
+    return filled if changed else job_calls
 
 
 def _last_call_ns(job_calls: JobCalls, *, without: list[int]) -> int:
@@ -177,9 +175,3 @@ def _decoded(folder: Path) -> Iterator[HostSnapshot]:
                 continue
             if not isinstance(snapshot, InvalidSnapshot):
                 yield snapshot
-
-
-def _sentence(ranks: list[int], stale: set[int]) -> str:
-    whose = "its box" if len(ranks) == 1 else "their boxes"
-    later = "; later calls are unknown" if stale & set(ranks) else ""
-    return f"calls of {ranks_phrase(ranks, most=_MAX_NAMED)} come from a snapshot of {whose}{later}"

@@ -1,4 +1,5 @@
 """Finds which ranks hang, differ, exited or are late, and why.
 
-Entry point: `rules.diagnose` runs the rules in order and returns a `Verdict`.
+Entry point: `examine.examine` applies the rules in order and returns a `Diagnosis`: facts, without
+sentences.
 """

@@ -8,6 +8,7 @@ messages between their monitors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,13 +64,14 @@ class Trust:
 
 
 def by_one_clock(
-    job_calls: JobCalls, window: CallWindow, clocks: HostClocks
+    job_calls: JobCalls, window: CallWindow, align_clocks: Callable[[], HostClocks]
 ) -> tuple[CallWindow, Trust]:
     """Moves the times of a window to one clock. Returns also how far each rank can be off."""
     metas = [job_calls.by_rank[rank].label.meta for rank in window.ranks]
     hosts = tuple(str(meta.get("source_host") or meta.get("host") or "") for meta in metas)
     if len(set(hosts)) < 2:
         return window, Trust(hosts, (0.0,) * len(hosts))
+    clocks = align_clocks()
     doubts = [
         _MESSAGE_DELAY_NS if "source_host" in meta else _doubt_ns(clocks, host)
         for meta, host in zip(metas, hosts, strict=True)

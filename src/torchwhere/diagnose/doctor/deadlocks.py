@@ -13,7 +13,7 @@ contradict (`majority.py`) is the culprit.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -75,30 +75,16 @@ def blame(
     ]
     majority = Majority(job_calls, patterns.roles, ranks=[wait.rank for wait in cycle])
     outvoted = frozenset(majority.outvoted(cycle))
-    has_majority = 0 < len(outvoted) < len(cycle)
-    if has_majority:
+    is_outvoted = 0 < len(outvoted) < len(cycle)
+    if is_outvoted:
         deviated = {sign.deviation for sign in signs if sign.deviation.rank in outvoted}
     else:
         deviated = {sign.deviation for sign in signs if not _is_shared(job_calls, patterns, sign)}
     own = sorted(deviated, key=lambda deviation: (deviation.rank, deviation.record))
-    culprits = outvoted if has_majority else frozenset(deviation.rank for deviation in own)
+    culprits = outvoted if is_outvoted else frozenset(deviation.rank for deviation in own)
     if 0 < len(culprits) < len(cycle):
-        others = {
-            rank for rank in culprits for rank in _companions(patterns, own, waits[rank], waits)
-        }
-        changes_only_peer = bool(own) and all(
-            _changes_only_peer(job_calls.by_rank[deviation.rank], deviation) for deviation in own
-        )
-        is_sure = {deviation.rank for deviation in own} == culprits and _is_sure(
-            patterns, cycle, own, changes_only_peer=changes_only_peer
-        )
-        return Blame(
-            tuple(sorted(culprits | others)),
-            tuple(own),
-            is_sure,
-            changes_only_peer,
-            is_outvoted=has_majority,
-        )
+        blamed = _blame_deviations(job_calls, patterns, cycle, waits, culprits, own)
+        return replace(blamed, is_outvoted=is_outvoted)
     if any(wait.rank in unread for wait in cycle):
         return Blame()
     stayed = {rank for sign in signs for rank in _stayed(job_calls, patterns, sign, cycle)}
@@ -106,6 +92,31 @@ def blame(
         return Blame(tuple(sorted(stayed)), have_stayed=True)
     strays = _out_of_line(job_calls, cycle)
     return Blame(strays, has_wrong_peer=True) if strays else Blame(_fewest(job_calls, cycle, waits))
+
+
+def _blame_deviations(
+    job_calls: JobCalls,
+    patterns: Patterns,
+    cycle: list[Wait],
+    waits: Mapping[int, Wait],
+    culprits: frozenset[int],
+    own: list[Deviation],
+) -> Blame:
+    """Blame the ranks of a cycle that deviated, and those that came there by the same deviation."""
+    others = {
+        other for rank in culprits for other in _companions(patterns, own, waits[rank], waits)
+    }
+    changes_only_peer = bool(own) and all(
+        _changes_only_peer(job_calls.by_rank[deviation.rank], deviation) for deviation in own
+    )
+    have_all_deviated = {deviation.rank for deviation in own} == culprits
+    is_sure = _is_sure(patterns, cycle, own, changes_only_peer=changes_only_peer)
+    return Blame(
+        tuple(sorted(culprits | others)),
+        tuple(own),
+        is_sure=have_all_deviated and is_sure,
+        has_wrong_peer=changes_only_peer,
+    )
 
 
 def has_skipped(job_calls: JobCalls, patterns: Patterns, rank: int, wait: Wait) -> bool:
@@ -208,15 +219,12 @@ def _last_agreed(job_calls: JobCalls, key: StreamKey, one: int, other: int) -> t
         if common == key or common.source != common.destination:
             continue
         calls = [rank_calls.calls[common] for rank_calls in ranks]
-        first, last = (
-            max(rank_calls.first for rank_calls in calls),
-            min(rank_calls.last for rank_calls in calls),
-        )
+        first = max(stream.first for stream in calls)
+        last = min(stream.last for stream in calls)
         if first > last:
             continue
         records = [
-            rank_calls.records()[first - rank_calls.first : last + 1 - rank_calls.first]
-            for rank_calls in calls
+            stream.records()[first - stream.first : last + 1 - stream.first] for stream in calls
         ]
         ahead = np.subtract(
             *(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from enum import StrEnum
 from typing import NamedTuple
 
 from torchwhere.core.events import Event
@@ -43,19 +44,50 @@ _MAKES_GROUPS = frozenset(
 )
 # waits until a file is deleted, even if the process that wrote it has exited
 _BATON = "/torch/utils/file_baton.py"
-# What a library function called by the user waits for: a part of its file name, and the text.
+
+
+class Activity(StrEnum):
+    """What a rank does while others wait for it."""
+
+    HOLDING_GIL = "holding the GIL"
+    DATA_LOADING = "data loading"
+    IMPORT = "import"
+    COMPILATION = "compilation"
+    BUILD = "build"
+    BUILD_LOCK = "build lock"  # another process builds, or a killed one has left its lock
+    FILE_LOCK = "file lock"
+    PROCESS = "process"
+    POOL = "pool"
+    SUBPROCESS = "subprocess"
+    QUEUE = "queue"
+    THREAD = "thread"
+    SOCKET = "socket"
+    GROUP_CREATION = "group creation"
+    COLLECTIVE = "collective"
+    DISTRIBUTED = "distributed"  # in torch.distributed, outside any recorded collective
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+
+
+class Hold(NamedTuple):
+    """What blocks a rank. `function` is the collective or the function that it is in, if known."""
+
+    activity: Activity
+    function: str = ""
+
+
+# What a library function called by the user waits for, by a part of its file name.
 _HOLDS = (
-    ("/torch/utils/cpp_extension.py", "building a C++ extension"),
-    ("/filelock/", "waiting for a file lock"),
-    ("/multiprocessing/", "waiting for another process"),
-    ("/concurrent/futures/", "waiting for a thread or process pool"),
-    ("/subprocess.py", "waiting for a subprocess"),
-    ("/queue.py", "waiting for a queue"),
-    ("/threading.py", "waiting for a lock or a thread"),
-    ("/socket.py", "waiting for a socket"),
-    ("/ssl.py", "waiting for a socket"),
+    ("/torch/utils/cpp_extension.py", Activity.BUILD),
+    ("/filelock/", Activity.FILE_LOCK),
+    ("/multiprocessing/", Activity.PROCESS),
+    ("/concurrent/futures/", Activity.POOL),
+    ("/subprocess.py", Activity.SUBPROCESS),
+    ("/queue.py", Activity.QUEUE),
+    ("/threading.py", Activity.THREAD),
+    ("/socket.py", Activity.SOCKET),
+    ("/ssl.py", Activity.SOCKET),
 )
-_NO_COLLECTIVE = "in torch.distributed, outside any recorded collective"
 
 
 class StackFrame(NamedTuple):
@@ -77,8 +109,8 @@ def frames(stack: tuple[str, ...]) -> list[StackFrame]:
     """The frames of a stack, innermost first."""
     parsed = []
     for entry in stack:
-        where, said_in, function = entry.rpartition(" in ")
-        parsed.append(StackFrame(where, function) if said_in else StackFrame(entry, ""))
+        where, separator, function = entry.rpartition(" in ")
+        parsed.append(StackFrame(where, function) if separator else StackFrame(entry, ""))
     return parsed
 
 
@@ -105,19 +137,20 @@ def is_in_collective(call: Event | None, status: ProcessStatus) -> bool | None:
     return None if not is_seen or (may_wait_later and not _is_of_distributed(own)) else False
 
 
-def holding(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
+def holding(rank_calls: RankCalls, status: ProcessStatus) -> Hold | None:
     """What blocks a rank that others wait for, by its stack, its process and its last events."""
     if status.holds_gil and status.state in ("S", "D"):
-        return "blocked in native code that holds the GIL: none of its Python threads can run"
-    reason = _called(status.stack) or _in_distributed(rank_calls, status)
-    if reason is not None:
-        return reason
+        return Hold(Activity.HOLDING_GIL)
+    activity = _called(status.stack)
+    hold = Hold(activity) if activity is not None else _in_distributed(rank_calls, status)
+    if hold is not None:
+        return hold
     if rank_calls.is_compiling:
-        return "in compilation"
+        return Hold(Activity.COMPILATION)
     if status.stack and status.state == "R":
-        return "running: an endless loop, a long computation, or native code that holds the GIL"
+        return Hold(Activity.RUNNING)
     if status.stack and status.state in ("S", "D"):
-        return "sleeping: in a blocking call, or waiting for a lock"
+        return Hold(Activity.SLEEPING)
     return None
 
 
@@ -162,31 +195,28 @@ def _waits_outside(call: Event, own: list[StackFrame], stack: tuple[str, ...]) -
 # -- what blocks a rank ----------------------------------------------------------------------------
 
 
-def _called(stack: tuple[str, ...]) -> str | None:
+def _called(stack: tuple[str, ...]) -> Activity | None:
     """Work or a wait that takes time by itself, called by the user's code or calling it."""
     every = [frame for frame in frames(stack) if frame.function != "<module>"]
     if any(_LOADING in frame.where for frame in every):
-        return "in data loading"
+        return Activity.DATA_LOADING
     own = _inside(stack)
     if _is_importing(own):
-        return "importing a module"
+        return Activity.IMPORT
     if any(
         _COMPILING.search(frame.where) and frame.function not in _RUNS_COMPILED for frame in every
     ):
-        return "in compilation"
+        return Activity.COMPILATION
     if any(_BATON in frame.where for frame in own):
-        return (
-            "waiting for another process to build a C++ extension, or for a stale `lock` file that"
-            " a killed process left beside it"
-        )
+        return Activity.BUILD_LOCK
     for frame in reversed(own):  # the outermost is what the user called
-        for part, text in _HOLDS:
+        for part, activity in _HOLDS:
             if part in frame.where:
-                return text
+                return activity
     return None
 
 
-def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
+def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> Hold | None:
     own = _inside(status.stack)
     group_creation = [
         frame.function
@@ -194,10 +224,9 @@ def _in_distributed(rank_calls: RankCalls, status: ProcessStatus) -> str | None:
         if frame.function in _MAKES_GROUPS and _DISTRIBUTED in frame.where
     ]
     if group_creation:
-        return f"in {group_creation[-1]}, which needs all ranks of the group"
+        return Hold(Activity.GROUP_CREATION, group_creation[-1])
     call = rank_calls.last_collective if rank_calls.in_collective_since_ns is not None else None
-    if call is not None and call.fields.get("backend") == "gloo" and is_in_collective(call, status):
-        return f"waiting in {call.fields.get('op')}"
-    if call is not None and _is_inside(call, own):
-        return f"waiting in {call.fields.get('op')}"
-    return _NO_COLLECTIVE if _is_of_distributed(own) else None
+    is_gloo = call is not None and call.fields.get("backend") == "gloo"
+    if call is not None and ((is_gloo and is_in_collective(call, status)) or _is_inside(call, own)):
+        return Hold(Activity.COLLECTIVE, str(call.fields.get("op")))
+    return Hold(Activity.DISTRIBUTED) if _is_of_distributed(own) else None

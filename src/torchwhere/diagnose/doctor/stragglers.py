@@ -1,4 +1,4 @@
-"""Measures the pace of a job, and finds stragglers.
+"""Finds stragglers.
 
 Ranks are stragglers if the job loses a large part of its time waiting for them, repeatedly, and for
 no other rank nearly as much. Time counts: 50 ms in every step, or half a second in every tenth.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -24,11 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torchwhere.core.place import shown
-from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
-from torchwhere.diagnose.calls.rank_calls import RankCalls
 from torchwhere.diagnose.calls.stream_calls import StreamCalls
 from torchwhere.diagnose.calls.windows import CallWindow
 from torchwhere.diagnose.clocks.host_clocks import UNALIGNED, HostClocks
@@ -53,28 +51,15 @@ _CHANCE = 1e-5  # of a false alarm, if all ranks are late equally often
 _MOST_OF_IT = 0.8  # of all lost time: the larger delays
 _PAUSE = 4  # times as long as usual between two delays: after that, lateness counts as new
 _ASKED = 16  # delays of a rank that are checked for another cause
-_CALLS = 50  # newest calls that give the pace of a job without steps
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Steps per second and the last step; collectives per second if no steps are counted."""
+class Moment(NamedTuple):
+    """A record of a rank: what it did, and where."""
 
-    steps_per_s: float | None
-    last_step: int | None
-    collectives_per_s: float | None = None
-
-    def __str__(self) -> str:
-        if self.steps_per_s is None and self.collectives_per_s is not None and not self.last_step:
-            counted = "One step" if self.last_step == 0 else "No step"
-            return f"{counted} has been counted; {self.collectives_per_s:.3g} collectives/s."
-        if self.last_step is None:
-            return "No step has been counted yet."
-        pace = f", {self.steps_per_s:.3g} steps/s" if self.steps_per_s else ""
-        return f"Last step {self.last_step}{pace}."
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    what: str
+    pass_: str | None  # of the module
+    module: str | None
+    line: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +73,8 @@ class Straggler:
     steps: int  # late in this many of `of_steps`
     of_steps: int
     since_step: int | None
-    after: str | None  # the last thing it did before the time was lost
-    before: str | None  # the collective it was late at
+    after: Moment | None  # the last thing it did before the time was lost
+    before: Moment | None  # the collective it was late at
     phase: str | None
     # share of the time in which it waited for a CPU; None if unknown
     queued: float | None = None
@@ -102,40 +87,22 @@ class Straggler:
         return asdict(self) | {"ranks": list(self.ranks)}
 
 
-def pace(job_calls: JobCalls) -> Pace:
-    summaries = [rank_calls.rank_summary for rank_calls in job_calls.by_rank.values()]
-    rates = [summary.steps_per_s for summary in summaries if summary.steps_per_s is not None]
-    last = max(
-        (summary.last_step for summary in summaries if summary.last_step is not None), default=None
-    )
-    if rates:
-        return Pace(float(np.median(rates)), last)
-    calls = [
-        rate
-        for rank_calls in list(job_calls.by_rank.values())[:_CALLS]
-        if (rate := _calls_per_s(rank_calls)) is not None
-    ]
-    return Pace(None, last, float(np.median(calls)) if calls else None)
-
-
-def _calls_per_s(rank_calls: RankCalls) -> float | None:
-    """Recent collectives per second."""
-    times = [calls.times_ns()[-_CALLS:] for calls in rank_calls.calls.values()]
-    latest = np.sort(np.concatenate(times))[-_CALLS:] if times else np.empty(0, np.int64)
-    lasted = int(latest[-1] - latest[0]) if len(latest) > 1 else 0
-    return (len(latest) - 1) * 1e9 / lasted if lasted > 0 else None
-
-
 def straggler(
-    job_calls: JobCalls, *, key: StreamKey | None = None, clocks: HostClocks = UNALIGNED
+    job_calls: JobCalls,
+    *,
+    key: StreamKey | None = None,
+    align_clocks: Callable[[], HostClocks] = lambda: UNALIGNED,
 ) -> Straggler | None:
-    """The ranks that are late, in all groups or in one. The details are those of the costliest."""
+    """The ranks that are late, in all groups or in one. The details are those of the costliest.
+
+    `align_clocks` is called only if a group has ranks on several hosts.
+    """
     candidates = [*job_calls.windows(), *(job_calls.longer_windows() if job_calls.stale else ())]
     whole = [
         window for window in candidates if window.key.source == -1 and key in (None, window.key)
     ]
     late_groups = [
-        late for window in whole if (late := _late_in(job_calls, window, clocks)) is not None
+        late for window in whole if (late := _late_in(job_calls, window, align_clocks)) is not None
     ]
     if not late_groups:
         return None
@@ -171,9 +138,11 @@ class _Late(NamedTuple):
         return int(self.lost.columns[self.lost.begins[self.first]]), int(self.lost.columns[-1])
 
 
-def _late_in(job_calls: JobCalls, window: CallWindow, clocks: HostClocks) -> _Late | None:
+def _late_in(
+    job_calls: JobCalls, window: CallWindow, align_clocks: Callable[[], HostClocks]
+) -> _Late | None:
     by_own_clocks = window
-    window, trust = by_one_clock(job_calls, window, clocks)
+    window, trust = by_one_clock(job_calls, window, align_clocks)
     losses = lost(window, waits="gloo" in (job_calls.group(window.key).backend or "gloo"))
     for late in _late_in_rounds(window, trust, losses) if losses is not None else ():
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
@@ -392,10 +361,10 @@ def _first_after(calls: StreamCalls, record: int) -> int:
 
 def _where(
     job_calls: JobCalls, window: CallWindow, row: int, columns: list[int]
-) -> tuple[str | None, str | None, str | None]:
+) -> tuple[Moment | None, Moment | None, str | None]:
     """The two records between which a late rank loses its time most often, and the phase."""
     box, calls = job_calls.by_rank[window.ranks[row]].box, window.calls[row]
-    seen: Counter[tuple[str, str, str | None]] = Counter()
+    spans: Counter[tuple[Moment, Moment, str | None]] = Counter()
     for column in columns if box is not None else ():
         assert box is not None
         number = window.first + column
@@ -406,52 +375,16 @@ def _where(
             continue
         end = begin + int(gaps.argmax()) + 1
         earlier, later = box.event(end - 1), box.event(end)
-        seen[
-            _event_text(earlier),
-            _event_text(later),
-            earlier.fields.get("phase") if earlier.kind == "phase_begin" else None,
-        ] += 1
-    return seen.most_common(1)[0][0] if seen else (None, None, None)
+        phase = earlier.fields.get("phase") if earlier.kind == "phase_begin" else None
+        spans[_moment(earlier), _moment(later), phase] += 1
+    return spans.most_common(1)[0][0] if spans else (None, None, None)
 
 
-def _event_text(event: Any) -> str:
-    what = event.fields.get("op") or event.fields.get("phase") or event.kind
-    where = (
-        f" in {event.place.pass_} of {shown(event.place.module)}"
-        if event.place.module is not None
-        else ""
+def _moment(event: Event) -> Moment:
+    fields, place = event.fields, event.place
+    return Moment(
+        what=str(fields.get("op") or fields.get("phase") or event.kind),
+        pass_=place.pass_ if place.module is not None else None,
+        module=place.module,
+        line=place.line,
     )
-    return f"{what}{where}" + (f" at {event.place.line}" if event.place.line else "")
-
-
-def sentences(late: Straggler) -> tuple[str, ...]:
-    ranks, is_are = ranks_phrase(late.ranks).capitalize(), "are" if len(late.ranks) > 1 else "is"
-    rounds = "steps" if late.group is None else f'collectives of group "{late.group}"'
-    since = f"step {late.since_step}" if late.group is None else f"#{late.since_number}"
-    delay = (
-        f"{late.late_s * 1e3:.3g} ms in {late.steps} of the last {late.of_steps} {rounds},"
-        f" since {since}"
-    )
-    by = (
-        f" The host clocks were aligned to about {late.unsure_s * 1e3:.2g} ms."
-        if late.unsure_s
-        else ""
-    )
-    sentence = (
-        f"{ranks} {is_are} late by {delay}: this costs the job {late.share:.0%} of its time.{by}"
-    )
-    if late.lacks_cpu:
-        rank = "It" if len(late.ranks) == 1 else f"Rank {late.rank}"
-        sentence += (
-            f" {rank} waited for a CPU {late.queued:.0%} of the time: something else runs on the"
-            " CPUs it may use."
-        )
-    if not late.after or not late.before:
-        return (sentence,)
-    subject = "It" if len(late.ranks) == 1 else f"Rank {late.rank}, for example,"
-    lost = (
-        f"{subject} loses the time in phase {late.phase}, "
-        if late.phase
-        else f"{subject} loses the time "
-    )
-    return sentence, f"{lost}between {late.after} and {late.before}."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from torchwhere.diagnose.calls.job_calls import JobCalls
@@ -218,26 +218,26 @@ def is_of_all(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
     )
 
 
-def awaited(by_rank: dict[int, Wait]) -> list[int]:
+def awaited(by_rank: Mapping[int, Wait]) -> list[int]:
     """The ranks that others wait for and that do not wait themselves: the likely culprits."""
     return sorted(
         {rank for missing in _each_once(by_rank) for rank in missing if rank not in by_rank}
     )
 
 
-def waiting_for(by_rank: dict[int, Wait], ranks: Iterable[int]) -> list[Wait]:
+def waiting_for(by_rank: Mapping[int, Wait], ranks: Iterable[int]) -> list[Wait]:
     """The waits for one of these ranks."""
     wanted = frozenset(ranks)
     touched = {id(missing) for missing in _each_once(by_rank) if not wanted.isdisjoint(missing)}
     return [wait for wait in by_rank.values() if id(wait.missing) in touched]
 
 
-def _each_once(by_rank: dict[int, Wait]) -> list[tuple[int, ...]]:
+def _each_once(by_rank: Mapping[int, Wait]) -> list[tuple[int, ...]]:
     """The different tuples of missing ranks."""
     return list({id(wait.missing): wait.missing for wait in by_rank.values()}.values())
 
 
-def cycle(by_rank: dict[int, Wait]) -> list[Wait]:
+def cycle(by_rank: Mapping[int, Wait]) -> list[Wait]:
     """Ranks that wait for each other, in order, the last one for the first; empty if there is no
     cycle."""
     following = {id(missing): _first_in(missing, by_rank) for missing in _each_once(by_rank)}

@@ -18,7 +18,7 @@ from torchwhere.blackbox.live_box import Issued, LiveBox
 from torchwhere.core.events import Event
 from torchwhere.core.place import Place
 from torchwhere.diagnose.calls.keys import Group
-from torchwhere.diagnose.doctor.exits import ended_well
+from torchwhere.diagnose.doctor.exit_records import ended_well
 from torchwhere.diagnose.doctor.verdict import State
 from torchwhere.diagnose.live.waiting import waiting_ranks
 from torchwhere.processes.status import ProcessStatus

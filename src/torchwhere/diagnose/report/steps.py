@@ -98,7 +98,7 @@ def _late(job_calls: JobCalls, verdict: Verdict, clocks: HostClocks) -> list[int
     them already."""
     if verdict.kind in (VerdictKind.STRAGGLER, VerdictKind.HEALTHY):
         return list(verdict.culprits)
-    late = straggler(job_calls, clocks=clocks)
+    late = straggler(job_calls, align_clocks=lambda: clocks)
     return list(late.ranks) if late is not None else []
 
 

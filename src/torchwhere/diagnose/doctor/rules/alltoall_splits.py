@@ -1,4 +1,4 @@
-"""Finds all_to_all calls whose splits do not match: a rank sends another one more or fewer elements
+"""Rule: the splits of an all_to_all do not match: a rank sends another one more or fewer elements
 than that rank expects.
 
 Compares the last call of each group that all of its ranks have issued. Gloo crashes on such a call;
@@ -16,16 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchwhere.core.place import Certainty
 from torchwhere.diagnose.calls.job_calls import JobCalls
 from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.verdict import VerdictKind
 
-_OP = "all_to_all_single"
+OP = "all_to_all_single"
 _MOST_RANKS = 2048  # of a group whose pairs are compared
-_MOST_SHOWN = 8
+MOST_PAIRS = 8  # in the JSON and in the text
 
 
 @dataclass(frozen=True, slots=True)
-class Unfitting:
+class UnmatchedSplits(Cause):
     """A call whose sent and expected element counts differ."""
 
     key: StreamKey
@@ -42,41 +46,29 @@ class Unfitting:
         common = set.intersection(*ends) if ends else set()
         return tuple(sorted(common))
 
-    def facts(self) -> dict[str, Any]:
-        names = ("from", "to", "sent", "taken")
-        pairs = [dict(zip(names, pair, strict=True)) for pair in self.pairs[:_MOST_SHOWN]]
-        return {"differs_in": ["splits"], "pairs": pairs, "sent": self.sent, "taken": self.taken}
 
-    def sentences(self, job_calls: JobCalls) -> tuple[str, ...]:
-        lines = [
-            (
-                f'In #{self.number} of group "{job_calls.group(self.key).title}", {_OP}, the send'
-                " and receive splits do not match."
-            )
-        ]
-        lines += [
-            f"  rank {source} sends {sent} elements to rank {destination}, which expects {taken}"
-            for source, destination, sent, taken in self.pairs[:_MOST_SHOWN]
-        ]
-        if len(self.pairs) > _MOST_SHOWN:
-            lines.append(f"  and {len(self.pairs) - _MOST_SHOWN} more pairs")
-        if not self.pairs:
-            lines.append(
-                f"  all ranks together send {self.sent} elements and expect {self.taken}; the boxes"
-                " do not show which split is wrong"
-            )
-        line = job_calls.by_rank[self.ranks[0]].place_of(self.key, self.number)
-        where = f" at {line.line}" if line is not None and line.line else ""
-        return (
-            *lines,
-            (
-                f"Look at: how the split sizes{where} are computed, and whether they change after"
-                " the ranks have exchanged them."
-            ),
-        )
+def find_unmatched_splits(context: Context) -> Finding | None:
+    splits = unmatched_splits(context.job_calls)
+    if splits is None:
+        return None
+    names = ("from", "to", "sent", "taken")
+    pairs = [dict(zip(names, pair, strict=True)) for pair in splits.pairs[:MOST_PAIRS]]
+    return Finding(
+        VerdictKind.MISMATCH,
+        splits,
+        culprits=splits.culprits,
+        call=CallRef(splits.key, splits.number, splits.ranks[0]),
+        certainty=Certainty.INFERRED,
+        facts={
+            "differs_in": ["splits"],
+            "pairs": pairs,
+            "sent": splits.sent,
+            "taken": splits.taken,
+        },
+    )
 
 
-def unfitting(job_calls: JobCalls) -> Unfitting | None:
+def unmatched_splits(job_calls: JobCalls) -> UnmatchedSplits | None:
     """The first mismatched call among the last calls of the ranks; None if all match or data is
     missing."""
     lasts = {
@@ -90,15 +82,14 @@ def unfitting(job_calls: JobCalls) -> Unfitting | None:
 
 def _ends_in_alltoall(job_calls: JobCalls, rank: int) -> bool:
     rank_calls = job_calls.by_rank[rank]
-    calls = rank_calls.calls.get(rank_calls.last[0]) if rank_calls.last is not None else None
-    return (
-        calls is not None
-        and rank_calls.last is not None
-        and calls.of(rank_calls.last[1])[0].op == _OP
-    )
+    if rank_calls.last is None:
+        return False
+    key, number = rank_calls.last
+    calls = rank_calls.calls.get(key)
+    return calls is not None and calls.of(number)[0].op == OP
 
 
-def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | None:
+def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> UnmatchedSplits | None:
     ranks = job_calls.group(key).ranks
     if not ranks or any(
         rank not in job_calls.by_rank or _fields(job_calls, rank, key, number) is None
@@ -106,16 +97,16 @@ def _compared(job_calls: JobCalls, key: StreamKey, number: int) -> Unfitting | N
     ):
         return None
     fields = [_fields(job_calls, rank, key, number) or {} for rank in ranks]
-    sent, taken = (
-        sum(_elements(of_rank, "shapes") for of_rank in fields),
-        sum(_elements(of_rank, "out_shapes") for of_rank in fields),
-    )
+    sent = sum(_elements(of_rank, "shapes") for of_rank in fields)
+    taken = sum(_elements(of_rank, "out_shapes") for of_rank in fields)
     pairs: tuple[tuple[int, int, int, int], ...] = ()
     if len(ranks) <= _MOST_RANKS:
         sends = [_parts(of_rank, "shapes", "splits", len(ranks)) for of_rank in fields]
         takes = [_parts(of_rank, "out_shapes", "out_splits", len(ranks)) for of_rank in fields]
         pairs = _unequal(ranks, sends, takes)
-    return Unfitting(key, number, ranks, pairs, sent, taken) if pairs or sent != taken else None
+    return (
+        UnmatchedSplits(key, number, ranks, pairs, sent, taken) if pairs or sent != taken else None
+    )
 
 
 def _unequal(
@@ -135,7 +126,7 @@ def _unequal(
 
 def _fields(job_calls: JobCalls, rank: int, key: StreamKey, number: int) -> dict[str, Any] | None:
     calls = job_calls.by_rank[rank].calls.get(key)
-    if calls is None or calls.at(number) is None or calls.of(number)[0].op != _OP:
+    if calls is None or calls.at(number) is None or calls.of(number)[0].op != OP:
         return None
     fields = job_calls.shared_ids.parsed(calls.of(number)[0].text)
     return (

@@ -1,0 +1,124 @@
+"""Rule: ranks exited while others wait for them, or failed by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks, is_usual_delay
+from torchwhere.diagnose.doctor.verdict import State, VerdictKind
+from torchwhere.diagnose.doctor.waits import Wait, awaited
+
+
+@dataclass(frozen=True, slots=True)
+class ExitedRanks(Cause):
+    """Ranks that exited first, and the wait for them, if others wait."""
+
+    ranks: tuple[int, ...]
+    wait: Wait | None
+
+
+@dataclass(frozen=True, slots=True)
+class UnknownFirstExit(Cause):
+    """Ranks that failed because another rank exited: it is unknown which."""
+
+    failed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOutTogether(Cause):
+    """All ranks timed out in one collective, and no rank is missing from it."""
+
+    example_rank: int
+
+
+def find_exited(context: Context) -> Finding | None:
+    exits = context.exits
+    if exited := _awaited_exits(context):
+        return _exited(context, exits.first_of_awaited(exited, context.incomplete), exited)
+    if likely := _likely_exited(context):
+        return _exited(context, likely, [], certainty=Certainty.INFERRED)
+    failed = exits.failed()
+    if context.waits or exits.were_killed_together or not failed:
+        return None
+    first = exits.first(context.incomplete)
+    if any(map(exits.timed_out, failed)) and set(first) <= set(context.incomplete):
+        return _timed_out(context, first)
+    return _exited(context, first, failed)
+
+
+def _awaited_exits(context: Context) -> list[int]:
+    """The ranks that others wait for and that have exited by themselves."""
+    exits = context.exits
+    return [
+        rank
+        for rank in awaited(context.waits)
+        if context.state(rank) in (State.DEAD, State.FINISHED)
+        and not exits.exited_with_the_job(rank)
+        and not exits.outlived_its_watch(rank)
+        and not exits.is_doubtful(rank)
+    ]
+
+
+def _exited(
+    context: Context,
+    ranks: list[int],
+    failed: list[int],
+    *,
+    certainty: Certainty = Certainty.EXACT,
+) -> Finding:
+    wait = context.first_wait_for(ranks)
+    is_sure = (
+        bool(ranks)
+        and not set(ranks) & set(context.incomplete)
+        and not any(map(context.exits.crashed_in_collective, ranks))
+    )
+    return Finding(
+        VerdictKind.DEAD,
+        ExitedRanks(tuple(ranks), wait) if ranks else UnknownFirstExit(tuple(failed)),
+        culprits=tuple(ranks),
+        call=CallRef.of(wait) if wait is not None else None,
+        certainty=certainty if is_sure else Certainty.INFERRED,
+    )
+
+
+def _likely_exited(context: Context) -> list[int]:
+    """The likely first exit, where all processes are gone and none was observed since a rank lost
+    its peer.
+
+    It is the rank that the others wait for, if they had only just begun to wait and all other ranks
+    were alive after the failure. If they had waited long, the rank was missing before it exited. A
+    rank that waited itself may have exited just as well.
+    """
+    exits, timing = context.exits, context.timing
+    if not exits.were_killed_together or not exits.failed_unseen:
+        return []
+    ranks = awaited(context.waits)
+    wait = context.first_wait_for(ranks)
+    if wait is None or len(ranks) > 1 or exits.has_failed(ranks[0]):
+        return []
+    if is_usual_delay(context, wait) or not exits.is_only_candidate(ranks[0]):
+        return []
+    is_short = timing.recorded_s(wait) < timing.patience_s(wait.rank, wait.key)
+    return ranks if is_short else []
+
+
+def _timed_out(context: Context, no_data: list[int]) -> Finding:
+    """All ranks with data timed out in one collective: a rank without data is missing, or none
+    is."""
+    call = context.last_call
+    if no_data and call is not None:
+        wait = Wait(call.rank, call.key, call.number, (), tuple(no_data))
+        return Finding(
+            VerdictKind.MISSING,
+            MissingRanks(tuple(no_data), wait),
+            culprits=tuple(no_data),
+            call=call,
+            certainty=Certainty.INFERRED,
+        )
+    first = next(rank for rank in context.job_calls.by_rank if context.exits.timed_out(rank))
+    return Finding(
+        VerdictKind.TOGETHER, TimedOutTogether(first), call=call, certainty=Certainty.INFERRED
+    )

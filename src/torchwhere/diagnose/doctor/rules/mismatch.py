@@ -1,0 +1,167 @@
+"""Rule: at one number, ranks issued different calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchwhere.core.events import Event
+from torchwhere.core.place import Certainty
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.doctor.blocked import blocked_ranks
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.exit_records import survived_exception
+from torchwhere.diagnose.doctor.finding import CallRef, Cause, Finding
+from torchwhere.diagnose.doctor.mismatch import Mismatch, mismatches
+from torchwhere.diagnose.doctor.verdict import VerdictKind
+
+_NEARBY = 32  # calls before and after a mismatch that are searched for other threads
+_FIELDS = ("op", "dtype", "shapes", "out_shapes", "reduce_op", "peer")
+_FIELDS_OF_MESSAGES = ("dtype", "shapes")
+_FIELD_NAMES = {
+    "peer": "root",
+    "reduce_op": "reduction",
+    "shapes": "shape",
+    "out_shapes": "shape of the result",
+}
+
+
+class Cohort(NamedTuple):
+    """Ranks that issued the same call; None if their rings have lost it."""
+
+    ranks: tuple[int, ...]
+    call: Event | None
+
+
+class StepShift(NamedTuple):
+    """The culprits are a step behind the others, or ahead of them."""
+
+    step: int  # the first step in which they differ
+    is_behind: bool
+    may_be_extra_call: bool  # else they skipped a step: the step before looks twice as long
+
+
+class ThreadUse(NamedTuple):
+    """A rank that uses the group from several threads, whose order is not deterministic."""
+
+    rank: int
+    threads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferentCalls(Cause):
+    """Ranks issued different calls at one number."""
+
+    mismatch: Mismatch
+    differs_in: tuple[str, ...]
+    cohorts: tuple[Cohort, ...]  # the largest first
+    step_shift: StepShift | None
+    thread_use: ThreadUse | None
+    survived: Event | None  # an exception of the first culprit, shortly before
+    last_common: Event | None  # the call before it, of the first culprit
+    call: Event | None  # the call of the first culprit
+    blocked: tuple[int, ...]  # ranks that are blocked now
+
+
+def find_mismatch(context: Context) -> Finding | None:
+    """The first call of the culprits that differs."""
+    job_calls = context.job_calls
+    differences = mismatches(job_calls)
+    if not differences:
+        return None
+    first = min(
+        differences,
+        key=lambda difference: job_calls.by_rank[difference.culprits[0]].order(
+            difference.key, difference.number
+        ),
+    )
+    is_exact = first.what == "signature" and first.is_certain
+    blocked_s = blocked_ranks(context)
+    are_all_blocked = len(blocked_s) == len(job_calls.by_rank) and context.timing.is_live
+    cause = _cause(job_calls, first, tuple(sorted(blocked_s)))
+    return Finding(
+        VerdictKind.MISMATCH,
+        cause,
+        culprits=first.culprits,
+        call=CallRef(first.key, first.number, first.cohorts[0][0]),
+        certainty=Certainty.EXACT if is_exact else Certainty.INFERRED,
+        stalled_s=min(blocked_s.values(), default=None) if are_all_blocked else None,
+        facts={"differs_in": list(cause.differs_in)},
+        blocked=frozenset(blocked_s),
+    )
+
+
+def _cause(job_calls: JobCalls, mismatch: Mismatch, blocked: tuple[int, ...]) -> DifferentCalls:
+    cohorts = tuple(
+        Cohort(ranks, job_calls.by_rank[ranks[0]].issued(mismatch.key, mismatch.number))
+        for ranks in mismatch.cohorts
+    )
+    culprit, number = job_calls.by_rank[mismatch.culprits[0]], mismatch.number
+    is_step = mismatch.what == "step"
+    return DifferentCalls(
+        mismatch,
+        tuple(_differs_in(mismatch, cohorts[0].call, cohorts[1].call)),
+        cohorts,
+        step_shift=_step_shift(job_calls, mismatch) if is_step else None,
+        thread_use=_thread_use(job_calls, mismatch),
+        survived=survived_exception(culprit, culprit.order(mismatch.key, number)),
+        last_common=culprit.issued(mismatch.key, number - 1) if number else None,
+        call=culprit.issued(mismatch.key, number),
+        blocked=blocked,
+    )
+
+
+def _differs_in(mismatch: Mismatch, one: Event | None, other: Event | None) -> list[str]:
+    """The fields in which the first two cohorts differ."""
+    if one is None or other is None or mismatch.what == "step":
+        return [mismatch.what]
+    if mismatch.what == "call_site":
+        here, there = one.place, other.place
+        differs = {
+            "module": here.module != there.module,
+            "pass": here.pass_ != there.pass_,
+            "line": here.line != there.line,
+            "for": one.fields.get("for") != other.fields.get("for"),
+        }
+        return [name for name, is_different in differs.items() if is_different]
+    is_message = {one.fields.get("op"), other.fields.get("op")} == {"send", "recv"}
+    names = _FIELDS_OF_MESSAGES if is_message else _FIELDS
+    differing = [name for name in names if one.fields.get(name) != other.fields.get(name)]
+    return ["op"] if "op" in differing else [_FIELD_NAMES.get(name, name) for name in differing]
+
+
+def _step_shift(job_calls: JobCalls, mismatch: Mismatch) -> StepShift | None:
+    """Which step the culprits miss or have too many; None if the steps are unknown."""
+    ranks = [job_calls.by_rank[rank] for rank in (_usual(mismatch), mismatch.culprits[0])]
+    places = [rank_calls.place_of(mismatch.key, mismatch.number) for rank_calls in ranks]
+    steps = [place.step for place in places if place is not None and place.step is not None]
+    if len(steps) < 2 or steps[0] == steps[1]:
+        return None
+    first = min(steps)
+    usual, odd = (
+        int((rank_calls.calls[mismatch.key].steps() == first).sum()) for rank_calls in ranks
+    )
+    return StepShift(first, steps[1] < steps[0], odd < 2 * usual or usual == 1)
+
+
+def _usual(mismatch: Mismatch) -> int:
+    """A rank that is not a culprit; if all are, one from another cohort."""
+    blamed = set(mismatch.culprits)
+    for cohort in mismatch.cohorts:
+        for rank in cohort:
+            if rank not in blamed:
+                return rank
+    return next(cohort[0] for cohort in mismatch.cohorts if mismatch.culprits[0] not in cohort)
+
+
+def _thread_use(job_calls: JobCalls, mismatch: Mismatch) -> ThreadUse | None:
+    """A rank that uses the group from several threads. Threads that torch started do not count."""
+    for rank in (mismatch.culprits[0], _usual(mismatch)):
+        calls = job_calls.by_rank[rank].calls[mismatch.key]
+        first = max(calls.first, mismatch.number - _NEARBY)
+        last = min(calls.last, mismatch.number + _NEARBY)
+        names = {calls.of(number)[1].thread for number in range(first, last + 1)}
+        threads = sorted(name for name in names if name and not name.startswith("native-"))
+        if len(threads) > 1:
+            return ThreadUse(rank, tuple(threads))
+    return None

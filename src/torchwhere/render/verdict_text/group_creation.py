@@ -1,0 +1,81 @@
+"""Sentences on ranks that wait while they create a process group."""
+
+from __future__ import annotations
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.rules.group_creation import DifferentGroups, PendingGroup
+from torchwhere.diagnose.doctor.verdict import State
+from torchwhere.render.verdict_text.phrases import in_place
+from torchwhere.render.verdict_text.rank_details import detail_text
+
+_INIT = "init_process_group"
+_MOST_RANKS = 4  # that have a line of their own
+_ORDER_OF_GROUPS = (
+    "All ranks must create all groups in the same order, including groups they are not members of;"
+    " or pass use_local_synchronization=True."
+)
+_NETWORK = (
+    "the rendezvous address and port, the world size, firewalls and network interfaces between the"
+    " hosts"
+)
+_VERBS = {State.DEAD: "has exited", State.FINISHED: "has finished"}
+
+
+def different_groups_text(cause: DifferentGroups, context: Context) -> list[str]:
+    return [
+        "The ranks create different groups at the same time, so they wait for each other.",
+        *(
+            f"  {ranks_phrase(ranks)}: {_creation_text(call.op, call.ranks)}, {in_place(place)}"
+            for call, ranks, place in cause.cohorts
+        ),
+        _ORDER_OF_GROUPS,
+    ]
+
+
+def pending_group_text(cause: PendingGroup, context: Context) -> list[str]:
+    creation, waiting = _creation_text(cause.made.op, cause.made.ranks), ranks_phrase(cause.there)
+    verb = "waits" if len(cause.there) == 1 else "wait"
+    where = f"  waiting: {waiting}, {in_place(cause.made.place)}"
+    if cause.absent:
+        lines = [
+            (
+                f"{ranks_phrase(cause.absent).capitalize()} never called {creation}, where"
+                f" {waiting} {verb}."
+            ),
+            where,
+        ]
+        lines += [f"  {_elsewhere_text(context, rank)}" for rank in cause.absent[:_MOST_RANKS]]
+        return lines + ([_ORDER_OF_GROUPS] if cause.made.op != _INIT else [])
+    if context.no_data:
+        return [
+            (
+                f"{waiting.capitalize()} {verb} in {creation}, and there is no data for"
+                f" {ranks_phrase(context.no_data)}."
+            ),
+            where,
+            _no_data_text(len(context.no_data)),
+        ]
+    return [
+        f"All {len(cause.there)} ranks wait in {creation}, and no rank is missing.",
+        where,
+        f"Likely cause: the network. Look at: {_NETWORK}.",
+    ]
+
+
+def _no_data_text(count: int) -> str:
+    they, its = ("It", "its") if count == 1 else ("They", "their")
+    return (
+        f"{they} may not have started yet, or may have exited before the watch began. Look at:"
+        f" {its} own log."
+    )
+
+
+def _creation_text(op: str, ranks: tuple[int, ...] | None) -> str:
+    return f"{op} of {ranks_phrase(ranks)}" if ranks else op
+
+
+def _elsewhere_text(context: Context, rank: int) -> str:
+    detail, verb = context.detail(rank), _VERBS.get(context.state(rank), "is instead")
+    text = f"rank {rank} {verb} {in_place(context.place(rank))}"
+    return f"{text}: {detail_text(detail)}" if detail is not None else text

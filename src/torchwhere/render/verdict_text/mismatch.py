@@ -1,0 +1,159 @@
+"""Sentences on ranks that issued different calls, or whose all_to_all splits do not match."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.rules.alltoall_splits import MOST_PAIRS, OP, UnmatchedSplits
+from torchwhere.diagnose.doctor.rules.mismatch import Cohort, DifferentCalls
+from torchwhere.render.verdict_text.phrases import call_text, step_text, survived_text
+
+_MOST_COHORTS = 16
+
+
+def different_calls_text(cause: DifferentCalls, context: Context) -> list[str]:
+    mismatch = cause.mismatch
+    difference = f"issued different calls: they differ in {' and '.join(cause.differs_in)}"
+    if mismatch.what == "step":
+        difference = "are in different steps"
+    title = context.job_calls.group(mismatch.key).title
+    return [
+        f'At #{mismatch.number} of group "{title}", the ranks {difference}.',
+        *(f"  {ranks_phrase(row['ranks'])}: {row['issued']}" for row in cohort_rows(cause)),
+        *_consequences(cause),
+        *_blocked_text(cause, context),
+        *_threads_text(cause),
+        *_tie_text(cause),
+        *survived_text(cause.survived),
+        *_branch_text(cause),
+    ]
+
+
+def cohort_rows(cause: DifferentCalls) -> list[dict[str, Any]]:
+    """The ranks of each cohort, and what they issued: for the text and for JSON."""
+    rows: list[dict[str, Any]] = [
+        {"ranks": list(cohort.ranks), "issued": _issued_text(cause, cohort)}
+        for cohort in cause.cohorts[:_MOST_COHORTS]
+    ]
+    others = cause.cohorts[_MOST_COHORTS:]
+    if others:
+        ranks = sorted(rank for cohort in others for rank in cohort.ranks)
+        rows.append({"ranks": ranks, "issued": f"{len(others)} other calls"})
+    return rows
+
+
+def _issued_text(cause: DifferentCalls, cohort: Cohort) -> str | None:
+    if cohort.call is None:
+        return None
+    text = call_text(cohort.call)
+    if cause.differs_in != ("reduction",):
+        return text
+    return f"{text}, reduction {cohort.call.fields.get('reduce_op')}"
+
+
+def _consequences(cause: DifferentCalls) -> list[str]:
+    """Whether data was mixed, and which step counter is off."""
+    if cause.mismatch.what == "call_site":
+        fails = "so the call itself does not fail" if cause.blocked else "so nothing fails"
+        return [
+            f"Op and shapes are the same, {fails}: the call succeeds but mixes unrelated tensors."
+        ]
+    if cause.mismatch.what != "step":
+        return []
+    text, shift = "Op, shapes and call sites are the same, but the steps differ.", cause.step_shift
+    if shift is None:
+        return [text]
+    culprits = cause.mismatch.culprits
+    they = "it" if len(culprits) == 1 else "they"
+    reason = "skipped a step"
+    if not shift.is_behind:
+        reason = "skipped a call, or counted an extra step"
+    elif shift.may_be_extra_call:
+        reason = "made an extra call, or skipped a step"
+    verb = "fell behind" if shift.is_behind else "ran ahead"
+    return [
+        (
+            f"{text} {ranks_phrase(culprits).capitalize()} {verb} in step {shift.step}: {they}"
+            f" {reason} (optimizer.step, torchwhere.step)."
+        )
+    ]
+
+
+def _blocked_text(cause: DifferentCalls, context: Context) -> list[str]:
+    count = len(cause.blocked)
+    if count == len(context.job_calls.by_rank):
+        return [f"Now all {count} ranks are blocked, in calls that do not match each other."]
+    if not count:
+        return []
+    return [f"Now {ranks_phrase(cause.blocked)} {'are' if count > 1 else 'is'} blocked."]
+
+
+def _threads_text(cause: DifferentCalls) -> list[str]:
+    use = cause.thread_use
+    if use is None:
+        return []
+    return [
+        (
+            f"Rank {use.rank} uses this group from {len(use.threads)} threads,"
+            f" {' and '.join(use.threads[:2])}: the order of their calls is not deterministic."
+        )
+    ]
+
+
+def _tie_text(cause: DifferentCalls) -> list[str]:
+    """How the culprits were chosen, if the largest cohort is not unique."""
+    mismatch = cause.mismatch
+    if mismatch.is_certain:
+        return []
+    if not mismatch.deviated:
+        return ["The cohorts have the same size: the boxes do not show which one is wrong."]
+    own = "its own" if len(mismatch.deviated) == 1 else "their own"
+    return [
+        (
+            f"The cohorts have the same size, but only {ranks_phrase(mismatch.deviated)} deviated"
+            f" from {own} earlier calls."
+        )
+    ]
+
+
+def _branch_text(cause: DifferentCalls) -> list[str]:
+    """The last call that the culprit shares with the others: the branch comes after it."""
+    before, call = cause.last_common, cause.call
+    if before is None or call is None or not before.place.line:
+        return []
+    line = before.place.line
+    is_one_line = call.place.line in (line, None)
+    where = f"before {line}" if is_one_line else f"between {line} and {call.place.line}"
+    return [
+        (
+            f"Likely cause: {ranks_phrase(cause.mismatch.culprits)} took a different code path"
+            f" after {line}{step_text(before)}. Look at: conditions on rank, step or data {where}."
+        )
+    ]
+
+
+def unmatched_splits_text(cause: UnmatchedSplits, context: Context) -> list[str]:
+    title = context.job_calls.group(cause.key).title
+    lines = [
+        f'In #{cause.number} of group "{title}", {OP}, the send and receive splits do not match.'
+    ]
+    lines += [
+        f"  rank {source} sends {sent} elements to rank {destination}, which expects {taken}"
+        for source, destination, sent, taken in cause.pairs[:MOST_PAIRS]
+    ]
+    if len(cause.pairs) > MOST_PAIRS:
+        lines.append(f"  and {len(cause.pairs) - MOST_PAIRS} more pairs")
+    if not cause.pairs:
+        lines.append(
+            f"  all ranks together send {cause.sent} elements and expect {cause.taken}; the boxes"
+            " do not show which split is wrong"
+        )
+    place = context.job_calls.by_rank[cause.ranks[0]].place_of(cause.key, cause.number)
+    where = f" at {place.line}" if place is not None and place.line else ""
+    lines.append(
+        f"Look at: how the split sizes{where} are computed, and whether they change after the ranks"
+        " have exchanged them."
+    )
+    return lines

@@ -1,0 +1,169 @@
+"""Sentences on ranks that others wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchwhere.core.place import Certainty
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.exit_records import survived_exception
+from torchwhere.diagnose.doctor.rules.missing import MissingRanks
+from torchwhere.diagnose.doctor.verdict import State
+from torchwhere.diagnose.doctor.waits import Wait
+from torchwhere.render.verdict_text.phrases import (
+    in_place,
+    issued_call,
+    step_text,
+    survived_text,
+    tensors_text,
+    what_text,
+)
+from torchwhere.render.verdict_text.rank_details import rank_detail_text
+
+_MOST_RANKS = 4  # that have a line of their own
+
+
+def missing_ranks_text(cause: MissingRanks, context: Context) -> list[str]:
+    first = context.job_calls.by_rank.get(cause.ranks[0])
+    # stopped, or exited, inside the call
+    is_inside = first is not None and first.counts.get(cause.wait.key, 0) > cause.wait.number
+    lines = _inside_text(cause, context) if is_inside else _never_issued_text(cause, context)
+    return lines + _excuses_text(cause)
+
+
+def waiting_text(context: Context, wait: Wait) -> str:
+    """The ranks that wait in the same call, and where."""
+    call = wait.key, wait.number
+    together = sorted(
+        rank for rank, other in context.waits.items() if (other.key, other.number) == call
+    )
+    if not together:  # all ranks with data issued it: they wait for a rank without data
+        members = context.job_calls.members(wait.key)
+        together = [rank for rank in members if rank in context.job_calls.by_rank]
+    places = {in_place(context.place(rank)) for rank in together}
+    where = places.pop() if len(places) == 1 else f"in {len(places)} different places"
+    return f"  waiting: {ranks_phrase(together)}, {where}"
+
+
+def _inside_text(cause: MissingRanks, context: Context) -> list[str]:
+    ranks = cause.ranks
+    lines = [
+        (
+            f"{ranks_phrase(ranks).capitalize()} reached {_awaited_text(context, cause.wait)}, but"
+            " cannot complete it."
+        ),
+        waiting_text(context, cause.wait),
+    ]
+    with_box = [rank for rank in ranks if rank in context.job_calls.by_rank]
+    lines += [
+        f"  rank {rank} is {in_place(context.place(rank))}: {rank_detail_text(context, rank)}"
+        if rank in with_box
+        else f"  {_elsewhere_text(context, rank)}"
+        for rank in ranks[:_MOST_RANKS]
+    ]
+    return lines + _more_text(ranks) + _branch_text(context, with_box, cause.wait)
+
+
+def _never_issued_text(cause: MissingRanks, context: Context) -> list[str]:
+    ranks, wait = cause.ranks, cause.wait
+    lines = [_claim_text(cause, context), waiting_text(context, wait)]
+    lines += [f"  {_elsewhere_text(context, rank)}" for rank in ranks[:_MOST_RANKS]]
+    lines += _more_text(ranks)
+    with_data = [rank for rank in ranks if context.job_calls.has_data(rank)]
+    if with_data and wait.number:
+        lines += _branch_text(context, with_data, wait)
+    return lines + _doubts_text(cause, context)
+
+
+def _claim_text(cause: MissingRanks, context: Context) -> str:
+    job_calls, exits = context.job_calls, context.exits
+    ranks, call = ranks_phrase(cause.ranks).capitalize(), _awaited_text(context, cause.wait)
+    if all(rank in job_calls.by_rank and exits.outlived_its_watch(rank) for rank in cause.ranks):
+        watched = "it was watched" if len(cause.ranks) == 1 else "they were watched"
+        return f"{ranks} did not issue {call} while {watched}."
+    has_data = any(map(job_calls.has_data, cause.ranks))
+    return f"{ranks} {'never' if has_data else 'may never have'} issued {call}."
+
+
+def _awaited_text(context: Context, wait: Wait) -> str:
+    """The awaited call: the collective, or the other end of a message."""
+    call, key = issued_call(context.job_calls, wait), wait.key
+    title = context.job_calls.group(key).title
+    if key.source == key.destination:
+        return f'{what_text(call)}, #{wait.number} of group "{title}"'
+    op = "recv" if wait.rank == key.source else "send"
+    return (
+        f"the {op}{tensors_text(call)}, #{wait.number} from rank {key.source} to rank"
+        f' {key.destination} on group "{title}"'
+    )
+
+
+def _elsewhere_text(context: Context, rank: int) -> str:
+    """Where a missing rank is instead."""
+    job_calls, noun = context.job_calls, context.run.noun
+    if rank not in job_calls.by_rank:
+        return f"rank {rank} left no {noun}; its location is unknown"
+    place = context.place(rank)
+    if not job_calls.has_data(rank):
+        return f"rank {rank} was last seen {in_place(place)}; its later calls are unknown"
+    if place.certainty is Certainty.UNKNOWN:
+        return (
+            f"rank {rank} was last seen {in_place(place)}; its {noun} does not show where it is now"
+        )
+    return f"rank {rank} is instead {in_place(place)}: {rank_detail_text(context, rank)}"
+
+
+def _more_text(ranks: Sequence[int]) -> list[str]:
+    return [f"  and {len(ranks) - _MOST_RANKS} more"] if len(ranks) > _MOST_RANKS else []
+
+
+def _branch_text(context: Context, ranks: Sequence[int], wait: Wait) -> list[str]:
+    """Where the ranks may have taken a different code path."""
+    if all(context.state(rank) is State.STOPPED for rank in ranks):
+        return ["Look at: what stopped it (a debugger, a shell, a scheduler that suspends jobs)."]
+    rank_calls = context.job_calls.by_rank[ranks[0]]
+    lines = []
+    if not context.exits.was_ended_externally(ranks[0]):
+        error = survived_exception(rank_calls, rank_calls.rank_summary.records)
+        lines += survived_text(error)
+    before = rank_calls.issued(wait.key, wait.number - 1)
+    call = issued_call(context.job_calls, wait)
+    if before is not None and call is not None and call.place.line:
+        is_are = "is" if len(ranks) == 1 else "are"
+        after = f"{before.place.line or 'its last collective'}{step_text(before)}"
+        lines.append(
+            f"Likely cause: {ranks_phrase(ranks)} took a different code path, or {is_are} blocked,"
+            f" after {after}. Look at: conditions on rank, step or data before {call.place.line}."
+        )
+    return lines
+
+
+def _doubts_text(cause: MissingRanks, context: Context) -> list[str]:
+    """Other explanations that the data does not exclude."""
+    ranks = cause.ranks
+    if not any(map(context.job_calls.has_data, ranks)):
+        they = "they" if len(ranks) > 1 else "it"
+        return [
+            (
+                f"There is no data for {ranks_phrase(ranks)}. If {they} reached this collective"
+                " too, no rank is missing: suspect the network or a device."
+            )
+        ]
+    others = [rank for rank in cause.wait.no_data if rank not in ranks]
+    lines = [f"  it is unknown whether {ranks_phrase(others)} reached it"] if others else []
+    if not context.timing.is_live:
+        lines.append(
+            "It is unknown how long they had waited when the job ended: a healthy job may also have"
+            " been between two collectives."
+        )
+    return lines
+
+
+def _excuses_text(cause: MissingRanks) -> list[str]:
+    """Ranks that others wait for, and that may wait for a rank without data."""
+    lines = [
+        f"Rank {rank} may itself be waiting for rank {other}, which left no data."
+        for rank, other in cause.excuses[:_MOST_RANKS]
+    ]
+    return [*lines, "The culprit is unknown."] if lines else []

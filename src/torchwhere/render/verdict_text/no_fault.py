@@ -1,0 +1,175 @@
+"""Sentences of a verdict without a culprit: all ranks blocked together, a healthy job, an unknown
+cause."""
+
+from __future__ import annotations
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.pace import Pace
+from torchwhere.diagnose.doctor.rules.exited import TimedOutTogether
+from torchwhere.diagnose.doctor.rules.lost_data import LostData
+from torchwhere.diagnose.doctor.rules.no_fault import (
+    CreatingGroup,
+    Finished,
+    InOneCall,
+    Progressing,
+    ProgressingAtEnd,
+    Quiet,
+    ShortWait,
+    UnobservedEnd,
+)
+from torchwhere.diagnose.doctor.rules.together import BlockedTogether
+from torchwhere.render.verdict_text.phrases import first_line, in_place, what_text
+from torchwhere.render.verdict_text.rank_details import rank_detail_text
+
+_SUSPECT_NETWORK = (
+    "Likely cause: the network or a device. Look at: the flight recorder dump, the NCCL log, the"
+    " network links and the devices."
+)
+_MOST_PLACES = 4
+
+
+def pace_text(pace: Pace) -> str:
+    """The pace as a sentence: `Last step 9, 2.5 steps/s.`"""
+    if pace.steps_per_s is None and pace.collectives_per_s is not None and not pace.last_step:
+        counted = "One step" if pace.last_step == 0 else "No step"
+        return f"{counted} has been counted; {pace.collectives_per_s:.3g} collectives/s."
+    if pace.last_step is None:
+        return "No step has been counted yet."
+    rate = f", {pace.steps_per_s:.3g} steps/s" if pace.steps_per_s else ""
+    return f"Last step {pace.last_step}{rate}."
+
+
+# -- all together ----------------------------------------------------------------------------------
+
+
+def blocked_together_text(cause: BlockedTogether, context: Context) -> list[str]:
+    ranks = context.job_calls.by_rank
+    places = {in_place(context.place(rank)) for rank in ranks}
+    where = places.pop() if len(places) == 1 else f"in {len(places)} places"
+    return [
+        f"All {len(ranks)} ranks are stalled, {where}. No rank is missing from any collective.",
+        _SUSPECT_NETWORK,
+    ]
+
+
+def timed_out_together_text(cause: TimedOutTogether, context: Context) -> list[str]:
+    text = rank_detail_text(context, cause.example_rank)
+    return [
+        (
+            f"All {len(context.job_calls.by_rank)} ranks reached the same collective and waited"
+            " there until they timed out. No rank is missing from it."
+        ),
+        f"  rank {cause.example_rank}: {first_line(text)}",
+        _SUSPECT_NETWORK,
+    ]
+
+
+# -- nothing wrong ---------------------------------------------------------------------------------
+
+
+def finished_text(cause: Finished, context: Context) -> list[str]:
+    count = len(context.job_calls.by_rank)
+    ranks = f"The {count} ranks with data" if context.no_data else f"All {count} ranks"
+    return [f"{ranks} have finished. {pace_text(cause.pace)}"]
+
+
+def progressing_text(cause: Progressing, context: Context) -> list[str]:
+    return [f"Progressing. {pace_text(cause.pace)}"]
+
+
+def unobserved_end_text(cause: UnobservedEnd, context: Context) -> list[str]:
+    return [
+        (
+            "The job is over, and no process was seen at its end. At the end all ranks were in"
+            f" {what_text(cause.call)}. {pace_text(cause.pace)}"
+        ),
+        "The boxes do not show whether the job hung there or was only passing through.",
+    ]
+
+
+def progressing_at_end_text(cause: ProgressingAtEnd, context: Context) -> list[str]:
+    until = "The job was progressing when it ended."
+    if context.exits.ended_unfinished:
+        until = "Until then the job was progressing."
+    elif context.exits.ended_externally:
+        until = "The job was progressing when Ctrl-C interrupted it."
+    lines = [f"{until} {pace_text(cause.pace)}"]
+    return [*lines, _last_text(cause.last)] if cause.last is not None else lines
+
+
+def _last_text(last: InOneCall | CreatingGroup | ShortWait) -> str:
+    """What the ranks were in when the job ended."""
+    if isinstance(last, InOneCall):
+        return (
+            f"At the end all ranks were in {what_text(last.call)}. A job in which all ranks hang"
+            " there would look the same."
+        )
+    if isinstance(last, CreatingGroup):
+        was = "was" if len(last.ranks) == 1 else "were"
+        return (
+            f"At the end {ranks_phrase(last.ranks)} {was} creating a process group and waiting"
+            " there for other ranks."
+        )
+    return (
+        f"At the end {ranks_phrase(last.ranks)} had waited for {ranks_phrase(last.awaited)} for"
+        f" {last.waited_s:.0f} s, in {what_text(last.call)}. A normal pause looks the same."
+    )
+
+
+def quiet_text(cause: Quiet, context: Context) -> list[str]:
+    seconds = f"{cause.quiet_s:.0f} s"
+    quiet = f"No rank has recorded anything for {seconds}, and no rank waits for another"
+    if context.timing.is_over:
+        quiet = (
+            f"The job is over. No rank recorded anything in its last {seconds}, and no rank waited"
+            " for another"
+        )
+    places: dict[str, list[int]] = {}
+    for rank in context.job_calls.by_rank:
+        places.setdefault(in_place(context.place(rank)), []).append(rank)
+    return [
+        f"{quiet} in a collective. {pace_text(cause.pace)}",
+        *(
+            f"  {ranks_phrase(ranks)}: {place}"
+            for place, ranks in list(places.items())[:_MOST_PLACES]
+        ),
+        "The boxes do not show whether they work there or hang. Look at: these lines.",
+    ]
+
+
+def lost_data_text(cause: LostData, context: Context) -> list[str]:
+    no_data, noun, call = ranks_phrase(context.no_data), context.run.noun, cause.call
+    ended = f"The job is over, and {no_data} left no readable {noun}. {pace_text(cause.pace)}"
+    if call is None:
+        return [ended, "The others issued no collective: it is unknown what the job did."]
+    issued = context.job_calls.by_rank[call.rank].issued(call.key, call.number)
+    title = context.job_calls.group(call.key).title
+    what = f'{what_text(issued)}, #{call.number} of group "{title}"'
+    if cause.went_on:
+        return [
+            ended,
+            (
+                f"{ranks_phrase(cause.went_on).capitalize()} continued after {what}, which needs"
+                " all ranks of the group: until then nothing was wrong."
+            ),
+            f"It is unknown what {no_data} did after it.",
+        ]
+    if cause.reached:
+        its = "its" if len(cause.reached) == 1 else "their"
+        return [
+            ended,
+            f"The others reached {what}.",
+            (
+                f"{ranks_phrase(cause.reached).capitalize()} reached it too, by {its} counters; the"
+                f" call itself is lost with {its} {noun}."
+            ),
+            "It is unknown whether they hung there, and what was wrong.",
+        ]
+    return [
+        ended,
+        (
+            f"The others reached {what}. No rank is known to have passed it, and it is unknown"
+            " what was wrong."
+        ),
+    ]

@@ -1,0 +1,34 @@
+"""Sentences on what monitors and snapshots add to a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.doctor.verdict import Verdict
+
+_MOST_RUNS = 8  # of ranks
+
+
+def snapshots_text(job_calls: JobCalls) -> str:
+    """The ranks whose calls come from snapshots."""
+    ranks = sorted(job_calls.from_snapshot)
+    whose = "its box" if len(ranks) == 1 else "their boxes"
+    later = "; later calls are unknown" if job_calls.stale & job_calls.from_snapshot else ""
+    return f"calls of {ranks_phrase(ranks, most=_MOST_RUNS)} come from a snapshot of {whose}{later}"
+
+
+def hosts_text(hosts: Mapping[int, str]) -> list[str]:
+    """The hosts of the culprits."""
+    return [f"  rank {rank} is on host {host}" for rank, host in hosts.items()]
+
+
+def wait_over_text(now: Verdict) -> str:
+    """That a wait which was printed is over, for stderr."""
+    return f"torchwhere: the wait is over, the job goes on. {now.explanation[0]}"
+
+
+def passed_text(now: Verdict) -> str:
+    """That a wait which was printed is over, for the file of the verdict."""
+    return f"It passed: the job went on. {now.explanation[0]}"

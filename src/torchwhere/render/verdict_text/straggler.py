@@ -1,0 +1,73 @@
+"""Sentences on ranks that are late repeatedly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchwhere.core.place import shown
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.rules.straggler import LateRanks
+from torchwhere.diagnose.doctor.stragglers import Moment, Straggler
+
+
+def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
+    return straggler_text(cause.straggler)
+
+
+def straggler_text(late: Straggler) -> list[str]:
+    """How late the ranks are, what it costs, and where they lose the time."""
+    is_one = len(late.ranks) == 1
+    lines = [
+        (
+            f"{ranks_phrase(late.ranks).capitalize()} {'is' if is_one else 'are'} late by"
+            f" {_delay_text(late)}: this costs the job {late.share:.0%} of its time."
+            f"{_clocks_text(late)}{_cpu_text(late)}"
+        )
+    ]
+    if late.after is None or late.before is None:
+        return lines
+    subject = "It" if is_one else f"Rank {late.rank}, for example,"
+    phase = f"in phase {late.phase}, " if late.phase else ""
+    between = f"between {moment_text(late.after)} and {moment_text(late.before)}"
+    return [*lines, f"{subject} loses the time {phase}{between}."]
+
+
+def _delay_text(late: Straggler) -> str:
+    rounds = "steps" if late.group is None else f'collectives of group "{late.group}"'
+    since = f"step {late.since_step}" if late.group is None else f"#{late.since_number}"
+    return (
+        f"{late.late_s * 1e3:.3g} ms in {late.steps} of the last {late.of_steps} {rounds}, since"
+        f" {since}"
+    )
+
+
+def _clocks_text(late: Straggler) -> str:
+    if not late.unsure_s:
+        return ""
+    return f" The host clocks were aligned to about {late.unsure_s * 1e3:.2g} ms."
+
+
+def _cpu_text(late: Straggler) -> str:
+    if not late.lacks_cpu:
+        return ""
+    subject = "It" if len(late.ranks) == 1 else f"Rank {late.rank}"
+    return (
+        f" {subject} waited for a CPU {late.queued:.0%} of the time: something else runs on the"
+        " CPUs it may use."
+    )
+
+
+def moment_text(moment: Moment) -> str:
+    """`all_reduce in backward of layers.0 at train.py:9`."""
+    where = "" if moment.module is None else f" in {moment.pass_} of {shown(moment.module)}"
+    return f"{moment.what}{where}" + (f" at {moment.line}" if moment.line else "")
+
+
+def late_ranks_facts(cause: LateRanks) -> dict[str, Any]:
+    """The facts of JSON that are texts."""
+    moments = {"after": cause.straggler.after, "before": cause.straggler.before}
+    return {
+        name: moment_text(moment) if moment is not None else None
+        for name, moment in moments.items()
+    }
