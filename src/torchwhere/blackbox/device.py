@@ -7,6 +7,7 @@ accelerator. They are empty until the first mark on a device was reached.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,9 +36,11 @@ from torchwhere.blackbox.file_format import (
     TIMES_REACHED,
     unpack_stream,
 )
+from torchwhere.core.events import Kind
 from torchwhere.core.place import Place
 
 Words = npt.NDArray[np.uint64]
+_MOST_UNREACHED = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,19 @@ class DeviceLane:
     pending: int  # marks that it has not reached
     next_place: Place | None
     next_record: int | None
+
+
+class DeviceState(NamedTuple):
+    """How far the device of a rank had come when its box was read."""
+
+    looked_ns: int  # wall clock of the last look at the device; 0: unknown
+    reached_ns: int  # wall clock of the last mark that it has reached; 0: none
+    place: Place | None  # of that mark
+    pending: int  # marks that it has not reached
+    reached: tuple[
+        int, ...
+    ]  # record of the last collective reached, of each lane with pending marks
+    unreached: tuple[int, ...]  # records of the first collectives that it has not reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +85,36 @@ class StreamProgress:
 
 def device_lanes(box: Box) -> list[DeviceLane]:
     """The streams of the device that carried collectives."""
-    return [_lane(box, words) for words in _section(box, 0, LANE_BYTES) if words[LANE_STREAM]]
+    slots = _section(box, 0, LANE_BYTES)[:-1]
+    return [_lane(box, words) for words in slots if words[LANE_STREAM]]
+
+
+def device_state(box: Box) -> DeviceState | None:
+    """How far the device of a rank had come; None if nothing shows it."""
+    lanes = device_lanes(box)
+    if not lanes:
+        return None
+    looked = _section(box, 0, LANE_BYTES)[-1]
+    last = max((lane for lane in lanes if lane.place), key=lambda lane: lane.t_ns, default=None)
+    return DeviceState(
+        looked_ns=_wall_ns(box, looked[0]),
+        reached_ns=last.t_ns if last is not None else 0,
+        place=last.place if last is not None else None,
+        pending=sum(lane.pending for lane in lanes),
+        reached=tuple(lane.record for lane in lanes if lane.pending and lane.record is not None),
+        unreached=_unreached(box, lanes),
+    )
+
+
+def _unreached(box: Box, lanes: list[DeviceLane]) -> tuple[int, ...]:
+    """The records of the first collectives that the device has not reached."""
+    pending = [lane.next_record for lane in lanes if lane.next_record is not None]
+    if not pending:
+        return ()
+    numbers = box.records["number"]
+    is_issued = (box.records["kind"] == int(Kind.COLLECTIVE)) & (numbers >= min(pending))
+    is_waiting = is_issued & (device_times(box)[0] == 0)
+    return tuple(numbers[is_waiting][:_MOST_UNREACHED].tolist())
 
 
 def stream_progress(box: Box) -> list[StreamProgress]:

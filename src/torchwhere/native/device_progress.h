@@ -29,7 +29,8 @@
 
 namespace torchwhere {
 
-constexpr size_t MOST_LANES = 8, MOST_PENDING = 4096;  // of all lanes together: events in use
+constexpr size_t MOST_LANES = 7, MOST_PENDING = 4096;  // of all lanes together: events in use
+constexpr size_t POLL_SLOT = MOST_LANES;  // the last slot holds the time of the last look
 constexpr int LANE_WORDS = 8;
 constexpr int LANE_PLACE = 0, LANE_TIME = 1, LANE_STEP = 2, LANE_ID = 3, LANE_RECORD = 4, LANE_PENDING = 5, LANE_NEXT_PLACE = 6,
               LANE_NEXT_RECORD = 7;
@@ -157,6 +158,8 @@ struct DeviceSections {
     progress[is_done ? PROGRESS_DONE_TIME : PROGRESS_REACHED_TIME] = t_ns;
     count = mark.count;
   }
+
+  void looked(uint64_t t_ns) { box->words[lanes + POLL_SLOT * LANE_WORDS] = t_ns; }
 
   void waits_at(const Lane& lane, size_t pending, const MarkOf* next) {
     uint64_t* words = box->words + lanes + lane.index * LANE_WORDS;
@@ -293,11 +296,13 @@ struct DeviceProgress {
       Lane* lane;
       {
         std::lock_guard<std::mutex> guard(lock);
-        if (at >= lanes.size() || sections.box == nullptr) return;
+        if (sections.box == nullptr || !is_on) return;
+        if (at >= lanes.size()) break;
         lane = lanes[at].get();
       }
       harvest(*lane);
     }
+    if (is_on) sections.looked(now_ns());
   }
 
   void run() {

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import DeviceState
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
@@ -217,9 +218,16 @@ def _rank_summary(summary: RankSummary) -> dict[str, Any]:
             [*creation[:4], creation.place.to_dict(), creation.is_made]
             for creation in summary.group_creations
         ],
+        "device": _device_state(summary.device),
         "end": _event(summary.end),
         "exceptions": [_event(event) for event in summary.exceptions],
     }
+
+
+def _device_state(state: DeviceState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    return state._asdict() | {"place": state.place.to_dict() if state.place is not None else None}
 
 
 def _box_summary(box: BoxSummary) -> dict[str, Any]:

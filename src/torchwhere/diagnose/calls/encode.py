@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import DeviceState, device_state
 from torchwhere.blackbox.summary import BoxSummary, summarize
 from torchwhere.core.errors import FAILED
 from torchwhere.core.events import Event, Kind
@@ -71,6 +72,7 @@ class RankSummary(NamedTuple):
     steps_per_s: float | None = None
     last_step: int | None = None
     steppers: tuple[str, ...] = ()  # the threads that count steps; usually one
+    device: DeviceState | None = None  # None: the progress of its device is not known
     pairs_at: int = 0  # index of its first pair
     records: int = 0  # all records ever written
     # The arrays hold differences to these values; times are in ticks.
@@ -229,6 +231,7 @@ def _state(box: Box) -> dict[str, Any]:
         "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "last_line": _last_line(box),
+        "device": device_state(box),
         **(_steps(box) if kinds[Kind.STEP_BEGIN] else {}),
     }
 

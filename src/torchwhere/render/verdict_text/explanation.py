@@ -9,6 +9,11 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Cause
 from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
+from torchwhere.diagnose.doctor.rules.device_hang import (
+    BlockedDevices,
+    DeviceDeadlock,
+    DevicesBlockedTogether,
+)
 from torchwhere.diagnose.doctor.rules.exited import (
     ExitedRanks,
     TimedOutTogether,
@@ -32,6 +37,7 @@ from torchwhere.diagnose.doctor.rules.together import BlockedTogether
 from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.render.verdict_text import (
     deadlock,
+    device,
     exits,
     group_creation,
     mismatch,
@@ -57,6 +63,9 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     WrongPeers: deadlock.wrong_peers_text,
     DifferentGroups: group_creation.different_groups_text,
     PendingGroup: group_creation.pending_group_text,
+    BlockedDevices: device.blocked_devices_text,
+    DevicesBlockedTogether: device.blocked_together_text,
+    DeviceDeadlock: device.device_deadlock_text,
     ExitedRanks: exits.exited_ranks_text,
     UnknownFirstExit: exits.unknown_first_exit_text,
     TimedOutTogether: no_fault.timed_out_together_text,
