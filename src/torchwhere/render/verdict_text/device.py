@@ -23,8 +23,8 @@ def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
     has = "has" if len(ranks) == 1 else "have"
     lines = [
         (
-            f"The {noun} of {ranks_phrase(ranks)} {has} not reached {_call_text(context, first.next)}"
-            f" in {first.lasted_s:.0f} s, although the CPU has issued it."
+            f"The {noun} of {ranks_phrase(ranks)} {has} not reached"
+            f" {_call_text(context, first.next)}, which the CPU issued {first.lasted_s:.0f} s ago."
         )
     ]
     if cause.waiting:
@@ -86,11 +86,10 @@ def _device_text(context: Context, device: StalledDevice) -> list[str]:
 
 def _cause_text(context: Context, device: StalledDevice) -> str:
     call = context.job_calls.by_rank[device.rank].issued(device.next.key, device.next.number)
-    before = f" before {place_text(call.place)}" if call is not None else ""
+    before = f", issued before {place_text(call.place)}" if call is not None else ""
     return (
-        f"Likely cause: a kernel or a copy on that device does not end. It was issued{before}. Look"
-        f" at: nvidia-smi and the kernel log (Xid) on the host of rank {device.rank}, and the"
-        " kernels in that code."
+        f"Likely cause: a kernel or a copy on that device does not end{before}. Look at: nvidia-smi"
+        f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels in that code."
     )
 
 
