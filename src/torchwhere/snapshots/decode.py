@@ -88,14 +88,14 @@ def decode_snapshot(data: bytes) -> HostSnapshot | InvalidSnapshot:
 
 def _snapshot(data: bytes) -> HostSnapshot:
     head, rest = _unpacked(data)
-    codes, steps, records, ticks, pairs = _arrays(head["arrays"], rest)
+    codes, steps, records, ticks, delays, pairs = _arrays(head["arrays"], rest)
     groups = _groups(head["groups"])
     host, ahead_ns = text_(head["host"], most=256), int_(head["ahead_ns"], low=-MAX_NUMBER)
     signatures = [_signature(value, len(groups)) for value in list_(head["signatures"])]
     call_sites = [_call_site(value) for value in list_(head["call_sites"])]
     summaries = [_rank_summary(value, host, ahead_ns) for value in list_(head["ranks"])]
     batch = CallBatch(
-        summaries, codes, steps, records, ticks, pairs, groups, signatures, call_sites
+        summaries, codes, steps, records, ticks, delays, pairs, groups, signatures, call_sites
     )
     _check(batch)
     ranks = {summary.label.rank for summary in summaries}
@@ -155,7 +155,7 @@ def _check_version(data: bytes) -> None:
 
 
 def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
-    """The calls: four arrays of one length, then the pairs that their codes refer to."""
+    """The calls: five arrays of one length, then the pairs that their codes refer to."""
     arrays, at = [], 0
     for name, (width, size) in zip(ARRAYS, list_(shapes), strict=True):
         dtype = np.dtype(_DTYPES[int_(width)])

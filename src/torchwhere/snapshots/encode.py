@@ -32,7 +32,7 @@ VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION
 SEAL = struct.Struct("<8sII")  # magic, then length and CRC of the rest
 HEAD = struct.Struct("<I")  # length of the JSON head; the head and the arrays follow
-ARRAYS = ("codes", "steps", "records", "ticks", "pairs")
+ARRAYS = ("codes", "steps", "records", "ticks", "delays", "pairs")
 CALLS = 1024  # of a rank
 MOST_BYTES = 4 << 20  # of a snapshot
 _STREAM_CALLS = 8  # of each stream, even if they are old
@@ -130,6 +130,7 @@ def _selected(whole: CallBatch, kept: Sequence[npt.NDArray[np.int64]]) -> CallBa
         whole.steps[chosen],
         whole.records[chosen],
         whole.ticks[chosen],
+        whole.delays[chosen],
         np.stack([signature_ids, call_site_ids], axis=1).astype(np.int32),
         whole.groups,
         [whole.signatures[number] for number in signatures],

@@ -89,7 +89,8 @@ def _cause_text(context: Context, device: StalledDevice) -> str:
     before = f", issued before {place_text(call.place)}" if call is not None else ""
     return (
         f"Likely cause: a kernel or a copy on that device does not end{before}. Look at: nvidia-smi"
-        f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels in that code."
+        f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels of that"
+        " code."
     )
 
 
