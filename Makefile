@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
-.PHONY: demo test test-all test-native check format bench upstream docs clean
+.PHONY: demo test test-all test-native test-gpu check format bench upstream docs clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -35,6 +35,10 @@ test-all: $(VENV)/tested
 # The same with the native part: every test of the suite, recorded by C++ where it can be.
 test-native: $(VENV)/tested
 	TORCHWHERE_NATIVE=1 $(BIN)/python -m pytest -q
+
+# Four NCCL ranks on one GPU; skipped where there is none.
+test-gpu: $(VENV)/tested
+	$(BIN)/python -m pytest -q -rs tests/test_gpu.py tests/test_cuda.py
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

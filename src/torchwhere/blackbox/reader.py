@@ -29,6 +29,7 @@ from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
 
 WRITTEN_BY = "written by"  # starts the problem of a box in another format
+_MOST_LANES = 64
 HEADERS_BYTES = HEADER_BYTES * HEADER_COPIES
 
 
@@ -128,7 +129,7 @@ def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
         cursors=cursors,
         counters=counters,
         text_bytes=max(text_bytes, 1),
-        lanes=lanes,
+        lanes=min(lanes, _MOST_LANES),
     )
     meta = block[HEADER.size : HEADER.size + meta_bytes]
     box.meta = json_object(meta.decode("utf-8", "replace"))
