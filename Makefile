@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
-.PHONY: demo test test-all test-native check format bench upstream docs clean
+.PHONY: demo test test-all test-native test-gpu check format bench upstream docs clean
 
 demo: $(VENV)/ready
 	rm -rf run/demo
@@ -39,6 +39,10 @@ test-all: $(VENV)/tested
 # The same with the native extension: C++ records what it can in every test.
 test-native: $(VENV)/tested
 	TORCHWHERE_NATIVE=1 $(PYTEST)
+
+# Four NCCL ranks on one GPU; skipped where there is none.
+test-gpu: $(VENV)/tested
+	$(BIN)/python -m pytest -q -rs tests/test_gpu.py tests/test_cuda.py
 
 check: $(VENV)/tested
 	$(BIN)/ruff format --check .

@@ -91,6 +91,7 @@ class Box(Shown):
     geometry: Geometry | None = None
     _head: bytes = b""  # the sections before the ring of texts
     _texts: bytes | None = b""  # None: not read yet
+    _device: bytes = b""  # the device sections
     _json: dict[int, Any] = field(default_factory=dict)
     _threads: dict[str, str] | None = None
     _lost_texts: set[int] = field(default_factory=set)

@@ -1,7 +1,7 @@
 """The file format of a black box, version 2. `docs/format.md` describes it in full.
 
-    header (twice) | cursors | counters | ring of records | ring of texts | table, up to the end of
-    the file
+    header (twice) | cursors | counters | ring of records | ring of texts | device lanes |
+    device progress | device times | table, up to the end of the file
 
 All numbers are little-endian. The sections before the table have a fixed size. The writer allocates
 them when it creates the box, and writes them through one memory map. It appends to the table with
@@ -22,8 +22,8 @@ VERSION = 2
 
 HEADER_BYTES = 2048
 HEADER_COPIES = 2
-# magic, version, header bytes, cursors, counters, ring capacity, text bytes, table offset, meta
-# length
+# magic, version, header bytes, cursors, counters, ring capacity, text bytes, lanes, table offset,
+# meta length
 HEADER = struct.Struct("<8s II IIIII Q I")
 CRC = struct.Struct("<I")
 META_BYTES = HEADER_BYTES - HEADER.size - CRC.size
@@ -32,6 +32,10 @@ CURSOR_BYTES = 64
 CURSORS = 16
 COUNTER_BYTES = 32
 COUNTERS = 512
+LANE_BYTES = 64
+LANES = 8  # the last one is not a lane: its first word is the time of the last look
+PROGRESS_BYTES = 32  # of each counter
+TIMES_BYTES = 24  # of each record
 COUNTER_RANKS = (1 << 20) - 1  # ranks are smaller: a counter stores rank + 1 in 20 bits
 
 # number, t_ns, kind, pass, flags, thread, step, module, call, line, graph, subject, beneficiary,
@@ -74,6 +78,21 @@ CPU_DELAY_SHIFT = 32
 CPU_DELAY_MASK = 0xFFFFFFFF
 # Words of a counter slot.
 COUNTER_STREAM, COUNTER_COUNT, COUNTER_TIME, COUNTER_RECORD = range(4)
+# Words of a lane: how far a device has come on one of its streams. Ids and numbers are plus 1.
+(
+    LANE_PLACE,
+    LANE_TIME,
+    LANE_STEP,
+    LANE_STREAM,
+    LANE_RECORD,
+    LANE_PENDING,
+    LANE_NEXT_PLACE,
+    LANE_NEXT_RECORD,
+) = range(8)
+# Words of a progress slot, which belongs to the counter of the same index.
+PROGRESS_REACHED, PROGRESS_REACHED_TIME, PROGRESS_DONE, PROGRESS_DONE_TIME = range(4)
+# Words of a times slot, which belongs to the record of the same slot.
+TIMES_NUMBER, TIMES_REACHED, TIMES_DONE = range(3)
 # The stream of a counter in one word: an entry id above, then source + 1, then destination + 1.
 STREAM_ID_SHIFT = 40
 STREAM_SOURCE_SHIFT = 20
@@ -137,6 +156,7 @@ class Geometry:
     cursors: int = CURSORS
     counters: int = COUNTERS
     text_bytes: int = TEXT_BYTES
+    lanes: int = 0  # 0: the box has no device sections
 
     @property
     def cursors_at(self) -> int:
@@ -155,8 +175,20 @@ class Geometry:
         return self.ring_at + self.capacity * RECORD_BYTES
 
     @property
-    def table_at(self) -> int:
+    def lanes_at(self) -> int:
         return self.texts_at + self.text_bytes
+
+    @property
+    def progress_at(self) -> int:
+        return self.lanes_at + self.lanes * LANE_BYTES
+
+    @property
+    def times_at(self) -> int:
+        return self.progress_at + (self.counters * PROGRESS_BYTES if self.lanes else 0)
+
+    @property
+    def table_at(self) -> int:
+        return self.times_at + (self.capacity * TIMES_BYTES if self.lanes else 0)
 
 
 def pack_header(geometry: Geometry, meta: bytes) -> bytes:
@@ -171,7 +203,7 @@ def pack_header(geometry: Geometry, meta: bytes) -> bytes:
         geometry.counters,
         geometry.capacity,
         geometry.text_bytes,
-        0,
+        geometry.lanes,
         geometry.table_at,
         len(meta),
     )

@@ -30,6 +30,7 @@ from torchwhere.blackbox.string_table import TableReader, json_object
 from torchwhere.core.errors import TorchwhereError
 
 WRITTEN_BY = "written by"  # starts the problem of a box in another format
+_MOST_LANES = 64
 HEADERS_BYTES = HEADER_BYTES * HEADER_COPIES
 
 
@@ -66,8 +67,10 @@ def read_header(path: Path) -> Box:
 def parse_box(data: bytes, *, path: Path = Path("<bytes>")) -> Box:
     box = parse_header(data, size=len(data), path=path)
     if box.geometry is not None:
-        texts_at, table_at = box.geometry.texts_at, box.geometry.table_at
-        box._head, box._texts = data[:texts_at], data[texts_at:table_at]
+        texts_at, lanes_at = box.geometry.texts_at, box.geometry.lanes_at
+        table_at = box.geometry.table_at
+        box._head, box._texts = data[:texts_at], data[texts_at:lanes_at]
+        box._device = data[lanes_at:table_at]
         _parse_sections(box, data[table_at:], TableReader())
     return box
 
@@ -97,6 +100,8 @@ class BoxReader:
         box._texts = None
         if box.geometry is not None:
             box._head = os.pread(fd, box.geometry.texts_at, 0)
+            lanes_at = box.geometry.lanes_at
+            box._device = os.pread(fd, box.geometry.table_at - lanes_at, lanes_at)
             # The table comes last: a name is in the file before the first record that uses it.
             _parse_sections(box, read_table(fd, start=box.geometry.table_at), self._tables)
         return box
@@ -125,7 +130,7 @@ def parse_header(data: bytes, *, size: int, path: Path) -> Box:
 
 def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
     fields = HEADER.unpack(block[: HEADER.size])
-    _, version, _, cursors, counters, capacity, text_bytes, _, _, meta_bytes = fields
+    _, version, _, cursors, counters, capacity, text_bytes, lanes, _, meta_bytes = fields
     if version != VERSION:
         box.problems.append(_wrong_version(version))
         return
@@ -134,6 +139,7 @@ def _parse_header_copy(box: Box, block: bytes, size: int) -> None:
         cursors=cursors,
         counters=counters,
         text_bytes=max(text_bytes, 1),
+        lanes=min(lanes, _MOST_LANES),
     )
     meta = block[HEADER.size : HEADER.size + meta_bytes]
     box.meta = json_object(meta.decode("utf-8", "replace"))

@@ -34,6 +34,7 @@ from torchwhere.blackbox.file_format import (
     ENTRY_MOST_BYTES,
     HEADER_BYTES,
     HEADER_COPIES,
+    LANES,
     META_BYTES,
     MODULE_SHIFT,
     PASS_MASK,
@@ -70,9 +71,10 @@ class BoxWriter:
         records: int = DEFAULT_RECORDS,
         on_lost: Callable[[str], None] = lambda why: None,
         native: NativeExtension | None = None,
+        has_device: bool = False,
     ) -> None:
         self.native = native  # the native extension, if used: then it writes all records
-        self.geometry = Geometry(capacity=records)
+        self.geometry = Geometry(capacity=records, lanes=LANES if has_device else 0)
         self._ids: dict[tuple[int, str], int] = {}
         self._entries = itertools.count(1)
         self._counter_slots: dict[object, int] = {}

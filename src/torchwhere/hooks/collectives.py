@@ -20,6 +20,7 @@ from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
 from torchwhere.hooks import python_stack as stack
 from torchwhere.hooks.ddp import Bucket
+from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter, log
 from torchwhere.hooks.groups import WHOLE_GROUP, StreamCounter, WatchedGroup, WatchedGroups
 from torchwhere.hooks.kernels import Kernels, below_backend_select
@@ -45,6 +46,8 @@ class CollectiveCall(NamedTuple):
     flags: int
     stack: stack.Stack
     bucket: Bucket | None  # of DDP, where it is DDP's own reduction
+    device: torch.device | None  # None: on the CPU
+    is_on_current_stream: bool = False  # on a device: later work on the stream waits for it
 
 
 class CollectiveHook:
@@ -56,8 +59,9 @@ class CollectiveHook:
         groups: WatchedGroups,
         *,
         bucket_of: Callable[[torch.Tensor], Bucket | None],
-        on_call: Callable[[CollectiveCall], None],
-        on_bucket: Callable[[Bucket], None],
+        on_call: Callable[[CollectiveCall], DeviceMark | None],
+        on_bucket: Callable[[Bucket], DeviceMark | None],
+        on_launched: Callable[[DeviceMark], None],
         turns: Any = None,
     ) -> None:
         self._box = box
@@ -65,6 +69,7 @@ class CollectiveHook:
         self._bucket_of = bucket_of
         self._on_call = on_call
         self._on_bucket = on_bucket
+        self.on_launched = on_launched
         self._turns = turns
         self._native_all_reduce: NativeAllReduce | None = None
         self._kernels: CollectiveKernels | None = None
@@ -92,7 +97,7 @@ class CollectiveHook:
         op = next(op for op in all_ops() if op.raw == ALL_REDUCE)
         try:
             native_all_reduce = NativeAllReduce(self._box, turns=self._turns)
-            native_all_reduce.install(partial(self.issue, op), self.errors)
+            native_all_reduce.install(partial(self.issue, op), self.on_launched, self.errors)
         except Exception as error:
             log.warning(
                 "torchwhere: the native part cannot record all-reduces, Python code records them:"
@@ -129,8 +134,9 @@ class CollectiveHook:
             self._kernels = None
 
     @_torch.unseen
-    def issue(self, op: Op, args: tuple[Any, ...]) -> None:
-        """Record a collective before it is launched.
+    def issue(self, op: Op, args: tuple[Any, ...]) -> DeviceMark | None:
+        """Record a collective before it is launched. Returns the mark to pass to `on_launched`
+        after that, if any.
 
         DDP's reducer launches all-reduces from C++: in a backward whose begin was recorded, or on a
         thread of the engine without a Python stack. From the second time on a bucket is known, and
@@ -140,13 +146,12 @@ class CollectiveHook:
         is_direct = op.raw == ALL_REDUCE and _is_from_engine(frame)
         bucket = self._bucket_of(args[0][0]) if is_direct else None
         if bucket is not None and bucket.call is not None:
-            self._on_bucket(bucket)
-        else:
-            self._issue_slowly(op, args, frame, bucket)
+            return self._on_bucket(bucket)
+        return self._issue_slowly(op, args, frame, bucket)
 
     def _issue_slowly(
         self, op: Op, args: tuple[Any, ...], frame: FrameType | None, bucket: Bucket | None
-    ) -> None:
+    ) -> DeviceMark | None:
         looked = stack.read(frame)
         group = self._groups.of(args[op.group_at])
         inputs = [] if op.is_barrier else _tensors(args, op.inputs)
@@ -161,11 +166,22 @@ class CollectiveHook:
         flags = (FLAG_ASYNC if _is_async(op, args, looked.api) else 0) | (
             FLAG_SHADOW if looked.is_shadow else 0
         )
-        call = CollectiveCall(op, group, stream, signature, flags, looked, bucket)
+        device = _accelerator(inputs or outputs)
+        call = CollectiveCall(
+            op,
+            group,
+            stream,
+            signature,
+            flags,
+            looked,
+            bucket,
+            device,
+            device is not None and op.async_at is not None and not flags & FLAG_ASYNC,
+        )
         if bucket is not None:
             # without the stack, which holds objects of the job
             bucket.call = call._replace(stack=stack.Stack(), bucket=None)
-        self._on_call(call)
+        return self._on_call(call)
 
     def _signature(
         self,
@@ -218,15 +234,19 @@ class CollectiveKernels(Kernels):
         below = below_backend_select()
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-            receiver = self.receiver
+            receiver, mark = self.receiver, None
             if receiver is not None:
                 try:
-                    receiver.issue(op, args)
+                    mark = receiver.issue(op, args)
                 except Exception as error:
                     receiver.errors(error)
             else:
                 self._unreported += 1
-            return redispatch(keyset & below, *args, **kwargs)
+            if receiver is None or mark is None:
+                return redispatch(keyset & below, *args, **kwargs)
+            launched = redispatch(keyset & below, *args, **kwargs)
+            receiver.on_launched(mark)
+            return launched
 
         return kernel
 
@@ -300,6 +320,11 @@ def _splits(op: Op, args: tuple[Any, ...]) -> tuple[tuple[int, ...], ...] | None
     if op.splits_at is None:
         return None
     return tuple(tuple(map(int, args[at])) for at in op.splits_at)
+
+
+def _accelerator(tensors: list[torch.Tensor]) -> torch.device | None:
+    device = tensors[0].device if tensors else None
+    return device if device is not None and device.type not in ("cpu", "meta") else None
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -15,14 +15,16 @@ import torch
 
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.hooks import _torch
+from torchwhere.hooks.device import DeviceMark
 from torchwhere.hooks.error_limiter import ErrorLimiter
 
 ALL_REDUCE = "allreduce_"
 
-Issue = Callable[[tuple[Any, ...]], None]
+Issue = Callable[[tuple[Any, ...]], DeviceMark | None]
+Launched = Callable[[DeviceMark], None]
 
 _library: Any = None  # of our own op
-_receiver: tuple[Issue, ErrorLimiter] | None = None  # gets the calls of our own op
+_receiver: tuple[Issue, Launched, ErrorLimiter] | None = None  # gets the calls of our own op
 
 
 class NativeAllReduce:
@@ -35,10 +37,10 @@ class NativeAllReduce:
         self._native_box = box.native_box
         self._turns = turns
 
-    def install(self, issue: Issue, errors: ErrorLimiter) -> None:
+    def install(self, issue: Issue, on_launched: Launched, errors: ErrorLimiter) -> None:
         """Register the native kernel. `issue` gets all calls except known buckets of DDP."""
         global _receiver
-        _receiver = issue, errors
+        _receiver = issue, on_launched, errors
         _define()
         engine = inspect.unwrap(_torch.private("run_backward") or _define)
         self.native.begin(self._native_box, engine.__code__, self._turns)
@@ -66,13 +68,16 @@ def _define() -> None:
 
     @_torch.stepped_over
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        receiver = _receiver
+        receiver, mark = _receiver, None
         if receiver is not None:
             try:
-                receiver[0](args)
+                mark = receiver[0](args)
             except Exception as error:
-                receiver[1](error)
-        return redispatch(keyset & below, *args, **kwargs)
+                receiver[2](error)
+        launched = redispatch(keyset & below, *args, **kwargs)
+        if receiver is not None and mark is not None:
+            receiver[1](mark)
+        return launched
 
     library: Any = torch.library.Library("torchwhere", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define(str(overload._schema).removeprefix("c10d::"))

@@ -18,6 +18,7 @@ struct Launch {
   c10::TensorImpl* param = nullptr;  // the parameter that completed the bucket; null: not from DDP
   c10::intrusive_ptr_target* group = nullptr;
   int64_t numel = 0;
+  c10::Device device = c10::DeviceType::CPU;
 };
 
 // A bucket that Python has recorded. The weak reference to the group only prevents that another

@@ -3,6 +3,7 @@
 // leaves everything else to Python. `torchwhere native` builds it for one torch and one Python; see
 // `docs/overhead.md`. `extension.pyi` describes it to the type checker.
 #include "box.h"
+#include "device_progress.h"
 #include "modules.h"
 #include "fast_path.h"
 #include "reductions.h"
@@ -20,6 +21,12 @@ PyMethodDef functions[] = {
     {"passed", torchwhere::passed, METH_NOARGS, nullptr},
     {"recent", torchwhere::recent, METH_NOARGS, nullptr},
     {"check_frames", torchwhere::check_frames, METH_O, nullptr},
+    {"device_begin", torchwhere::device_begin, METH_VARARGS, nullptr},
+    {"device_end", torchwhere::device_end, METH_NOARGS, nullptr},
+    {"device_abandon", torchwhere::device_abandon, METH_NOARGS, nullptr},
+    {"device_mark", torchwhere::device_mark, METH_VARARGS, nullptr},
+    {"device_type", torchwhere::device_type, METH_O, nullptr},
+    {"device_status", torchwhere::device_status, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {

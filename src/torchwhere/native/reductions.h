@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include "buckets.h"
+#include "device_progress.h"
 
 namespace torchwhere {
 
@@ -55,10 +56,12 @@ inline Launch launch_of(const std::vector<c10::IValue>& stack, size_t arguments)
   c10::ArrayRef<c10::IValue> list = tensors.toListRef();
   if (list.size() != 1) return {};
   const auto& holder = group.toObjectRef().getSlot(0);
+  const at::Tensor& bucket = list[0].toTensor();
   return {
       accumulates->variable.unsafeGetTensorImpl(),
       holder.toCapsule().get(),
-      list[0].toTensor().numel()};
+      bucket.numel(),
+      bucket.device()};
 }
 
 // -- the kernel -----------------------------------------------------------------------------------
@@ -108,10 +111,21 @@ inline bool write(Box* box, const Launch& launch) {
     box->words[counter + COUNTER_TIME] = record.t_ns;
     box->words[counter + COUNTER_RECORD] = number;
   }
-  cursor[CURSOR_RECORD] = number;
-  cursor[CURSOR_PLACE] = static_cast<uint64_t>(record.module) << MODULE_SHIFT |
+  uint64_t place = static_cast<uint64_t>(record.module) << MODULE_SHIFT |
       static_cast<uint64_t>(record.pass) << PASS_SHIFT | record.call;
+  cursor[CURSOR_RECORD] = number;
+  cursor[CURSOR_PLACE] = place;
   cursor[CURSOR_TIME] = record.t_ns;
+  if (!launch.device.is_cpu())
+    device_progress->mark(
+        launch.device,
+        {Point::REACHED,
+         static_cast<int64_t>(number),
+         counter,
+         record.extra + 1,
+         place,
+         record.step,
+         record.t_ns});
   return true;
 }
 

@@ -36,6 +36,7 @@ from torchwhere.core.place import Pass
 from torchwhere.hooks import _torch, compiled_graphs
 from torchwhere.hooks.collectives import CollectiveCall
 from torchwhere.hooks.ddp import Bucket
+from torchwhere.hooks.device import DeviceHook, DeviceMark
 from torchwhere.hooks.locate import Locator, PlaceIds
 from torchwhere.hooks.threads import Track
 from torchwhere.recorder.graph_ids import GraphIds
@@ -52,10 +53,13 @@ _REMEMBERED = 3  # collectives, for the note on an exception
 class CollectiveRecorder:
     """Writes one record for each collective that this process issues."""
 
-    def __init__(self, box: BoxWriter, locator: Locator, graphs: GraphIds) -> None:
+    def __init__(
+        self, box: BoxWriter, locator: Locator, graphs: GraphIds, device: DeviceHook
+    ) -> None:
         self._box = box
         self._locator = locator
         self._graphs = graphs
+        self._device = device
         self._counter = box.counter
         self._native = box.native
         # number of the record, op, index, group
@@ -88,8 +92,11 @@ class CollectiveRecorder:
             ]
         return [f"{op} #{index} on {group}" for _, op, index, group in sorted(last)[-_REMEMBERED:]]
 
-    def collective(self, call: CollectiveCall) -> None:
-        """Record a collective that is about to be launched."""
+    def collective(self, call: CollectiveCall) -> DeviceMark | None:
+        """Record a collective that is about to be launched.
+
+        Returns the mark to set on its device after the launch, if any.
+        """
         locator = self._locator
         stack = call.stack
         track = self._here()
@@ -107,18 +114,20 @@ class CollectiveRecorder:
         graph_id = 0
         if graph is not None or self._graphs.compiling:
             graph_id = self._graphs.id_of(graph)
-        self._record(call, track, spot, line, graph_id, self._beneficiary(call))
+        return self._record(call, track, spot, line, graph_id, self._beneficiary(call))
 
-    def bucket(self, bucket: Bucket) -> None:
+    def bucket(self, bucket: Bucket) -> DeviceMark | None:
         """Record that DDP reduces a bucket again: only the number of the call is new.
 
         Costs about half as much as `collective`.
         """
         track = self._here()
         spot = bucket.spot or self._spot_of_bucket(bucket, track)
-        self._record(bucket.call, track, spot, self._line_of_backward(track, spot), 0, bucket.entry)
+        line = self._line_of_backward(track, spot)
+        mark = self._record(bucket.call, track, spot, line, 0, bucket.entry)
         if self._native is not None and bucket.spot is not None:
             self._teach(bucket, bucket.call, bucket.spot)
+        return mark
 
     def _record(
         self,
@@ -128,7 +137,7 @@ class CollectiveRecorder:
         line: int,
         graph: int,
         beneficiary: int,
-    ) -> None:
+    ) -> DeviceMark | None:
         """Write the record and count the call. Touches little: cold Python code is slow."""
         stream = call.stream
         t_ns = time.monotonic_ns()
@@ -166,6 +175,32 @@ class CollectiveRecorder:
         self._last.append((number, call.op.name, index, call.group.desc))
         for tap in self._taps:
             tap(number, call)
+        if call.device is None or not self._device.is_on:
+            return None
+        return self._mark(call, call.device, spot, number, index, t_ns)
+
+    def _mark(
+        self,
+        call: CollectiveCall,
+        device: torch.device,
+        spot: PlaceIds,
+        number: int,
+        index: int,
+        t_ns: int,
+    ) -> DeviceMark | None:
+        """Mark a collective on its device."""
+        mark = DeviceMark(
+            self._device.type_number(device),
+            device.index or 0,
+            number,
+            -1 if call.stream.counter is None else call.stream.counter,
+            index + 1,
+            spot.module << MODULE_SHIFT | spot.pass_ << PASS_SHIFT | spot.call & CALL_MASK,
+            self._counter.step,
+            t_ns,
+        )
+        self._device.reach(mark)
+        return mark if call.is_on_current_stream else None
 
     def _teach(self, bucket: Bucket, call: CollectiveCall, spot: PlaceIds) -> None:
         """Let the native extension record the next all-reduce of this bucket by itself."""

@@ -13,6 +13,7 @@ from typing import Any
 from torchwhere.blackbox.file_names import box_name, fault_file, stall_file
 from torchwhere.blackbox.writer import BoxWriter
 from torchwhere.core.errors import TorchwhereError
+from torchwhere.hooks.device import may_have_device
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.fault_stack import Faults
 from torchwhere.hooks.stall_stack import StallStackFile
@@ -92,6 +93,7 @@ def _open_box(out: Path | None, meta: dict[str, Any], records: int) -> BoxWriter
             records=records,
             on_lost=lambda why: log.warning("torchwhere: %s", why),
             native=extension,
+            has_device=extension is not None and may_have_device(),
         )
     except OSError as error:
         log.warning(

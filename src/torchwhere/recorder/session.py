@@ -25,6 +25,7 @@ from torchwhere.hooks.collectives import CollectiveHook
 from torchwhere.hooks.compilation import CompilationHook
 from torchwhere.hooks.compiled_graphs import Ledger
 from torchwhere.hooks.ddp import Reducers
+from torchwhere.hooks.device import DeviceHook
 from torchwhere.hooks.error_limiter import log
 from torchwhere.hooks.exceptions import ExceptionHook
 from torchwhere.hooks.fast_path import make_fast_path
@@ -82,7 +83,8 @@ class Session:
         )
         locator = Locator(self._box, NameTable(), self._threads, folder=str(meta["folder"]))
         graphs = GraphIds(self._box)
-        self.collectives = CollectiveRecorder(self._box, locator, graphs)
+        self._device = DeviceHook(self._box)
+        self.collectives = CollectiveRecorder(self._box, locator, graphs, self._device)
         self.recorder = Recorder(
             self._box,
             locator,
@@ -143,6 +145,7 @@ class Session:
             bucket_of=self._reducers.bucket,
             on_call=self.collectives.collective,
             on_bucket=self.collectives.bucket,
+            on_launched=self._device.finish,
             turns=self._reducers.turns,
         )
         self._group_creation = GroupCreationHook(
@@ -176,6 +179,12 @@ class Session:
             part("the listeners", remove=self.listeners.clear),
             hook_part("the backward hook", hook=self._backward),
             hook_part("the optimizer hook", hook=self._optimizers),
+            part(
+                "the marks on devices",
+                install=self._device.install,
+                remove=self._device.remove,
+                abandon=self._device.abandon,
+            ),
             part(
                 "the collective hook",
                 install=collectives.install,

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
+from torchwhere.blackbox.device import DeviceState
 from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
@@ -88,14 +89,14 @@ def decode_snapshot(data: bytes) -> HostSnapshot | InvalidSnapshot:
 
 def _snapshot(data: bytes) -> HostSnapshot:
     head, rest = _unpacked(data)
-    codes, steps, records, ticks, pairs = _arrays(head["arrays"], rest)
+    codes, steps, records, ticks, delays, pairs = _arrays(head["arrays"], rest)
     groups = _groups(head["groups"])
     host, ahead_ns = text_(head["host"], most=256), int_(head["ahead_ns"], low=-MAX_NUMBER)
     signatures = [_signature(value, len(groups)) for value in list_(head["signatures"])]
     call_sites = [_call_site(value) for value in list_(head["call_sites"])]
     summaries = [_rank_summary(value, host, ahead_ns) for value in list_(head["ranks"])]
     batch = CallBatch(
-        summaries, codes, steps, records, ticks, pairs, groups, signatures, call_sites
+        summaries, codes, steps, records, ticks, delays, pairs, groups, signatures, call_sites
     )
     _check(batch)
     ranks = {summary.label.rank for summary in summaries}
@@ -155,7 +156,7 @@ def _check_version(data: bytes) -> None:
 
 
 def _arrays(shapes: Any, data: bytes) -> list[npt.NDArray[Any]]:
-    """The calls: four arrays of one length, then the pairs that their codes refer to."""
+    """The calls: five arrays of one length, then the pairs that their codes refer to."""
     arrays, at = [], 0
     for name, (width, size) in zip(ARRAYS, list_(shapes), strict=True):
         dtype = np.dtype(_DTYPES[int_(width)])
@@ -246,6 +247,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
+        device=_device_state(data.get("device"), ahead_ns),
         is_compiling=bool_(data["is_compiling"]),
         last_line=text_or_none(data["last_line"]),
         steppers=tuple(map(text_, list_(data["steppers"], most=256))),
@@ -259,6 +261,21 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
 
 def _ints(value: Any) -> tuple[int, ...]:
     return tuple(map(int_, list_(value)))
+
+
+def _device_state(value: Any, ahead_ns: int) -> DeviceState | None:
+    if value is None:
+        return None
+    data = dict_(value)
+    looked_ns, reached_ns = int_(data["looked_ns"]), int_(data["reached_ns"])
+    return DeviceState(
+        looked_ns=looked_ns - ahead_ns if looked_ns else 0,
+        reached_ns=reached_ns - ahead_ns if reached_ns else 0,
+        place=or_none(_place, data["place"]),
+        pending=int_(data["pending"]),
+        reached=_ints(data["reached"]),
+        unreached=_ints(data["unreached"]),
+    )
 
 
 def _group_creation(value: Any, ahead_ns: int) -> GroupCreation:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
+from torchwhere.blackbox.device import DeviceState
 from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
@@ -32,7 +33,7 @@ VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION
 SEAL = struct.Struct("<8sII")  # magic, then length and CRC of the rest
 HEAD = struct.Struct("<I")  # length of the JSON head; the head and the arrays follow
-ARRAYS = ("codes", "steps", "records", "ticks", "pairs")
+ARRAYS = ("codes", "steps", "records", "ticks", "delays", "pairs")
 CALLS = 1024  # of a rank
 MOST_BYTES = 4 << 20  # of a snapshot
 _STREAM_CALLS = 8  # of each stream, even if they are old
@@ -130,6 +131,7 @@ def _selected(whole: CallBatch, chosen_calls: Sequence[npt.NDArray[np.int64]]) -
         whole.steps[chosen],
         whole.records[chosen],
         whole.ticks[chosen],
+        whole.delays[chosen],
         np.stack([signature_ids, call_site_ids], axis=1).astype(np.int32),
         whole.groups,
         [whole.signatures[number] for number in signatures],
@@ -218,9 +220,16 @@ def _rank_summary(summary: RankSummary) -> dict[str, Any]:
             [*creation[:4], creation.place.to_dict(), creation.is_made]
             for creation in summary.group_creations
         ],
+        "device": _device_state(summary.device),
         "end": _event(summary.end),
         "exceptions": [_event(event) for event in summary.exceptions],
     }
+
+
+def _device_state(state: DeviceState | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    return state._asdict() | {"place": state.place.to_dict() if state.place is not None else None}
 
 
 def _box_summary(box: BoxSummary) -> dict[str, Any]:

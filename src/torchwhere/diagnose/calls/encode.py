@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box, main_cursor
+from torchwhere.blackbox.device import DeviceState, device_state, device_times
 from torchwhere.blackbox.groups import Group, ranks_of
 from torchwhere.blackbox.string_table import json_int
 from torchwhere.blackbox.summary import BoxSummary, summarize
@@ -30,6 +31,7 @@ _SAME_MOMENT_NS = 1_000_000
 _STEPS = 50  # the last steps that count for the speed
 _LINES = 64  # the last records that are searched for a line
 _MOST_EVENTS = 4  # of one kind
+_MOST_DELAY_US = (1 << 32) - 2
 _MOST_GROUP_CREATIONS = 16
 
 
@@ -73,6 +75,7 @@ class RankSummary(NamedTuple):
     steps_per_s: float | None = None
     last_step: int | None = None
     steppers: tuple[str, ...] = ()  # the threads that count steps; usually one
+    device: DeviceState | None = None  # None: the progress of its device is not known
     pairs_at: int = 0  # index of its first pair
     records: int = 0  # all records ever written
     # The arrays hold differences to these values; times are in ticks.
@@ -86,8 +89,8 @@ class RankSummary(NamedTuple):
 class CallBatch:
     """The calls of some ranks.
 
-    `codes`, `steps`, `records` and `ticks` have one item for each call: the calls of the first
-    rank, stream by stream, then those of the next rank.
+    `codes`, `steps`, `records`, `ticks` and `delays` have one item for each call: the calls of the
+    first rank, stream by stream, then those of the next rank.
     """
 
     rank_summaries: list[RankSummary]
@@ -95,6 +98,8 @@ class CallBatch:
     steps: npt.NDArray[Any]
     records: npt.NDArray[Any]  # record numbers
     ticks: npt.NDArray[Any]  # times
+    # µs from the issue of a call to when the device reached it, plus 1; 0: unknown
+    delays: npt.NDArray[Any]
     pairs: npt.NDArray[np.int32]  # local ids of signature and call site; -1 if unknown
     # what got a local id since the batch before, in the order of the ids
     groups: list[Group] = field(default_factory=list)
@@ -109,9 +114,10 @@ class _Columns(NamedTuple):
     steps: npt.NDArray[Any]
     records: npt.NDArray[Any]
     ticks: npt.NDArray[Any]
+    delays: npt.NDArray[Any]
 
 
-_NO_CALLS = _Columns(*(np.empty(0, np.uint8) for _ in range(4)))
+_NO_CALLS = _Columns(*(np.empty(0, np.uint8) for _ in _Columns._fields))
 
 
 class Encoder:
@@ -132,12 +138,12 @@ class Encoder:
             summaries.append(summary)
             columns.append(own_columns)
             at += len(own_columns.codes)
-        codes, steps, records, ticks = (
+        codes, steps, records, ticks, delays = (
             map(np.concatenate, zip(*columns, strict=True)) if columns else _NO_CALLS
         )
         table = np.array(pairs, np.int32).reshape(-1, 2)
         new = self._local_ids.take_new()
-        return CallBatch(summaries, codes, steps, records, ticks, table, *new)
+        return CallBatch(summaries, codes, steps, records, ticks, delays, table, *new)
 
     def _encode(
         self, box: Box, at: int, pairs: list[tuple[int, int]]
@@ -174,9 +180,19 @@ def _columns(box: Box, calls: SortedCalls) -> tuple[_Columns, dict[str, Any]]:
     tick = 1 + (span >> 32)
     steps, step = narrow(records["step"][order])
     numbers, number = narrow(records["number"][order])
-    columns = _Columns(calls.codes, steps, numbers, ((times - start) // tick).astype(np.uint32))
+    ticks = ((times - start) // tick).astype(np.uint32)
+    columns = _Columns(calls.codes, steps, numbers, ticks, _delays(box, order, times))
     bases = {"record": number, "step": step, "start_ns": box.wall_ns(start), "tick_ns": tick}
     return columns, bases
+
+
+def _delays(box: Box, order: npt.NDArray[Any], times: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """Returns how long after the CPU the device of a rank came to each call."""
+    if box.geometry is None or not box.geometry.lanes:
+        return np.zeros(len(order), np.uint8)
+    reached = device_times(box)[0].astype(np.int64)[order]
+    delays = ((reached - times) // 1000).clip(0, _MOST_DELAY_US) + 1
+    return np.where(reached > 0, delays, 0).astype(np.uint32)
 
 
 def _single_signatures(
@@ -230,6 +246,7 @@ def _state(box: Box) -> dict[str, Any]:
         "group_creations": _group_creations(box) if kinds[Kind.GROUP_BEGIN] else (),
         "is_compiling": bool(kinds[Kind.COMPILE_BEGIN] > kinds[Kind.COMPILE_END]),
         "last_line": _last_line(box),
+        "device": device_state(box),
         **(_steps(box) if kinds[Kind.STEP_BEGIN] else {}),
     }
 

@@ -91,6 +91,15 @@ class StreamCalls:
         ticks = self._decoded.batch.ticks[self._rows(first, end)]
         return ticks.astype(np.int64) * self._summary.tick_ns + self._summary.start_ns
 
+    @property
+    def has_device_delays(self) -> bool:
+        return self._decoded.batch.delays.dtype.itemsize > 1
+
+    def device_delays_ns(self, first: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns how long after their issue the device reached some calls; negative: unknown."""
+        delays = self._decoded.batch.delays[self._rows(first, end)].astype(np.int64)
+        return (delays - 1) * 1000
+
     def set_back(self, by_ns: int) -> StreamCalls:
         """Returns the same calls with times that are earlier by `by_ns`."""
         if not by_ns:

@@ -32,6 +32,7 @@ class Lost:
     calls: npt.NDArray[np.float64]  # ns, one column a collective of the group
     columns: npt.NDArray[np.int64]  # of these, in the window
     begins: npt.NDArray[np.int64]  # of each round, among these; one more, for the end of the last
+    on_device: bool  # by when the devices reached the calls, not by when the CPUs issued them
 
     def latest(self, row: int, chosen: npt.NDArray[np.int64]) -> list[int]:
         """The column of the window where a rank lost the most, for each chosen round."""
@@ -44,13 +45,14 @@ class Lost:
 def lost(window: CallWindow, *, waits: bool) -> Lost | None:
     """The lost time in the last rounds. `waits`: whether a call that is not asynchronous blocks
     until it is done."""
-    last = window.end - window.first
+    delays = _device_delays(window)
+    last = window.end - window.first if delays is None else delays.shape[1]
     cut = max(0, last - max(_MOST_TIMES // len(window.ranks), 2 * FEWEST_ROUNDS))
-    steps = window.steps[0][cut:]
+    steps = window.steps[0][cut:last]
     has_steps = bool(
-        steps[0] != steps[-1] and (np.diff(steps) >= 0).all() and window.has_steps[cut:].all()
+        steps[0] != steps[-1] and (np.diff(steps) >= 0).all() and window.has_steps[cut:last].all()
     )
-    labels = steps if has_steps else np.arange(window.first + cut, window.end)
+    labels = steps if has_steps else np.arange(window.first + cut, window.first + last)
     begins = np.flatnonzero(np.diff(labels, prepend=labels[0] - 1))
     if len(begins) < FEWEST_ROUNDS + 2:
         return None
@@ -59,6 +61,9 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
     low, high = int(begins[1]), int(begins[-1])
     begins = begins[1:] - low
     times = _times(window, cut + low, cut + high + 1)
+    if delays is not None:
+        times += delays[:, cut + low : cut + high + 1]
+        waits = True  # on a device, a call on the current stream blocks what comes after it
     calls = _lost(
         times,
         is_new=np.isin(np.arange(high - low), begins),
@@ -74,6 +79,7 @@ def lost(window: CallWindow, *, waits: bool) -> Lost | None:
         calls,
         columns,
         begins,
+        delays is not None,
     )
 
 
@@ -95,6 +101,18 @@ def _is_held(window: CallWindow, low: int, high: int, waits: bool) -> npt.NDArra
     if not waits:
         return np.zeros(high - low, np.bool_)
     return ~window.calls[0].are_async(window.first + low, window.first + high)
+
+
+def _device_delays(window: CallWindow) -> npt.NDArray[np.float64] | None:
+    """How long after the CPU each device came to the calls, up to the last one that all have
+    reached; None if it is not known of all before that."""
+    if not window.calls[0].has_device_delays:
+        return None
+    delays = np.stack([calls.device_delays_ns(window.first, window.end) for calls in window.calls])
+    reached = np.flatnonzero((delays >= 0).all(axis=0))
+    if not len(reached) or int(reached[-1]) + 1 != len(reached):
+        return None
+    return delays[:, : len(reached)].astype(np.float64)
 
 
 def _times(window: CallWindow, low: int, high: int) -> npt.NDArray[np.float64]:

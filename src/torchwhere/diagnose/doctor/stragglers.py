@@ -82,6 +82,7 @@ class Straggler:
     unsure_s: float = 0.0  # about how far the host clocks may be off
     group: str | None = None  # whose collectives are counted if no steps are
     since_number: int | None = None  # the first of them
+    on_device: bool = False  # the device comes late to the collectives, not the CPU
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"ranks": list(self.ranks)}
@@ -148,6 +149,8 @@ def _late_in(
         rows = tuple(row for row in late.rows if not _is_dragged(job_calls, late, row))
         if not rows:
             return None
+        if late.lost.on_device:
+            return late._replace(rows=rows)
         crowded = cpu_contention(job_calls, by_own_clocks, rows[0], columns=late.columns, late=rows)
         if late.elapsed_ns >= _long_enough_ns(crowded, late.share):
             return late._replace(rows=rows, cpu_contention=crowded)
@@ -287,6 +290,7 @@ def _straggler(job_calls: JobCalls, late: _Late, ranks: tuple[int, ...]) -> Stra
         unsure_s=late.doubt_ns / 1e9,
         group=None if losses.has_steps else job_calls.group(late.window.key).title,
         since_number=None if losses.has_steps else since,
+        on_device=losses.on_device,
     )
 
 

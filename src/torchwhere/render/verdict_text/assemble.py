@@ -14,6 +14,11 @@ from torchwhere.diagnose.doctor.examine import Diagnosis
 from torchwhere.diagnose.doctor.finding import Cause, Finding, shown_fields
 from torchwhere.diagnose.doctor.rules.alltoall_splits import UnmatchedSplits
 from torchwhere.diagnose.doctor.rules.deadlock import Deadlock
+from torchwhere.diagnose.doctor.rules.device_hang import (
+    BlockedDevices,
+    DeviceDeadlock,
+    DevicesBlockedTogether,
+)
 from torchwhere.diagnose.doctor.rules.exited import (
     ExitedBeforeOthers,
     ExitedRanks,
@@ -38,6 +43,7 @@ from torchwhere.diagnose.doctor.rules.wrong_peer import WrongPeers
 from torchwhere.diagnose.doctor.verdict import RankReport, Verdict, VerdictKind
 from torchwhere.render.verdict_text import (
     deadlock,
+    device,
     exits,
     group_creation,
     mismatch,
@@ -132,6 +138,9 @@ _TEXTS: dict[type[Cause], Callable[[Any, Context], list[str]]] = {
     WrongPeers: deadlock.wrong_peers_text,
     DifferentGroups: group_creation.different_groups_text,
     PendingGroup: group_creation.pending_group_text,
+    BlockedDevices: device.blocked_devices_text,
+    DevicesBlockedTogether: device.blocked_together_text,
+    DeviceDeadlock: device.device_deadlock_text,
     ExitedRanks: exits.exited_ranks_text,
     UnknownFirstExit: exits.unknown_first_exit_text,
     TimedOutTogether: no_fault.timed_out_together_text,

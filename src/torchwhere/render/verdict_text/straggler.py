@@ -18,9 +18,12 @@ def late_ranks_text(cause: LateRanks, context: Context) -> list[str]:
 def straggler_text(late: Straggler) -> list[str]:
     """How late the ranks are, what it costs, and where they lose the time."""
     is_one = len(late.ranks) == 1
+    subjects = ranks_phrase(late.ranks).capitalize()
+    if late.on_device:
+        subjects = f"The {'device' if is_one else 'devices'} of {ranks_phrase(late.ranks)}"
     lines = [
         (
-            f"{ranks_phrase(late.ranks).capitalize()} {'is' if is_one else 'are'} late by"
+            f"{subjects} {'is' if is_one else 'are'} late by"
             f" {_delay_text(late)}: this costs the job {late.share:.0%} of its time."
             f"{_clocks_text(late)}{_cpu_text(late)}"
         )

@@ -11,6 +11,7 @@ from torchwhere.diagnose.doctor.context import Context
 from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.rules.alltoall_splits import find_unmatched_splits
 from torchwhere.diagnose.doctor.rules.deadlock import find_deadlock
+from torchwhere.diagnose.doctor.rules.device_hang import find_device_hang
 from torchwhere.diagnose.doctor.rules.exited import (
     find_exited,
     find_first_exit,
@@ -30,6 +31,7 @@ RULES: tuple[Callable[[Context], Finding | None], ...] = (
     find_unmatched_splits,
     find_wrong_peer,
     find_blocked_group_creation,
+    find_device_hang,
     find_exited,
     find_missing,
     find_deadlock,

@@ -1,0 +1,102 @@
+"""Finds ranks whose device does not progress, and which of them only wait for another device.
+
+On a GPU the CPU issues collectives and goes on. A device is stalled if it has not reached what its
+CPU issued long ago. It only waits if the last collective that it reached is one that another rank
+has not reached. A stalled device that waits for no rank is blocked by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from torchwhere.core.place import Place
+from torchwhere.diagnose.calls.job_calls import JobCalls
+from torchwhere.diagnose.calls.keys import StreamKey
+from torchwhere.diagnose.calls.rank_calls import RankCalls
+from torchwhere.diagnose.doctor.finding import CallRef
+from torchwhere.diagnose.doctor.timing import Timing
+
+
+class StalledDevice(NamedTuple):
+    """A rank whose device has not reached what its CPU has issued."""
+
+    rank: int
+    lasted_s: float
+    place: Place | None  # the last mark that the device has reached
+    reached: tuple[CallRef, ...]  # the last collectives that it has reached
+    next: CallRef  # the first collective that it has not reached
+    waits_for: tuple[int, ...]  # ranks that have not reached one of `reached`
+
+
+@dataclass(frozen=True)
+class DeviceStalls:
+    """The stalled devices of a job."""
+
+    job_calls: JobCalls
+    timing: Timing
+
+    @cached_property
+    def by_rank(self) -> dict[int, StalledDevice]:
+        stalled = map(self._stalled, self.job_calls.by_rank.values())
+        return {device.rank: device for device in stalled if device is not None}
+
+    def blocked(self) -> list[StalledDevice]:
+        """The devices that wait for no other rank."""
+        return [device for device in self.by_rank.values() if not device.waits_for]
+
+    def waiting(self) -> list[StalledDevice]:
+        return [device for device in self.by_rank.values() if device.waits_for]
+
+    def _stalled(self, rank_calls: RankCalls) -> StalledDevice | None:
+        state = rank_calls.rank_summary.device
+        if state is None or not state.pending or not state.unreached:
+            return None
+        first = _call(rank_calls, state.unreached[0])
+        if first is None:
+            return None
+        looked_ns = state.looked_ns or rank_calls.label.beat_ns
+        # before it was issued, the device could not reach it
+        since_ns = max(state.reached_ns, rank_calls.issued_ns(first.key, first.number))
+        lasted_s = (looked_ns - since_ns) / 1e9
+        if lasted_s < self.timing.patience_s(rank_calls.rank, first.key):
+            return None
+        calls = (_call(rank_calls, record) for record in state.reached)
+        reached = tuple(call for call in calls if call is not None)
+        waits_for = {rank for call in reached for rank in self._behind(call)}
+        return StalledDevice(
+            rank_calls.rank, lasted_s, state.place, reached, first, tuple(sorted(waits_for))
+        )
+
+    def _behind(self, call: CallRef) -> Iterator[int]:
+        """The other members that have not reached a collective, on the CPU or on the device."""
+        for rank in self.job_calls.members(call.key):
+            if rank == call.rank or rank not in self.job_calls.by_rank:
+                continue
+            if not has_reached(self.job_calls.by_rank[rank], call.key, call.number):
+                yield rank
+
+
+def has_reached(rank_calls: RankCalls, key: StreamKey, number: int) -> bool:
+    """Whether a rank has issued a collective, and its device has reached it, as far as known."""
+    if rank_calls.counts.get(key, 0) <= number:
+        return False
+    state, calls = rank_calls.rank_summary.device, rank_calls.calls.get(key)
+    if state is None or not state.unreached or calls is None or calls.at(number) is None:
+        return True
+    record = calls.record(number)
+    return record not in state.unreached and record <= max(state.unreached)
+
+
+def _call(rank_calls: RankCalls, record: int) -> CallRef | None:
+    """The collective with a record number."""
+    for key, calls in rank_calls.calls.items():
+        records = calls.records()
+        at = int(np.searchsorted(records, record))
+        if at < len(records) and records[at] == record:
+            return CallRef(key, calls.first + at, rank_calls.rank)
+    return None

@@ -1,0 +1,100 @@
+"""Sentences on devices that do not progress."""
+
+from __future__ import annotations
+
+from torchwhere.core.rank_text import ranks_phrase
+from torchwhere.diagnose.doctor.context import Context
+from torchwhere.diagnose.doctor.device_stalls import StalledDevice
+from torchwhere.diagnose.doctor.finding import CallRef
+from torchwhere.diagnose.doctor.rules.device_hang import (
+    BlockedDevices,
+    DeviceDeadlock,
+    DevicesBlockedTogether,
+)
+from torchwhere.render.verdict_text.phrases import in_place, op_text, place_text
+
+_MOST_RANKS = 4  # that have lines of their own
+
+
+def blocked_devices_text(cause: BlockedDevices, context: Context) -> list[str]:
+    ranks = [device.rank for device in cause.blocked]
+    first = cause.blocked[0]
+    noun = "device" if len(ranks) == 1 else "devices"
+    has = "has" if len(ranks) == 1 else "have"
+    lines = [
+        (
+            f"The {noun} of {ranks_phrase(ranks)} {has} not reached"
+            f" {_call_text(context, first.next)}, which the CPU issued {first.lasted_s:.0f} s ago."
+        )
+    ]
+    if cause.waiting:
+        lines.append(_waiting_text(context, cause.waiting))
+    for device in cause.blocked[:_MOST_RANKS]:
+        lines += _device_text(context, device)
+    if len(ranks) > _MOST_RANKS:
+        lines.append(f"  and {len(ranks) - _MOST_RANKS} more")
+    return [*lines, _cause_text(context, first)]
+
+
+def blocked_together_text(cause: DevicesBlockedTogether, context: Context) -> list[str]:
+    devices = cause.devices
+    calls = {device.reached[:1] for device in devices}
+    last = devices[0].reached[0] if devices[0].reached else devices[0].next
+    ranks = ranks_phrase([device.rank for device in devices])
+    lines = [f"The devices of {ranks} do not progress. All have reached the same collectives."]
+    if len(calls) == 1 and devices[0].reached:
+        lines.append(f"  last reached: {_call_text(context, last)}")
+    return [
+        *lines,
+        (
+            "Likely cause: the network between the devices, or the same kernel on all of them. Look"
+            " at: the NCCL log, the network links, and kernels issued after that collective."
+        ),
+    ]
+
+
+def device_deadlock_text(cause: DeviceDeadlock, context: Context) -> list[str]:
+    lines = ["The devices wait for each other, in collectives of different order."]
+    for cohort in cause.cohorts[:_MOST_RANKS]:
+        ranks = ranks_phrase([device.rank for device in cohort])
+        lines.append(f"  waiting: {ranks}, in {_call_text(context, cohort[0].reached[0])}")
+    return [
+        *lines,
+        (
+            "Likely cause: the ranks issued the collectives of these groups in different orders on"
+            " one stream. Look at: the lines above; all ranks must use the groups in one order."
+        ),
+    ]
+
+
+def _waiting_text(context: Context, waiting: tuple[StalledDevice, ...]) -> str:
+    calls = {device.reached[0][:2]: device.reached[0] for device in waiting}
+    ranks = ranks_phrase([device.rank for device in waiting])
+    if len(calls) == 1:
+        return f"  waiting on the device: {ranks}, in {_call_text(context, *calls.values())}"
+    return f"  waiting on the device: {ranks}, in {len(calls)} different collectives"
+
+
+def _device_text(context: Context, device: StalledDevice) -> list[str]:
+    """Where the device and the CPU of a rank are."""
+    reached = place_text(device.place) if device.place is not None else "nothing yet"
+    return [
+        f"  rank {device.rank}, device: last reached {reached}",
+        f"  rank {device.rank}, CPU: {in_place(context.place(device.rank))}",
+    ]
+
+
+def _cause_text(context: Context, device: StalledDevice) -> str:
+    call = context.job_calls.by_rank[device.rank].issued(device.next.key, device.next.number)
+    before = f", issued before {place_text(call.place)}" if call is not None else ""
+    return (
+        f"Likely cause: a kernel or a copy on that device does not end{before}. Look at: nvidia-smi"
+        f" and the kernel log (Xid) on the host of rank {device.rank}, and the kernels of that"
+        " code."
+    )
+
+
+def _call_text(context: Context, call: CallRef) -> str:
+    event = context.job_calls.by_rank[call.rank].issued(call.key, call.number)
+    title = context.job_calls.group(call.key).title
+    return f'{op_text(event)}, #{call.number} of group "{title}"'

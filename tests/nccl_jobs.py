@@ -1,0 +1,236 @@
+"""Jobs of four NCCL ranks on one GPU, each with one fault on rank 2.
+
+`test_gpu.py` runs them where there is a GPU. `nccl_runs.txz` and `nccl_dumps.txz` hold what they
+recorded on an H200 (torch 2.11, NCCL 2.28), for machines without a GPU.
+
+NCCL refuses two ranks on one GPU of one host. It tells hosts apart by `NCCL_HOSTID`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+VICTIM = 2
+FAULTY_STEP = 6
+CYCLES_PER_S = 1.8e9
+ENDLESS = int(25 * CYCLES_PER_S)
+SIZE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the doctor must find, and whether the device shows it."""
+
+    kind: str
+    culprits: tuple[int, ...] = (VICTIM,)
+    on_device: bool = False
+
+
+JOBS: dict[str, tuple[Callable[[], None], Expected]] = {}
+
+
+def job(
+    kind: str, *, culprits: tuple[int, ...] = (VICTIM,), on_device: bool = False
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        JOBS[function.__name__] = function, Expected(kind, culprits, on_device)
+        return function
+
+    return register
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU()) for _ in range(3)
+        )
+        self.head = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def ddp() -> nn.Module:
+    return nn.parallel.DistributedDataParallel(Net().cuda(), bucket_cap_mb=0.3)
+
+
+def fsdp2() -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Net().cuda()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def train(model: nn.Module, at_step: Callable[[int], None] = lambda step: None) -> None:
+    """Train; the victim calls `at_step` between forward and backward. The CPU never waits."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    rows = torch.randn(32, SIZE, device="cuda")
+    for step in range(2000):
+        loss = model(rows).sum()
+        if dist.get_rank() == VICTIM:
+            at_step(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if step < 4:
+            torch.cuda.synchronize()
+        if step >= 2 * FAULTY_STEP:
+            time.sleep(0.25)
+
+
+def once(fault: Callable[[], None]) -> Callable[[int], None]:
+    return lambda step: fault() if step == FAULTY_STEP else None
+
+
+def is_faulty(step: int) -> bool:
+    return dist.get_rank() == VICTIM and step == 30
+
+
+def pause() -> None:
+    import torchwhere
+
+    torchwhere.step()
+    time.sleep(0.05)
+
+
+# -- healthy ---------------------------------------------------------------------------------------
+
+
+@job("healthy", culprits=())
+def healthy_ddp() -> None:
+    train(ddp())
+
+
+@job("healthy", culprits=())
+def healthy_fsdp2() -> None:
+    train(fsdp2())
+
+
+# -- on the device ---------------------------------------------------------------------------------
+
+
+@job("missing", on_device=True)
+def endless_ddp() -> None:
+    """A kernel that does not end; the CPU goes on."""
+    train(ddp(), once(lambda: torch.cuda._sleep(ENDLESS)))
+
+
+@job("missing", on_device=True)
+def endless_fsdp2() -> None:
+    train(fsdp2(), once(lambda: torch.cuda._sleep(ENDLESS)))
+
+
+@job("missing", on_device=True)
+def endless_pipeline() -> None:
+    """Messages from rank to rank; one device never gets to its next send."""
+    rank, x = dist.get_rank(), torch.ones(1 << 12, device="cuda")
+    for step in range(2000):
+        if rank > 0:
+            dist.recv(x, rank - 1)
+        if is_faulty(step):
+            torch.cuda._sleep(ENDLESS)
+        if rank < dist.get_world_size() - 1:
+            dist.send(x, rank + 1)
+        pause()
+
+
+@job("deadlock", on_device=True)
+def opposite_groups() -> None:
+    """Two groups on one stream, used in the other order by one rank."""
+    ranks = list(range(dist.get_world_size()))
+    one, other = dist.new_group(ranks), dist.new_group(ranks)
+    x = torch.ones(1 << 16, device="cuda")
+    for step in range(2000):
+        is_swapped = dist.get_rank() == VICTIM and step == FAULTY_STEP
+        for group in (other, one) if is_swapped else (one, other):
+            dist.all_reduce(x, group=group)
+        pause()
+
+
+@job("straggler", on_device=True)
+def slow_ddp() -> None:
+    """A device that is slow in each step; its CPU is not."""
+    train(ddp(), lambda step: torch.cuda._sleep(int(0.2 * CYCLES_PER_S)))
+
+
+# -- on the CPU ------------------------------------------------------------------------------------
+
+
+@job("missing")
+def stuck_cpu() -> None:
+    train(ddp(), once(lambda: time.sleep(600)))
+
+
+@job("missing")
+def stopped() -> None:
+    train(ddp(), once(lambda: os.kill(os.getpid(), signal.SIGSTOP)))
+
+
+@job("dead")
+def killed() -> None:
+    train(ddp(), once(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@job("mismatch")
+def extra() -> None:
+    """One collective more, of another shape."""
+    train(ddp(), once(lambda: dist.all_reduce(torch.ones(3, device="cuda"))))
+
+
+@job("mismatch")
+def skipped() -> None:
+    """One collective fewer, beside a group of half the ranks, with a CPU that runs far ahead."""
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    x = torch.ones(1 << 12, device="cuda")
+    for step in range(2000):
+        dist.all_reduce(x, group=halves[rank // 2])
+        if not is_faulty(step):
+            dist.all_reduce(x)
+        pause()
+
+
+# -- one rank --------------------------------------------------------------------------------------
+
+
+def main(name: str, folder: str, seconds: float) -> None:
+    """Run a job on this rank and exit after some seconds, if it has not ended by then."""
+    os.environ["NCCL_HOSTID"] = f"host-{os.environ['RANK']}"
+    os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    import torchwhere
+
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=300))
+    threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
+    torchwhere.start(out=Path(folder))
+    JOBS[name][0]()
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,105 @@
+"""Four NCCL ranks on one GPU: what the doctor says while they run, and after they were killed.
+
+`make test-gpu` runs this file. It needs one NVIDIA GPU, and is skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from nccl_jobs import JOBS
+from torchwhere.core.errors import TorchwhereError
+from torchwhere.diagnose.doctor.verdict import Verdict
+from torchwhere.pipeline.verdict import diagnose_folder
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.checks_itself,
+]
+
+HERE = Path(__file__).parent
+STALL_S = 5.0
+RUNS_S = 60.0  # a job ends by itself after this long
+FOUND_S = 45.0
+
+
+@contextmanager
+def mps(folder: Path) -> Iterator[dict[str, str]]:
+    """A daemon that lets the ranks share the GPU: without it an all_reduce takes ten times as
+    long."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None:
+        yield {}
+        return
+    environment = {
+        "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),
+        "CUDA_MPS_LOG_DIRECTORY": str(folder / "log"),
+    }
+    for path in environment.values():
+        Path(path).mkdir()
+    subprocess.run([control, "-d"], env=os.environ | environment, check=True)
+    try:
+        yield environment
+    finally:
+        # kernels that do not end would keep the server
+        subprocess.run(["pkill", "-9", "-f", "nvidia-cuda-mps"], check=False)
+
+
+@contextmanager
+def running(name: str, folder: Path) -> Iterator[Path]:
+    """A job, and the folder of its run."""
+    run = folder / "run"
+    arguments = ["--standalone", "--nproc-per-node", "4", str(HERE / "nccl_jobs.py")]
+    with mps(folder) as environment, (folder / "log.txt").open("w") as log:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *arguments, name, run, str(RUNS_S)],
+            env=os.environ | environment | {"TORCHWHERE_NATIVE": "1"},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            yield run
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+            subprocess.run(["pkill", "-9", "-f", "nccl_jobs.py"], check=False)
+            job.wait()
+
+
+def verdict_of(run: Path, kind: str) -> Verdict:
+    """The first verdict of this kind, or the last of another one."""
+    until, verdict = time.monotonic() + FOUND_S, None
+    while time.monotonic() < until:
+        time.sleep(2)
+        try:
+            verdict = diagnose_folder(run, stall_s=STALL_S)
+        except TorchwhereError:
+            continue  # it has not started
+        if verdict.kind == kind and kind != "healthy":
+            break
+    assert verdict is not None
+    return verdict
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_fault(name: str, tmp_path: Path) -> None:
+    """The doctor names the fault and the rank, while the job runs and after it was killed."""
+    expected = JOBS[name][1]
+    with running(name, tmp_path) as run:
+        verdict = verdict_of(run, expected.kind)
+    assert (verdict.kind, verdict.culprits) == (expected.kind, expected.culprits), verdict
+    assert bool(verdict.facts.get("on_device")) == expected.on_device
+    if expected.kind not in ("healthy", "straggler"):
+        later = diagnose_folder(run, stall_s=STALL_S)
+        assert (later.kind, later.culprits) == (expected.kind, expected.culprits), later

@@ -1,0 +1,135 @@
+"""What the doctor says about runs of four NCCL ranks that were recorded on a GPU.
+
+`nccl_jobs.py` describes the jobs and how they were recorded.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nccl_jobs import JOBS
+from torchwhere.blackbox.device import device_lanes, device_state, device_times, stream_progress
+from torchwhere.blackbox.reader import read_box
+from torchwhere.flight_recorder.verdict import consult_dumps
+from torchwhere.pipeline.verdict import diagnose_folder
+
+STALL_S = 4.0
+# healthy jobs were ended from outside, which is not healthy
+RECORDED = sorted(name for name in JOBS if not name.startswith("healthy"))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked("nccl_runs.txz", tmp_path_factory.mktemp("runs"))
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with tarfile.open(Path(__file__).parent / name) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_faults(runs: Path, name: str) -> None:
+    """The doctor names the fault and the rank, after the processes are gone."""
+    expected = JOBS[name][1]
+    verdict = diagnose_folder(runs / name, stall_s=STALL_S)
+    assert (verdict.kind, verdict.culprits) == (expected.kind, expected.culprits)
+    assert bool(verdict.facts.get("on_device")) == expected.on_device
+
+
+@pytest.mark.parametrize("name", ["healthy_ddp", "healthy_fsdp2"])
+def test_healthy(runs: Path, name: str) -> None:
+    """A job that made progress until it was ended from outside: no rank is blamed."""
+    verdict = diagnose_folder(runs / name, stall_s=STALL_S)
+    assert (verdict.kind, verdict.culprits) == ("dead", ())
+    assert any("the job was progressing" in line for line in verdict.explanation)
+
+
+def test_sentences(runs: Path) -> None:
+    """The verdict on a device that hangs says where the device is, and where the CPU is."""
+    verdict = diagnose_folder(runs / "endless_ddp", stall_s=STALL_S)
+    assert list(verdict.explanation) == [
+        (
+            "The device of rank 2 has not reached all_reduce of float32 [131584], #22 of group"
+            ' "default", which the CPU issued 19 s ago.'
+        ),
+        (
+            "  waiting on the device: ranks 0-1, 3, in all_reduce of float32 [131584], #23 of group"
+            ' "default"'
+        ),
+        "  rank 2, device: last reached outside any module, step 6",
+        "  rank 2, CPU: in forward of <root>, nccl_jobs.py:33, step 7",
+        (
+            "Likely cause: a kernel or a copy on that device does not end, issued before backward of"
+            " layers.2.0, nccl_jobs.py:35, step 6. Look at: nvidia-smi and the kernel log (Xid) on"
+            " the host of rank 2, and the kernels of that code."
+        ),
+    ]
+
+
+def test_a_straggler_on_the_device(runs: Path) -> None:
+    """A slow device is late by what it was slowed by, and the verdict says that it is the
+    device."""
+    verdict = diagnose_folder(runs / "slow_ddp", stall_s=STALL_S)
+    assert verdict.explanation[0].startswith("The device of rank 2 is late by 181 ms in 28 of")
+
+
+def test_what_a_box_holds(runs: Path) -> None:
+    """Reached times follow the issue of their collectives, and done times follow reached times."""
+    box = read_box(runs / "healthy_fsdp2" / "rank0.box")
+    reached, done = device_times(box)
+    issued = box.records["t_ns"]
+    has_both = (reached > 0) & (done > 0)
+    assert has_both.sum() > 400
+    assert (reached[has_both] >= issued[has_both]).all()
+    assert (done[has_both] > reached[has_both]).all()
+    lanes = device_lanes(box)
+    assert len({lane.stream for lane in lanes}) == len(lanes) == 3  # FSDP2 has streams of its own
+    assert [progress.reached for progress in stream_progress(box)] == [
+        int(box.records["extra"][reached > 0].max()) + 1
+    ]
+
+
+def test_a_device_that_hangs(runs: Path) -> None:
+    """The box of the culprit lists what its device has not reached."""
+    states = [device_state(read_box(runs / "endless_ddp" / f"rank{rank}.box")) for rank in range(4)]
+    firsts = [min(state.unreached) for state in states if state is not None]
+    assert len(firsts) == 4
+    assert np.argmin(firsts) == 2
+
+
+# -- flight recorder dumps -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpacked("nccl_dumps.txz", tmp_path_factory.mktemp("dumps"))
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "culprits"),
+    [
+        ("extra/all", "mismatch", (2,)),
+        ("extra/active", "mismatch", (2,)),
+        ("extra/active_json", "mismatch", (2,)),
+        ("extra/watchdog", "mismatch", (2,)),
+        ("wrong_size/all", "mismatch", (2,)),
+        ("stuck_cpu/all", "missing", (2,)),
+        ("stuck_cpu/watchdog", "missing", (2,)),
+        ("stopped/all", "missing", (2,)),
+        ("stopped/active", "missing", (2,)),
+        ("stopped/active_json", "missing", (2,)),
+        ("stopped/watchdog", "missing", (2,)),
+        ("healthy_ddp/all", "healthy", ()),
+        ("healthy_fsdp2/all", "healthy", ()),
+    ],
+)
+def test_dumps(dumps: Path, job: str, kind: str, culprits: tuple[int, ...]) -> None:
+    """Dumps alone name the fault and the rank."""
+    verdict = consult_dumps(dumps / job)
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
