@@ -3,7 +3,7 @@
 //
 // A mark is an event on the current stream, recorded just before a collective (or at a step, or at
 // a module) is issued. When the event completes, the device has reached that point. The training
-// thread only records; `Harvester` asks whether events have completed, works out when, and writes
+// thread only records. Another thread asks whether events have completed, works out when, and writes
 // that into the box. Nothing here waits for the device.
 //
 // The interface is c10's device-generic one, so nothing depends on the headers of CUDA. Two
@@ -42,8 +42,8 @@ constexpr int PROGRESS_REACHED = 0, PROGRESS_REACHED_TIME = 1, PROGRESS_DONE = 2
 constexpr int TIMES_NUMBER = 0, TIMES_REACHED = 1, TIMES_DONE = 2, TIMES_WORDS = 3;
 constexpr auto HARVEST_EVERY = std::chrono::milliseconds(20);
 constexpr auto STOP_WITHIN = std::chrono::seconds(1);
-constexpr double REBASE_MS =
-    10'000;  // elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us
+// Elapsed times are 32-bit floats of ms: over 10 s they are exact to 1 us.
+constexpr double REBASE_MS = 10'000;
 
 enum class Point : int { REACHED = 0, DONE = 1, PLACE = 2 };
 
@@ -356,8 +356,7 @@ struct DeviceProgress {
 };
 inline DeviceProgress* device_progress = new DeviceProgress;
 
-// -- what Python calls
-// -----------------------------------------------------------------------------------------------
+// -- what Python calls ----------------------------------------------------------------------------
 
 // device_begin(box, lanes_at, times_at, progress_shift): mark and harvest from now on, into this
 // box. The offsets are indexes of words.
