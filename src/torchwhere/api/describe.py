@@ -141,13 +141,11 @@ def _tensor(tensor: torch.Tensor) -> str:
 def _kind(tensor: torch.Tensor, *, is_named: bool) -> str:
     if parameters.is_flat(tensor):
         return parameters.FLAT_PARAMETER
-    kind = (
-        "parameter"
-        if isinstance(tensor, nn.Parameter)
-        else "buffer"
-        if is_named or isinstance(tensor, nn.Buffer)
-        else ""
-    )
+    kind = ""
+    if isinstance(tensor, nn.Parameter):
+        kind = "parameter"
+    elif is_named or isinstance(tensor, nn.Buffer):
+        kind = "buffer"
     return f"DTensor {kind}".rstrip() if parameters.is_dtensor(tensor) else kind or "tensor"
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import difflib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, overload
 
 import torch
 from torch import nn
 
+from torchwhere.api.names_table import HEADINGS, row, table
 from torchwhere.core.place import shown
 from torchwhere.core.results import Tabular
 from torchwhere.model.fsdp import Slot, class_name
@@ -38,20 +39,6 @@ from torchwhere.model.wrappers import WRAPPER_PARTS, innermost, wrapped
 
 Thing = nn.Module | torch.Tensor
 
-_HEADINGS = (
-    "name",
-    "what",
-    "shape",
-    "here",
-    "numel",
-    "dtype",
-    "device",
-    "id",
-    "status",
-    "sharded",
-    "holds",
-    "also",
-)
 _MOST_SEARCHED = 20_000  # names among which a mistyped one is looked for
 
 
@@ -64,8 +51,25 @@ class UnknownNameError(KeyError):
 
 
 def names(model: nn.Module) -> Names:
-    """The names of everything in `model`; `describe()` knows them too from now on, for as long as
-    the model lives."""
+    """List the names of all modules, parameters and buffers of a model.
+
+    `describe()` knows the names too from now on, as long as the model lives.
+
+    Args:
+        model: The model, or what DDP, FSDP, `torch.compile` or DeepSpeed made of it.
+
+    Returns:
+        The names and the objects, both ways. They keep no object alive.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Module`.
+
+    Example:
+        >>> names = torchwhere.names(model)
+        >>> names["layers.0.up.weight"]  # the parameter
+        >>> names[model.head.weight]  # all its names
+        ['head.weight', 'embedding.weight']
+    """
     check(model, caller="names")
     found = Names(model)
     root = innermost(model)
@@ -329,12 +333,12 @@ class Names(Tabular):
 
     def __str__(self) -> str:
         """One line for each module, parameter and buffer."""
-        return f"{self!r}\n{_table(self._rows())}"
+        return f"{self!r}\n{table(self._rows())}"
 
     def _repr_html_(self) -> str:
         from torchwhere.render.names import names_html
 
-        return names_html(repr(self), _HEADINGS, self._rows())
+        return names_html(repr(self), HEADINGS, self._rows())
 
     def as_rows(self) -> list[dict[str, Any]]:
         """The parameters and buffers, one a row (see `ParameterFacts`)."""
@@ -351,7 +355,7 @@ class Names(Tabular):
                 aliases = [shown(other) for other in self.known_names(thing) if other != name]
                 yield {"name": shown(name), "what": class_name(thing), "also": ", ".join(aliases)}
             else:
-                yield _row(of_name[name])
+                yield row(of_name[name])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: `model`, `modules` (name, class, aliases), `parameters` and `buffers` (see
@@ -373,47 +377,3 @@ class Names(Tabular):
 
 def _below(module: str, key: str) -> str:
     return f"{module}.{key}" if module else key
-
-
-def _row(found: ParameterFacts) -> dict[str, str]:
-    sharded = (
-        [f"on {found.mesh}: {', '.join(found.placements or ())}"] if found.mesh is not None else []
-    )
-    sharded += [f"unit {shown(found.unit)}"] if found.unit is not None else []
-    return {
-        "name": found.name,
-        "what": found.kind,
-        "shape": _shape(found.shape),
-        "here": _shape(found.local_shape) if found.local_shape != found.shape else "",
-        "numel": f"{found.numel:,}",
-        "dtype": found.dtype,
-        "device": found.device,
-        "id": "" if found.id is None else str(found.id),
-        "status": found.zero_status or "",
-        "sharded": ", ".join(sharded),
-        "holds": ", ".join(found.holds),
-        "also": ", ".join(found.aliases),
-    }
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"
-
-
-def _table(rows: Iterable[dict[str, str]]) -> str:
-    """Aligned columns under their headings; a column with nothing in it is left out."""
-    listed = list(rows)
-    widths = {
-        heading: max((len(row.get(heading, "")) for row in listed), default=0)
-        for heading in _HEADINGS
-    }
-    columns = {heading: max(width, len(heading)) for heading, width in widths.items() if width}
-    lines = [dict(zip(_HEADINGS, _HEADINGS, strict=True)), *listed]
-    cells = (((row.get(h, ""), h, width) for h, width in columns.items()) for row in lines)
-    return "\n".join(
-        "  ".join(
-            text.rjust(width) if h in ("numel", "id") else text.ljust(width)
-            for text, h, width in row
-        ).rstrip()
-        for row in cells
-    )

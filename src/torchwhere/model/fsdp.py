@@ -180,18 +180,18 @@ def facts1(state: Any, meshes: Meshes) -> dict[str, Any]:
         else [("", state.process_group)]
     )
     uses = {use: getattr(precision, f"{use}_dtype", None) for use in ("param", "reduce", "buffer")}
-    is_early = strategy in ("FULL_SHARD", "HYBRID_SHARD") and not state._is_root
+    reshard: str | None = "after backward"
+    if strategy == "NO_SHARD":
+        reshard = None
+    elif strategy in ("FULL_SHARD", "HYBRID_SHARD") and not state._is_root:
+        reshard = "after forward"
     return {
         "mesh": meshes.of_groups(groups, device=_device(state))
         if device_mesh is None
         else meshes.of_mesh(device_mesh),
         "placements": (inner,) if outer is None else ("Replicate()", inner),
         "dtypes": dtypes_text(uses),
-        "reshard": None
-        if strategy == "NO_SHARD"
-        else "after forward"
-        if is_early
-        else "after backward",
+        "reshard": reshard,
         "offload": "cpu" if state.cpu_offload.offload_params else None,
         "settings": (("strategy", strategy), ("use_orig_params", bool(state._use_orig_params))),
         "padding_bytes": _padding1(handle),

@@ -210,13 +210,15 @@ def facts(
         id=zero_id(tensor),
         zero_status=zero_status(tensor),
         placements=placements(tensor) if part is None else part.placements,
-        mesh=(mesh_of(tensor.device_mesh).label if is_dtensor(tensor) else None)
-        if part is None
-        else part.mesh,
+        mesh=_mesh_label(tensor) if part is None else part.mesh,
         unit=part.unit if part is not None else None,
         flat=flat_name,
         holds=originals(tensor, unit=names[0].rpartition(".")[0]) if is_itself_flat else (),
     )
+
+
+def _mesh_label(tensor: Any) -> str | None:
+    return mesh_of(tensor.device_mesh).label if is_dtensor(tensor) else None
 
 
 def originals(flat: Any, *, unit: str = "") -> tuple[str, ...]:
