@@ -24,7 +24,8 @@ from torchwhere.core.stall import STALL_S
 from torchwhere.diagnose.calls.job_calls import JobCalls, calls_of_run
 from torchwhere.diagnose.calls.load import load_calls
 from torchwhere.diagnose.clocks.host_clocks import HostClocks, align_hosts
-from torchwhere.diagnose.doctor.examine import examine
+from torchwhere.diagnose.doctor.examine import Diagnosis, examine
+from torchwhere.diagnose.doctor.finding import Finding
 from torchwhere.diagnose.doctor.verdict import Verdict, VerdictKind
 from torchwhere.flight_recorder.evidence import with_evidence
 from torchwhere.processes.look import look, merged
@@ -110,25 +111,26 @@ class _Case:
         return _with_silent_ranks_ended(statuses, self.summaries)
 
     def judge(self, statuses: Mapping[int, ProcessStatus], ask: AskForStacks | None) -> Verdict:
-        """Judge once; if something is wrong, ask the suspects for their stacks and judge again."""
+        """Examine the run; if something is wrong, ask suspects for stacks and examine it again."""
         now_ns = _last_alive_ns(statuses, self.summaries)
-        verdict = self._diagnose(statuses, now_ns, is_suspicion=now_ns is not None)
-        if verdict.kind in _NOT_WRONG:
-            return verdict
-        if now_ns is None:
-            return with_evidence(verdict, self.run.summaries, self.run.folder, may_ask=False)
-        suspects = self._suspects(verdict)
-        if ask is not None:
-            self.saved |= ask(suspects)
-        statuses = self.look_at_processes(stacks=suspects)
-        verdict = self._diagnose(statuses, now_ns, is_suspicion=False)
-        is_running = any(status.alive for status in statuses.values())
+        diagnosis = self._examine(statuses, now_ns, is_suspicion=now_ns is not None)
+        if diagnosis.finding.kind in _NOT_WRONG:
+            return verdict_of(diagnosis)
+        is_running = False
+        if now_ns is not None:
+            suspects = self._suspects(diagnosis.finding)
+            if ask is not None:
+                self.saved |= ask(suspects)
+            statuses = self.look_at_processes(stacks=suspects)
+            diagnosis = self._examine(statuses, now_ns, is_suspicion=False)
+            is_running = any(status.alive for status in statuses.values())
+        verdict = verdict_of(diagnosis)
         return with_evidence(verdict, self.run.summaries, self.run.folder, may_ask=is_running)
 
-    def _diagnose(
+    def _examine(
         self, statuses: Mapping[int, ProcessStatus], now_ns: int | None, *, is_suspicion: bool
-    ) -> Verdict:
-        diagnosis = examine(
+    ) -> Diagnosis:
+        return examine(
             self.run,
             statuses=statuses,
             now_ns=now_ns,
@@ -137,7 +139,6 @@ class _Case:
             job_calls=self.job_calls,
             align_clocks=self._align_clocks,
         )
-        return verdict_of(diagnosis)
 
     def _align_clocks(self) -> HostClocks:
         """One clock for all hosts: lateness is measured on it."""
@@ -145,8 +146,8 @@ class _Case:
             self._clocks = align_hosts(RunSummary(self.run.folder, self.run.summaries))
         return self._clocks
 
-    def _suspects(self, verdict: Verdict) -> list[int]:
-        culprits = [rank for rank in verdict.culprits if rank in self.run.boxes]
+    def _suspects(self, finding: Finding) -> list[int]:
+        culprits = [rank for rank in finding.culprits if rank in self.run.boxes]
         return (culprits or list(self.run.boxes))[:_MOST_SUSPECTS]
 
 
