@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Counts
-from torchwhere.blackbox.device import DeviceState
 from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import KIND_LABELS, Event
@@ -43,6 +42,7 @@ from torchwhere.snapshots.checked import (
     text_,
     text_or_none,
 )
+from torchwhere.snapshots.device_state import decode_device
 from torchwhere.snapshots.encode import (
     ARRAYS,
     HEAD,
@@ -247,7 +247,7 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
         in_collective_since_ns=since_ns - ahead_ns if since_ns is not None else None,
         unnamed=or_none(_ints, data.get("unnamed")),
         group_creations=tuple(_group_creation(creation, ahead_ns) for creation in creations),
-        device=_device_state(data.get("device"), ahead_ns),
+        device=decode_device(data.get("device"), ahead_ns, place=_place),
         is_compiling=bool_(data["is_compiling"]),
         last_line=text_or_none(data["last_line"]),
         steppers=tuple(map(text_, list_(data["steppers"], most=256))),
@@ -261,21 +261,6 @@ def _rank_summary(value: Any, host: str, ahead_ns: int) -> RankSummary:
 
 def _ints(value: Any) -> tuple[int, ...]:
     return tuple(map(int_, list_(value)))
-
-
-def _device_state(value: Any, ahead_ns: int) -> DeviceState | None:
-    if value is None:
-        return None
-    data = dict_(value)
-    looked_ns, reached_ns = int_(data["looked_ns"]), int_(data["reached_ns"])
-    return DeviceState(
-        looked_ns=looked_ns - ahead_ns if looked_ns else 0,
-        reached_ns=reached_ns - ahead_ns if reached_ns else 0,
-        place=or_none(_place, data["place"]),
-        pending=int_(data["pending"]),
-        reached=_ints(data["reached"]),
-        unreached=_ints(data["unreached"]),
-    )
 
 
 def _group_creation(value: Any, ahead_ns: int) -> GroupCreation:

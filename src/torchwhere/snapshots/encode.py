@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchwhere.blackbox.box import Box
-from torchwhere.blackbox.device import DeviceState
 from torchwhere.blackbox.groups import Group
 from torchwhere.blackbox.summary import BoxSummary
 from torchwhere.core.events import Event
 from torchwhere.diagnose.calls.encode import CallBatch, Encoder, RankSummary, StreamSlice
 from torchwhere.diagnose.calls.keys import CallSite
 from torchwhere.processes.status import ProcessStatus
+from torchwhere.snapshots.device_state import encode_device
 
 VERSION = 2
 MAGIC = b"TWSNAP%02d" % VERSION
@@ -220,16 +220,10 @@ def _rank_summary(summary: RankSummary) -> dict[str, Any]:
             [*creation[:4], creation.place.to_dict(), creation.is_made]
             for creation in summary.group_creations
         ],
-        "device": _device_state(summary.device),
+        "device": encode_device(summary.device),
         "end": _event(summary.end),
         "exceptions": [_event(event) for event in summary.exceptions],
     }
-
-
-def _device_state(state: DeviceState | None) -> dict[str, Any] | None:
-    if state is None:
-        return None
-    return state._asdict() | {"place": state.place.to_dict() if state.place is not None else None}
 
 
 def _box_summary(box: BoxSummary) -> dict[str, Any]:
