@@ -34,6 +34,7 @@ from torchwhere.snapshots.write import MOST_RANKS, SnapshotWriter
 POLL_S = 0.25
 SAVE_S = 1.0
 EXAMINE_S = 15.0
+SETTLE_S = 1.0  # a launcher ends the other ranks soon after one has exited
 _MOST_SHARE = 0.02  # of one core: slow examinations are made less often
 _MOST_SHARE_LOOKING = 0.05  # the same for looking, at thousands of boxes in one folder
 
@@ -55,6 +56,7 @@ class Monitor:
     _snapshot_writer: SnapshotWriter = field(init=False)
     _has_ended_ranks: bool = False
     _has_unexamined_exit: bool = False
+    _exited_at: float = 0.0
     _examined_at: float = 0.0
     _saved_at: float = 0.0
     _has_failed: bool = False
@@ -77,9 +79,9 @@ class Monitor:
                 took_s = time.monotonic() - began
                 self._write_due_snapshot()
                 is_wanted = self.role.update(self.host.run)
-                self._has_unexamined_exit |= has_exit
-                is_due = time.monotonic() - self._examined_at > self._examine_every_s
-                if has_exit or is_stalled or is_wanted or (is_due and self.role.gives_verdicts):
+                if has_exit:
+                    self._has_unexamined_exit, self._exited_at = True, time.monotonic()
+                if self._is_due(is_stalled=is_stalled, is_wanted=is_wanted):
                     self._act()
                 if self.role.ends_ranks:
                     self._end_ranks()
@@ -88,6 +90,19 @@ class Monitor:
                 ):
                     return self._finish()
                 exits.wait(max(POLL_S, min(took_s / _MOST_SHARE_LOOKING, self.stall_s / 3)))
+
+    def _is_due(self, *, is_stalled: bool, is_wanted: bool) -> bool:
+        """Whether to examine the run now, or to report it to the lead.
+
+        After a rank has exited, the launcher may be ending the others. Until that is over, their
+        exits and exit codes are incomplete, and the first rank to exit is not certain.
+        """
+        now = time.monotonic()
+        if not self.role.gives_verdicts:
+            return self._has_unexamined_exit or is_stalled or is_wanted
+        if self._has_unexamined_exit:
+            return now - self._exited_at >= SETTLE_S
+        return is_stalled or is_wanted or now - self._examined_at > self._examine_every_s
 
     def _act(self) -> None:
         if self.host.run is not None:
@@ -172,6 +187,7 @@ class Monitor:
     def _report(self, *, is_last: bool = False) -> None:
         """Send statuses and snapshots of this host to the lead."""
         self._examined_at = time.monotonic()
+        self._has_unexamined_exit = False
         if self.host.run is None:
             return
         self.host.look_for_stacks(self.role.wanted_stacks)
