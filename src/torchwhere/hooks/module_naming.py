@@ -118,7 +118,8 @@ class ModuleNamer:
         relative = name_below(outer, module)
         if relative is None:
             return None
-        name = below(outer_name, relative)
+        # a wrapper and the module inside it have one name
+        name = below(outer_name, relative) if relative else outer_name
         self._names.set_provisional(module, name)
         return name
 
