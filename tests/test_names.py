@@ -281,7 +281,7 @@ def test_names_as_text_and_as_data() -> None:
     names = torchwhere.names(model := Tied())
     lines = str(names).splitlines()
     assert lines[0] == repr(names) == "<Names of Tied: 8 modules, 9 parameters, 3 buffers>"
-    assert lines[1].split() == ["name", "what", "shape", "numel", "dtype", "device", "also"]
+    assert lines[1].split() == ["name", "type", "shape", "numel", "dtype", "device", "also"]
     assert re.split(r"  +", lines[2]) == ["<root>", "Tied"]
     assert re.split(r"  +", next(line for line in lines if line.startswith("head.weight"))) == [
         *("head.weight", "parameter", "[8, 8]", "64", "float32", "cpu", "tied.weight")

@@ -57,8 +57,8 @@ def step(number: int | None = None) -> None:
     """
     if number is not None and (not isinstance(number, int) or not 0 <= number < NO_STEP):
         raise ValueError(
-            f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or nothing"
-            " for the next one"
+            f"step({number!r}): expected a step number of 0 or more, below {NO_STEP}, or no"
+            " argument for the next step"
         )
     session = current()
     if session is not None and not is_dynamo_compiling():
@@ -86,13 +86,13 @@ def note(text: str, /, **fields: Any) -> None:
         quietly(session.recorder.note, str(text), fields, frame=python_stack.caller(0))
 
 
-class phase:  # noqa: N801 - read as a noun of the program: `with phase("data"):`
+class phase:  # noqa: N801 - called like a function: `with phase("data"):`
     """A named part of a step: a context manager and a decorator.
 
     Phases can be nested, and they work on any thread and in coroutines. One object can be used many
-    times, also inside itself and on several threads at once. A decorated coroutine function is
-    timed from its beginning to its end, including what it awaits. A decorated generator function is
-    timed while it computes each item, and not while its caller uses the item.
+    times, also inside itself and on several threads at once. For a decorated coroutine function,
+    the phase lasts from its beginning to its end, including the time it awaits. For a decorated
+    generator function, it lasts while the generator computes an item, not while its caller uses it.
 
     Args:
         name: The name of the phase.

@@ -163,7 +163,7 @@ def _lines(nodes: Sequence[Any], sequence: NDArray[np.uint64]) -> Lines:
     table: dict[str | None, int] = {None: 0}
     column = np.zeros(len(nodes), np.uint32)
     folder = _folder()
-    # The log of the calling thread comes last and wins: it is the most likely one.
+    # The log of the calling thread comes last and wins: most likely this thread made the nodes.
     for log in reversed(line_log.logs()):
         numbers = [
             0 if line is None else table.setdefault(line_log.shortened(line, folder), len(table))
@@ -333,7 +333,7 @@ def _line_of_error(error: BaseException) -> ForwardLine | None:
     return ForwardLine.of(*deepest, source="traceback") if deepest is not None else None
 
 
-class forward_lines:  # noqa: N801 - read as what it gives: `with forward_lines():`
+class forward_lines:  # noqa: N801 - called like a function: `with forward_lines():`
     """Record which line makes which autograd node, on this thread: a context manager and a
     decorator.
 

@@ -45,7 +45,7 @@ def join(model: nn.Module | None) -> Session:
 
 
 def leave(session: Session) -> None:
-    """End what `join` began, unless its session has ended already."""
+    """Leave the watch that `join` returned, unless it has ended already."""
     if watch.current() is session:
         watch.stop()
 
@@ -58,11 +58,12 @@ def listen(session: Session, tap: Callable[[int, Any], None]) -> None:
 
 
 def stop_listening(session: Session, tap: Callable[[int, Any], None]) -> None:
+    """Undo `listen`."""
     with _lock:
         session.collectives.taps = [other for other in session.collectives.taps if other != tap]
 
 
-class comms:  # noqa: N801 - read as a noun of the program: `with comms() as c:`
+class comms:  # noqa: N801 - called like a function: `with comms() as c:`
     """The collectives of a block: a context manager and a decorator.
 
     It counts from zero each time the block is entered. If the block is entered again inside itself,

@@ -25,7 +25,7 @@ OnForward = Callable[[nn.Module, ModuleCall], object]
 OnBackward = Callable[[nn.Module | None, ModuleCall], object]
 
 
-class on_module:  # noqa: N801 - read as a verb: `with on_module(enter=...):`
+class on_module:  # noqa: N801 - called like a function: `with on_module(enter=...):`
     """Call functions when a module is entered and left, on every thread, from now until `remove()`.
 
     Each function gets the module and a `ModuleCall`. An outer module is entered before an inner

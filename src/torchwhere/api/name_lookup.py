@@ -43,7 +43,7 @@ class UnknownNameError(KeyError):
 
 
 class NameLookup:
-    """Names to objects and objects to names, for one model. Keeps no object alive."""
+    """Finds the objects of one model by name, and the names of an object. Keeps no object alive."""
 
     def __init__(self, model: nn.Module, *, table: NameTable | None = None) -> None:
         root = innermost(model)

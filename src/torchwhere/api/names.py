@@ -42,7 +42,7 @@ def names(model: nn.Module) -> Names:
         model: The model, or the wrapper that DDP, FSDP, `torch.compile` or DeepSpeed made.
 
     Returns:
-        Names to objects and objects to names. It keeps no object alive.
+        Finds objects by name, and names by object. It keeps no object alive.
 
     Raises:
         TypeError: `model` is not a `torch.nn.Module`.
@@ -80,7 +80,7 @@ def names_of_live_models() -> list[Names]:
 
 
 class Names(NameLookup, Tabular):
-    """Names to objects and objects to names, for one model. It keeps no object alive.
+    """Finds the objects of one model by name, and the names of an object. Keeps no object alive.
 
     `names[name]` is the module, parameter or buffer; `names[thing]` is the list of its names,
     beginning with the name in `state_dict`. Iterating gives pairs of a name and an object; a tied
@@ -116,7 +116,9 @@ class Names(NameLookup, Tabular):
         return self._facts_of(tensor, name, owner, self._parts())
 
     def parameters(self) -> list[ParameterFacts]:
-        """Return everything about every parameter, in the order of the model; a tied one once.
+        """Return everything about every parameter, in the order of the model.
+
+        A tied parameter is listed once.
 
         Example:
             sum(param.numel for param in names.parameters())
@@ -195,7 +197,7 @@ class Names(NameLookup, Tabular):
             ids.add(id(thing))
             if isinstance(thing, nn.Module):
                 aliases = [shown(other) for other in self.known_names(thing) if other != name]
-                yield {"name": shown(name), "what": class_name(thing), "also": ", ".join(aliases)}
+                yield {"name": shown(name), "type": class_name(thing), "also": ", ".join(aliases)}
             else:
                 yield row(by_name[name])
 

@@ -9,7 +9,7 @@ from torchwhere.model.parameters import ParameterFacts
 
 HEADINGS = (
     "name",
-    "what",
+    "type",
     "shape",
     "here",
     "numel",
@@ -32,7 +32,7 @@ def row(facts: ParameterFacts) -> dict[str, str]:
         sharding.append(f"unit {shown(facts.unit)}")
     return {
         "name": facts.name,
-        "what": facts.kind,
+        "type": facts.kind,
         "shape": _shape(facts.shape),
         "here": _shape(facts.local_shape) if facts.local_shape != facts.shape else "",
         "numel": f"{facts.numel:,}",

@@ -202,7 +202,7 @@ def _after_fork_in_child() -> None:
         session.abandon()
 
 
-class watch:  # noqa: N801 - read as a verb: `with watch(model):`
+class watch:  # noqa: N801 - called like a function: `with watch(model):`
     """Watch this process: a context manager and a decorator.
 
     A watch inside a watch joins it. An exception that ends the block is recorded and propagates
