@@ -45,7 +45,8 @@ def backward_graph(
 
     Args:
         tensors: A tensor, an autograd node, a gradient edge, or a list of them.
-        model: The model that names the parameters. During a watch it is not needed.
+        model: The model that names the parameters, and the modules of the nodes that use them (as
+            `inferred`). During a watch it is not needed.
         freed: Return the graph even if backward has run over it and freed its saved tensors.
 
     Returns:
@@ -141,8 +142,8 @@ class _Namer:
         return self._unsharded_names(param)
 
     def _unsharded_names(self, param: torch.Tensor) -> list[str]:
-        """The names of a whole parameter that FSDP2 makes for the time of a forward: those of the
-        sharded parameter."""
+        """The names of the unsharded parameter that FSDP makes for a forward: those of the sharded
+        parameter."""
         if self._unsharded is None:
             self._unsharded = dict(
                 entry for table in self._tables for entry in unsharded_names(table)
